@@ -1,0 +1,184 @@
+"""Speed of `holdfast.Experts`, forward and backward, against transformers' own experts functions on the same weights.
+
+    python benchmarks/experts.py                         # on a CPU, float32
+    python benchmarks/experts.py --device cuda           # on a GPU, bfloat16, at the shapes of olmoe, qwen3-30b and mixtral
+
+Prints ratios measured in one run (below 1: holdfast is faster) and, with --out FILE, writes them as JSON.
+"""
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from timing import median_ratio, time_in_turns
+from torch import Tensor, nn
+
+from holdfast import Experts
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    k: int
+
+    @property
+    def flop(self) -> float:
+        """Of forward and backward, gated."""
+        return 3 * 2.0 * self.tokens * self.k * 3 * self.dim * self.hidden
+
+
+SHAPES = {
+    "cpu": {"small": Shape(4096, 256, 256, 16, 2)},
+    "cuda": {
+        "olmoe": Shape(16384, 2048, 1024, 64, 8),
+        "qwen3-30b": Shape(16384, 2048, 768, 128, 8),
+        "mixtral": Shape(8192, 4096, 14336, 8, 2),
+    },
+}
+
+
+def transformers_experts(ours: Experts, implementation: str) -> nn.Module:
+    """transformers' experts module on our parameters."""
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+    with torch.device("meta"):
+        config = OlmoeConfig(hidden_size=ours.dim, intermediate_size=ours.hidden, num_experts=ours.experts)
+        module = OlmoeExperts(config)
+    config._experts_implementation = implementation
+    module.gate_up_proj, module.down_proj = ours.gate_up_proj, ours.down_proj
+    return module
+
+
+def step(module: Callable[..., Tensor], tokens: Tensor, chosen: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
+    """One forward and backward; the output and every gradient."""
+    parameters = [tokens, weights, *getattr(module, "parameters", list)()]
+    out = module(tokens, chosen, weights)
+    return [out, *torch.autograd.grad(out, parameters, grad)]
+
+
+def contestants(ours: Experts, device: str, loop: bool) -> dict[str, Callable[..., Tensor]]:
+    grouped = transformers_experts(ours, "grouped_mm")
+    modules: dict[str, Callable[..., Tensor]] = {"holdfast": ours, "transformers grouped_mm": grouped}
+    if loop:
+        modules["transformers eager"] = transformers_experts(ours, "eager")
+    if device == "cuda":
+        modules["holdfast compiled"] = torch.compile(ours, fullgraph=True)
+        modules["transformers grouped_mm compiled"] = torch.compile(grouped)
+    return modules
+
+
+def agree(results: dict[str, list[Tensor]], tolerance: float) -> None:
+    """Every contestant computes the same thing, or the times mean nothing."""
+    expected = results["holdfast"]
+    for name, values in results.items():
+        for ours, theirs in zip(expected, values, strict=True):
+            error = float((ours.detach().float() - theirs.detach().float()).norm() / ours.detach().float().norm())
+            if not error < tolerance:
+                raise SystemExit(f"{name} differs from holdfast by {error:.1e} (relative); times not comparable.")
+
+
+def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: int) -> dict[str, object]:
+    torch.manual_seed(0)
+    ours = Experts(shape.dim, shape.hidden, shape.experts, device=device, dtype=dtype)
+    tokens = torch.randn(shape.tokens, shape.dim, device=device, dtype=dtype, requires_grad=True)
+    grad = torch.randn_like(tokens)
+    scores, chosen = torch.randn(shape.tokens, shape.experts, device=device).topk(shape.k)
+    weights = scores.softmax(-1)
+    modules = contestants(ours, device, loop=device == "cpu")
+
+    def inputs_of(contestant: str) -> tuple[Tensor, Tensor]:
+        # transformers' routers hand weights over in the model's dtype, ours in float32.
+        kept = weights if contestant.startswith("holdfast") else weights.to(dtype)
+        return chosen, kept.detach().requires_grad_()
+
+    runs = {
+        contestant: functools.partial(step, module, tokens, *inputs_of(contestant), grad)
+        for contestant, module in modules.items()
+    }
+    agree({contestant: run() for contestant, run in runs.items()}, 1e-4 if dtype == torch.float32 else 3e-2)
+    times = time_in_turns(runs, device, rounds)
+    peak = {contestant: _peak_memory(run, device) for contestant, run in runs.items()}
+    return {
+        "shape": name,
+        **asdict(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "ms": {contestant: statistics.median(values) for contestant, values in times.items()},
+        "tflops": {contestant: shape.flop / statistics.median(values) / 1e9 for contestant, values in times.items()},
+        "peak_mib": peak,
+        "ratio": _ratios(times),
+    }
+
+
+def _peak_memory(run: Callable[[], object], device: str) -> float | None:
+    """MiB above what was allocated before, at the highest point of one forward and backward."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _ratios(times: dict[str, list[float]]) -> dict[str, float]:
+    """holdfast over each transformers path of its own kind: eager against eager, compiled against compiled."""
+    return {
+        name: median_ratio(times["holdfast compiled" if name.endswith("compiled") else "holdfast"], values)
+        for name, values in times.items()
+        if name.startswith("transformers")
+    }
+
+
+def versions() -> dict[str, str]:
+    import transformers
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--shapes", nargs="*", help="which of the device's shapes (default: all)")
+    parser.add_argument("--out", type=Path, help="write the results here as JSON")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU here; leave --device out to measure on the CPU.")
+    shapes = SHAPES[arguments.device]
+    wanted = arguments.shapes or list(shapes)
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    results = [measure(name, shapes[name], arguments.device, dtype, arguments.rounds) for name in wanted]
+    for result in results:
+        _print(result)
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"versions": versions(), "results": results}, indent=1))
+
+
+def _print(result: dict[str, object]) -> None:
+    print(f"\n{result['shape']}, forward + backward, {result['dtype']}")
+    milliseconds, ratios, peak = result["ms"], result["ratio"], result["peak_mib"]
+    assert isinstance(milliseconds, dict) and isinstance(ratios, dict) and isinstance(peak, dict)
+    for name, value in milliseconds.items():
+        ratio = f"holdfast takes {ratios[name]:.2f} of its time" if name in ratios else ""
+        memory = f"{peak[name]:8.0f} MiB" if peak[name] is not None else ""
+        print(f"  {name:34} {value:9.2f} ms {memory}  {ratio}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Holdfast: mixture-of-experts routing that holds."""
+
+from holdfast.losses import Losses as Losses
+from holdfast.moe import Experts as Experts
+from holdfast.moe import FeedForward as FeedForward
+from holdfast.moe import MoE as MoE
+from holdfast.routing import Context as Context
+from holdfast.routing import Router as Router
+from holdfast.routing import Routing as Routing
+from holdfast.routing import register as register
+from holdfast.routing import router as router
+from holdfast.routing import routers as routers
+from holdfast.version import VERSION
+
+__version__ = VERSION
+__all__ = [
+    "Context",
+    "Experts",
+    "FeedForward",
+    "Losses",
+    "MoE",
+    "Router",
+    "Routing",
+    "register",
+    "router",
+    "routers",
+]

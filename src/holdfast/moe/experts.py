@@ -1,0 +1,114 @@
+"""The experts: E feed-forward networks with fused weights in the Hugging Face layout, run without dropping a token."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.moe.activations import Activation, resolve
+from holdfast.ops.experts import Dispatch, dispatch, gather_mm, mm_combine
+from holdfast.ops.glu import glu
+
+
+class Experts(nn.Module):
+    """y_t = sum_s weight_ts FFN_{expert_ts}(x_t), with FFN(x) = down(activation(gate x) * up x) or down(activation(up x)).
+
+    Parameters are `gate_up_proj (E,2*hidden,dim)` (plain: `up_proj (E,hidden,dim)`) and `down_proj (E,dim,hidden)`, with
+    `bias=True` also `gate_up_proj_bias`/`up_proj_bias` and `down_proj_bias`. An index of E is a slot that is not used.
+    """
+
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        *,
+        activation: str | Activation = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for what, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
+            if value < 1:
+                raise ValueError(f"{what} is {value}; Experts needs at least 1.")
+        self.dim, self.hidden, self.experts, self.gated = dim, hidden, experts, gated
+        self.activation_name, self.activation = resolve(activation)
+        self._up_name = "gate_up_proj" if gated else "up_proj"
+        inner = 2 * hidden if gated else hidden
+        shapes: dict[str, tuple[int, ...]] = {self._up_name: (experts, inner, dim), "down_proj": (experts, dim, hidden)}
+        if bias:
+            shapes |= {f"{self._up_name}_bias": (experts, inner), "down_proj_bias": (experts, dim)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.has_bias = bias
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert starts as an `nn.Linear` of its size would."""
+        for name, parameter in self.named_parameters():
+            bound = 1 / math.sqrt(self.hidden if name.startswith("down") else self.dim)
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """`tokens (T,d)`, `experts (T,K)`, `weights (T,K)` to `(T,d)`; the sum over slots is taken in float32."""
+        self._check(tokens, experts, weights)
+        up = self.get_parameter(self._up_name)
+        dtype = _compute_dtype(tokens, up)
+        plan = dispatch(experts, self.experts)
+        hidden = gather_mm(tokens.to(dtype), up.to(dtype), plan)
+        if self.has_bias:
+            hidden = _add_bias(hidden, self.get_parameter(f"{self._up_name}_bias").to(dtype), plan)
+        named = self.activation_name
+        hidden = glu(hidden, plan.used, named, self.activation) if self.gated else self.activation(hidden)
+        weights = weights.float()
+        out = mm_combine(hidden, self.down_proj.to(dtype), weights, plan)
+        if self.has_bias:
+            out = out + _mixed_bias(experts, weights, self.down_proj_bias).to(dtype)
+        return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
+
+    def _check(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> None:
+        if tokens.dim() != 2 or tokens.shape[1] != self.dim:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; these experts take (T, {self.dim}).")
+        if experts.dim() != 2 or experts.shape != weights.shape or experts.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                f"experts {tuple(experts.shape)} and weights {tuple(weights.shape)} must both be (T, K) "
+                f"with T = {tokens.shape[0]}, the number of tokens."
+            )
+        if experts.device.type == "cpu" and not torch.compiler.is_compiling() and experts.numel() > 0:
+            low, high = (int(bound) for bound in experts.aminmax())
+            if low < 0 or high > self.experts:
+                raise ValueError(
+                    f"expert indices run from {low} to {high}; expected 0 to {self.experts - 1}, "
+                    f"or {self.experts} for an unused slot."
+                )
+
+    def extra_repr(self) -> str:
+        kind = "gated" if self.gated else "plain"
+        name = self.activation_name or getattr(self.activation, "__name__", repr(self.activation))
+        return f"dim={self.dim}, hidden={self.hidden}, experts={self.experts}, {kind}, {name}, bias={self.has_bias}"
+
+
+def _compute_dtype(tokens: Tensor, weight: Tensor) -> torch.dtype:
+    device = tokens.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _add_bias(hidden: Tensor, bias: Tensor, plan: Dispatch) -> Tensor:
+    """Each row plus its expert's bias, as a product with a 0/1 matrix: then the backward is one too, and repeats exactly."""
+    row = torch.arange(hidden.shape[0], device=hidden.device)
+    expert = torch.searchsorted(plan.offsets, row.to(plan.offsets.dtype), right=True)
+    member = expert.unsqueeze(1) == torch.arange(bias.shape[0], device=hidden.device)
+    in_use = (row < plan.used).unsqueeze(1)
+    return torch.where(in_use, hidden + member.to(bias.dtype) @ bias, 0.0)
+
+
+def _mixed_bias(experts: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+    """sum_s weight_ts bias_{expert_ts}, through the dense (T,E) weights."""
+    dense = weights.new_zeros(weights.shape[0], bias.shape[0] + 1).scatter(1, experts, weights)
+    with torch.autocast(weights.device.type, enabled=False):
+        return dense[:, :-1] @ bias.float()

@@ -1,0 +1,196 @@
+"""Dropless dispatch: tokens to the rows of their experts, through two grouped products, and back.
+
+    T tokens, K slots a token, E experts, d width, H hidden; R rows, one a slot, sorted by expert
+
+The two products are custom operators with backwards of their own, because only then is the whole layer one graph under
+`torch.compile(fullgraph=True)` in training, in every dtype, and because autograd's backward of a gather adds with atomics,
+in an order that changes from run to run. Neither keeps the gathered tokens nor the experts' outputs for the backward:
+
+    gather_mm     saves the tokens and gathers them again
+    mm_combine    needs  dL/dweight_r = dL/dy_r . (W h_r) = (W^T dL/dy_r) . h_r,  which asks for h only
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.ops import grouped, rows
+
+
+class Dispatch(NamedTuple):
+    """Where each slot's row is. Unused slots come last, belong to nobody and are never read."""
+
+    tokens: Tensor  # (R,) the token of each row
+    slots: Tensor  # (T,K) the row of each slot
+    offsets: Tensor  # (E,) int32, where each expert's rows end
+
+    @property
+    def used(self) -> Tensor:
+        return self.offsets[-1]
+
+
+def dispatch(chosen: Tensor, experts: int) -> Dispatch:
+    """Sort the slots of `chosen (T,K)` by expert, stably, so that the order within an expert is the tokens' own."""
+    tokens, slots_per_token = chosen.shape
+    keys = chosen.reshape(-1)
+    if experts < torch.iinfo(torch.int16).max:
+        keys = keys.to(torch.int16)
+    by_expert, order = torch.sort(keys, stable=True)
+    boundaries = torch.arange(experts, device=chosen.device, dtype=by_expert.dtype)
+    offsets = torch.searchsorted(by_expert, boundaries, right=True).to(torch.int32)
+    positions = torch.arange(order.shape[0], device=chosen.device)
+    slots = torch.empty_like(order).scatter_(0, order, positions).view(tokens, slots_per_token)
+    if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
+        order = order[: int(offsets[-1])]  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
+    return Dispatch(order // max(slots_per_token, 1), slots, offsets)
+
+
+def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch) -> Tensor:
+    """Each row's token (d) times its expert's weight (E,H,d): (R,H)."""
+    out: Tensor = _gather_mm(tokens, weight, plan.tokens, plan.slots, plan.offsets)
+    return out
+
+
+def mm_combine(hidden: Tensor, weight: Tensor, slot_weights: Tensor, plan: Dispatch) -> Tensor:
+    """Each row (R,H) times its expert's weight (E,d,H), then the weighted sum over each token's slots: (T,d)."""
+    out: Tensor = _mm_combine(hidden, weight, slot_weights, plan.tokens, plan.slots, plan.offsets)
+    return out
+
+
+@torch.library.custom_op("holdfast::gather_mm", mutates_args=())
+def _gather_mm(tokens: Tensor, weight: Tensor, index: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    return grouped.mm(rows.gather(tokens.contiguous(), index, offsets[-1]), weight, offsets, transpose=True)
+
+
+@_gather_mm.register_fake
+def _(tokens: Tensor, weight: Tensor, index: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    return tokens.new_empty(index.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("holdfast::gather_mm_backward", mutates_args=())
+def _gather_mm_backward(
+    grad: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    want_tokens: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    grad, used = grad.contiguous(), offsets[-1]
+    grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
+    if want_tokens:
+        grad_tokens = rows.combine(grouped.mm(grad, weight, offsets, transpose=False), slots, None, used)
+    if want_weight:
+        grad_weight = grouped.outer(grad, rows.gather(tokens.contiguous(), index, used), offsets)
+    return grad_tokens, grad_weight
+
+
+@_gather_mm_backward.register_fake
+def _(
+    grad: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    want_tokens: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    return tokens.new_empty(tokens.shape if want_tokens else (0,)), weight.new_empty(weight.shape if want_weight else (0,))
+
+
+def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_gather_mm(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    want_tokens, want_weight = ctx.needs_input_grad[:2]
+    grad_tokens, grad_weight = _gather_mm_backward(grad, *ctx.saved_tensors, want_tokens, want_weight)
+    return (grad_tokens if want_tokens else None), (grad_weight if want_weight else None), None, None, None
+
+
+_gather_mm.register_autograd(_backward_gather_mm, setup_context=_save)
+
+
+@torch.library.custom_op("holdfast::mm_combine", mutates_args=())
+def _mm_combine(
+    hidden: Tensor, weight: Tensor, slot_weights: Tensor, index: Tensor, slots: Tensor, offsets: Tensor
+) -> Tensor:
+    outputs = grouped.mm(hidden.contiguous(), weight, offsets, transpose=True)
+    return rows.combine(outputs, slots, slot_weights.contiguous(), offsets[-1])
+
+
+@_mm_combine.register_fake
+def _(hidden: Tensor, weight: Tensor, slot_weights: Tensor, index: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    return hidden.new_empty(slots.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("holdfast::mm_combine_backward", mutates_args=())
+def _mm_combine_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    index: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    used = offsets[-1]
+    grad_rows = rows.gather(grad.contiguous(), index, used)
+    row_weights = _to_rows(slot_weights, slots, index.shape[0])
+    unscaled = grouped.mm(grad_rows, weight, offsets, transpose=False)
+    grad_hidden, scaled_hidden, dots = rows.scale_and_dot(unscaled, hidden.contiguous(), row_weights, used)
+    grad_weight = grouped.outer(grad_rows, scaled_hidden, offsets) if want_weight else grad.new_empty(0)
+    return grad_hidden, grad_weight, _to_slots(dots, slots, used)
+
+
+@_mm_combine_backward.register_fake
+def _(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    index: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape),
+        weight.new_empty(weight.shape if want_weight else (0,)),
+        slot_weights.new_empty(slots.shape),
+    )
+
+
+def _to_rows(slot_values: Tensor, slots: Tensor, count: int) -> Tensor:
+    """A value per slot (T,K) as a value per row. Every slot has its own row, so the writes never collide."""
+    out = slot_values.new_empty(slots.numel()).scatter_(0, slots.reshape(-1), slot_values.reshape(-1))
+    return out[:count]
+
+
+def _to_slots(row_values: Tensor, slots: Tensor, used: Tensor) -> Tensor:
+    """A value per row as a value per slot (T,K), 0 in unused slots."""
+    if row_values.shape[0] == 0:
+        return row_values.new_zeros(slots.shape)
+    in_use = slots < used
+    return row_values[slots.where(in_use, 0)].where(in_use, 0.0)
+
+
+def _backward_mm_combine(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    want_hidden, want_weight, want_slots = ctx.needs_input_grad[:3]
+    grad_hidden, grad_weight, grad_slots = _mm_combine_backward(grad, *ctx.saved_tensors, want_weight)
+    return (
+        grad_hidden if want_hidden else None,
+        grad_weight if want_weight else None,
+        grad_slots if want_slots else None,
+        None,
+        None,
+        None,
+    )
+
+
+_mm_combine.register_autograd(_backward_mm_combine, setup_context=_save)

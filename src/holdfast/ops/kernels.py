@@ -1,0 +1,146 @@
+"""Triton kernels for moving rows between token order and expert order. Imported only where Triton can run.
+
+R rows sorted by expert, T tokens, K slots a token; `used` points at the number of rows that belong to an expert.
+Each output element is written by one program in a fixed order of additions, so results repeat to the bit.
+"""
+
+# mypy: ignore-errors
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _gather(tokens, index, used, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(used):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        token = tl.load(index + row).to(tl.int64)
+        values = tl.load(tokens + token * width + column, mask=column < width)
+        tl.store(out + row * width + column, values, mask=column < width)
+
+
+@triton.jit
+def _combine(rows, slots, weights, used, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    limit = tl.load(used)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in range(K):
+        row = tl.load(slots + token * K + slot).to(tl.int64)
+        # A row of nobody is uninitialised memory: never load it, since 0 * NaN is NaN.
+        values = tl.load(rows + row * width + column, mask=(column < width) & (row < limit), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            values = values * tl.load(weights + token * K + slot)
+        total += values
+    tl.store(out + token * width + column, total, mask=column < width)
+
+
+@triton.jit
+def _scale_and_dot(grad, rows, weights, used, scaled_grad, scaled_rows, dots, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(used):
+        weight = tl.load(weights + row)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            total += g * h
+            tl.store(scaled_grad + row * width + column, weight * g, mask=inside)
+            tl.store(scaled_rows + row * width + column, weight * h, mask=inside)
+        tl.store(dots + row, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _activation(x, NAME: tl.constexpr):
+    """The activation and its derivative."""
+    if NAME == "relu":
+        positive = x > 0
+        return tl.where(positive, x, 0.0), tl.where(positive, 1.0, 0.0)
+    if NAME == "gelu":
+        phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    if NAME == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) is sigmoid(2z)
+        phi = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return x * phi, phi + x * phi * (1.0 - phi) * slope
+    s = tl.sigmoid(x)
+    return x * s, s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(used):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        value, _ = _activation(gate, NAME)
+        tl.store(out + row * width + column, value * up, mask=inside)
+
+
+@triton.jit
+def _glu_backward(grad, gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(used):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        value, slope = _activation(gate, NAME)
+        tl.store(out + row * 2 * width + column, g * up * slope, mask=inside)
+        tl.store(out + row * 2 * width + width + column, g * value, mask=inside)
+
+
+def _tiles(rows: int, width: int) -> tuple[int, int]:
+    return rows, triton.cdiv(width, BLOCK)
+
+
+def gather(tokens: Tensor, index: Tensor, used: Tensor) -> Tensor:
+    out = tokens.new_empty(index.shape[0], tokens.shape[1])
+    _gather[_tiles(*out.shape)](tokens, index, used, out, out.shape[1], BLOCK=BLOCK)
+    return out
+
+
+def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
+    tokens, slots_per_token = slots.shape
+    out = rows.new_empty(tokens, rows.shape[1])
+    _combine[_tiles(*out.shape)](
+        rows,
+        slots,
+        rows if weights is None else weights,
+        used,
+        out,
+        out.shape[1],
+        K=slots_per_token,
+        WEIGHTED=weights is not None,
+        BLOCK=BLOCK,
+    )
+    return out
+
+
+def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scaled_grad, scaled_rows = torch.empty_like(grad), torch.empty_like(rows)
+    dots = torch.empty_like(weights)
+    _scale_and_dot[(rows.shape[0],)](grad, rows, weights, used, scaled_grad, scaled_rows, dots, rows.shape[1], BLOCK=BLOCK)
+    return scaled_grad, scaled_rows, dots
+
+
+def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _glu[_tiles(*out.shape)](gate_up, used, out, out.shape[1], NAME=activation, BLOCK=BLOCK)
+    return out
+
+
+def glu_backward(grad: Tensor, gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
+    out = torch.empty_like(gate_up)
+    _glu_backward[_tiles(*grad.shape)](grad, gate_up, used, out, grad.shape[1], NAME=activation, BLOCK=BLOCK)
+    return out

@@ -1,0 +1,25 @@
+"""The k largest entries of each row, ties to the lower index, the same on every device."""
+
+import torch
+from torch import Tensor
+
+
+def ordered_keys(values: Tensor) -> Tensor:
+    """int64 keys whose order is the order of the float32 `values (..., E)`, an earlier index winning a tie.
+
+    `torch.topk` leaves the order of equal values open, and devices differ. The keys are all different: the upper half
+    is the value's bits made monotone, the lower half counts the index down. NaN sorts above everything, as in torch.
+    """
+    experts = values.shape[-1]
+    bits = (values.detach().float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    monotone = torch.where(values.isnan(), 0x7FFFFFFF, monotone).long()
+    countdown = torch.arange(experts - 1, -1, -1, device=values.device)
+    return monotone * 2**32 + countdown
+
+
+def top(values: Tensor, k: int) -> Tensor:
+    """Indices `(..., k)` of the k largest, descending; the lower index first among equals."""
+    if k == values.shape[-1]:
+        return torch.argsort(values.detach(), dim=-1, descending=True, stable=True)
+    return ordered_keys(values).topk(k, dim=-1).indices

@@ -1,0 +1,117 @@
+"""The slots of the pipeline: score -> inform -> select, and what every part declares about itself.
+
+tokens (B,N,d) -> logits (B,N,E) -> gates (B,N,E) -> experts, weights (B,N,K)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.routing.records import Context
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What holds for a router in evaluation; the conformance suite tests that it does, and that what is denied does not."""
+
+    causal: bool = True  # a later token changes nothing earlier, when the context is causal
+    batch_invariant: bool = True  # other sequences and padding change nothing
+    cacheable: bool = True  # decoding step by step, with a cache, equals one forward
+    sequence_aware: bool = False  # looks beyond its token, so tokens must come as (B,N,d)
+
+    def __and__(self, other: "Traits") -> "Traits":
+        """The traits of two parts in one pipeline."""
+        return Traits(
+            causal=self.causal and other.causal,
+            batch_invariant=self.batch_invariant and other.batch_invariant,
+            cacheable=self.cacheable and other.cacheable,
+            sequence_aware=self.sequence_aware or other.sequence_aware,
+        )
+
+
+class Part(nn.Module, ABC):
+    """A component of a router (abstract). Options are keyword-only and checked when built."""
+
+    traits: Traits = Traits()
+    coefficients: ClassVar[tuple[str, ...]] = ()  # the loss coefficients it carries, by attribute name
+
+    def progress(self, fraction: float) -> None:
+        """Training has come this far, from 0 to 1."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move to another device as any module, but keep state float32: `model.to(torch.bfloat16)` must not round it."""
+        kept = {name: state for name, state in self._buffers.items() if state is not None and state.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, state in kept.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != state.dtype:
+                self._buffers[name] = state.to(moved.device)
+        return self
+
+
+class Score(Part):
+    """Tokens to logits (abstract)."""
+
+    dim: int
+    experts: int
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """`tokens (B,N,d)`, in the model's dtype, to float32 logits `(B,N,E)`."""
+
+
+class Informer(Part):
+    """Gates to gates, looking at other experts or at other tokens (abstract).
+
+    The expert side acts as `gates @ graph^T`, the token side as `graph @ gates`, so one of each composes in any order.
+    """
+
+    side: Literal["expert", "token"]
+
+    @abstractmethod
+    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a selector reads, as logits and as gates. Exactly one of the two is primary; `key` is that one."""
+
+    logits: Tensor  # (B,N,E); after an informer, log(max(gates, tiny))
+    gates: Tensor  # (B,N,E), non-negative
+    informed: bool
+
+    @property
+    def key(self) -> Tensor:
+        """What to sort by: the one of the two that was not rounded or saturated by an exp or a log."""
+        return self.gates if self.informed else self.logits
+
+    @classmethod
+    def from_gates(cls, gates: Tensor) -> "Scores":
+        return cls(logits=gates.clamp_min(TINY).log(), gates=gates, informed=True)
+
+
+class Selection(NamedTuple):
+    """What a selector returns."""
+
+    experts: Tensor  # (B,N,K), the sentinel E in unused slots
+    weights: Tensor  # (B,N,K), 0 in unused slots
+    gates: Tensor  # (B,N,E), what it read
+    losses: Mapping[str, Tensor]
+
+
+class Selector(Part):
+    """Scores to experts and weights (abstract)."""
+
+    def gate(self, logits: Tensor) -> Tensor:
+        """The distribution that informers act on and selection reads."""
+        return torch.softmax(logits, dim=-1)
+
+    @abstractmethod
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection: ...

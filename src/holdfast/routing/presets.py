@@ -1,0 +1,75 @@
+"""The named routers. A name claims only the slots it is about; linear scores and top-k are defaults, not claims."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from holdfast.routing.parts import Part
+from holdfast.routing.registry import Preset, Registry
+from holdfast.routing.router import Router
+
+PartClass = TypeVar("PartClass", bound=type[Part])
+
+REGISTRY = Registry()
+
+for _preset in (
+    Preset("smoe", "linear scores, top-k, weights renormalised", "Shazeer et al. 2017"),
+    Preset(
+        "switch",
+        "linear scores, top-1 unless told otherwise, weights are the raw gates",
+        "Fedus et al. 2022",
+        {"select": "holdfast.routing.selection:TopK"},
+        {"k": 1, "weights": "switch"},
+    ),
+    Preset(
+        "xmoe",
+        "cosine scores in a low-dimensional space, learned temperature",
+        "Chi et al. 2022",
+        {"score": "holdfast.routing.scores:Cosine"},
+    ),
+    Preset(
+        "smoe-dropout",
+        "frozen random scores; k grows to all experts during training",
+        "Chen et al. 2023",
+        {"score": "holdfast.routing.scores:Frozen", "select": "holdfast.routing.selection:TopK"},
+        {"k_final": "all"},
+    ),
+    Preset(
+        "top-p",
+        "every expert whose gate exceeds p, fixed or learned",
+        "Guo et al. 2024; Nielsen et al. 2025, C.10",
+        {"select": "holdfast.routing.selection:TopP"},
+    ),
+    Preset(
+        "remoe",
+        "ReLU gates, an adaptive L1 penalty steers to k experts",
+        "Wang et al. 2025",
+        {"select": "holdfast.routing.selection:ReLU"},
+    ),
+):
+    REGISTRY.add(_preset)
+
+
+def router(name: str, *, dim: int, experts: int, k: int | None = None, **options: Any) -> Router:
+    """Build a router by name, for tokens of width `dim`: `router("xmoe+top-p", dim=512, experts=16, p=0.1)`.
+
+    `+` joins names that claim different slots. `options` are those of `Router` (losses, layer, check_finite) and of the
+    parts that the names bring; an unknown one is an error.
+    """
+    return REGISTRY.build(name, dim=dim, experts=experts, k=k, **options)
+
+
+def routers() -> dict[str, str]:
+    """Every registered name with one line of help."""
+    return {preset.name: f"{preset.about} ({preset.paper})" for preset in REGISTRY}
+
+
+def register(
+    name: str, *, slot: str, about: str, paper: str, defaults: Mapping[str, Any] | None = None
+) -> Callable[[PartClass], PartClass]:
+    """Class decorator: make a part available to `router` under `name`, in `slot` ("score", "expert", "token", "select")."""
+
+    def add(part: PartClass) -> PartClass:
+        REGISTRY.add(Preset(name, about, paper, {slot: part}, defaults or {}))
+        return part
+
+    return add

@@ -1,0 +1,83 @@
+"""What happened (`Routing`) and what a router may look at beyond its token (`Context`).
+
+B sequences of N tokens, T = B*N tokens in all, width d, E experts, K slots a token
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.routing.cache import RouterCache
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token goes to, and what was read to decide it. Losses, metrics and certificates read this."""
+
+    logits: Tensor  # (T,E) float32, as scored
+    gates: Tensor  # (T,E) float32, what selection read; non-negative, need not sum to 1
+    experts: Tensor  # (T,K) int64, sorted by weight, descending; the sentinel E marks an unused slot
+    weights: Tensor  # (T,K) float32, 0 in unused slots
+    losses: Mapping[str, Tensor] = field(default_factory=dict)  # as they enter the training loss; empty in evaluation
+
+    @property
+    def used(self) -> Tensor:
+        """(T,K) bool: which slots hold an expert."""
+        return self.experts < self.gates.shape[-1]
+
+    @property
+    def chosen(self) -> Tensor:
+        """(T,E) bool: the selected set of each token, without order."""
+        experts = self.gates.shape[-1]
+        member = torch.zeros(self.experts.shape[0], experts + 1, dtype=torch.bool, device=self.experts.device)
+        return member.scatter(1, self.experts, True)[:, :experts]
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of `losses`: what the caller adds to the training loss."""
+        return torch.stack([*self.losses.values(), self.gates.new_zeros(())]).sum()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention just before this layer."""
+
+    query: Tensor  # (B,heads,N,D)
+    key: Tensor
+    value: Tensor
+    projection: nn.Linear | None  # the output projection
+    output: Tensor  # (B,N,d), after the projection, before the residual
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Previous:
+    """The previous MoE layer's router inputs and what it did with them."""
+
+    tokens: Tensor  # (B,N,d)
+    routing: Routing
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a router may look at beyond its token; passed, never global."""
+
+    causal: bool = False
+    padding: Tensor | None = None  # (B,N) bool, True where the token is real
+    attention: Attention | None = None
+    previous: Previous | None = None
+    cache: RouterCache | None = None  # what earlier tokens left behind while decoding
+    token_ids: Tensor | None = None  # (B,N), for hash and distilled routers
+
+    def real(self, tokens: Tensor) -> Tensor | None:
+        """`padding`, checked against `tokens (B,N,d)`."""
+        if self.padding is None:
+            return None
+        if self.padding.dtype != torch.bool or self.padding.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"padding is {self.padding.dtype} of shape {tuple(self.padding.shape)}; expected a bool tensor of shape "
+                f"{tuple(tokens.shape[:2])}, True where the token is real (for an attention mask of 0 and 1: mask.bool())."
+            )
+        return self.padding

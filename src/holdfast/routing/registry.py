@@ -1,0 +1,146 @@
+"""Routers by name: which slots a name claims, and how names joined by `+` become one pipeline."""
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.routing.parts import Informer, Part, Score, Selector
+from holdfast.routing.router import LossTerms, Router
+from holdfast.routing.selection import check_k
+from holdfast.suggest import unknown
+
+SLOTS: dict[str, type[Part]] = {"score": Score, "expert": Informer, "token": Informer, "select": Selector}
+DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
+GIVEN = ("dim", "experts", "k")  # what every part may ask for; all else is an option
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named router: the parts it puts into the slots it claims, and defaults for their options.
+
+    A slot is "score", "expert" or "token" (the two sides an informer acts on) or "select". What a name does not claim
+    stays free for another name, and falls back to linear scores and top-k.
+    """
+
+    name: str
+    about: str
+    paper: str
+    claims: Mapping[str, type[Part] | str] = field(default_factory=dict)  # slot -> class, or "module:Class" to import late
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.name or "+" in self.name or self.name != self.name.strip():
+            raise ValueError(
+                f"{self.name!r} cannot name a router: a name is not empty and holds no '+' or spaces around it."
+            )
+        for slot in self.claims:
+            if slot not in SLOTS:
+                raise ValueError(unknown("slot", slot, SLOTS))
+
+
+class Registry:
+    """Presets by name. A clash raises, a typo gets the nearest name, classes are imported when first built."""
+
+    def __init__(self) -> None:
+        self._presets: dict[str, Preset] = {}
+
+    def __iter__(self) -> Iterator[Preset]:
+        return iter(self._presets.values())
+
+    def add(self, preset: Preset) -> Preset:
+        if preset.name in self._presets:
+            raise ValueError(f"there is already a router named {preset.name!r}; choose another name.")
+        self._presets[preset.name] = preset
+        return preset
+
+    def remove(self, name: str) -> None:
+        del self._presets[self[name].name]
+
+    def __getitem__(self, name: str) -> Preset:
+        if name not in self._presets:
+            raise ValueError(unknown("router", name, self._presets))
+        return self._presets[name]
+
+    def parse(self, name: str) -> list[Preset]:
+        """The presets that `name` joins with `+`; an error if one is unknown or two claim one slot."""
+        presets = [self[part.strip()] for part in name.split("+")]
+        _claims(presets)
+        return presets
+
+    def build(
+        self,
+        name: str,
+        *,
+        dim: int,
+        experts: int,
+        k: int | None = None,
+        losses: LossTerms | None = None,
+        layer: str = "router",
+        check_finite: bool = True,
+        **options: Any,
+    ) -> Router:
+        presets = self.parse(name)
+        parts = DEFAULT_PARTS | _claims(presets)
+        defaults: dict[str, Any] = {"k": 2}
+        for preset in presets:
+            defaults |= preset.defaults
+        usual_k = min(defaults.pop("k"), experts)
+        given = {"dim": dim, "experts": experts, "k": usual_k if k is None else k}
+        _check_sizes(**given)
+        classes = {slot: _load(part) for slot, part in parts.items()}
+        accepted = {slot: _options(part) for slot, part in classes.items()}
+        known = sorted({option for names in accepted.values() for option in names})
+        for option in options:
+            if option not in known:
+                raise ValueError(f"{unknown('option', option, known)[:-1]} for router {name!r}.")
+        values = given | defaults | options
+        built = {
+            slot: part(**{key: value for key, value in values.items() if key in accepted[slot] or key in _wants(part)})
+            for slot, part in classes.items()
+        }
+        return Router(
+            score=built["score"],  # type: ignore[arg-type]
+            inform=[built[side] for side in ("expert", "token") if side in built],  # type: ignore[misc]
+            select=built["select"],  # type: ignore[arg-type]
+            losses=losses,
+            layer=layer,
+            check_finite=check_finite,
+        )
+
+
+def _claims(presets: list[Preset]) -> dict[str, type[Part] | str]:
+    claimed: dict[str, type[Part] | str] = {}
+    owner: dict[str, str] = {}
+    for preset in presets:
+        for slot, part in preset.claims.items():
+            if slot in owner:
+                where = f"the {slot} slot" if slot in ("score", "select") else f"the {slot}-side informer"
+                raise ValueError(f"{owner[slot]!r} and {preset.name!r} both claim {where}; a router has room for one.")
+            owner[slot], claimed[slot] = preset.name, part
+    return claimed
+
+
+def _check_sizes(dim: int, experts: int, k: int) -> None:
+    if dim < 1:
+        raise ValueError(f"dim is {dim}; tokens have a width of at least 1.")
+    if experts < 1:
+        raise ValueError(f"experts is {experts}; a router needs at least 1.")
+    check_k(k, experts)
+
+
+def _load(part: type[Part] | str) -> type[Part]:
+    if not isinstance(part, str):
+        return part
+    module, _, name = part.partition(":")
+    loaded: type[Part] = getattr(importlib.import_module(module), name)
+    return loaded
+
+
+def _wants(part: type[Part]) -> list[str]:
+    return [name for name in inspect.signature(part).parameters if name in GIVEN]
+
+
+def _options(part: type[Part]) -> list[str]:
+    return [name for name in inspect.signature(part).parameters if name not in GIVEN]

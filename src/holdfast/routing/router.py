@@ -1,0 +1,116 @@
+"""The pipeline: tokens -> scores -> distribution -> selection, and the `Routing` that says what happened."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.ops.finite import require_finite
+from holdfast.routing.parts import Informer, Part, Score, Scores, Selector, Traits
+from holdfast.routing.records import Context, Routing
+from holdfast.routing.state import StatefulPart
+
+LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, padding) -> weighted terms by name
+
+
+class Router(nn.Module):
+    """score, then up to one informer a side, then select; in float32 whatever the model's dtype.
+
+    losses          what to add to `Routing.losses` in training, for example `holdfast.Losses(balance=0.01)`
+    layer           its place in the model, for error messages
+    check_finite    in training, NaN or infinite scores are an error; False lets them through
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        inform: Sequence[Informer] = (),
+        select: Selector | None = None,
+        *,
+        losses: LossTerms | None = None,
+        layer: str = "router",
+        check_finite: bool = True,
+    ) -> None:
+        super().__init__()
+        if select is None:
+            raise ValueError("a Router needs a selector, for example select=TopK(dim, experts, k).")
+        sides = [informer.side for informer in inform]
+        if len(set(sides)) < len(sides):
+            raise ValueError(f"{len(sides)} informers on the {sides[0]} side; a Router takes at most one a side.")
+        self.score, self.inform, self.select = score, nn.ModuleList(inform), select
+        self.losses, self.layer, self.check_finite = losses, layer, check_finite
+
+    @property
+    def dim(self) -> int:
+        return self.score.dim
+
+    @property
+    def experts(self) -> int:
+        return self.score.experts
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.score, *self.informers, self.select]
+
+    @property
+    def informers(self) -> list[Informer]:
+        return [informer for informer in self.inform if isinstance(informer, Informer)]
+
+    @property
+    def traits(self) -> Traits:
+        """What holds for the whole pipeline: only what holds for each part."""
+        combined = Traits()
+        for part in self.parts:
+            combined = combined & part.traits
+        return combined
+
+    def progress(self, fraction: float) -> None:
+        """Training has come this far, from 0 to 1: annealing and growing parts move along."""
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"progress is {fraction}; it must be between 0 and 1.")
+        for part in self.parts:
+            part.progress(fraction)
+
+    def forward(self, tokens: Tensor, context: Context | None = None) -> Routing:
+        """`tokens (B,N,d)` to their `Routing`; `(T,d)` too, for a router that looks at one token at a time."""
+        context = context or Context()
+        tokens = self._sequences(tokens)
+        real = context.real(tokens)
+        if self.training:
+            for part in self.parts:
+                if isinstance(part, StatefulPart):
+                    part.begin_training_forward()
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = self.score(tokens, context)
+            if self.training and self.check_finite:
+                logits = require_finite(logits, tokens, self.layer, real)
+            gates = self.select.gate(logits)
+            for informer in self.informers:
+                gates = informer(gates, tokens, context)
+            scores = Scores.from_gates(gates) if self.informers else Scores(logits, gates, informed=False)
+            selected = self.select(scores, tokens, context)
+            routing = Routing(
+                logits=logits.flatten(0, 1),
+                gates=selected.gates.flatten(0, 1),
+                experts=selected.experts.flatten(0, 1),
+                weights=selected.weights.flatten(0, 1),
+                losses=dict(selected.losses),
+            )
+            if self.training and self.losses is not None:
+                routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
+        return routing
+
+    def _sequences(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() == 2 and not self.traits.sequence_aware:
+            tokens = tokens.unsqueeze(0)
+        if tokens.dim() != 3:
+            wanted = "(B, N, d)" if self.traits.sequence_aware else "(B, N, d) or (T, d)"
+            why = ", because it looks at whole sequences" if self.traits.sequence_aware else ""
+            raise ValueError(f"{self.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {wanted}{why}.")
+        if tokens.shape[-1] != self.dim:
+            raise ValueError(f"{self.layer}: tokens have width {tokens.shape[-1]}; this router was built for {self.dim}.")
+        return tokens
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer!r}, losses={self.losses}"

@@ -1,0 +1,69 @@
+"""Scores: how well each expert fits a token. All arithmetic is true float32, whatever the model's dtype."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.ops.precision import linear_float32
+from holdfast.routing.parts import Score
+from holdfast.routing.records import Context
+
+
+class Linear(Score):
+    """logits = x W^T (+ b)."""
+
+    def __init__(self, dim: int, experts: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.dim, self.experts = dim, experts
+        self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return linear_float32(tokens, self.weight, self.bias)
+
+
+class Frozen(Score):
+    """logits = x W^T with random W that never learns (SMoE-dropout; the random router of Symphony's appendix C)."""
+
+    weight: Tensor
+
+    def __init__(self, dim: int, experts: int) -> None:
+        super().__init__()
+        self.dim, self.experts = dim, experts
+        self.register_buffer("weight", torch.randn(experts, dim, dtype=torch.float32) / math.sqrt(dim))
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return linear_float32(tokens, self.weight)
+
+
+class Cosine(Score):
+    """logits = cos(Omega x, e) / temperature, in a low-dimensional space (XMoE, Chi et al. 2022)."""
+
+    def __init__(self, dim: int, experts: int, *, width: int | None = None, temperature: float = 0.07) -> None:
+        super().__init__()
+        width = max(8, experts // 2) if width is None else width
+        if width < 1:
+            raise ValueError(f"width is {width}; the cosine score needs a space of at least 1 dimension.")
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}; it divides the cosines and must be positive.")
+        self.dim, self.experts = dim, experts
+        self.projection = nn.Parameter(torch.empty(width, dim))
+        self.embeddings = nn.Parameter(torch.empty(experts, width))
+        # The logarithm learns, so that no step and no weight decay can make the temperature zero or negative.
+        self.log_temperature = nn.Parameter(torch.tensor([math.log(temperature)]))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.projection)
+        nn.init.normal_(self.embeddings)
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        projected = F.normalize(linear_float32(tokens, self.projection), dim=-1)
+        cosines = linear_float32(projected, F.normalize(self.embeddings.float(), dim=-1))
+        return cosines / self.log_temperature.float().exp()

@@ -1,0 +1,163 @@
+"""Selectors: from scores to experts and weights. Ties go to the lower index, everywhere."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.ops.topk import top
+from holdfast.routing.noise import GaussianNoise, GumbelNoise
+from holdfast.routing.parts import TINY, Scores, Selection, Selector
+from holdfast.routing.records import Context
+from holdfast.routing.state import StatefulPart
+from holdfast.suggest import unknown
+
+
+def check_k(k: int, experts: int, name: str = "k") -> None:
+    if not 1 <= k <= experts:
+        raise ValueError(f"{name} is {k}; it must be between 1 and the number of experts, {experts}.")
+
+
+class TopK(Selector):
+    """The k best experts; weights "softmax" (renormalised over the k) or "switch" (the raw gates).
+
+    noise      None, "gaussian" (Shazeer et al. 2017; `noise_std=None` learns it) or "gumbel" (with `noise_temperature`):
+               in training, selection and weights read the noisy logits
+    k_final    k grows from `k` to it (or to "all" experts) in training (SMoE-dropout); `progress(fraction)` moves it
+    """
+
+    active: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        k: int,
+        *,
+        weights: Literal["softmax", "switch"] = "softmax",
+        noise: Literal["gaussian", "gumbel"] | None = None,
+        noise_std: float | None = None,
+        noise_temperature: float = 1.0,
+        k_final: int | Literal["all"] | None = None,
+    ) -> None:
+        super().__init__()
+        check_k(k, experts)
+        k_final = experts if k_final == "all" else k_final
+        if weights not in ("softmax", "switch"):
+            raise ValueError(unknown("kind of weights", weights, ("softmax", "switch")))
+        if noise not in (None, "gaussian", "gumbel"):
+            raise ValueError(unknown("noise", noise, ("gaussian", "gumbel")))
+        self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
+        self.noise: nn.Module | None = None
+        if noise == "gaussian":
+            self.noise = GaussianNoise(dim, experts, std=noise_std)
+        elif noise == "gumbel":
+            self.noise = GumbelNoise(temperature=noise_temperature)
+        if k_final is not None:
+            check_k(k_final, experts, "k_final")
+            # A tensor, so that it is saved with the model and a change neither recompiles nor stalls.
+            self.register_buffer("active", torch.tensor(k))
+
+    @property
+    def slots(self) -> int:
+        return self.k if self.k_final is None else max(self.k, self.k_final)
+
+    def progress(self, fraction: float) -> None:
+        if self.k_final is not None:
+            self.active.fill_(self.k + int(fraction * (self.k_final - self.k)))
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        if self.training and self.noise is not None:
+            noisy = self.noise(scores.logits, tokens)
+            scores = Scores(noisy, self.gate(noisy), informed=False)
+        experts = top(scores.key, self.slots)
+        gates = scores.gates.gather(-1, experts)
+        logits = scores.logits.gather(-1, experts)
+        if self.k_final is not None:
+            in_use = torch.arange(self.slots, device=experts.device) < self.active
+            gates, logits = gates.where(in_use, 0.0), logits.where(in_use, -torch.inf)
+            experts = experts.where(in_use, self.experts)
+        if self.weights == "switch":
+            weights = gates
+        elif scores.informed:  # gates may all be 0, and then so are the weights; a softmax of logarithms would not be
+            weights = gates / gates.sum(-1, keepdim=True).clamp_min(TINY)
+        else:
+            weights = torch.softmax(logits, dim=-1)
+        return Selection(experts, weights, scores.gates, {})
+
+
+class TopP(Selector):
+    """Every expert whose gate exceeds p, always at least the best; weights renormalised (ACMoE appendix C.10).
+
+    `learned=True` learns p from its starting value: the forward is the hard threshold, the gradient that of a soft mask,
+    sigmoid((gate - p) / softness).
+    """
+
+    def __init__(self, experts: int, *, p: float = 0.05, learned: bool = False, softness: float = 0.01) -> None:
+        super().__init__()
+        if not 0 < p < 1:
+            raise ValueError(f"p is {p}; the gate threshold must lie between 0 and 1.")
+        if not softness > 0:
+            raise ValueError(f"softness is {softness}; the width of the soft mask must be positive.")
+        self.experts, self.softness = experts, softness
+        start = torch.tensor([p]).logit()
+        self.learned_p = nn.Parameter(start) if learned else None
+        self.fixed_p = p
+
+    def threshold(self) -> Tensor | float:
+        return self.fixed_p if self.learned_p is None else self.learned_p.float().sigmoid()
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        experts = top(scores.key, self.experts)
+        gates = scores.gates.gather(-1, experts)
+        threshold = self.threshold()
+        best = torch.arange(self.experts, device=gates.device) == 0
+        in_use = (gates > threshold) | best
+        kept = gates.where(in_use, 0.0)
+        if self.learned_p is not None:
+            soft = torch.sigmoid((gates - threshold) / self.softness)
+            kept = kept + gates * (soft - soft.detach())
+        weights = kept / kept.sum(-1, keepdim=True).clamp_min(TINY)
+        return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, {})
+
+
+class ReLU(Selector, StatefulPart):
+    """weights = relu(logits), with an L1 penalty whose coefficient steers the mean number of experts to k (ReMoE).
+
+    After each batch the coefficient is multiplied by `l1_rate` where more than k experts were active on average, and
+    divided by it where fewer were.
+    """
+
+    coefficients = ("l1",)
+    l1: Tensor
+
+    def __init__(self, experts: int, k: int, *, l1: float = 1e-8, l1_rate: float = 1.2) -> None:
+        super().__init__()
+        check_k(k, experts)
+        if not l1 >= 0:
+            raise ValueError(f"l1 is {l1}; the penalty cannot be negative.")
+        if not l1_rate >= 1:
+            raise ValueError(f"l1_rate is {l1_rate}; it must be at least 1 (1 keeps the coefficient as it is).")
+        self.experts, self.k, self.l1_rate = experts, k, l1_rate
+        self.register_buffer("l1", torch.tensor(l1, dtype=torch.float32))
+        self.register_statistics(active=torch.zeros(()), tokens=torch.zeros(()))
+
+    def gate(self, logits: Tensor) -> Tensor:
+        return torch.relu(logits)
+
+    def absorb(self) -> dict[str, Tensor]:
+        excess = self.get_buffer("staged_active") - self.k * self.get_buffer("staged_tokens")
+        return {"l1": self.l1 * self.l1_rate ** excess.sign()}
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        experts = top(scores.key, self.experts)
+        weights = scores.gates.gather(-1, experts)
+        losses = {}
+        if self.training:
+            real = context.padding
+            if real is None:
+                real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            count = real.sum()
+            losses["l1"] = self.l1.clone() * scores.gates.sum(-1).where(real, 0.0).sum() / count.clamp_min(1)
+            self.stage(active=((weights > 0) & real.unsqueeze(-1)).sum(), tokens=count)
+        return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)

@@ -1,0 +1,79 @@
+"""State that learns without gradients, under one rule.
+
+A forward uses the state as it was before its batch. What the batch teaches is only staged, and committed once: at the start
+of the next training forward, on `eval()`, or when the state is saved. So training is as causal as evaluation, activation
+checkpointing recomputes the same routes, nothing is counted twice, and evaluation changes nothing.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from holdfast.ops.recompute import first_forward
+from holdfast.routing.parts import Part
+
+
+class StatefulPart(Part):
+    """A part with state under the rule (abstract). State and staged statistics are buffers: saved, moved, kept float32."""
+
+    pending: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pending", torch.zeros((), dtype=torch.bool))
+        self.register_state_dict_pre_hook(_commit_before_saving)
+
+    @abstractmethod
+    def absorb(self) -> Mapping[str, Tensor]:
+        """The state's new values, by buffer name, from the state and the staged statistics."""
+
+    def register_statistics(self, **statistics: Tensor) -> None:
+        """Declare what will be staged, with values of the right shape."""
+        for name, value in statistics.items():
+            self.register_buffer(f"staged_{name}", value)
+
+    @torch.no_grad()
+    def begin_training_forward(self) -> None:
+        """Commit what the last batch staged, unless this forward is a recomputation."""
+        self._commit(self.pending & first_forward(self.pending))
+
+    @torch.no_grad()
+    def stage(self, **statistics: Tensor) -> None:
+        """Keep the batch's sums until the next commit. Sums over ranks, so that every rank learns the same."""
+        first = first_forward(self.pending)
+        for name, value in statistics.items():
+            staged = self.get_buffer(f"staged_{name}")
+            staged.copy_(torch.where(first, _sum_over_ranks(value.to(staged.dtype)), staged))
+        self.pending.logical_or_(first)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Let the staged statistics into the state, once."""
+        self._commit(self.pending.clone())
+
+    def _commit(self, due: Tensor) -> None:
+        for name, value in self.absorb().items():
+            state = self.get_buffer(name)
+            state.copy_(torch.where(due, value, state))
+        self.pending.logical_and_(~due)
+
+    def train(self, mode: bool = True) -> Self:
+        if not mode:
+            self.commit()
+        return super().train(mode)
+
+
+def _commit_before_saving(part: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    assert isinstance(part, StatefulPart)
+    part.commit()
+
+
+def _sum_over_ranks(value: Tensor) -> Tensor:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        value = value.clone()
+        torch.distributed.all_reduce(value)
+    return value

@@ -1,0 +1,426 @@
+"""The checks of the conformance suite, one function each. Each takes a `Subject` and raises `AssertionError` in words."""
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from holdfast.losses import TERMS, Losses
+from holdfast.ops.naive import top as naive_top
+from holdfast.routing import Context, RouterCache, Routing, Score
+from holdfast.testing.subject import TOLERANCE, Subject, differing, objective, state_of, steps
+
+DECODING_STEPS = 64
+
+
+class LeftOut(Exception):
+    """This check does not apply, for the reason given."""
+
+
+def contract(subject: Subject) -> None:
+    """Shapes, dtypes, sorted slots, sentinels, and no losses in evaluation."""
+    tokens = subject.tokens()
+    for training in (True, False):
+        router = subject.build().train(training)
+        routing = router(tokens, subject.context(tokens))
+        count, experts = tokens.shape[0] * tokens.shape[1], router.experts
+        for name, value in (("logits", routing.logits), ("gates", routing.gates), ("weights", routing.weights)):
+            assert value.dtype == torch.float32, f"{name} are {value.dtype}, not float32"
+            assert value.isfinite().all(), f"{name} are not all finite"
+        assert routing.logits.shape == routing.gates.shape == (count, experts), "logits and gates must be (T,E)"
+        assert routing.experts.dtype == torch.int64, f"experts are {routing.experts.dtype}, not int64"
+        assert routing.experts.shape == routing.weights.shape, "experts and weights differ in shape"
+        assert (routing.gates >= 0).all(), "a gate is negative"
+        assert ((routing.experts >= 0) & (routing.experts <= experts)).all(), "an expert index is out of range"
+        assert (routing.weights[~routing.used] == 0).all(), "an unused slot has a weight"
+        assert (routing.weights.diff(dim=-1) <= 0).all(), "slots are not sorted by weight, descending"
+        assert (routing.used.long().diff(dim=-1) <= 0).all(), "an unused slot comes before a used one"
+        assert (routing.chosen.sum(-1) == routing.used.sum(-1)).all(), "a token has the same expert twice"
+        assert training or not routing.losses, f"losses in evaluation: {list(routing.losses)}"
+
+
+def empty_batch(subject: Subject) -> None:
+    """T = 0 in, T = 0 out, with losses that are finite."""
+    for shape in ((0, 5), (3, 0)):
+        tokens = subject.tokens()[:0, :5] if shape[0] == 0 else subject.tokens()[:, :0]
+        for training in (True, False):
+            router = subject.build().train(training)
+            router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
+            routing = router(tokens, Context(causal=True))
+            assert routing.experts.shape[0] == 0 and routing.gates.shape == (0, router.experts), f"shape {shape} fails"
+            assert routing.loss.isfinite(), "the loss of an empty batch is not finite"
+            if routing.loss.requires_grad:
+                routing.loss.backward()
+
+
+def bad_input(subject: Subject) -> None:
+    """A wrong width, a wrong number of dimensions, NaN tokens and progress out of range: a `ValueError` each."""
+    router, tokens = subject.build(), subject.tokens()
+    router.layer = "model.layers.3.mlp"
+    with _refused("a wrong width"):
+        router(tokens[..., :-1])
+    with _refused("tokens of four dimensions"):
+        router(tokens.unsqueeze(0))
+    with _refused("progress beyond 1"):
+        router.progress(1.5)
+    with _refused("a padding mask of another shape"):
+        router(tokens, Context(padding=torch.ones(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool)))
+    if router.traits.sequence_aware:
+        with _refused("2-D tokens, being sequence-aware"):
+            router(tokens[0])
+    else:
+        flat = subject.build().eval()(tokens.flatten(0, 1))
+        assert not differing(flat, subject.build().eval()(tokens)).any(), "2-D tokens are routed differently"
+    for value in (torch.nan, torch.inf):
+        broken = tokens.clone()
+        broken[1, 2, 3] = value
+        with _refused(f"a token that is {value}, in training", naming="model.layers.3.mlp"):
+            subject_router = subject.build()
+            subject_router.layer = "model.layers.3.mlp"
+            subject_router(broken, subject.context(tokens))
+        through = subject.build()
+        through.check_finite = False
+        for routing in (through(broken, subject.context(tokens)), through.eval()(broken, subject.context(tokens))):
+            assert routing.experts.min() >= 0 and routing.experts.max() <= router.experts, "NaN gives a wild index"
+
+
+def naive_reference(subject: Subject) -> None:
+    """Equal to the naive computation: gates, weights, losses and gradients; padded or not, causal or not."""
+    if subject.reference is None:
+        raise LeftOut("no naive reference was given")
+    for length, pad, causal, training in [
+        (17, 0, False, True),
+        (17, 5, True, True),
+        (13, 5, False, False),
+        (1, 0, True, False),
+    ]:
+        tokens = subject.tokens(3, length).requires_grad_()
+        padding = _right_padding(3, length, pad) if pad else None
+        context = subject.context(tokens.detach(), padding, causal=causal)
+        fast, slow = subject.build().train(training), subject.build().train(training)
+        results = []
+        for router, compute in ((fast, fast), (slow, lambda x, c, r=slow: subject.reference(r, x, c))):  # type: ignore[misc]
+            torch.manual_seed(1)
+            routing = compute(tokens, context)
+            wanted = [tokens, *(p for p in router.parameters() if p.requires_grad)]
+            grads = torch.autograd.grad(objective(routing), wanted, allow_unused=True, materialize_grads=True)
+            results.append((routing, grads))
+        (got, got_grads), (expected, expected_grads) = results
+        what = f"with {length} tokens, {pad} of them padding, causal={causal}, training={training}"
+        assert not differing(got, expected).any(), f"routes differ from the naive reference {what}"
+        assert got.losses.keys() == expected.losses.keys(), f"losses {list(got.losses)}, expected {list(expected.losses)}"
+        for name, value in got.losses.items():
+            torch.testing.assert_close(value, expected.losses[name], msg=f"loss {name} differs {what}")
+        for mine, theirs in zip(got_grads, expected_grads, strict=True):
+            error = (mine - theirs).norm() / theirs.norm().clamp_min(1e-6)
+            assert error <= 10 * TOLERANCE, f"gradients differ from the naive reference by {error:.1e} {what}"
+
+
+def determinism(subject: Subject) -> None:
+    """The same seed gives the same bits: routes, losses and gradients."""
+    tokens = subject.tokens()
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        router, x = subject.build(), tokens.clone().requires_grad_()
+        router.losses = Losses(balance=0.1, z=0.1)
+        routing = router(x, subject.context(x))
+        objective(routing).backward()
+        again = router.eval()(tokens, subject.context(tokens))
+        grads = [x.grad, *(p.grad for p in router.parameters() if p.grad is not None)]
+        runs.append([routing.gates, routing.experts, routing.weights, routing.loss, again.experts, again.weights, *grads])
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second), "two runs with one seed differ"
+
+
+def ties(subject: Subject) -> None:
+    """Of experts with equal gates the lower index is chosen first."""
+    router, tokens = subject.build().eval(), subject.tokens(4, 33)
+    router.score = _Rounded(router.score)
+    routing = router(tokens, subject.context(tokens))
+    order = naive_top(routing.gates, routing.experts.shape[1])
+    used = routing.used
+    assert torch.equal(routing.experts[used], order[used]), "a tie was not broken towards the lower index"
+
+
+class _Rounded(Score):
+    """Another score, rounded so coarsely that experts tie."""
+
+    def __init__(self, score: Score) -> None:
+        super().__init__()
+        self.score, self.dim, self.experts, self.traits = score, score.dim, score.experts, score.traits
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return (self.score(tokens, context) * 2).round() / 2
+
+
+def causality(subject: Subject) -> None:
+    """In a causal context a later token changes nothing earlier, if the router declares it; else it is seen to."""
+    router, tokens = subject.build().eval(), subject.tokens()
+    changed, cut = tokens.clone(), 9
+    changed[:, cut:] = subject.tokens(seed=1)[:, cut:]
+    before, after = (
+        _part(router(x, subject.context(x, causal=True)), x.shape[:2], slice(None), slice(0, cut)) for x in (tokens, changed)
+    )
+    moved = differing(before, after).any()
+    _declared(router.traits.causal, not bool(moved), "causal", "a later token changes earlier routes")
+
+
+def padding(subject: Subject) -> None:
+    """What stands in padded places changes nothing for real tokens: not their routes, not the losses, not the state."""
+    tokens, real = subject.tokens(), _right_padding(3, 17, 5)
+    other = tokens.where(real.unsqueeze(-1), 100 * subject.tokens(seed=1))
+    for training in (True, False):
+        outcomes = []
+        for x in (tokens, other):
+            torch.manual_seed(5)
+            router = subject.build().train(training)
+            router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
+            routing = router(x, subject.context(x, real))
+            outcomes.append((routing, state_of(router.eval())))
+        (first, first_state), (second, second_state) = outcomes
+        moved = differing(first, second)[real.flatten()]
+        assert not moved.any(), f"{int(moved.sum())} real tokens change with the padding (training={training})"
+        for name in first.losses:
+            torch.testing.assert_close(first.losses[name], second.losses[name], msg=f"padding changes the loss {name}")
+        for name, value in first_state.items():
+            torch.testing.assert_close(value, second_state[name], msg=f"padding changes the state {name}")
+
+
+def batch_invariance(subject: Subject) -> None:
+    """In evaluation other sequences, and padding on either side, change nothing, if declared; else they are seen to."""
+    router, tokens = subject.build().eval(), subject.tokens()
+    alone = router(tokens[:1], subject.context(tokens[:1]))
+    together = _part(router(tokens, subject.context(tokens)), tokens.shape[:2], slice(0, 1), slice(None))
+    moved = differing(alone, together).any()
+    for side in ("right", "left"):
+        filler = subject.tokens(1, 6, seed=2)
+        pieces = (tokens[:1], filler) if side == "right" else (filler, tokens[:1])
+        padded = torch.cat(pieces, dim=1)
+        real = torch.zeros(1, padded.shape[1], dtype=torch.bool)
+        own = slice(0, tokens.shape[1]) if side == "right" else slice(6, None)
+        real[:, own] = True
+        routing = router(padded, subject.context(padded, real))
+        moved = moved | differing(alone, _part(routing, real.shape, slice(None), own)).any()
+    _declared(
+        router.traits.batch_invariant,
+        not bool(moved),
+        "batch_invariant",
+        "other sequences or padding change a token's route",
+    )
+
+
+def cached_decoding(subject: Subject) -> None:
+    """A prompt, then one token at a time with a cache: the routes of one forward over all, if declared."""
+    router, tokens = subject.build().eval(), subject.tokens(2, DECODING_STEPS)
+    context = subject.context(tokens, causal=True)
+    full = router(tokens, context)
+    cache, pieces, prompt = RouterCache(), [], 5
+    bounds = [(0, prompt), *((t, t + 1) for t in range(prompt, DECODING_STEPS))]
+    for start, end in bounds:
+        pieces.append(router(tokens[:, start:end], steps(context, start, end, cache)))
+    stepwise = _join(pieces, sequences=2)
+    moved = int(differing(full, stepwise).sum())
+    _declared(router.traits.cacheable, moved == 0, "cacheable", f"{moved} tokens are routed otherwise step by step")
+
+
+def save_and_load(subject: Subject) -> None:
+    """A router loaded from the saved state of a trained one routes as it does, to the bit, and saves the same again."""
+    trained, tokens = subject.build(), subject.tokens()
+    for seed in range(3):
+        trained(subject.tokens(seed=seed), subject.context(subject.tokens(seed=seed)))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    file = io.BytesIO()
+    torch.save(trained.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    loaded = subject.build()
+    loaded.load_state_dict(state)
+    expected = trained.eval()(tokens, subject.context(tokens))
+    got = loaded.eval()(tokens, subject.context(tokens))
+    assert torch.equal(got.experts, expected.experts), "other experts after loading"
+    assert torch.equal(got.weights, expected.weights), "other weights after loading"
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, state[name]), f"{name} did not survive saving and loading"
+
+
+def evaluation_keeps_state(subject: Subject) -> None:
+    """No forward in evaluation changes a buffer."""
+    router, tokens = subject.build(), subject.tokens()
+    router(tokens, subject.context(tokens))
+    router.eval()
+    before = state_of(router)
+    for seed in (1, 2):
+        router(subject.tokens(seed=seed), subject.context(subject.tokens(seed=seed)))
+    for name, value in state_of(router).items():
+        assert torch.equal(value, before[name]), f"evaluation changed {name}"
+
+
+def float32_routing(subject: Subject) -> None:
+    """Autocast, a bfloat16 model and the process-wide matmul precision leave routing arithmetic in float32."""
+    tokens = subject.tokens()
+    expected = subject.build().eval()(tokens, subject.context(tokens))
+    context = subject.context(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = subject.build().eval()(tokens, context)
+    _same_bits(routing, expected, "under autocast")
+    with _matmul_precision("medium"):
+        routing = subject.build().eval()(tokens, context)
+    _same_bits(routing, expected, "under set_float32_matmul_precision('medium')")
+    rounded = subject.build().eval()
+    state = state_of(rounded)
+    rounded = rounded.to(torch.bfloat16)
+    for name, value in rounded.named_buffers():
+        assert torch.equal(value, state[name]), f".to(torch.bfloat16) rounds the state {name}"
+    back = copy.deepcopy(rounded).float()
+    low = tokens.to(torch.bfloat16)
+    first, second = rounded(low, subject.context(low.float())), back(low.float(), subject.context(low.float()))
+    _same_bits(first, second, "in a bfloat16 model")
+
+
+def _same_bits(got: Routing, expected: Routing, where: str) -> None:
+    for name in ("logits", "gates", "weights"):
+        assert getattr(got, name).dtype == torch.float32, f"{name} are {getattr(got, name).dtype} {where}"
+        assert torch.equal(getattr(got, name), getattr(expected, name)), f"{name} are not those of float32 {where}"
+
+
+def no_inert_coefficient(subject: Subject) -> None:
+    """Moving any loss coefficient from 0 changes a gradient: the router's losses and those its parts carry."""
+    tokens = subject.tokens()
+
+    def gradients(change: str | None) -> list[Tensor]:
+        torch.manual_seed(9)
+        router, x = subject.build(), tokens.clone().requires_grad_()
+        router.losses = Losses(**{change: 1.0}) if change in TERMS else None
+        for part in router.parts:
+            for name in part.coefficients:
+                _set_coefficient(part, name, 1.0 if name == change else 0.0)
+        wanted = [x, *(p for p in router.parameters() if p.requires_grad)]
+        total = objective(router(x, subject.context(tokens)))
+        return list(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
+
+    without = gradients(None)
+    for change in [*TERMS, *(name for part in subject.prototype.parts for name in part.coefficients)]:
+        moved = any(not torch.equal(a, b) for a, b in zip(gradients(change), without, strict=True))
+        assert moved, f"the coefficient of {change!r} changes no gradient"
+
+
+def _set_coefficient(part: torch.nn.Module, name: str, value: float) -> None:
+    current = getattr(part, name)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    else:
+        setattr(part, name, value)
+
+
+def no_inert_parameter(subject: Subject) -> None:
+    """Every parameter that asks for a gradient gets one that is not zero."""
+    router, tokens = subject.build(), subject.tokens()
+    if not any(parameter.requires_grad for parameter in router.parameters()):
+        raise LeftOut("it has no parameters")
+    objective(router(tokens, subject.context(tokens))).backward()
+    for name, parameter in router.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, f"{name} gets no gradient"
+
+
+def activation_checkpointing(subject: Subject) -> None:
+    """Recomputation gives the same gradients and counts nothing twice."""
+    outcomes = []
+    for recompute in (False, True):
+        router = subject.build()
+        router.losses = Losses(balance=0.1)
+        grads = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            x = subject.tokens(seed=seed).requires_grad_()
+            context = subject.context(x.detach())
+            forward = lambda y, r=router, c=context: objective(r(y, c))  # noqa: E731
+            total = checkpoint(forward, x, use_reentrant=False) if recompute else forward(x)
+            total.backward()
+            grads.append(x.grad)
+        grads += [p.grad for p in router.parameters() if p.grad is not None]
+        outcomes.append((grads, state_of(router.eval())))
+    (plain, plain_state), (again, again_state) = outcomes
+    for first, second in zip(plain, again, strict=True):
+        torch.testing.assert_close(first, second, msg="recomputation changes a gradient")
+    for name, value in plain_state.items():
+        assert torch.equal(value, again_state[name]), f"recomputation counted twice in {name}"
+
+
+def compile_whole(subject: Subject) -> None:
+    """One graph, no breaks, in training and in evaluation; the routes, losses, gradients and state of eager mode."""
+    for training in (True, False):
+        outcomes = []
+        for compiled in (False, True):
+            torch.compiler.reset()
+            router = subject.build().train(training)
+            forward = torch.compile(router, fullgraph=True, backend="aot_eager") if compiled else router
+            for seed in range(2):
+                torch.manual_seed(seed)
+                tokens = subject.tokens(seed=seed).requires_grad_()
+                routing = forward(tokens, subject.context(tokens.detach()))
+                grads = torch.autograd.grad(objective(routing), tokens, allow_unused=True, materialize_grads=True)
+            outcomes.append((routing, grads[0], state_of(router.eval())))
+        (eager, eager_grad, eager_state), (graph, graph_grad, graph_state) = outcomes
+        assert not differing(graph, eager).any(), f"compiled routes differ from eager ones (training={training})"
+        torch.testing.assert_close(graph.loss, eager.loss, msg="the compiled loss differs")
+        torch.testing.assert_close(graph_grad, eager_grad, msg="compiled gradients differ")
+        for name, value in eager_state.items():
+            torch.testing.assert_close(graph_state[name], value, msg=f"compiled state {name} differs")
+
+
+@contextmanager
+def _refused(what: str, naming: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        assert naming is None or naming in str(error), f"{what} is refused, but without naming {naming}: {error}"
+    else:
+        raise AssertionError(f"{what} is not refused with a ValueError")
+
+
+@contextmanager
+def _matmul_precision(setting: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _declared(declared: bool, observed: bool, trait: str, otherwise: str) -> None:
+    if declared:
+        assert observed, f"it declares the trait {trait}, but {otherwise}"
+    else:
+        assert not observed, f"it denies the trait {trait}, but nothing here contradicts it: declare it"
+
+
+def _right_padding(sequences: int, length: int, padded: int) -> Tensor:
+    """All but the first sequence end in padding."""
+    real = torch.ones(sequences, length, dtype=torch.bool)
+    real[1:, length - padded :] = False
+    return real
+
+
+def _part(routing: Routing, shape: torch.Size, sequences: slice, positions: slice) -> Routing:
+    """Some of the tokens, of a routing of tokens that came as `shape` (B,N)."""
+    values = (routing.logits, routing.gates, routing.experts, routing.weights)
+    return Routing(*(x.unflatten(0, shape)[sequences, positions].flatten(0, 1) for x in values))
+
+
+def _join(pieces: list[Routing], sequences: int) -> Routing:
+    """Routings of consecutive stretches as one."""
+
+    def join(name: str) -> Tensor:
+        parts = [getattr(piece, name).unflatten(0, (sequences, -1)) for piece in pieces]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    return Routing(join("logits"), join("gates"), join("experts"), join("weights"))

@@ -1,0 +1,135 @@
+"""The router under test and what it is fed: tokens, contexts, and a comparison that forgives numerical ties only."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
+
+TOLERANCE = 1e-5
+HEADS = 2
+
+Reference = Callable[[Router, Tensor, Context], Routing]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A router, how to compute it naively if that is known, and how large to make its inputs."""
+
+    prototype: Router
+    reference: Reference | None = None
+
+    def build(self) -> Router:
+        """A fresh copy, in training mode."""
+        return copy.deepcopy(self.prototype).train()
+
+    def tokens(self, sequences: int = 3, length: int = 17, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(sequences, length, self.prototype.dim, generator=generator)
+
+    def context(self, tokens: Tensor, padding: Tensor | None = None, *, causal: bool = False) -> Context:
+        """All that a model would pass: the attention before this layer and the previous MoE layer, made from the tokens."""
+        return Context(
+            causal=causal,
+            padding=padding,
+            attention=_attention(tokens, padding, causal),
+            previous=_previous(tokens, self.prototype.experts),
+            token_ids=(tokens[..., 0] * 1000).long().abs(),
+        )
+
+
+def _fixed(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
+
+
+def _attention(tokens: Tensor, padding: Tensor | None, causal: bool) -> Attention:
+    sequences, length, dim = tokens.shape
+    width = 4
+    query, key, value = (
+        (tokens @ _fixed(HEADS * width, dim, seed).t()).view(sequences, length, HEADS, width).transpose(1, 2)
+        for seed in (1, 2, 3)
+    )
+    allowed = torch.ones(length, length, dtype=torch.bool)
+    allowed = allowed.tril() if causal else allowed
+    mask = allowed if padding is None else allowed & padding[:, None, None, :]
+    mask = mask | torch.eye(length, dtype=torch.bool)  # a padded token attends to itself, so that no row is empty
+    mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    projection = nn.Linear(HEADS * width, dim, bias=False).requires_grad_(False)
+    projection.weight.copy_(_fixed(dim, HEADS * width, 4))
+    output = projection(mixed.transpose(1, 2).reshape(sequences, length, HEADS * width))
+    return Attention(query, key, value, projection, output, mask)
+
+
+def _previous(tokens: Tensor, experts: int) -> Previous:
+    earlier = tokens.detach() @ _fixed(tokens.shape[-1], tokens.shape[-1], 5).t()
+    logits = (earlier @ _fixed(experts, tokens.shape[-1], 6).t()).flatten(0, 1)
+    gates = logits.softmax(-1)
+    weights, chosen = gates.topk(min(2, experts))
+    return Previous(earlier, Routing(logits, gates, chosen, weights / weights.sum(-1, keepdim=True)))
+
+
+def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context:
+    """The context of tokens `start` to `end` while decoding, with what the earlier ones left in `cache`."""
+    attention, previous = context.attention, context.previous
+    assert attention is not None and previous is not None and context.token_ids is not None
+    sequences, length = previous.tokens.shape[:2]
+
+    def cut(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (sequences, length))[:, start:end].flatten(0, 1)
+
+    routing = previous.routing
+    routing = Routing(cut(routing.logits), cut(routing.gates), cut(routing.experts), cut(routing.weights))
+    return replace(
+        context,
+        cache=cache,
+        padding=None if context.padding is None else context.padding[:, start:end],
+        token_ids=context.token_ids[:, start:end],
+        previous=Previous(previous.tokens[:, start:end], routing),
+        attention=replace(
+            attention,
+            query=attention.query[:, :, start:end],
+            key=attention.key[:, :, start:end],
+            value=attention.value[:, :, start:end],
+            output=attention.output[:, start:end],
+            mask=None if attention.mask is None else attention.mask[..., start:end, :end],
+        ),
+    )
+
+
+def differing(first: Routing, second: Routing, tolerance: float = TOLERANCE) -> Tensor:
+    """(T,) bool: tokens whose route differs by more than rounding.
+
+    Gates and weights may differ by `tolerance`; sets may differ only where the experts that changed are tied within it.
+    """
+    apart = (first.gates - second.gates).abs().amax(-1) > tolerance
+    changed = first.chosen ^ second.chosen
+    low = first.gates.masked_fill(~changed, torch.inf).amin(-1)
+    high = first.gates.masked_fill(~changed, -torch.inf).amax(-1)
+    undecided = changed.any(-1) & (high - low <= 2 * tolerance)
+    same_set = ~changed.any(-1)
+    weights_apart = (dense_weights(first) - dense_weights(second)).abs().amax(-1) > tolerance
+    return apart | ~(same_set | undecided) | (same_set & weights_apart)
+
+
+def dense_weights(routing: Routing) -> Tensor:
+    """(T,E): each token's weight for each expert, 0 where it was not chosen."""
+    tokens, experts = routing.gates.shape
+    dense = routing.weights.new_zeros(tokens, experts + 1)
+    return dense.scatter(1, routing.experts, routing.weights)[:, :experts]
+
+
+def state_of(router: Router) -> dict[str, Tensor]:
+    """A copy of all buffers, as they are, without committing anything."""
+    return {name: buffer.clone() for name, buffer in router.named_buffers()}
+
+
+def objective(routing: Routing) -> Tensor:
+    """A scalar that depends on every weight, gate and loss, each differently."""
+    generator = torch.Generator().manual_seed(7)
+    experts = routing.gates.shape[-1]
+    mix = torch.randn(experts, generator=generator).to(routing.gates.device)
+    tilt = torch.randn(routing.gates.shape[0], 1, generator=generator).to(routing.gates.device)
+    return (dense_weights(routing) * mix * tilt).sum() + routing.loss

@@ -1,0 +1,80 @@
+"""`check_router`: everything a router must satisfy before it goes into a model, in one call."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.routing import Router
+from holdfast.routing import router as build_router
+from holdfast.suggest import unknown
+from holdfast.testing import checks
+from holdfast.testing.subject import Reference, Subject
+
+CHECKS: dict[str, Callable[[Subject], None]] = {
+    "contract": checks.contract,
+    "empty batch": checks.empty_batch,
+    "bad input": checks.bad_input,
+    "naive reference": checks.naive_reference,
+    "determinism": checks.determinism,
+    "ties": checks.ties,
+    "causality": checks.causality,
+    "padding": checks.padding,
+    "batch invariance": checks.batch_invariance,
+    "cached decoding": checks.cached_decoding,
+    "save and load": checks.save_and_load,
+    "evaluation keeps state": checks.evaluation_keeps_state,
+    "float32 routing": checks.float32_routing,
+    "no inert coefficient": checks.no_inert_coefficient,
+    "no inert parameter": checks.no_inert_parameter,
+    "activation checkpointing": checks.activation_checkpointing,
+    "compile": checks.compile_whole,
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Which checks passed, and which were left out and why."""
+
+    passed: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def check_router(
+    router: str | Router | Callable[[], Router],
+    *,
+    dim: int = 24,
+    experts: int = 7,
+    k: int | None = None,
+    reference: Reference | None = None,
+    only: Iterable[str] | None = None,
+    **options: Any,
+) -> Report:
+    """Run the conformance suite on a registered name, a `Router`, or a function that builds one.
+
+    `dim`, `experts`, `k` and `options` are for names. `reference(router, tokens, context) -> Routing` computes the same
+    naively; without one that check is left out. An `AssertionError` says which check failed, and how.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if isinstance(router, str):
+            name, prototype = router, build_router(router, dim=dim, experts=experts, k=k, **options)
+        else:
+            prototype = router if isinstance(router, Router) else router()
+            name = type(prototype.score).__name__
+        wanted = list(CHECKS) if only is None else list(only)
+        passed, left_out = [], {}
+        for title in wanted:
+            if title not in CHECKS:
+                raise ValueError(unknown("check", title, CHECKS))
+            torch.manual_seed(0)
+            try:
+                CHECKS[title](Subject(prototype, reference))
+            except checks.LeftOut as reason:
+                left_out[title] = str(reason)
+            except AssertionError as failure:
+                raise AssertionError(f"router {name!r} fails {title!r}: {failure}") from failure
+            else:
+                passed.append(title)
+    return Report(tuple(passed), left_out)
