@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from holdfast.ops.rows import HAS_TRITON, kernels_for
+from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
 FUSED = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -24,11 +24,10 @@ def glu(gate_up: Tensor, used: Tensor, name: str | None, activation: Callable[[T
 
 @torch.library.custom_op("holdfast::glu", mutates_args=())
 def _glu(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
-    kernels = kernels_for(gate_up)
-    assert kernels is not None
-    with torch.cuda.device(gate_up.device):
-        out: Tensor = kernels.glu(gate_up, used, name)
-    return out
+    from holdfast.ops import kernels
+
+    with on_device_of(gate_up):
+        return kernels.glu(gate_up, used, name)
 
 
 @_glu.register_fake
@@ -38,11 +37,10 @@ def _(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
 
 @torch.library.custom_op("holdfast::glu_backward", mutates_args=())
 def _glu_backward(grad: Tensor, gate_up: Tensor, used: Tensor, name: str) -> Tensor:
-    kernels = kernels_for(gate_up)
-    assert kernels is not None
-    with torch.cuda.device(gate_up.device):
-        out: Tensor = kernels.glu_backward(grad.contiguous(), gate_up, used, name)
-    return out
+    from holdfast.ops import kernels
+
+    with on_device_of(gate_up):
+        return kernels.glu_backward(grad.contiguous(), gate_up, used, name)
 
 
 @_glu_backward.register_fake

@@ -32,7 +32,8 @@ def _combine(rows, slots, weights, used, out, width, K: tl.constexpr, WEIGHTED: 
     for slot in range(K):
         row = tl.load(slots + token * K + slot).to(tl.int64)
         # A row of nobody is uninitialised memory: never load it, since 0 * NaN is NaN.
-        values = tl.load(rows + row * width + column, mask=(column < width) & (row < limit), other=0.0).to(tl.float32)
+        inside = (column < width) & (row + 0 * column < limit)
+        values = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             values = values * tl.load(weights + token * K + slot)
         total += values

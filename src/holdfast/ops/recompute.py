@@ -8,7 +8,7 @@ from torch import Tensor
 def _first_forward(like: Tensor) -> Tensor:
     # An operator rather than a Python test, so that a compiled layer asks each time it runs, not once when traced.
     running_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-    return torch.tensor(not running_backward, device=like.device)
+    return torch.full((), not running_backward, device=like.device)  # a fill: copying a scalar over would wait for the GPU
 
 
 @_first_forward.register_fake

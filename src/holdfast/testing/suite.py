@@ -73,8 +73,9 @@ def check_router(
                 CHECKS[title](Subject(prototype, reference))
             except checks.LeftOut as reason:
                 left_out[title] = str(reason)
-            except AssertionError as failure:
-                raise AssertionError(f"router {name!r} fails {title!r}: {failure}") from failure
+            except Exception as failure:
+                kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
+                raise AssertionError(f"router {name!r} fails {title!r}: {kind}{failure}") from failure
             else:
                 passed.append(title)
     return Report(tuple(passed), left_out)

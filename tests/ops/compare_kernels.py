@@ -1,0 +1,81 @@
+"""Compares every Triton kernel with the naive mathematics; run by test_kernels.py with the device as argument."""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from holdfast.moe.activations import ACTIVATIONS
+from holdfast.ops import grouped_kernels, kernels, naive
+from holdfast.ops.experts import dispatch
+from holdfast.ops.glu import FUSED
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+compared = 0
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    global compared
+    compared += 1
+    got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
+    assert got.shape == expected.shape
+    assert (got - expected).norm() <= TOLERANCE[dtype] * expected.norm(), (got - expected).norm() / expected.norm()
+
+
+def compare(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tokens, experts, slots, dim, hidden = 63, 6, 3, 60, 70
+    chosen = torch.rand(tokens, experts).argsort(-1)[:, :slots]
+    chosen[torch.rand(tokens, slots) < 0.3] = experts
+    chosen[chosen == 4] = experts
+    plan = dispatch(chosen.to(device), experts)
+    used = int(plan.used)
+    x = torch.randn(tokens, dim).to(dtype)
+    rows = torch.randn(tokens * slots, hidden).to(dtype)
+    rows[used:] = torch.nan  # nobody may read these
+    weight = torch.randn(experts, hidden, dim).to(dtype)
+    weights = torch.rand(tokens, slots)
+    index = plan.slots.flatten().argsort() // slots
+
+    gathered = kernels.gather(x.to(device), index.to(device), plan.used)[:used]
+    close(gathered, x[plan.tokens[:used].cpu()], dtype)
+    combined = kernels.combine(rows.to(device), plan.slots, weights.to(device), plan.used)
+    close(combined, naive.combine(rows, plan.slots.cpu(), weights, used), dtype)
+    plain = kernels.combine(rows.to(device), plan.slots, None, plan.used)
+    close(plain, naive.combine(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
+
+    other, row_weights = torch.randn_like(rows), torch.rand(tokens * slots)
+    by_kernel = kernels.scale_and_dot(other.to(device), rows.to(device), row_weights.to(device), plan.used)
+    wide, wide_other = rows.double(), other.double()
+    by_hand = (wide_other * row_weights[:, None], wide * row_weights[:, None], (wide * wide_other).sum(1))
+    for got, expected in zip(by_kernel, by_hand, strict=True):
+        close(got[:used], expected[:used], dtype)
+
+    gate_up = torch.cat([rows, other], dim=1).float()
+    grad = torch.randn_like(rows)
+    for name in FUSED if dtype == torch.float32 else ("silu",):
+        pair = gate_up.to(dtype).double().requires_grad_()
+        gate, up = pair.chunk(2, dim=-1)
+        expected = ACTIVATIONS[name](gate) * up
+        got = kernels.glu(gate_up.to(dtype).to(device), plan.used, name)
+        close(got[:used], expected[:used], dtype)
+        (slope,) = torch.autograd.grad(expected[:used], pair, grad[:used].double())
+        got = kernels.glu_backward(grad.to(device), gate_up.to(dtype).to(device), plan.used, name)
+        close(got[:used], slope[:used], dtype)
+
+    offsets = plan.offsets.cpu()
+    left = torch.randn(tokens * slots, dim).to(dtype)
+    got = grouped_kernels.mm(left.to(device), weight.to(device).transpose(1, 2), plan.offsets)
+    close(got[:used], naive.grouped_mm(left.float(), weight.float(), offsets)[:used], dtype)
+    got = grouped_kernels.mm(rows.to(device), weight.to(device), plan.offsets)
+    close(got[:used], naive.grouped_mm(rows.float(), weight.float().transpose(1, 2), offsets)[:used], dtype)
+    got = grouped_kernels.outer(rows.to(device), left.to(device), plan.offsets)
+    close(got, naive.grouped_outer(rows[:used].float(), left[:used].float(), offsets), dtype)
+
+
+if __name__ == "__main__":
+    kinds = [torch.float32, torch.float16]
+    kinds += [torch.bfloat16] if sys.argv[1] == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
+    for kind in kinds:
+        compare(sys.argv[1], kind)
+    print(f"{compared} comparisons")

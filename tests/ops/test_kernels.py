@@ -1,0 +1,31 @@
+"""The GPU kernels against the naive mathematics, in Triton's interpreter on a CPU, or on the GPU where there is one.
+
+Triton decides at import whether to interpret, so the comparison runs in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+COMPARISON = Path(__file__).with_name("compare_kernels.py")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the interpreter test covers the arithmetic")
+def test_kernels_equal_the_naive_mathematics_on_the_gpu() -> None:
+    subprocess.run([sys.executable, str(COMPARISON), "cuda"], check=True)
+
+
+def test_kernels_equal_the_naive_mathematics_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, str(COMPARISON), "cpu"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "28 comparisons" in run.stdout

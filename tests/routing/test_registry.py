@@ -1,0 +1,115 @@
+"""Names, the + grammar, options and the sentences for mistakes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.routing import Cosine, Frozen, Linear, ReLU, Score, TopK, TopP
+from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import Preset, Registry
+
+NAMES = ("smoe", "switch", "xmoe", "smoe-dropout", "top-p", "remoe")
+
+
+@pytest.fixture
+def scratch_name() -> Iterator[str]:
+    yield "scratch"
+    REGISTRY.remove("scratch")
+
+
+def test_the_promised_names_are_there_with_a_line_each() -> None:
+    assert set(NAMES) <= set(holdfast.routers())
+    assert all("\n" not in line and len(line) > 10 for line in holdfast.routers().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "score", "select"),
+    [
+        ("smoe", Linear, TopK),
+        ("switch", Linear, TopK),
+        ("xmoe", Cosine, TopK),
+        ("smoe-dropout", Frozen, TopK),
+        ("top-p", Linear, TopP),
+        ("remoe", Linear, ReLU),
+        ("xmoe+top-p", Cosine, TopP),
+        ("top-p+xmoe", Cosine, TopP),
+        (" xmoe + remoe ", Cosine, ReLU),
+        ("smoe+xmoe", Cosine, TopK),
+    ],
+)
+def test_names_fill_the_slots_they_claim(name: str, score: type, select: type) -> None:
+    built = holdfast.router(name, dim=8, experts=4)
+    assert (type(built.score), type(built.select)) == (score, select)
+
+
+def test_k_is_two_unless_the_name_says_otherwise() -> None:
+    ks = {name: holdfast.router(name, dim=8, experts=4).select.k for name in ("smoe", "xmoe", "switch")}
+    assert ks == {"smoe": 2, "xmoe": 2, "switch": 1}
+    assert holdfast.router("switch", dim=8, experts=4, k=3).select.k == 3
+    assert holdfast.router("smoe", dim=8, experts=1).select.k == 1
+
+
+def test_options_reach_the_part_that_has_them() -> None:
+    built = holdfast.router("xmoe+top-p", dim=8, experts=4, p=0.2, temperature=0.5)
+    assert isinstance(built.select, TopP) and built.select.fixed_p == 0.2
+    assert isinstance(built.score, Cosine)
+    torch.testing.assert_close(built.score.log_temperature.exp(), torch.tensor([0.5]))
+
+
+def test_an_option_overrides_the_default_of_a_name() -> None:
+    built = holdfast.router("switch", dim=8, experts=4, weights="softmax")
+    assert isinstance(built.select, TopK) and built.select.weights == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("smo", {}, "unknown router 'smo': did you mean 'smoe'"),
+        ("xmoe+topp", {}, "unknown router 'topp': did you mean 'top-p'"),
+        ("qqqq", {}, "unknown router 'qqqq': expected one of remoe"),
+        ("", {}, "unknown router ''"),
+        ("top-p+remoe", {}, "'top-p' and 'remoe' both claim the select slot"),
+        ("xmoe+smoe-dropout", {}, "'xmoe' and 'smoe-dropout' both claim the score slot"),
+        ("xmoe+xmoe", {}, "'xmoe' and 'xmoe' both claim"),
+        ("smoe", {"k": 5}, "k is 5; it must be between 1 and the number of experts, 4"),
+        ("smoe", {"k": 0}, "k is 0; it must be between 1"),
+        ("top-p", {"k": 5}, "k is 5"),
+        ("smoe", {"dim": 0}, "dim is 0"),
+        ("smoe", {"experts": 0}, "experts is 0"),
+        ("top-p", {"q": 0.1}, "unknown option 'q'"),
+        ("xmoe", {"temprature": 0.1}, "unknown option 'temprature': did you mean 'temperature'.* for router 'xmoe'"),
+        ("smoe", {"temperature": 0.1}, "unknown option 'temperature'"),
+    ],
+)
+def test_mistakes_are_one_clear_sentence(name: str, options: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        holdfast.router(name, **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_new_part_joins_the_grammar(scratch_name: str) -> None:
+    @holdfast.register(scratch_name, slot="score", about="twice the linear score", paper="nobody")
+    class Twice(Linear):
+        pass
+
+    built = holdfast.router("scratch+top-p", dim=8, experts=4, p=0.3)
+    assert type(built.score) is Twice and isinstance(built.select, TopP)
+    assert holdfast.routers()["scratch"] == "twice the linear score (nobody)"
+
+
+def test_a_clash_of_names_raises() -> None:
+    with pytest.raises(ValueError, match="already a router named 'smoe'"):
+        holdfast.register("smoe", slot="score", about="", paper="")(Linear)
+
+
+@pytest.mark.parametrize("name", ["", "a+b", " a"])
+def test_a_name_that_the_grammar_could_not_read_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a router"):
+        Registry().add(Preset(name, "", ""))
+
+
+def test_an_unknown_slot_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown slot 'scores': did you mean 'score'"):
+        Preset("new", "", "", {"scores": Score})

@@ -1,0 +1,186 @@
+"""Selectors: what each chooses, with which weights, and how they move during training."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast import Context, Experts, MoE, router
+from holdfast.routing import ReLU, Router, Routing, Scores, TopK, TopP
+
+
+def route(select: TopK | TopP | ReLU, logits: Tensor) -> Routing:
+    """Scores that are the tokens themselves."""
+    chosen = select(Scores(logits, select.gate(logits), informed=False), torch.zeros(*logits.shape[:2], 4), Context())
+    return Routing(logits[0], chosen.gates[0], chosen.experts[0], chosen.weights[0], chosen.losses)
+
+
+def test_softmax_weights_are_the_softmax_after_top_k() -> None:
+    logits = torch.tensor([[[0.0, 2.0, -1.0, 1.0]]])
+    routing = route(TopK(4, 4, 2), logits)
+    assert routing.experts.tolist() == [[1, 3]]
+    torch.testing.assert_close(routing.weights[0], torch.softmax(torch.tensor([2.0, 1.0]), -1))
+
+
+def test_switch_weights_are_the_raw_gates() -> None:
+    logits = torch.tensor([[[0.0, 2.0, -1.0, 1.0]]])
+    routing = route(TopK(4, 4, 2, weights="switch"), logits)
+    torch.testing.assert_close(routing.weights[0], logits.softmax(-1)[0, 0, [1, 3]])
+
+
+def test_experts_are_told_apart_where_their_gates_underflow_to_zero() -> None:
+    """exp(-140) is 0 in float32: reading gates would tie experts 1 and 2 and choose the wrong one."""
+    routing = route(TopK(4, 3, 2), torch.tensor([[[200.0, 50.0, 60.0]]]))
+    assert routing.gates[0, 1] == routing.gates[0, 2] == 0
+    assert routing.experts.tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize("weights", ["softmax", "switch"])
+def test_gates_that_are_all_zero_give_zero_weights_and_no_nan(weights: str) -> None:
+    select = TopK(4, 3, 2, weights=weights)  # type: ignore[arg-type]
+    gates = torch.zeros(1, 1, 3, requires_grad=True)
+    chosen = select(Scores.from_gates(gates), torch.zeros(1, 1, 4), Context())
+    assert chosen.weights.tolist() == [[[0.0, 0.0]]]
+    chosen.weights.sum().backward()
+    assert gates.grad is not None and gates.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "gumbel"])
+def test_noise_is_only_in_training(noise: str) -> None:
+    torch.manual_seed(0)
+    built, tokens = router("smoe", dim=8, experts=16, noise=noise), torch.randn(1, 200, 8)
+    first, second = built(tokens), built(tokens)
+    assert (first.chosen != second.chosen).any()
+    torch.testing.assert_close(first.logits, second.logits)
+    built.eval()
+    assert torch.equal(built(tokens).gates, built(tokens).gates)
+    assert torch.equal(built(tokens).gates, built(tokens).logits.softmax(-1))
+
+
+def test_gumbel_noise_samples_from_the_softmax() -> None:
+    torch.manual_seed(0)
+    logits = torch.tensor([0.0, 1.0, -1.0, 0.5])
+    routing = route(TopK(4, 4, 1, noise="gumbel"), logits.expand(1, 20000, 4))
+    share = routing.chosen.float().mean(0)
+    torch.testing.assert_close(share, logits.softmax(-1), atol=0.015, rtol=0)
+
+
+def test_gaussian_noise_has_the_standard_deviation_asked_for() -> None:
+    torch.manual_seed(0)
+    select = TopK(4, 2, 1, noise="gaussian", noise_std=0.3)
+    gates = route(select, torch.zeros(1, 20000, 2)).gates
+    difference = (gates[:, 0] / gates[:, 1]).log()
+    torch.testing.assert_close(float(difference.std()), 0.3 * 2**0.5, atol=0.01, rtol=0)
+
+
+def test_learned_gaussian_noise_follows_shazeer() -> None:
+    """With W_noise = 0 the standard deviation is softplus(0) = log 2."""
+    torch.manual_seed(0)
+    select = TopK(4, 2, 1, noise="gaussian")
+    gates = route(select, torch.zeros(1, 20000, 2)).gates
+    difference = (gates[:, 0] / gates[:, 1]).log()
+    torch.testing.assert_close(float(difference.detach().std()), 0.6931 * 2**0.5, atol=0.02, rtol=0)
+
+
+def test_k_grows_with_progress_and_survives_saving() -> None:
+    built, tokens = router("smoe-dropout", dim=8, experts=6, k=2), torch.randn(1, 5, 8)
+    seen = []
+    for fraction in (0.0, 0.25, 0.5, 1.0):
+        built.progress(fraction)
+        routing = built(tokens)
+        seen.append(int(routing.used.sum(-1).unique()))
+        torch.testing.assert_close(routing.weights.sum(-1), torch.ones(5))
+    assert seen == [2, 3, 4, 6]
+    built.progress(0.5)
+    other = router("smoe-dropout", dim=8, experts=6, k=2)
+    other.load_state_dict(built.state_dict())
+    assert int(other(tokens).used.sum(-1).unique()) == 4
+
+
+def test_top_p_takes_every_expert_above_p_and_always_one() -> None:
+    logits = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01]]]).log()
+    routing = route(TopP(4, p=0.1), logits)
+    assert routing.experts.tolist() == [[0, 1, 2, 4], [0, 4, 4, 4]]
+    torch.testing.assert_close(routing.weights[0], torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95)
+    assert route(TopP(4, p=0.99), logits).used.sum(-1).tolist() == [1, 1]
+
+
+def test_a_learned_p_starts_where_told_and_learns() -> None:
+    torch.manual_seed(0)
+    select = TopP(4, p=0.1, learned=True)
+    torch.testing.assert_close(select.threshold(), torch.tensor([0.1]))
+    logits = torch.tensor([[[0.5, 0.3, 0.11, 0.09]]]).log()
+    routing = route(select, logits)
+    assert routing.used.sum() == 3
+    routing.weights[0, 0].backward()
+    assert select.learned_p is not None and select.learned_p.grad is not None
+    assert select.learned_p.grad != 0
+
+
+def test_relu_weights_are_the_positive_logits() -> None:
+    routing = route(ReLU(4, 2).eval(), torch.tensor([[[0.5, -1.0, 2.0, 0.0], [-1.0, -1.0, -1.0, -1.0]]]))
+    assert routing.experts.tolist() == [[2, 0, 4, 4], [4, 4, 4, 4]]
+    assert routing.weights.tolist() == [[2.0, 0.5, 0.0, 0.0], [0.0] * 4]
+
+
+def test_the_l1_coefficient_steers_the_number_of_experts_to_k() -> None:
+    """In a layer that learns a small regression, from about half of the experts active."""
+    torch.manual_seed(0)
+    layer = MoE(router("remoe", dim=16, experts=16, k=2, l1=1e-4), Experts(16, 16, 16))
+    optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
+    tokens = torch.randn(4, 64, 16) + 0.5
+    target, active = torch.tanh(tokens @ torch.randn(16, 16)), []
+    for _ in range(400):
+        out, routing = layer(tokens)
+        optimizer.zero_grad()
+        ((out - target).square().mean() + routing.loss).backward()
+        optimizer.step()
+        active.append(float(routing.used.sum(-1).float().mean()))
+    assert active[0] > 6
+    assert abs(sum(active[-50:]) / 50 - 2) < 0.5
+
+
+@pytest.mark.parametrize("count", [1.0, 3.0])
+def test_the_l1_coefficient_moves_by_its_rate_once_a_batch(count: float) -> None:
+    select = ReLU(4, 2, l1=0.5, l1_rate=1.2)
+    logits = torch.full((1, 3, 4), -1.0)
+    logits[..., : int(count)] = 1.0
+    before = route(select, logits).losses["l1"]
+    torch.testing.assert_close(before, torch.tensor(0.5 * count))
+    torch.testing.assert_close(select.l1, torch.tensor(0.5))  # staged, not committed
+    select.eval()
+    torch.testing.assert_close(select.l1, torch.tensor(0.5 * 1.2 if count > 2 else 0.5 / 1.2))
+    select.train().eval()
+    torch.testing.assert_close(select.l1, torch.tensor(0.5 * 1.2 if count > 2 else 0.5 / 1.2))
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: TopK(4, 3, 4), "k is 4; it must be between 1 and the number of experts, 3"),
+        (lambda: TopK(4, 3, 0), "k is 0; it must be between 1"),
+        (lambda: TopK(4, 3, 1, k_final=9), "k_final is 9; it must be between 1"),
+        (lambda: TopK(4, 3, 1, weights="softmx"), "did you mean 'softmax'"),  # type: ignore[arg-type]
+        (lambda: TopK(4, 3, 1, noise="gausian"), "did you mean 'gaussian'"),  # type: ignore[arg-type]
+        (lambda: TopK(4, 3, 1, noise="gaussian", noise_std=-1.0), "cannot be negative"),
+        (lambda: TopK(4, 3, 1, noise="gumbel", noise_temperature=0.0), "must be positive"),
+        (lambda: TopP(4, p=1.5), "p is 1.5; the gate threshold must lie between 0 and 1"),
+        (lambda: TopP(4, softness=0.0), "softness is 0.0"),
+        (lambda: ReLU(4, 5), "k is 5; it must be between 1"),
+        (lambda: ReLU(4, 2, l1=-1.0), "the penalty cannot be negative"),
+        (lambda: ReLU(4, 2, l1_rate=0.5), "it must be at least 1"),
+    ],
+)
+def test_bad_options_are_one_clear_sentence(build: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build()  # type: ignore[operator]
+
+
+def test_a_router_needs_a_selector_and_at_most_one_informer_a_side() -> None:
+    import toys
+
+    from holdfast.routing import Linear
+
+    with pytest.raises(ValueError, match="needs a selector"):
+        Router(Linear(4, 3))
+    with pytest.raises(ValueError, match="2 informers on the expert side"):
+        Router(Linear(4, 3), (toys.FixedGraph(3), toys.FixedGraph(3)), TopK(4, 3, 1))

@@ -1,0 +1,137 @@
+"""The state rule: staged by a training forward, committed once, all ranks alike."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from holdfast import Context, router
+from holdfast.routing import Informer, Router, StatefulPart
+
+
+class Counter(Informer, StatefulPart):
+    """Counts tokens; the count it used is added to the gates, so that a forward shows which state it saw."""
+
+    side = "expert"
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_statistics(tokens=torch.zeros(()))
+
+    def absorb(self) -> dict[str, Tensor]:
+        return {"count": self.count + self.get_buffer("staged_tokens")}
+
+    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        used = self.count.clone()
+        if self.training:
+            self.stage(tokens=torch.tensor(float(tokens.shape[0] * tokens.shape[1])))
+        return gates + used
+
+
+def build() -> tuple[Router, Counter]:
+    plain = router("smoe", dim=4, experts=3)
+    counter = Counter()
+    return Router(plain.score, (counter,), plain.select), counter
+
+
+def seen(routing_gates: Tensor) -> float:
+    """Which count a forward used: gates sum to 1 without it."""
+    return float((routing_gates.sum(-1) - 1).mean() / 3)
+
+
+def test_a_forward_uses_the_state_from_before_its_batch() -> None:
+    built, counter = build()
+    used = [round(seen(built(torch.randn(2, 5, 4)).gates)) for _ in range(4)]
+    assert used == [0, 10, 20, 30]
+    assert counter.count == 30
+
+
+def test_eval_commits_what_is_staged_and_only_once() -> None:
+    built, counter = build()
+    built(torch.randn(2, 5, 4))
+    built.eval()
+    built.eval()
+    assert counter.count == 10
+    built.train()
+    assert round(seen(built(torch.randn(2, 5, 4)).gates)) == 10
+
+
+def test_saving_commits_what_is_staged() -> None:
+    built, _ = build()
+    built(torch.randn(2, 5, 4))
+    assert built.state_dict()["inform.0.count"] == 10
+
+
+def test_evaluation_never_stages() -> None:
+    built, counter = build()
+    built.eval()(torch.randn(2, 5, 4))
+    assert not counter.pending
+    assert built.state_dict()["inform.0.count"] == 0
+
+
+def test_recomputation_sees_the_same_state_and_counts_once() -> None:
+    built, counter = build()
+    built(torch.randn(2, 5, 4))
+    calls = []
+
+    def forward(x: Tensor) -> Tensor:
+        gates = built(x).gates
+        calls.append(round(seen(gates)))
+        return gates.square().sum()
+
+    for expected in (10, 20):
+        calls.clear()
+        checkpoint(forward, torch.randn(2, 5, 4, requires_grad=True), use_reentrant=False).backward()
+        assert calls == [expected, expected]
+    assert counter.commit() is None and counter.count == 30
+
+
+def test_recomputation_of_a_compiled_router_counts_once() -> None:
+    torch.compiler.reset()
+    built, counter = build()
+    compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(2, 5, 4, requires_grad=True)
+        checkpoint(lambda y: compiled(y).gates.square().sum(), x, use_reentrant=False).backward()
+    built.eval()
+    assert counter.count == 30
+
+
+def test_a_backward_after_the_next_forward_still_works() -> None:
+    """State used in a graph is not overwritten under it."""
+    built = router("remoe", dim=4, experts=3)
+    first = built(torch.randn(2, 5, 4))
+    built(torch.randn(2, 5, 4))
+    first.loss.backward()
+
+
+def test_state_stays_float32_when_the_model_does_not() -> None:
+    built, counter = build()
+    counter.count.fill_(16777215.0)
+    built.to(torch.bfloat16)
+    assert counter.count.dtype == torch.float32 and counter.count == 16777215.0
+    assert built.score.weight.dtype == torch.bfloat16
+
+
+def test_copies_do_not_share_state() -> None:
+    built, counter = build()
+    other = copy.deepcopy(built)
+    built(torch.randn(2, 5, 4))
+    built.eval()
+    assert counter.count == 10
+    assert other.state_dict()["inform.0.count"] == 0
+
+
+def test_two_processes_learn_the_same_from_both_batches() -> None:
+    script = Path(__file__).with_name("two_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.split("\n"))[-2:] == ["rank 0: 20", "rank 1: 20"]

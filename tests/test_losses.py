@@ -1,0 +1,120 @@
+"""Losses against hand-made routings, and that no coefficient is inert."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import holdfast
+from holdfast import Losses, Routing, losses
+
+UNIFORM = torch.full((8, 4), 0.25)
+
+
+def routing(gates: Tensor, experts: Tensor, logits: Tensor | None = None) -> Routing:
+    weights = torch.ones(experts.shape) / experts.shape[1]
+    return Routing(gates.log() if logits is None else logits, gates, experts, weights)
+
+
+def evenly(tokens: int = 8, experts: int = 4, k: int = 2) -> Tensor:
+    return torch.stack([(torch.arange(tokens) + slot) % experts for slot in range(k)], dim=1)
+
+
+def test_uniform_routing_has_balance_1_and_no_variation() -> None:
+    record = routing(UNIFORM, evenly())
+    torch.testing.assert_close(losses.balance(record), torch.tensor(1.0))
+    for term in (losses.importance, losses.load, losses.entropy):
+        torch.testing.assert_close(term(record), torch.tensor(0.0), atol=1e-6, rtol=0)
+
+
+def test_collapsed_routing_has_balance_e_and_the_largest_variation() -> None:
+    gates = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(8, 4)
+    record = routing(gates, torch.zeros(8, 1, dtype=torch.long))
+    torch.testing.assert_close(losses.balance(record), torch.tensor(4.0))
+    torch.testing.assert_close(losses.importance(record), torch.tensor(3.0))
+    torch.testing.assert_close(losses.load(record), torch.tensor(3.0))
+    torch.testing.assert_close(losses.entropy(record), torch.tensor(math.log(4)))
+
+
+def test_balance_counts_the_selections_that_were_made_not_the_largest_gates() -> None:
+    gates = torch.tensor([[0.7, 0.1, 0.1, 0.1]]).expand(8, 4)
+    record = routing(gates, torch.full((8, 1), 3))
+    torch.testing.assert_close(losses.balance(record), torch.tensor(0.4))
+
+
+def test_gates_need_not_sum_to_one() -> None:
+    record, doubled = routing(UNIFORM, evenly()), routing(2 * UNIFORM, evenly())
+    for term in (losses.balance, losses.importance, losses.load, losses.entropy):
+        torch.testing.assert_close(term(record), term(doubled))
+
+
+def test_sentinels_are_not_counted() -> None:
+    experts = torch.tensor([[0, 4], [1, 2]])
+    torch.testing.assert_close(losses.balance(routing(UNIFORM[:2], experts)), torch.tensor(1.0))
+    torch.testing.assert_close(losses.load(routing(UNIFORM[:2], experts)), torch.tensor(1 / 3))
+
+
+def test_z_is_the_mean_squared_logsumexp() -> None:
+    logits = torch.randn(8, 4)
+    expected = logits.double().exp().sum(-1).log().square().mean()
+    torch.testing.assert_close(losses.z(routing(UNIFORM, evenly(), logits)), expected.float())
+
+
+@pytest.mark.parametrize("name", losses.TERMS)
+def test_padding_is_as_if_the_token_were_not_there(name: str) -> None:
+    torch.manual_seed(0)
+    logits, experts = torch.randn(8, 4), torch.rand(8, 4).argsort(-1)[:, :2]
+    logits[5:] *= 100
+    real = torch.tensor([True] * 5 + [False] * 3)
+    whole, part = routing(logits.softmax(-1), experts, logits), routing(logits[:5].softmax(-1), experts[:5], logits[:5])
+    term = losses.TERMS[name]
+    torch.testing.assert_close(term(whole, real), term(part))
+    torch.testing.assert_close(term(whole, real.view(2, 4)), term(part))
+
+
+@pytest.mark.parametrize("name", losses.TERMS)
+def test_nothing_real_gives_a_finite_loss(name: str) -> None:
+    assert losses.TERMS[name](routing(UNIFORM, evenly()), torch.zeros(8, dtype=torch.bool)).isfinite()
+
+
+@pytest.mark.parametrize("name", ["balance", "importance", "load", "entropy"])
+def test_descending_a_loss_does_what_it_is_for(name: str) -> None:
+    """Ten steps on each loss alone: load evens out, or gates become smoother."""
+    torch.manual_seed(0)
+    router = holdfast.router("smoe", dim=16, experts=8, losses=Losses(**{name: 1.0}), bias=True)
+    with torch.no_grad():
+        router.score.bias[:2] += 2  # type: ignore[union-attr, index, operator]
+    tokens = torch.randn(4, 64, 16)
+
+    def measure() -> float:
+        return float(losses.TERMS[name](router(tokens)).detach())
+
+    before = measure()
+    optimizer = torch.optim.SGD(router.parameters(), lr=0.3)
+    for _ in range(10):
+        optimizer.zero_grad()
+        router(tokens).loss.backward()
+        optimizer.step()
+    assert measure() < 0.97 * before
+
+
+def test_weights_scale_the_terms_and_zero_leaves_them_out() -> None:
+    record = routing(UNIFORM, evenly())
+    terms = Losses(balance=0.01, z=0.5)(record)
+    assert set(terms) == {"balance", "z"}
+    torch.testing.assert_close(terms["balance"], torch.tensor(0.01))
+
+
+def test_the_router_adds_its_losses_in_training_only() -> None:
+    router = holdfast.router("smoe", dim=8, experts=4, losses=Losses(balance=0.5))
+    training = router(torch.randn(2, 5, 8))
+    assert set(training.losses) == {"balance"}
+    assert torch.equal(training.loss, training.losses["balance"])
+    evaluation = router.eval()(torch.randn(2, 5, 8))
+    assert not evaluation.losses and evaluation.loss == 0
+
+
+def test_a_coefficient_that_is_not_finite_is_one_clear_sentence() -> None:
+    with pytest.raises(ValueError, match="the coefficient of z is nan"):
+        Losses(z=math.nan)

@@ -1,0 +1,217 @@
+"""The conformance suite itself: toy informers pass it, and for every check there is a broken router that fails it."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import references
+import torch
+import toys
+from torch import Tensor
+
+import holdfast
+from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
+from holdfast.testing import CHECKS, check_router
+
+DIM, EXPERTS = 24, 7
+
+
+def with_score(score: Linear) -> Router:
+    return Router(score, (), TopK(DIM, EXPERTS, 2))
+
+
+def with_select(select: TopK) -> Router:
+    torch.manual_seed(0)
+    return Router(Linear(DIM, EXPERTS), (), select)
+
+
+INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
+    "expert side": lambda: (toys.FixedGraph(EXPERTS),),
+    "token side": lambda: (toys.RunningMean(),),
+    "both sides": lambda: (toys.FixedGraph(EXPERTS), toys.RunningMean()),
+    "both sides, the other order": lambda: (toys.RunningMean(), toys.FixedGraph(EXPERTS)),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("informers", INFORMERS)
+def test_toy_informers_conform(informers: str, check: str) -> None:
+    report = check_router(toys.build(*INFORMERS[informers]()), reference=toys.reference, only=[check])
+    assert report.passed == (check,)
+
+
+class SeesTheFuture(toys.RunningMean):
+    """The mean over the whole sequence, also where the context is causal."""
+
+    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(gates, tokens, Context(padding=context.padding, cache=context.cache))
+
+
+class SeesTheBatch(Informer):
+    side = "token"
+    traits = Traits(sequence_aware=True)
+
+    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        return gates + gates.mean(0, keepdim=True)
+
+
+class SeesPadding(toys.RunningMean):
+    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(gates, tokens, Context(causal=context.causal, cache=context.cache))
+
+
+class ForgetsTheCache(toys.RunningMean):
+    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(gates, tokens, Context(causal=context.causal, padding=context.padding))
+
+
+class LearnsAtOnce(Informer):
+    """Updates its state inside the forward, recomputed or not."""
+
+    side = "expert"
+    seen: Tensor
+
+    def __init__(self, *, in_evaluation: bool = False, saved: bool = True) -> None:
+        super().__init__()
+        self.in_evaluation = in_evaluation
+        self.register_buffer("seen", torch.zeros(EXPERTS), persistent=saved)
+
+    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        before = self.seen.clone()
+        if self.training or self.in_evaluation:
+            self.seen += gates.detach().sum((0, 1))
+        return gates + before
+
+
+class HalfPrecision(Linear):
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return torch.nn.functional.linear(tokens, self.weight.to(tokens.dtype)).float()
+
+
+class Unseeded(Linear):
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(tokens, context) * (1 + random.random())
+
+
+class Breaks(Linear):
+    """Asks the host in the middle of the forward."""
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        logits = super().forward(tokens, context)
+        return logits * 2 if logits.sum().item() > 0 else logits
+
+
+class NotWhenEmpty(Linear):
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(tokens, context) - tokens.amax().detach() * 0
+
+
+class SwallowsNaN(Linear):
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(tokens.nan_to_num(), context)
+
+
+class Idle(Linear):
+    """A parameter and a coefficient that do nothing."""
+
+    coefficients = ("strength",)
+
+    def __init__(self) -> None:
+        super().__init__(DIM, EXPERTS)
+        self.strength, self.unused = 0.0, torch.nn.Parameter(torch.zeros(3))
+
+
+class Ascending(TopK):
+    """Slots in the wrong order."""
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        chosen = super().forward(scores, tokens, context)
+        return chosen._replace(experts=chosen.experts.flip(-1), weights=chosen.weights.flip(-1))
+
+
+class HigherIndexFirst(TopK):
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        mirrored = Scores(scores.logits.flip(-1), scores.gates.flip(-1), scores.informed)
+        chosen = super().forward(mirrored, tokens, context)
+        return chosen._replace(experts=EXPERTS - 1 - chosen.experts, gates=scores.gates)
+
+
+def denies(**traits: bool) -> Router:
+    """A plain router that denies a trait it has."""
+    router = toys.build()
+    router.score.traits = Traits(**traits)
+    return router
+
+
+BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
+    "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "not sorted by weight"),
+    "fails on T = 0": (lambda: with_score(NotWhenEmpty(DIM, EXPERTS)), "empty batch", "amax"),
+    "swallows NaN": (lambda: with_score(SwallowsNaN(DIM, EXPERTS)), "bad input", "not refused"),
+    "half precision": (lambda: with_score(HalfPrecision(DIM, EXPERTS)), "float32 routing", "medium"),
+    "unseeded": (lambda: with_score(Unseeded(DIM, EXPERTS)), "determinism", "one seed differ"),
+    "higher index first": (lambda: with_select(HigherIndexFirst(DIM, EXPERTS, 2)), "ties", "lower index"),
+    "sees the future": (lambda: toys.build(SeesTheFuture()), "causality", "declares the trait causal"),
+    "denies being causal": (lambda: denies(causal=False), "causality", "denies the trait causal"),
+    "sees padding": (lambda: toys.build(SeesPadding()), "padding", "change with the padding"),
+    "sees the batch": (lambda: toys.build(SeesTheBatch()), "batch invariance", "declares the trait batch_invariant"),
+    "denies batch invariance": (lambda: denies(batch_invariant=False), "batch invariance", "denies the trait"),
+    "forgets the cache": (lambda: toys.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
+    "denies being cacheable": (lambda: denies(cacheable=False), "cached decoding", "denies the trait cacheable"),
+    "does not save": (lambda: toys.build(LearnsAtOnce(saved=False)), "save and load", "after loading"),
+    "learns in evaluation": (
+        lambda: toys.build(LearnsAtOnce(in_evaluation=True)),
+        "evaluation keeps state",
+        "evaluation changed inform.0.seen",
+    ),
+    "counts twice": (lambda: toys.build(LearnsAtOnce()), "activation checkpointing", "recomputation"),
+    "idle parameter": (lambda: with_score(Idle()), "no inert parameter", "score.unused gets no gradient"),
+    "idle coefficient": (lambda: with_score(Idle()), "no inert coefficient", "'strength' changes no gradient"),
+    "breaks the graph": (lambda: with_score(Breaks(DIM, EXPERTS)), "compile", "data-dependent"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_router_fails_its_check(fault: str) -> None:
+    build, check, says = BROKEN[fault]
+    with pytest.raises(AssertionError, match=f"(?s)fails '{check}'.*{says}"):
+        check_router(build, only=[check])
+
+
+def test_a_wrong_reference_fails_its_check() -> None:
+    def wrong(*arguments: Any) -> holdfast.Routing:
+        routing = references.reference(*arguments)
+        return holdfast.Routing(routing.logits, routing.gates, routing.experts, routing.weights * 1.001, routing.losses)
+
+    with pytest.raises(AssertionError, match="differ from the naive reference"):
+        check_router("smoe", reference=wrong, only=["naive reference"])
+
+
+def test_every_check_has_a_router_that_fails_it() -> None:
+    assert {check for _, check, _ in BROKEN.values()} | {"naive reference"} == set(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("informer", "check"),
+    [(SeesTheFuture, "causality"), (SeesTheBatch, "batch invariance"), (ForgetsTheCache, "cached decoding")],
+)
+def test_a_denied_trait_that_is_really_missing_passes(informer: type[Informer], check: str) -> None:
+    part = informer()
+    part.traits = Traits(causal=False, batch_invariant=False, cacheable=False, sequence_aware=True)
+    assert check_router(toys.build(part), only=[check]).passed == (check,)
+
+
+def test_the_reference_check_says_that_it_was_left_out() -> None:
+    assert check_router("smoe", only=["naive reference"]).left_out == {"naive reference": "no naive reference was given"}
+
+
+def test_an_unknown_check_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown check 'causal': did you mean 'causality'"):
+        check_router("smoe", only=["causal"])
+
+
+def test_checking_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    check_router("smoe", only=["contract", "determinism"])
+    assert torch.equal(torch.random.get_rng_state(), before)
