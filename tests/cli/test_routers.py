@@ -1,0 +1,59 @@
+"""`holdfast routers` as a user runs it: in a process, with its mistakes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import holdfast
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
+
+
+def test_every_router_is_listed_with_its_paper() -> None:
+    out = run("routers").stdout
+    assert all(name in out for name in holdfast.routers())
+    assert "Shazeer et al. 2017" in out
+
+
+def test_routing_the_embedded_text_gives_a_row_for_each_router() -> None:
+    done = run("routers", "--route")
+    assert done.returncode == 0, done.stderr
+    rows = {cells[1].strip(): cells for cells in (line.split("│") for line in done.stdout.splitlines()) if len(cells) > 5}
+    assert set(holdfast.routers()) <= set(rows)
+    assert float(rows["smoe"][2]) == 2.0 and float(rows["switch"][2]) == 1.0
+    assert 0 < float(rows["smoe"][6]) < 100  # rounding tokens to bfloat16 does move some, and not all
+
+
+def test_the_same_seed_prints_the_same_table() -> None:
+    arguments = ("routers", "--route", "--names", "xmoe+top-p", "--seed", "3")
+    assert run(*arguments).stdout == run(*arguments).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--names", "smo"], "unknown router 'smo': did you mean 'smoe'?"),
+        (["--route", "--names", "top-p+remoe"], "'top-p' and 'remoe' both claim the select slot"),
+        (["--route", "--k", "40"], "k is 40; it must be between 1 and the number of experts, 16."),
+        (["--route", "--experts", "0"], "experts is 0"),
+        (["--route", "--dim", "0"], "both must be at least 1"),
+        (["--route", "--sequences", "1000000"], "more than the text holds"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_no_traceback(arguments: list[str], says: str) -> None:
+    done = run("routers", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["routers", "--help"]])
+def test_help_has_an_example(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert "holdfast routers --route" in done.stdout

@@ -1,0 +1,65 @@
+"""What the documents say works: their Python runs, their commands exist."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line for document in DOCUMENTS for block in blocks(document, "sh") for line in block.splitlines()]
+    return sorted({line.split("#")[0].strip() for line in lines} - {""})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_python_of_a_document_runs(document: Path) -> None:
+    """In a process of its own, as a newcomer's script: what it registers stays there."""
+    for block in blocks(document, "python"):
+        run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
+        assert run.returncode == 0, run.stderr
+
+
+def test_the_readme_and_the_contributing_page_have_examples() -> None:
+    assert blocks(ROOT / "README.md", "python")
+    assert len(blocks(ROOT / "CONTRIBUTING.md", "python")) == 1
+
+
+def test_the_two_commands_are_on_the_first_screen_of_the_readme() -> None:
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
+    assert "make demo" in first_screen and "make test" in first_screen
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_documents_works(command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "holdfast":
+        run = subprocess.run([sys.executable, "-m", "holdfast.cli.main", *arguments], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout
+    elif program == "make":  # that the target exists; running it would set up an environment or run these tests again
+        subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+    elif program == "python":
+        assert (ROOT / arguments[0]).is_file()
+    else:
+        assert command in ("pip install holdfast",), f"{command}: nothing here tests this command"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} points to {target}"
+
+
+def test_the_demo_is_what_the_makefile_runs() -> None:
+    recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "holdfast routers --route" in recipe

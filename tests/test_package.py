@@ -1,0 +1,44 @@
+"""The package from outside: what it exports, what importing it costs, how long its files are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import holdfast
+
+SOURCE = Path(__file__).parent.parent / "src" / "holdfast"
+
+# The public surface. A change here is a change for users: it belongs in CHANGELOG.md.
+PUBLIC = {
+    "Context",
+    "Experts",
+    "FeedForward",
+    "Losses",
+    "MoE",
+    "Router",
+    "Routing",
+    "register",
+    "router",
+    "routers",
+}
+
+
+def test_the_public_surface_is_what_we_promise() -> None:
+    assert set(holdfast.__all__) == PUBLIC
+    assert all(hasattr(holdfast, name) for name in PUBLIC)
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_holdfast_imports_no_extra() -> None:
+    heavy = "transformers triton datasets accelerate sklearn scipy rich tyro torch._dynamo torch._inductor".split()
+    code = "import torch, sys; before = set(sys.modules); import holdfast; print(*set(sys.modules) - before)"
+    assert set(run(code).split()).isdisjoint(heavy)
+
+
+def test_no_module_holds_more_than_one_idea() -> None:
+    """A proxy: what is longer than 450 lines usually does."""
+    lengths = {str(file.relative_to(SOURCE)): len(file.read_text().splitlines()) for file in SOURCE.rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines > 450} == {}
