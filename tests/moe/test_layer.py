@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import MoE, Routing
@@ -17,7 +18,7 @@ NAMES = list(holdfast.routers())
 def layer(name: str, device: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> MoE:
     torch.manual_seed(0)
     router = holdfast.router(name, dim=32, experts=8, losses=holdfast.Losses(balance=0.1, z=0.01))
-    experts = holdfast.Experts(32, 24, 8)
+    experts = holdfast.Experts(32, 24, 8, bias=True)
     return MoE(router, experts, holdfast.FeedForward(32, 48) if shared else None).to(device, dtype)
 
 
@@ -78,6 +79,29 @@ def test_two_runs_with_one_seed_agree_to_the_bit(name: str) -> None:
         outcomes.append([*seen, *module.state_dict().values()])
     for first, second in zip(*outcomes, strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["smoe", "remoe"])
+def test_a_compiled_function_that_recomputes_the_layer_equals_eager_and_counts_once(name: str) -> None:
+    outcomes = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        module = layer(name, "cpu")
+
+        def forward(tokens: Tensor, module: MoE = module) -> Tensor:
+            def body(x: Tensor) -> tuple[Tensor, Tensor]:
+                out, routing = module(x)
+                return out, routing.loss
+
+            out, loss = checkpoint(body, tokens, use_reentrant=False)
+            return out.square().mean() + loss
+
+        run = torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward
+        for _ in range(3):
+            run(tokens_for("cpu")).backward()
+        outcomes.append([*(p.grad for p in module.parameters() if p.grad is not None), *module.eval().buffers()])
+    for first, second in zip(*outcomes, strict=True):
+        torch.testing.assert_close(first, second)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

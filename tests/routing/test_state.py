@@ -43,7 +43,7 @@ def build() -> tuple[Router, Counter]:
 
 def seen(routing_gates: Tensor) -> float:
     """Which count a forward used: gates sum to 1 without it."""
-    return float((routing_gates.sum(-1) - 1).mean() / 3)
+    return float((routing_gates.detach().sum(-1) - 1).mean() / 3)
 
 
 def test_a_forward_uses_the_state_from_before_its_batch() -> None:

@@ -89,16 +89,8 @@ def _gather_mm_backward(
 
 
 @_gather_mm_backward.register_fake
-def _(
-    grad: Tensor,
-    tokens: Tensor,
-    weight: Tensor,
-    index: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    want_tokens: bool,
-    want_weight: bool,
-) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, tokens: Tensor, weight: Tensor, *plan_and_wants: Tensor | bool) -> tuple[Tensor, Tensor]:
+    want_tokens, want_weight = plan_and_wants[-2:]
     return tokens.new_empty(tokens.shape if want_tokens else (0,)), weight.new_empty(weight.shape if want_weight else (0,))
 
 
@@ -150,20 +142,10 @@ def _mm_combine_backward(
 
 @_mm_combine_backward.register_fake
 def _(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    slot_weights: Tensor,
-    index: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    want_weight: bool,
+    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *plan_and_want: Tensor | bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape),
-        weight.new_empty(weight.shape if want_weight else (0,)),
-        slot_weights.new_empty(slots.shape),
-    )
+    grad_weight = weight.new_empty(weight.shape if plan_and_want[-1] else (0,))
+    return hidden.new_empty(hidden.shape), grad_weight, slot_weights.new_empty(slot_weights.shape)
 
 
 def _to_rows(slot_values: Tensor, slots: Tensor, count: int) -> Tensor:
