@@ -20,6 +20,5 @@ def ordered_keys(values: Tensor) -> Tensor:
 
 def top(values: Tensor, k: int) -> Tensor:
     """Indices `(..., k)` of the k largest, descending; the lower index first among equals."""
-    if k == values.shape[-1]:
-        return torch.argsort(values.detach(), dim=-1, descending=True, stable=True)
-    return ordered_keys(values).topk(k, dim=-1).indices
+    keys = ordered_keys(values)
+    return keys.argsort(dim=-1, descending=True) if k == values.shape[-1] else keys.topk(k, dim=-1).indices
