@@ -17,7 +17,7 @@ class FixedGraph(Informer):
         graph = torch.eye(experts) + 0.3 * torch.rand(experts, experts, generator=torch.Generator().manual_seed(3))
         self.register_buffer("graph", graph / graph.sum(1, keepdim=True))
 
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return gates @ self.graph.t()
 
 
@@ -27,7 +27,7 @@ class RunningMean(Informer):
     side = "token"
     traits = Traits(sequence_aware=True)
 
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         new = gates.shape[1]
         real = gates.new_ones(gates.shape[:2]) if context.padding is None else context.padding.to(gates.dtype)
         if context.cache is not None:

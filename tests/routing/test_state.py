@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast import Context, router
 from holdfast.routing import Informer, Router, StatefulPart
+from holdfast.routing.state import sum_over_ranks
 
 
 class Counter(Informer, StatefulPart):
@@ -28,10 +29,10 @@ class Counter(Informer, StatefulPart):
     def absorb(self) -> dict[str, Tensor]:
         return {"count": self.count + self.get_buffer("staged_tokens")}
 
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         used = self.count.clone()
         if self.training:
-            self.stage(tokens=torch.tensor(float(tokens.shape[0] * tokens.shape[1])))
+            self.stage(tokens=sum_over_ranks(torch.tensor(float(tokens.shape[0] * tokens.shape[1]))))
         return gates + used
 
 

@@ -44,26 +44,26 @@ def test_toy_informers_conform(informers: str, check: str) -> None:
 class SeesTheFuture(toys.RunningMean):
     """The mean over the whole sequence, also where the context is causal."""
 
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        return super().forward(gates, tokens, Context(padding=context.padding, cache=context.cache))
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(gates, logits, tokens, Context(padding=context.padding, cache=context.cache))
 
 
 class SeesTheBatch(Informer):
     side = "token"
     traits = Traits(sequence_aware=True)
 
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return gates + gates.mean(0, keepdim=True)
 
 
 class SeesPadding(toys.RunningMean):
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        return super().forward(gates, tokens, Context(causal=context.causal, cache=context.cache))
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(gates, logits, tokens, Context(causal=context.causal, cache=context.cache))
 
 
 class ForgetsTheCache(toys.RunningMean):
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        return super().forward(gates, tokens, Context(causal=context.causal, padding=context.padding))
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(gates, logits, tokens, Context(causal=context.causal, padding=context.padding))
 
 
 class LearnsAtOnce(Informer):
@@ -77,7 +77,7 @@ class LearnsAtOnce(Informer):
         self.in_evaluation = in_evaluation
         self.register_buffer("seen", torch.zeros(EXPERTS), persistent=saved)
 
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         before = self.seen.clone()
         if self.training or self.in_evaluation:
             self.seen += gates.detach().sum((0, 1))

@@ -52,8 +52,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-un
 _matmul.register_autograd(_backward, setup_context=_save)
 
 
-def linear_float32(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`tokens (..., d)` times `weight (n,d)` transposed, plus `bias`, in true float32."""
+def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
+    """`tokens (..., d)` times `weight (n,d)` transposed, in true float32; the backward keeps the tokens in their own dtype."""
     out: Tensor = _matmul(tokens.reshape(-1, tokens.shape[-1]), weight.t())
-    out = out.view(*tokens.shape[:-1], weight.shape[0])
-    return out if bias is None else out + bias.float()
+    return out.view(*tokens.shape[:-1], weight.shape[0])

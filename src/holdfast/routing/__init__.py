@@ -2,6 +2,7 @@
 
 from holdfast.routing.cache import RouterCache as RouterCache
 from holdfast.routing.parts import Informer as Informer
+from holdfast.routing.parts import LinearScore as LinearScore
 from holdfast.routing.parts import Part as Part
 from holdfast.routing.parts import Score as Score
 from holdfast.routing.parts import Scores as Scores

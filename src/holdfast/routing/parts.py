@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from holdfast.ops.precision import linear_float32
 from holdfast.routing.records import Context
 
 TINY = torch.finfo(torch.float32).tiny
@@ -66,6 +67,22 @@ class Score(Part):
         """`tokens (B,N,d)`, in the model's dtype, to float32 logits `(B,N,E)`."""
 
 
+class LinearScore(Score):
+    """A score that reads its tokens through one matrix only (abstract): logits = finish(x matrix^T)."""
+
+    @property
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """(n,d), what tokens are multiplied with."""
+
+    @abstractmethod
+    def finish(self, projected: Tensor) -> Tensor:
+        """`projected (B,N,n)`, float32, to logits `(B,N,E)`."""
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return self.finish(linear_float32(tokens, self.matrix))
+
+
 class Informer(Part):
     """Gates to gates, looking at other experts or at other tokens (abstract).
 
@@ -75,8 +92,8 @@ class Informer(Part):
     side: Literal["expert", "token"]
 
     @abstractmethod
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1."""
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1. `logits` are the raw scores."""
 
 
 @dataclass(frozen=True)

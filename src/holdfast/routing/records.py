@@ -44,12 +44,13 @@ class Routing:
 class Attention:
     """The attention just before this layer."""
 
-    query: Tensor  # (B,heads,N,D)
-    key: Tensor
-    value: Tensor
+    query: Tensor  # (B,heads,N,D), of the tokens at hand
+    key: Tensor  # (B,key heads,M,D), of all tokens so far: M is N unless decoding
+    value: Tensor  # (B,key heads,M,D_v)
     projection: nn.Linear | None  # the output projection
     output: Tensor  # (B,N,d), after the projection, before the residual
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # broadcasts to (B,heads,N,M): bool, True where allowed, or added to the scores
+    scale: float | None = None  # what q.k is multiplied with; 1/sqrt(D) if None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Context:
     previous: Previous | None = None
     cache: RouterCache | None = None  # what earlier tokens left behind while decoding
     token_ids: Tensor | None = None  # (B,N), for hash and distilled routers
+
+    def real_or_all(self, tokens: Tensor) -> Tensor:
+        """(B,N) bool: which tokens are real."""
+        real = self.real(tokens)
+        return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if real is None else real
 
     def real(self, tokens: Tensor) -> Tensor | None:
         """`padding`, checked against `tokens (B,N,d)`."""

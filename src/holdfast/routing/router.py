@@ -87,7 +87,7 @@ class Router(nn.Module):
                 logits = require_finite(logits, tokens, self.layer, real)
             gates = self.select.gate(logits)
             for informer in self.informers:
-                gates = informer(gates, tokens, context)
+                gates = informer(gates, logits, tokens, context)
             scores = Scores.from_gates(gates) if self.informers else Scores(logits, gates, informed=False)
             selected = self.select(scores, tokens, context)
             routing = Routing(

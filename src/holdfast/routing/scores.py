@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.ops.precision import linear_float32
-from holdfast.routing.parts import Score
-from holdfast.routing.records import Context
+from holdfast.routing.parts import LinearScore
 
 
-class Linear(Score):
+class Linear(LinearScore):
     """logits = x W^T (+ b)."""
 
     def __init__(self, dim: int, experts: int, *, bias: bool = False) -> None:
@@ -24,11 +23,15 @@ class Linear(Score):
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        return linear_float32(tokens, self.weight, self.bias)
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight
+
+    def finish(self, projected: Tensor) -> Tensor:
+        return projected if self.bias is None else projected + self.bias.float()
 
 
-class Frozen(Score):
+class Frozen(LinearScore):
     """logits = x W^T with random W that never learns (SMoE-dropout; the random router of Symphony's appendix C)."""
 
     weight: Tensor
@@ -38,11 +41,15 @@ class Frozen(Score):
         self.dim, self.experts = dim, experts
         self.register_buffer("weight", torch.randn(experts, dim, dtype=torch.float32) / math.sqrt(dim))
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        return linear_float32(tokens, self.weight)
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight
+
+    def finish(self, projected: Tensor) -> Tensor:
+        return projected
 
 
-class Cosine(Score):
+class Cosine(LinearScore):
     """logits = cos(Omega x, e) / temperature, in a low-dimensional space (XMoE, Chi et al. 2022)."""
 
     def __init__(self, dim: int, experts: int, *, width: int | None = None, temperature: float = 0.07) -> None:
@@ -63,7 +70,10 @@ class Cosine(Score):
         nn.init.orthogonal_(self.projection)
         nn.init.normal_(self.embeddings)
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        projected = F.normalize(linear_float32(tokens, self.projection), dim=-1)
-        cosines = linear_float32(projected, F.normalize(self.embeddings.float(), dim=-1))
+    @property
+    def matrix(self) -> Tensor:
+        return self.projection
+
+    def finish(self, projected: Tensor) -> Tensor:
+        cosines = linear_float32(F.normalize(projected, dim=-1), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()

@@ -9,7 +9,7 @@ from holdfast.ops.topk import top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import TINY, Scores, Selection, Selector
 from holdfast.routing.records import Context
-from holdfast.routing.state import StatefulPart
+from holdfast.routing.state import StatefulPart, sum_over_ranks
 from holdfast.suggest import unknown
 
 
@@ -154,10 +154,9 @@ class ReLU(Selector, StatefulPart):
         weights = scores.gates.gather(-1, experts)
         losses = {}
         if self.training:
-            real = context.padding
-            if real is None:
-                real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            real = context.real_or_all(tokens)
             count = real.sum()
             losses["l1"] = self.l1.clone() * scores.gates.sum(-1).where(real, 0.0).sum() / count.clamp_min(1)
-            self.stage(active=((weights > 0) & real.unsqueeze(-1)).sum(), tokens=count)
+            active = ((weights > 0) & real.unsqueeze(-1)).sum()
+            self.stage(active=sum_over_ranks(active), tokens=sum_over_ranks(count))
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)

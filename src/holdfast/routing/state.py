@@ -43,11 +43,11 @@ class StatefulPart(Part):
 
     @torch.no_grad()
     def stage(self, **statistics: Tensor) -> None:
-        """Keep the batch's sums until the next commit. Sums over ranks, so that every rank learns the same."""
+        """Keep what the batch taught until the next commit; the same on every rank (see `sum_over_ranks`)."""
         first = first_forward(self.pending)
         for name, value in statistics.items():
             staged = self.get_buffer(f"staged_{name}")
-            staged.copy_(torch.where(first, _sum_over_ranks(value.to(staged.dtype)), staged))
+            staged.copy_(torch.where(first, value.to(staged.dtype), staged))
         self.pending.logical_or_(first)
 
     @torch.no_grad()
@@ -72,7 +72,11 @@ def _commit_before_saving(part: torch.nn.Module, prefix: str, keep_vars: bool) -
     part.commit()
 
 
-def _sum_over_ranks(value: Tensor) -> Tensor:
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum of every rank's `value`; just `value` where there is one process.
+
+    Taken when staging, not when committing: all ranks run the same forwards, while saving may happen on one of them only.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         value = value.clone()
         torch.distributed.all_reduce(value)

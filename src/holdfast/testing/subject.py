@@ -26,6 +26,14 @@ class Subject:
         """A fresh copy, in training mode."""
         return copy.deepcopy(self.prototype).train()
 
+    def warm_up(self, batches: int = 3) -> "Subject":
+        """The same router after a few training forwards: state that still stands at its start would hide mistakes."""
+        router = self.build()
+        for seed in range(batches):
+            tokens = self.tokens(seed=100 + seed)
+            router(tokens, self.context(tokens))
+        return replace(self, prototype=router.eval())
+
     def tokens(self, sequences: int = 3, length: int = 17, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(sequences, length, self.prototype.dim, generator=generator)
@@ -91,8 +99,8 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
         attention=replace(
             attention,
             query=attention.query[:, :, start:end],
-            key=attention.key[:, :, start:end],
-            value=attention.value[:, :, start:end],
+            key=attention.key[:, :, :end],
+            value=attention.value[:, :, :end],
             output=attention.output[:, start:end],
             mask=None if attention.mask is None else attention.mask[..., start:end, :end],
         ),

@@ -70,7 +70,7 @@ def check_router(
                 raise ValueError(unknown("check", title, CHECKS))
             torch.manual_seed(0)
             try:
-                CHECKS[title](Subject(prototype, reference))
+                CHECKS[title](Subject(prototype, reference).warm_up())
             except checks.LeftOut as reason:
                 left_out[title] = str(reason)
             except Exception as failure:
