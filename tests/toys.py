@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from holdfast.ops.precision import linear_float32
 from holdfast.routing import Context, Informer, Linear, Router, Routing, TopK, Traits
 
 
@@ -18,7 +19,7 @@ class FixedGraph(Informer):
         self.register_buffer("graph", graph / graph.sum(1, keepdim=True))
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        return gates @ self.graph.t()
+        return linear_float32(gates, self.graph)
 
 
 class RunningMean(Informer):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.routing import Routing
-from holdfast.routing.parts import TINY
+from holdfast.routing.parts import TINY, shares
 
 
 def balance(routing: Routing, padding: Tensor | None = None) -> Tensor:
@@ -76,7 +76,7 @@ class Losses:
 
 
 def _distribution(routing: Routing) -> Tensor:
-    return routing.gates / routing.gates.sum(-1, keepdim=True).clamp_min(TINY)
+    return shares(routing.gates)
 
 
 def _real(routing: Routing, padding: Tensor | None) -> Tensor:

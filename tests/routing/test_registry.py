@@ -68,7 +68,7 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
     [
         ("smo", {}, "unknown router 'smo': did you mean 'smoe'"),
         ("xmoe+topp", {}, "unknown router 'topp': did you mean 'top-p'"),
-        ("qqqq", {}, "unknown router 'qqqq': expected one of remoe"),
+        ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, remoe"),
         ("", {}, "unknown router ''"),
         ("top-p+remoe", {}, "'top-p' and 'remoe' both claim the select slot"),
         ("xmoe+smoe-dropout", {}, "'xmoe' and 'smoe-dropout' both claim the score slot"),

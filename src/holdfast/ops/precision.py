@@ -30,12 +30,12 @@ def ieee_float32() -> Iterator[None]:
 
 
 @torch.library.custom_op("holdfast::matmul_float32", mutates_args=())
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
+def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     with ieee_float32():
         return left.float() @ right.float()
 
 
-@_matmul.register_fake
+@matmul_float32.register_fake
 def _(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
 
@@ -46,13 +46,66 @@ def _save(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # type: 
 
 def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     left, right = ctx.saved_tensors
-    return _matmul(grad, right.t()).to(left.dtype), _matmul(left.t(), grad).to(right.dtype)
+    return matmul_float32(grad, right.t()).to(left.dtype), matmul_float32(left.t(), grad).to(right.dtype)
 
 
-_matmul.register_autograd(_backward, setup_context=_save)
+matmul_float32.register_autograd(_backward, setup_context=_save)
 
 
 def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
-    """`tokens (..., d)` times `weight (n,d)` transposed, in true float32; the backward keeps the tokens in their own dtype."""
-    out: Tensor = _matmul(tokens.reshape(-1, tokens.shape[-1]), weight.t())
+    """`tokens (..., d)` times `weight (n,d)` transposed, in true float32; the backward keeps tokens in their own dtype."""
+    out: Tensor = matmul_float32(tokens.reshape(-1, tokens.shape[-1]), weight.t())
+    return out.view(*tokens.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("holdfast::scaled_matmul_float32", mutates_args=())
+def _scaled_matmul(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    with ieee_float32():
+        return (tokens.float() * _token_scales(mixture, scales)) @ weight.float().t()
+
+
+@_scaled_matmul.register_fake
+def _(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("holdfast::scaled_matmul_float32_backward", mutates_args=())
+def _scaled_matmul_backward(
+    grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    with ieee_float32():
+        per_token = _token_scales(mixture, scales)
+        grad_tokens = (grad @ weight.float()) * per_token
+        grad_weight = grad.t() @ (tokens.float() * per_token)
+    return grad_tokens.to(tokens.dtype), grad_weight.to(weight.dtype)
+
+
+@_scaled_matmul_backward.register_fake
+def _(grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape)
+
+
+def _token_scales(mixture: Tensor, scales: Tensor) -> Tensor:
+    """mixture (T,C) times scales (C,d); 1 for a token whose row is 0."""
+    return mixture @ scales + (1 - mixture.sum(1, keepdim=True))
+
+
+def _save_scaled(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_scaled(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    grad_tokens, grad_weight = _scaled_matmul_backward(grad, *ctx.saved_tensors)
+    return grad_tokens, None, None, grad_weight
+
+
+_scaled_matmul.register_autograd(_backward_scaled, setup_context=_save_scaled)
+
+
+def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """(x * m) weight^T with m = mixture scales, (T,C) times (C,d), or 1 where the mixture is 0; no gradient through m.
+
+    The scaled tokens are made again in the backward instead of being kept.
+    """
+    out: Tensor = _scaled_matmul(tokens.reshape(-1, tokens.shape[-1]), mixture.detach(), scales.detach(), weight)
     return out.view(*tokens.shape[:-1], weight.shape[0])

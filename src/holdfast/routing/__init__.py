@@ -1,6 +1,8 @@
 """Routers: records, the pipeline, its parts, and the table of names."""
 
 from holdfast.routing.cache import RouterCache as RouterCache
+from holdfast.routing.clustering import Clustered as Clustered
+from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
 from holdfast.routing.parts import Informer as Informer
 from holdfast.routing.parts import LinearScore as LinearScore
 from holdfast.routing.parts import Part as Part
@@ -23,4 +25,7 @@ from holdfast.routing.scores import Linear as Linear
 from holdfast.routing.selection import ReLU as ReLU
 from holdfast.routing.selection import TopK as TopK
 from holdfast.routing.selection import TopP as TopP
+from holdfast.routing.smoothing import SmoothTopK as SmoothTopK
 from holdfast.routing.state import StatefulPart as StatefulPart
+from holdfast.routing.token_graph import AttentionPosterior as AttentionPosterior
+from holdfast.routing.token_graph import Similarity as Similarity

@@ -6,7 +6,7 @@ tokens (B,N,d) -> logits (B,N,E) -> gates (B,N,E) -> experts, weights (B,N,K)
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,12 @@ from holdfast.ops.precision import linear_float32
 from holdfast.routing.records import Context
 
 TINY = torch.finfo(torch.float32).tiny
+
+
+def shares(amounts: Tensor) -> Tensor:
+    """`amounts (..., n)` over their sum; 0 where there is nothing to share, with a gradient that is finite there too."""
+    total = amounts.sum(-1, keepdim=True)
+    return amounts / total.where(total >= TINY, 1.0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Part(nn.Module, ABC):
     """A component of a router (abstract). Options are keyword-only and checked when built."""
 
     traits: Traits = Traits()
-    coefficients: ClassVar[tuple[str, ...]] = ()  # the loss coefficients it carries, by attribute name
+    coefficients: tuple[str, ...] = ()  # the loss coefficients it carries, by attribute name
 
     def progress(self, fraction: float) -> None:
         """Training has come this far, from 0 to 1."""

@@ -45,6 +45,39 @@ for _preset in (
         "Wang et al. 2025",
         {"select": "holdfast.routing.selection:ReLU"},
     ),
+    Preset(
+        "symphony",
+        "experts chosen together vouch for each other: gates times a learned expert graph",
+        "SymphonySMoE, algorithm 1",
+        {"expert": "holdfast.routing.expert_graph:ExpertGraph"},
+        {"weights": "switch"},
+    ),
+    Preset(
+        "similarity",
+        "similar tokens of a sequence share their gates",
+        "Mutual-Inform SMoE, definition 1",
+        {"token": "holdfast.routing.token_graph:Similarity"},
+        {"weights": "softmax"},
+    ),
+    Preset(
+        "attention",
+        "a token takes the gates of those that explain its attention output",
+        "Mutual-Inform SMoE, lemma 1",
+        {"token": "holdfast.routing.token_graph:AttentionPosterior"},
+        {"weights": "softmax"},
+    ),
+    Preset(
+        "ac",
+        "features in which a token's cluster is tight count more",
+        "ACMoE, Nielsen et al. 2025",
+        {"cluster": "holdfast.routing.clustering:Clustered"},
+    ),
+    Preset(
+        "smooth",
+        "experts just below the k-th fade in, so the output is continuous",
+        "Geometric and Stochastic Analysis of Discontinuities in SMoE",
+        {"select": "holdfast.routing.smoothing:SmoothTopK"},
+    ),
 ):
     REGISTRY.add(_preset)
 

@@ -11,17 +11,24 @@ from holdfast.routing.router import LossTerms, Router
 from holdfast.routing.selection import check_k
 from holdfast.suggest import unknown
 
-SLOTS: dict[str, type[Part]] = {"score": Score, "expert": Informer, "token": Informer, "select": Selector}
+# In the order of the pipeline. "cluster" wraps the score; "expert" and "token" are the two sides an informer acts on.
+SLOTS: dict[str, type[Part]] = {
+    "score": Score,
+    "cluster": Score,
+    "expert": Informer,
+    "token": Informer,
+    "select": Selector,
+}
 DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
-GIVEN = ("dim", "experts", "k")  # what every part may ask for; all else is an option
+GIVEN = ("dim", "experts", "k", "base")  # what every part may ask for; all else is an option
 
 
 @dataclass(frozen=True)
 class Preset:
     """A named router: the parts it puts into the slots it claims, and defaults for their options.
 
-    A slot is "score", "expert" or "token" (the two sides an informer acts on) or "select". What a name does not claim
-    stays free for another name, and falls back to linear scores and top-k.
+    What a name does not claim stays free for another name, and falls back to linear scores and top-k. Where two names have
+    defaults for one option, the later slot's holds.
     """
 
     name: str
@@ -84,7 +91,7 @@ class Registry:
         presets = self.parse(name)
         parts = DEFAULT_PARTS | _claims(presets)
         defaults: dict[str, Any] = {"k": 2}
-        for preset in presets:
+        for preset in sorted(presets, key=_last_slot):  # in the order of the pipeline, not of the names
             defaults |= preset.defaults
         usual_k = min(defaults.pop("k"), experts)
         given = {"dim": dim, "experts": experts, "k": usual_k if k is None else k}
@@ -96,18 +103,32 @@ class Registry:
             if option not in known:
                 raise ValueError(f"{unknown('option', option, known)[:-1]} for router {name!r}.")
         values = given | defaults | options
-        built = {
-            slot: part(**{key: value for key, value in values.items() if key in accepted[slot] or key in _wants(part)})
-            for slot, part in classes.items()
-        }
+        built: dict[str, Any] = {}
+        for slot in SLOTS:
+            if slot in classes:
+                base = {"base": built["score"]} if slot == "cluster" else {}
+                built[slot] = _construct(classes[slot], values | base, name)
         return Router(
-            score=built["score"],  # type: ignore[arg-type]
-            inform=[built[side] for side in ("expert", "token") if side in built],  # type: ignore[misc]
-            select=built["select"],  # type: ignore[arg-type]
+            score=built.get("cluster", built["score"]),
+            inform=[built[side] for side in ("expert", "token") if side in built],
+            select=built["select"],
             losses=losses,
             layer=layer,
             check_finite=check_finite,
         )
+
+
+def _last_slot(preset: Preset) -> int:
+    return max((list(SLOTS).index(slot) for slot in preset.claims), default=-1)
+
+
+def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
+    """The part with those of the values that it takes."""
+    parameters = inspect.signature(part).parameters
+    for parameter in parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in values:
+            raise ValueError(f"router {name!r} needs the option {parameter.name}.")
+    return part(**{key: value for key, value in values.items() if key in parameters})
 
 
 def _claims(presets: list[Preset]) -> dict[str, type[Part] | str]:
@@ -116,7 +137,7 @@ def _claims(presets: list[Preset]) -> dict[str, type[Part] | str]:
     for preset in presets:
         for slot, part in preset.claims.items():
             if slot in owner:
-                where = f"the {slot} slot" if slot in ("score", "select") else f"the {slot}-side informer"
+                where = f"the {slot}-side informer" if slot in ("expert", "token") else f"the {slot} slot"
                 raise ValueError(f"{owner[slot]!r} and {preset.name!r} both claim {where}; a router has room for one.")
             owner[slot], claimed[slot] = preset.name, part
     return claimed
@@ -136,10 +157,6 @@ def _load(part: type[Part] | str) -> type[Part]:
     module, _, name = part.partition(":")
     loaded: type[Part] = getattr(importlib.import_module(module), name)
     return loaded
-
-
-def _wants(part: type[Part]) -> list[str]:
-    return [name for name in inspect.signature(part).parameters if name in GIVEN]
 
 
 def _options(part: type[Part]) -> list[str]:

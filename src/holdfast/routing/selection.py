@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from holdfast.ops.topk import top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
-from holdfast.routing.parts import TINY, Scores, Selection, Selector
+from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
 from holdfast.routing.state import StatefulPart, sum_over_ranks
 from holdfast.suggest import unknown
@@ -80,7 +80,7 @@ class TopK(Selector):
         if self.weights == "switch":
             weights = gates
         elif scores.informed:  # gates may all be 0, and then so are the weights; a softmax of logarithms would not be
-            weights = gates / gates.sum(-1, keepdim=True).clamp_min(TINY)
+            weights = shares(gates)
         else:
             weights = torch.softmax(logits, dim=-1)
         return Selection(experts, weights, scores.gates, {})
@@ -117,7 +117,7 @@ class TopP(Selector):
         if self.learned_p is not None:
             soft = torch.sigmoid((gates - threshold) / self.softness)
             kept = kept + gates * (soft - soft.detach())
-        weights = kept / kept.sum(-1, keepdim=True).clamp_min(TINY)
+        weights = shares(kept)
         return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, {})
 
 

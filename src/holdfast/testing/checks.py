@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from holdfast.losses import TERMS, Losses
 from holdfast.ops.naive import top as naive_top
 from holdfast.routing import Context, RouterCache, Routing, Score
-from holdfast.testing.subject import TOLERANCE, Subject, differing, objective, state_of, steps
+from holdfast.testing.subject import STEEP, TOLERANCE, Subject, differing, objective, state_of, steps
 
 DECODING_STEPS = 64
 
@@ -50,7 +50,7 @@ def empty_batch(subject: Subject) -> None:
         for training in (True, False):
             router = subject.build().train(training)
             router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
-            routing = router(tokens, Context(causal=True))
+            routing = router(tokens, subject.context(tokens, causal=True))
             assert routing.experts.shape[0] == 0 and routing.gates.shape == (0, router.experts), f"shape {shape} fails"
             assert routing.loss.isfinite(), "the loss of an empty batch is not finite"
             if routing.loss.requires_grad:
@@ -100,12 +100,11 @@ def naive_reference(subject: Subject) -> None:
     ]:
         tokens = subject.tokens(3, length).requires_grad_()
         padding = _right_padding(3, length, pad) if pad else None
-        context = subject.context(tokens.detach(), padding, causal=causal)
         fast, slow = subject.build().train(training), subject.build().train(training)
         results = []
         for router, compute in ((fast, fast), (slow, lambda x, c, r=slow: subject.reference(r, x, c))):  # type: ignore[misc]
             torch.manual_seed(1)
-            routing = compute(tokens, context)
+            routing = compute(tokens, subject.context(tokens, padding, causal=causal))
             wanted = [tokens, *(p for p in router.parameters() if p.requires_grad)]
             grads = torch.autograd.grad(objective(routing), wanted, allow_unused=True, materialize_grads=True)
             results.append((routing, grads))
@@ -115,9 +114,11 @@ def naive_reference(subject: Subject) -> None:
         assert got.losses.keys() == expected.losses.keys(), f"losses {list(got.losses)}, expected {list(expected.losses)}"
         for name, value in got.losses.items():
             torch.testing.assert_close(value, expected.losses[name], msg=f"loss {name} differs {what}")
+        largest = max(float(grad.norm()) for grad in expected_grads)
         for mine, theirs in zip(got_grads, expected_grads, strict=True):
-            error = (mine - theirs).norm() / theirs.norm().clamp_min(1e-6)
-            assert error <= 10 * TOLERANCE, f"gradients differ from the naive reference by {error:.1e} {what}"
+            # A gradient much smaller than the others, a temperature's say, is what is left when large terms cancel.
+            error = (mine - theirs).norm() / theirs.norm().clamp_min(max(0.1 * largest, 1e-6))
+            assert error <= TOLERANCE, f"gradients differ from the naive reference by {error:.1e} {what}"
 
 
 def determinism(subject: Subject) -> None:
@@ -166,7 +167,7 @@ def causality(subject: Subject) -> None:
     before, after = (
         _part(router(x, subject.context(x, causal=True)), x.shape[:2], slice(None), slice(0, cut)) for x in (tokens, changed)
     )
-    moved = differing(before, after).any()
+    moved = differing(before, after, weights_within=STEEP).any()
     _declared(router.traits.causal, not bool(moved), "causal", "a later token changes earlier routes")
 
 
@@ -183,7 +184,7 @@ def padding(subject: Subject) -> None:
             routing = router(x, subject.context(x, real))
             outcomes.append((routing, state_of(router.eval())))
         (first, first_state), (second, second_state) = outcomes
-        moved = differing(first, second)[real.flatten()]
+        moved = differing(first, second, weights_within=STEEP)[real.flatten()]
         assert not moved.any(), f"{int(moved.sum())} real tokens change with the padding (training={training})"
         for name in first.losses:
             torch.testing.assert_close(first.losses[name], second.losses[name], msg=f"padding changes the loss {name}")
@@ -196,7 +197,7 @@ def batch_invariance(subject: Subject) -> None:
     router, tokens = subject.build().eval(), subject.tokens()
     alone = router(tokens[:1], subject.context(tokens[:1]))
     together = _part(router(tokens, subject.context(tokens)), tokens.shape[:2], slice(0, 1), slice(None))
-    moved = differing(alone, together).any()
+    moved = differing(alone, together, weights_within=STEEP).any()
     for side in ("right", "left"):
         filler = subject.tokens(1, 6, seed=2)
         pieces = (tokens[:1], filler) if side == "right" else (filler, tokens[:1])
@@ -205,7 +206,7 @@ def batch_invariance(subject: Subject) -> None:
         own = slice(0, tokens.shape[1]) if side == "right" else slice(6, None)
         real[:, own] = True
         routing = router(padded, subject.context(padded, real))
-        moved = moved | differing(alone, _part(routing, real.shape, slice(None), own)).any()
+        moved = moved | differing(alone, _part(routing, real.shape, slice(None), own), weights_within=STEEP).any()
     _declared(
         router.traits.batch_invariant,
         not bool(moved),
@@ -214,7 +215,7 @@ def batch_invariance(subject: Subject) -> None:
     )
 
 
-def cached_decoding(subject: Subject) -> None:
+def cached_decoding(subject: Subject) -> str:
     """A prompt, then one token at a time with a cache: the routes of one forward over all, if declared."""
     router, tokens = subject.build().eval(), subject.tokens(2, DECODING_STEPS)
     context = subject.context(tokens, causal=True)
@@ -224,8 +225,10 @@ def cached_decoding(subject: Subject) -> None:
     for start, end in bounds:
         pieces.append(router(tokens[:, start:end], steps(context, start, end, cache)))
     stepwise = _join(pieces, sequences=2)
-    moved = int(differing(full, stepwise).sum())
+    moved = int(differing(full, stepwise, weights_within=STEEP).sum())
     _declared(router.traits.cacheable, moved == 0, "cacheable", f"{moved} tokens are routed otherwise step by step")
+    undecided = int((full.chosen != stepwise.chosen).any(-1).sum()) - moved
+    return f"{undecided} of {full.chosen.shape[0]} tokens were numerically undecided"
 
 
 def save_and_load(subject: Subject) -> None:
@@ -369,7 +372,9 @@ def compile_whole(subject: Subject) -> None:
                 grads = torch.autograd.grad(objective(routing), tokens, allow_unused=True, materialize_grads=True)
             outcomes.append((routing, grads[0], state_of(router.eval())))
         (eager, eager_grad, eager_state), (graph, graph_grad, graph_state) = outcomes
-        assert not differing(graph, eager).any(), f"compiled routes differ from eager ones (training={training})"
+        assert not differing(graph, eager, weights_within=STEEP).any(), (
+            f"compiled routes differ from eager ones (training={training})"
+        )
         torch.testing.assert_close(graph.loss, eager.loss, msg="the compiled loss differs")
         torch.testing.assert_close(graph_grad, eager_grad, msg="compiled gradients differ")
         for name, value in eager_state.items():

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
 
 TOLERANCE = 1e-5
+STEEP = (
+    1e-2  # how far weights may move where sums were taken in another order: a smooth strip of width eps has slopes of 50/eps
+)
 HEADS = 2
 
 Reference = Callable[[Router, Tensor, Context], Routing]
@@ -107,18 +110,18 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
     )
 
 
-def differing(first: Routing, second: Routing, tolerance: float = TOLERANCE) -> Tensor:
+def differing(first: Routing, second: Routing, *, weights_within: float = TOLERANCE) -> Tensor:
     """(T,) bool: tokens whose route differs by more than rounding.
 
-    Gates and weights may differ by `tolerance`; sets may differ only where the experts that changed are tied within it.
+    Gates may differ by `TOLERANCE`, weights by `weights_within`; sets only where the experts that changed are tied.
     """
-    apart = (first.gates - second.gates).abs().amax(-1) > tolerance
+    apart = (first.gates - second.gates).abs().amax(-1) > TOLERANCE
     changed = first.chosen ^ second.chosen
     low = first.gates.masked_fill(~changed, torch.inf).amin(-1)
     high = first.gates.masked_fill(~changed, -torch.inf).amax(-1)
-    undecided = changed.any(-1) & (high - low <= 2 * tolerance)
+    undecided = changed.any(-1) & (high - low <= 2 * TOLERANCE)
     same_set = ~changed.any(-1)
-    weights_apart = (dense_weights(first) - dense_weights(second)).abs().amax(-1) > tolerance
+    weights_apart = (dense_weights(first) - dense_weights(second)).abs().amax(-1) > weights_within
     return apart | ~(same_set | undecided) | (same_set & weights_apart)
 
 

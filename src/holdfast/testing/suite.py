@@ -12,7 +12,7 @@ from holdfast.suggest import unknown
 from holdfast.testing import checks
 from holdfast.testing.subject import Reference, Subject
 
-CHECKS: dict[str, Callable[[Subject], None]] = {
+CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "contract": checks.contract,
     "empty batch": checks.empty_batch,
     "bad input": checks.bad_input,
@@ -35,10 +35,11 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """Which checks passed, and which were left out and why."""
+    """Which checks passed, which were left out and why, and what a check has to say besides."""
 
     passed: tuple[str, ...]
     left_out: dict[str, str]
+    notes: dict[str, str]
 
 
 def check_router(
@@ -64,13 +65,13 @@ def check_router(
             prototype = router if isinstance(router, Router) else router()
             name = type(prototype.score).__name__
         wanted = list(CHECKS) if only is None else list(only)
-        passed, left_out = [], {}
+        passed, left_out, notes = [], {}, {}
         for title in wanted:
             if title not in CHECKS:
                 raise ValueError(unknown("check", title, CHECKS))
             torch.manual_seed(0)
             try:
-                CHECKS[title](Subject(prototype, reference).warm_up())
+                note = CHECKS[title](Subject(prototype, reference).warm_up())
             except checks.LeftOut as reason:
                 left_out[title] = str(reason)
             except Exception as failure:
@@ -78,4 +79,5 @@ def check_router(
                 raise AssertionError(f"router {name!r} fails {title!r}: {kind}{failure}") from failure
             else:
                 passed.append(title)
-    return Report(tuple(passed), left_out)
+                notes |= {} if note is None else {title: note}
+    return Report(tuple(passed), left_out, notes)

@@ -1,0 +1,134 @@
+"""Clustered scores (ACMoE): features in which a token's cluster is tight count more.
+
+c      the expert a token took first at the previous MoE layer; h that layer's router inputs
+s_cq   the spread of feature q within cluster c;  m_c = 1 / max(s_c, a tenth of its mean), scaled to mean 1
+logits = (x * m_c) W^T, and no gradient flows through m
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.ops.precision import matmul_float32, scaled_linear_float32
+from holdfast.ops.topk import top
+from holdfast.routing.parts import LinearScore, Score, Traits, shares
+from holdfast.routing.records import Context, Previous
+from holdfast.routing.state import StatefulPart, sum_over_ranks
+from holdfast.suggest import unknown
+
+MEMORY = 0.9
+FEWEST_TOKENS = 8  # a cluster with fewer in a batch keeps its spread
+SMALLEST_SPREAD = 0.1  # relative to the cluster's mean spread
+
+
+class Clustered(Score, StatefulPart):
+    """Another score, linear in x, on features scaled by how tight the token's cluster is (definitions 1 and 2).
+
+    spread      "mad", the mean absolute deviation about the cluster's mean, or "variance"
+    mix         average m over the token's `mix` best previous experts, weighted by their gates (appendix C.6)
+    stats       "running": spreads are an exponential mean (0.9) over training batches, under the state rule. "batch": of the
+                batch at hand, the paper's reading, which leaks across sequences and time and dies at batch size 1
+    depth       which MoE layer this is, from 0; with `skip`, how many of the first stay plain. Without a previous layer in
+                the context, or a previous expert, a token is scored plainly
+    clusters    how many experts the previous layer has, if another number than this one
+    """
+
+    spreads: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        *,
+        base: LinearScore,
+        spread: Literal["mad", "variance"] = "mad",
+        mix: int = 1,
+        stats: Literal["running", "batch"] = "running",
+        skip: int = 1,
+        depth: int | None = None,
+        clusters: int | None = None,
+    ) -> None:
+        super().__init__()
+        clusters = experts if clusters is None else clusters
+        if spread not in ("mad", "variance"):
+            raise ValueError(unknown("spread", spread, ("mad", "variance")))
+        if stats not in ("running", "batch"):
+            raise ValueError(unknown("kind of statistics", stats, ("running", "batch")))
+        if not 1 <= mix <= clusters:
+            raise ValueError(f"mix is {mix}; it must be between 1 and the number of clusters, {clusters}.")
+        if skip < 0:
+            raise ValueError(f"skip is {skip}; it counts layers and cannot be negative.")
+        if not isinstance(base, LinearScore):
+            raise ValueError(f"clustering scales features of a score that is linear in x; {type(base).__name__} is not.")
+        self.dim, self.experts, self.base = dim, experts, base
+        self.spread, self.mix, self.stats, self.clusters = spread, mix, stats, clusters
+        self.plain = depth is not None and depth < skip
+        independent = stats == "running" or self.plain
+        self.traits = Traits(causal=independent, batch_invariant=independent, cacheable=independent) & base.traits
+        self.register_buffer("spreads", torch.ones(clusters, dim))
+        self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
+
+    def absorb(self) -> dict[str, Tensor]:
+        counts = self.get_buffer("staged_counts").unsqueeze(1)
+        mean = self.get_buffer("staged_deviations") / counts.clamp_min(1)
+        return {"spreads": (MEMORY * self.spreads + (1 - MEMORY) * mean).where(counts >= FEWEST_TOKENS, self.spreads)}
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        previous = context.previous
+        if previous is None or self.plain:
+            return self.base(tokens, context)
+        self._check(previous)
+        members = self._members(previous)
+        spreads = self.spreads.clone()
+        if self.training or self.stats == "batch":
+            deviations, counts = self._deviations(previous, members, context.real_or_all(tokens))
+            if self.stats == "batch":
+                spreads = (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
+            else:
+                self.stage(deviations=deviations, counts=counts)
+        projected = scaled_linear_float32(
+            tokens, self._mixture(previous, members), feature_scales(spreads), self.base.matrix
+        )
+        return self.base.finish(projected)
+
+    def _check(self, previous: Previous) -> None:
+        width, experts = previous.tokens.shape[-1], previous.routing.gates.shape[-1]
+        if width != self.dim:
+            raise ValueError(f"the previous MoE layer's tokens have width {width}, this layer's {self.dim}: no clusters.")
+        if experts != self.clusters:
+            raise ValueError(f"the previous MoE layer has {experts} experts; set clusters={experts} (now {self.clusters}).")
+
+    def _members(self, previous: Previous) -> Tensor:
+        """(T,C) 0/1: the cluster of each token, none for one that took no expert."""
+        first = previous.routing.experts[:, :1]
+        return (first == torch.arange(self.clusters, device=first.device)).float()
+
+    def _mixture(self, previous: Previous, members: Tensor) -> Tensor:
+        """(T,C): with which weight each cluster's scales count for a token; all 0 where features stay as they are."""
+        if self.mix == 1:
+            return members
+        gates = previous.routing.gates.detach()
+        best = top(gates, self.mix)
+        weights = torch.zeros_like(gates).scatter(1, best, gates.gather(1, best))
+        return shares(weights) * members.sum(1, keepdim=True)
+
+    @torch.no_grad()
+    def _deviations(self, previous: Previous, members: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the cluster's real tokens, on all ranks, of |h - mean| or its square, and how many tokens they are."""
+        inputs = previous.tokens.detach().flatten(0, 1).float()
+        inputs = inputs.where(real.flatten().unsqueeze(1), 0.0)
+        members = members * real.flatten().unsqueeze(1)
+        counts = sum_over_ranks(members.sum(0))
+        means = sum_over_ranks(matmul_float32(members.t(), inputs)) / counts.clamp_min(1).unsqueeze(1)
+        centred = inputs - matmul_float32(members, means)
+        amounts = centred.abs() if self.spread == "mad" else centred.square()
+        return sum_over_ranks(matmul_float32(members.t(), amounts)), counts
+
+
+def feature_scales(spreads: Tensor) -> Tensor:
+    """m (C,d): the inverse of each cluster's spreads, floored at a tenth of their mean, with mean 1 over the features."""
+    spreads = spreads.where(spreads.mean(1, keepdim=True) > 0, 1.0)  # a cluster of one token has no spread to speak of
+    floor = SMALLEST_SPREAD * spreads.mean(1, keepdim=True)
+    inverse = 1 / torch.maximum(spreads, floor)
+    return inverse / inverse.mean(1, keepdim=True)

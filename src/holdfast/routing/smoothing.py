@@ -1,0 +1,137 @@
+"""Smooth top-k: experts just below the k-th fade in, so that the output is continuous in the input.
+
+c the k-th largest logit, eps the width of the strip below it, u_i = (logit_i - c + eps) / eps
+S(u) = -inf for u <= 0, 0 for u >= 1, else log( u^a / (u^a + (1-u)^b) );   weights = softmax(logit_i + S(u_i))
+
+Section 6 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts".
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.ops.order import smallest
+from holdfast.ops.topk import top
+from holdfast.routing.parts import TINY, Scores, Selection, Selector, shares
+from holdfast.routing.records import Context
+from holdfast.routing.selection import check_k
+from holdfast.routing.state import StatefulPart, sum_over_ranks
+from holdfast.suggest import unknown
+
+POWER_IN, POWER_OUT = 1, 50  # a and b of S
+MEMORY = 0.95
+ETA_START = -9.0  # eps = softplus(eta)
+
+
+class SmoothTopK(Selector, StatefulPart):
+    """Top k, and every expert in the strip below the k-th with a weight that goes to 0 at its lower edge.
+
+    budget      how many experts a token may use beyond k, on average
+    control     "quantile" (ours): eps is the running quantile of the gaps c - logit_j at which the mean number of extra
+                experts is the budget. "loss" (the paper's): eps = softplus(eta) is learned, and a boundary loss
+                alpha eps (active - k - budget) steers it; from eta = -9 that takes tens of thousands of steps
+    anneal      the budget stays for half of training, goes to 0 over a quarter, and evaluation is hard top-k
+    eps         a starting width, for a model that is not trained further
+    inference   "smooth" or "hard"
+    """
+
+    width: Tensor
+    seen: Tensor
+    budget_now: Tensor
+
+    def __init__(
+        self,
+        experts: int,
+        k: int,
+        *,
+        budget: float = 0.5,
+        control: Literal["quantile", "loss"] = "quantile",
+        alpha: float = 1.0,
+        anneal: bool = False,
+        eps: float = 0.0,
+        inference: Literal["smooth", "hard"] = "smooth",
+    ) -> None:
+        super().__init__()
+        check_k(k, experts)
+        if control not in ("quantile", "loss"):
+            raise ValueError(unknown("control", control, ("quantile", "loss")))
+        if inference not in ("smooth", "hard"):
+            raise ValueError(unknown("inference", inference, ("smooth", "hard")))
+        if not budget >= 0:
+            raise ValueError(f"budget is {budget}; a number of extra experts cannot be negative.")
+        if not eps >= 0:
+            raise ValueError(f"eps is {eps}; the width of the strip cannot be negative.")
+        if not alpha > 0:
+            raise ValueError(f"alpha is {alpha}; the boundary loss needs a positive weight to steer.")
+        self.experts, self.k, self.budget, self.control = experts, k, budget, control
+        self.alpha, self.anneal, self.inference = alpha, anneal, "hard" if anneal else inference
+        self.coefficients = ("alpha",) if control == "loss" else ()
+        self.register_buffer("budget_now", torch.tensor(float(budget)))
+        self.register_buffer("width", torch.tensor(float(eps)))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+        self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
+        start = ETA_START if eps == 0 else float(torch.tensor(eps).double().expm1().log())
+        self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
+
+    def progress(self, fraction: float) -> None:
+        if self.anneal:
+            self.budget_now.fill_(self.budget * min(1.0, max(0.0, 3 - 4 * fraction)))
+
+    def absorb(self) -> dict[str, Tensor]:
+        batch, tokens = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
+        running = torch.where(self.seen, MEMORY * self.width + (1 - MEMORY) * batch, batch)
+        return {"width": running.where(tokens > 0, self.width), "seen": self.seen | (tokens > 0)}
+
+    def eps(self) -> Tensor:
+        """The width of the strip now; 0 is hard top-k."""
+        if self.inference == "hard" and not self.training:
+            return torch.zeros_like(self.width)
+        eps = self.width.clone() if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
+        return eps.where(self.budget_now > 0, 0.0)
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        experts = top(scores.key, self.experts)
+        logits = scores.logits.gather(-1, experts)
+        gaps = (logits[..., self.k - 1 : self.k] - logits).detach()  # c - logit, of the expert in each slot
+        core = torch.arange(self.experts, device=experts.device) < self.k
+        eps = self.eps()
+        fade, in_strip = fading(gaps, eps)
+        in_use = core | in_strip
+        fade = fade.where(~core, 0.0)
+        if scores.informed:
+            gates = scores.gates.gather(-1, experts)
+            weights = shares((gates * fade.exp()).where(in_use, 0.0))
+            in_use = core | (in_use & (gates > 0))
+        else:
+            weights = torch.softmax((logits + fade).where(in_use, -torch.inf), dim=-1)
+        losses = self._learn(gaps, core, in_use, eps, context.real_or_all(tokens)) if self.training else {}
+        return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, losses)
+
+    def _learn(self, gaps: Tensor, core: Tensor, in_use: Tensor, eps: Tensor, real: Tensor) -> dict[str, Tensor]:
+        """The boundary loss, or the batch's quantile for the running width."""
+        count = real.sum()
+        if self.eta is not None:
+            active = in_use.sum(-1).where(real, 0).sum() / count.clamp_min(1)
+            return {"boundary": self.alpha * eps * (active - (self.k + self.budget_now)).detach()}
+        tokens = sum_over_ranks(count)
+        allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use
+        outside = (~core) & real.unsqueeze(-1)
+        most = sum_over_ranks(outside.sum())
+        ranks = torch.stack([allowed - 1, allowed]).minimum(most - 1).clamp_min(0)
+        lower, upper = smallest(gaps, outside, ranks, sum_over_ranks)
+        upper = upper.where(allowed < most, 3 * lower)  # a budget for all experts: a strip twice as wide as the last gap
+        width = ((lower + upper) / 2).where((allowed > 0) & (most > 0), 0.0)
+        self.stage(width=width, tokens=tokens)
+        return {}
+
+
+def fading(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """S(u) for u = 1 - gap / eps, 0 outside the strip, and whether u > 0. The gradient reaches eps only."""
+    in_strip = gaps < eps
+    u = 1 - gaps.where(in_strip, 0.0) / eps.clamp_min(TINY)
+    inside = in_strip & (u < 1)
+    u = u.where(inside, 0.5).clamp(TINY, 1 - 2**-24)
+    fade = -F.softplus(POWER_OUT * torch.log1p(-u) - POWER_IN * u.log())
+    return fade.where(inside, 0.0), in_strip

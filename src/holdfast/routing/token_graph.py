@@ -1,0 +1,193 @@
+"""Tokens that inform each other's routes (Mutual-Inform SMoE): G = W P, with W a distribution over the tokens of a sequence.
+
+    u the attention output before the residual (the router's own input where there is none), P the gates
+
+Neither informer ever holds an N x N matrix (ops/mix.py), and both take from the cache what earlier tokens left there.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.ops.mix import attention_entropy, softmax_mix
+from holdfast.ops.precision import linear_float32
+from holdfast.routing.parts import Informer, Traits
+from holdfast.routing.records import Attention, Context
+from holdfast.routing.state import StatefulPart, sum_over_ranks
+
+ENTROPY_MEMORY = 0.9
+
+
+class Similarity(Informer):
+    """W_ij proportional to exp(u_i W_s u_j / tau) over the tokens j that i may attend to (definition 1).
+
+    causal      True: what the model's own mask allows, j <= i in a causal model. False: the paper's reading, in which a
+                token's route depends on tokens after it; then the router is neither causal nor cacheable
+    rank        W_s = R^T R with a learned R (rank, d); None is the identity
+    strength    G = (1 - strength) P + strength W P
+    """
+
+    side = "token"
+
+    def __init__(
+        self, dim: int, *, tau: float = 1.0, rank: int | None = None, causal: bool = True, strength: float = 1.0
+    ) -> None:
+        super().__init__()
+        if not tau > 0:
+            raise ValueError(f"tau is {tau}; it divides the similarities and must be positive.")
+        if rank is not None and not 1 <= rank <= dim:
+            raise ValueError(f"rank is {rank}; it must be between 1 and the width of the tokens, {dim}.")
+        _check_strength(strength)
+        self.tau, self.causal, self.strength = tau, causal, strength
+        self.traits = Traits(sequence_aware=True, causal=causal, cacheable=causal)
+        # Rows of norm about 1, so that |R u| is about |u| on average over directions.
+        self.reduce = None if rank is None else nn.Parameter(torch.randn(rank, dim) / math.sqrt(rank))
+
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        u = tokens if context.attention is None else context.attention.output
+        u = u if self.reduce is None else linear_float32(u, self.reduce)
+        own, keys, real, mask = gates, u, context.padding, _allowed(context.attention)
+        if context.cache is not None:
+            gates, keys = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", keys)
+            real = context.cache.extend("similarity.real", context.real_or_all(tokens))
+        if not self.causal:
+            mask = None
+        causal = self.causal and context.causal and mask is None
+        mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask)
+        return _blend(own, mixed, self.strength)
+
+
+class AttentionPosterior(Informer, StatefulPart):
+    """W_ij proportional to A_ij exp(-|u_i - o_j|^2 / (2 sigma^2)): which token j explains what attention put into i.
+
+    A is the attention just before this layer, of its head with the lowest mean entropy; o_j = heads * W_O,h v_j + bias is
+    what that head would contribute if it looked at j alone (lemma 1 and eqns 15-17).
+
+    heads       how many the attention has
+    sigma       None is sqrt(d). The paper's 1 makes all tokens copy one: |o_j|^2 / 2 differs by tens of nats between tokens
+    strength    G = (1 - strength) P + strength W P
+
+    The paper takes the mean entropy over the tokens at hand, which lets later tokens choose the head; ours is a running mean.
+    """
+
+    side = "token"
+    traits = Traits(sequence_aware=True)
+    entropy: Tensor
+    seen: Tensor
+
+    def __init__(self, dim: int, *, heads: int, sigma: float | None = None, strength: float = 1.0) -> None:
+        super().__init__()
+        if heads < 1:
+            raise ValueError(f"heads is {heads}; attention has at least one.")
+        if sigma is not None and not sigma > 0:
+            raise ValueError(f"sigma is {sigma}; it divides distances and must be positive.")
+        _check_strength(strength)
+        self.heads, self.strength = heads, strength
+        self.sigma = math.sqrt(dim) if sigma is None else sigma
+        self.register_buffer("entropy", torch.zeros(heads))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+        self.register_statistics(entropies=torch.zeros(heads), tokens=torch.zeros(()))
+
+    def absorb(self) -> dict[str, Tensor]:
+        tokens = self.get_buffer("staged_tokens")
+        mean = self.get_buffer("staged_entropies") / tokens.clamp_min(1)
+        running = torch.where(self.seen, ENTROPY_MEMORY * self.entropy + (1 - ENTROPY_MEMORY) * mean, mean)
+        return {"entropy": running.where(tokens > 0, self.entropy), "seen": self.seen | (tokens > 0)}
+
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        attention = self._attention(context)
+        head = self.entropy.argmin().view(1)
+        query, keys = self._augmented(attention, head, context)
+        own, real, mask = gates, context.padding, _allowed(attention, head)
+        if context.cache is not None:
+            gates = context.cache.extend("attention.gates", gates)
+            real = context.cache.extend("attention.real", context.real_or_all(tokens))
+        mixed = softmax_mix(query, keys, gates, scale=1.0, causal=context.causal and mask is None, real=real, mask=mask)
+        if self.training:
+            self._stage_entropies(attention, tokens, context)
+        return _blend(own, mixed, self.strength)
+
+    def _attention(self, context: Context) -> Attention:
+        attention = context.attention
+        if attention is None or attention.projection is None:
+            raise ValueError(
+                "the attention router needs the attention just before it, with its output projection, in the context; "
+                "a layer without one can use 'similarity'."
+            )
+        if attention.query.shape[1] != self.heads:
+            raise ValueError(f"the attention has {attention.query.shape[1]} heads; this router was built for {self.heads}.")
+        return attention
+
+    def _augmented(self, attention: Attention, head: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Vectors whose product is q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), up to what is the same for every j."""
+        assert attention.projection is not None
+        key_head = head * attention.key.shape[1] // self.heads
+        query = attention.query.index_select(1, head).squeeze(1).float() * _scale(attention)
+        key = attention.key.index_select(1, key_head).squeeze(1).float()
+        value = attention.value.index_select(1, key_head).squeeze(1).float()
+        weight = attention.projection.weight.unflatten(1, (self.heads, -1)).index_select(1, head).squeeze(1)
+        weight = self.heads * weight.float()  # (d, D_v)
+        seen_by_head = linear_float32(attention.output, weight.t())  # u_i . o_j = (W^T u_i) . v_j, and the bias cancels
+        norms = self._norms(value, weight, attention.projection.bias, context)
+        ones = torch.ones_like(query[..., :1])
+        variance = self.sigma**2
+        return (
+            torch.cat([query, seen_by_head / variance, ones], dim=-1),
+            torch.cat([key, value, -norms / (2 * variance)], dim=-1),
+        )
+
+    def _norms(self, value: Tensor, weight: Tensor, bias: Tensor | None, context: Context) -> Tensor:
+        """|o_j|^2 (B,M,1) of every token, the earlier ones from the cache."""
+        past = 0 if context.cache is None else context.cache.length("attention.norms")
+        outputs = linear_float32(value[:, past:], weight)
+        outputs = outputs if bias is None else outputs + bias.float()
+        norms = outputs.square().sum(-1, keepdim=True)
+        return norms if context.cache is None else context.cache.extend("attention.norms", norms)
+
+    def _stage_entropies(self, attention: Attention, tokens: Tensor, context: Context) -> None:
+        sequences, heads, length = attention.query.shape[:3]
+        key = attention.key.repeat_interleave(heads // attention.key.shape[1], dim=1)
+        mask = attention.mask
+        if mask is not None:
+            mask = _four_dimensional(mask).expand(sequences, heads, -1, -1).flatten(0, 1)
+        real = None if context.padding is None else context.padding.repeat_interleave(heads, dim=0)
+        entropies = attention_entropy(
+            attention.query.flatten(0, 1),
+            key.flatten(0, 1),
+            scale=_scale(attention),
+            causal=context.causal and mask is None,
+            real=real,
+            mask=mask,
+        )
+        counts = context.real_or_all(tokens)
+        total = (entropies.view(sequences, heads, length) * counts.unsqueeze(1)).sum((0, 2))
+        self.stage(entropies=sum_over_ranks(total), tokens=sum_over_ranks(counts.sum()))
+
+
+def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
+    return mixed if strength == 1 else (1 - strength) * own + strength * mixed
+
+
+def _check_strength(strength: float) -> None:
+    if not 0 <= strength <= 1:
+        raise ValueError(f"strength is {strength}; it must be between 0 (a plain router) and 1.")
+
+
+def _scale(attention: Attention) -> float:
+    return attention.query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
+
+
+def _four_dimensional(mask: Tensor) -> Tensor:
+    return mask.view(*[1] * (4 - mask.dim()), *mask.shape)
+
+
+def _allowed(attention: Attention | None, head: Tensor | None = None) -> Tensor | None:
+    """The model's own mask as (B or 1, N, M): a head's, with its position bias, or what any token may look at."""
+    if attention is None or attention.mask is None:
+        return None
+    mask = _four_dimensional(attention.mask)
+    if head is None:
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return allowed[:, 0]
+    return (mask if mask.shape[1] == 1 else mask.index_select(1, head)).squeeze(1)

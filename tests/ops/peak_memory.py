@@ -1,0 +1,35 @@
+"""Prints by how many MB the peak memory of this process grows with one long sequence; run by test_mix.py."""
+
+import resource
+import sys
+
+import torch
+
+import holdfast
+from holdfast import Context
+from holdfast.routing import Attention
+
+HEADS, DIM, EXPERTS = 4, 64, 16
+
+
+def step(router: holdfast.Router, length: int) -> None:
+    tokens = torch.randn(1, length, DIM, requires_grad=True)
+    query, key, value = (torch.randn(1, HEADS, length, DIM // HEADS) for _ in range(3))
+    projection = torch.nn.Linear(DIM, DIM)
+    attention = Attention(query, key, value, projection, torch.randn(1, length, DIM, requires_grad=True))
+    routing = router(tokens, Context(causal=True, attention=attention))
+    (routing.weights.square().sum() + routing.gates.square().sum()).backward()
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    options = {"heads": HEADS} if sys.argv[1] == "attention" else {}
+    built = holdfast.router(sys.argv[1], dim=DIM, experts=EXPERTS, **options)
+    step(built, 256)
+    before = peak()
+    step(built, 16_384)
+    print(peak() - before)

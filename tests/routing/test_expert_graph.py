@@ -1,0 +1,156 @@
+"""Symphony's graph: algorithm 1 by hand, its options, its identities."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import holdfast
+from holdfast import Context
+from holdfast.routing import ExpertGraph
+
+
+def learn(graph: ExpertGraph, batches: list[Tensor], padding: Tensor | None = None) -> Tensor:
+    """The graph after training forwards on these raw logits (B,N,E)."""
+    graph.train()
+    for logits in batches:
+        graph.begin_training_forward()
+        graph(logits.softmax(-1), logits, logits, Context(padding=padding))
+    graph.eval()
+    return graph.graph
+
+
+def algorithm_1(
+    start: Tensor, batches: list[Tensor], k: int, beta: float, normalize: str, real: Tensor, decay: bool
+) -> Tensor:
+    """Counting pairs one token at a time."""
+    graph, experts = start.double(), start.shape[0]
+    for logits in batches:
+        together = torch.zeros(experts, experts).double()
+        for token, is_real in zip(logits.flatten(0, 1), real.flatten(), strict=True):
+            chosen = token.topk(k).indices.tolist() if is_real else []
+            for i in chosen:
+                for j in chosen:
+                    together[i, j] += 1
+        updated = graph.clone()
+        for i in range(experts):
+            for j in range(experts):
+                count = together[i].sum() if normalize == "row" else together[j, j]
+                used = together[i, i] > 0 if normalize == "row" else together[j, j] > 0
+                if used or decay:
+                    updated[i, j] = beta * graph[i, j] + (1 - beta) * (together[i, j] / count if used else 0)
+        graph = updated
+    return graph
+
+
+@pytest.mark.parametrize("decay", [True, False], ids=["decaying", "keeping"])
+@pytest.mark.parametrize("normalize", ["row", "conditional"])
+@pytest.mark.parametrize("init", ["zero", "identity", "uniform", "kaiming", "xavier"])
+def test_the_graph_follows_algorithm_1(init: str, normalize: str, decay: bool) -> None:
+    torch.manual_seed(0)
+    graph = ExpertGraph(6, 2, beta=0.8, init=init, normalize=normalize, decay_unused=decay)  # type: ignore[arg-type]
+    start = graph.graph.clone()
+    batches = [torch.randn(2, 5, 6) for _ in range(4)]
+    for logits in batches:
+        logits[..., 4] = -10  # nobody chooses expert 4
+    real = torch.ones(2, 5, dtype=torch.bool)
+    real[1, 3:] = False
+    learned = learn(graph, batches, real)
+    torch.testing.assert_close(learned, algorithm_1(start, batches, 2, 0.8, normalize, real, decay).float())
+    assert (learned >= 0).all()
+    assert decay or torch.equal(
+        learned[4] if normalize == "row" else learned[:, 4], start[4] if normalize == "row" else start[:, 4]
+    )
+
+
+def test_row_normalisation_makes_rows_sum_to_one_in_the_long_run() -> None:
+    torch.manual_seed(0)
+    learned = learn(ExpertGraph(6, 3), [torch.randn(4, 50, 6) for _ in range(100)])
+    torch.testing.assert_close(learned.sum(1), torch.ones(6), atol=1e-3, rtol=0)
+
+
+def test_conditional_gates_sum_to_k() -> None:
+    torch.manual_seed(0)
+    graph = ExpertGraph(6, 3, normalize="conditional")
+    learn(graph, [torch.randn(4, 50, 6) for _ in range(100)])
+    logits = torch.randn(1, 20, 6)
+    gates = graph(logits.softmax(-1), logits, logits, Context())
+    torch.testing.assert_close(gates.sum(-1), torch.full((1, 20), 3.0), atol=1e-2, rtol=0)
+
+
+def test_a_sinkhorn_graph_is_symmetric_and_doubly_stochastic_from_the_start() -> None:
+    torch.manual_seed(0)
+    graph = ExpertGraph(8, 2, normalize="sinkhorn")
+    assert torch.equal(graph.graph, torch.eye(8))
+    for _ in range(5):
+        logits = torch.randn(2, 40, 8)
+        logits[..., 5] = -10
+        learned = learn(graph, [logits])
+        torch.testing.assert_close(learned, learned.t())
+        torch.testing.assert_close(learned.sum(0), torch.ones(8), atol=1e-5, rtol=0)
+        torch.testing.assert_close(learned[5], torch.eye(8)[5])
+    assert 0 < graph.spectral_gap() < 1
+    assert graph.rho() < 1 + 1e-6
+
+
+def test_the_spectral_gap_and_rho_of_known_graphs() -> None:
+    graph = ExpertGraph(4, 2, init="identity")
+    assert graph.spectral_gap() == pytest.approx(0) and graph.rho() == pytest.approx(1)
+    graph.graph.fill_(0.25)
+    assert graph.spectral_gap() == pytest.approx(1) and graph.rho() == pytest.approx(0)
+    graph.graph.copy_(0.75 * torch.eye(4) + 0.0625)
+    assert graph.spectral_gap() == pytest.approx(0.25) and graph.rho() == pytest.approx(0.75)
+
+
+def test_a_threshold_makes_the_graph_sparse() -> None:
+    graph = ExpertGraph(3, 1, threshold=0.05)
+    graph.graph.copy_(torch.tensor([[0.9, 0.04, 0.06], [0.0, 1.0, 0.0], [0.02, 0.05, 0.93]]))
+    assert graph.effective().count_nonzero() == 5
+    gates = torch.tensor([[[0.2, 0.3, 0.5]]])
+    torch.testing.assert_close(graph.eval()(gates, gates, gates, Context())[0, 0, 0], torch.tensor(0.2 * 0.9 + 0.5 * 0.06))
+
+
+def test_with_k_1_and_identity_init_symphony_is_the_plain_router() -> None:
+    torch.manual_seed(0)
+    plain = holdfast.router("smoe", dim=16, experts=6, k=1, weights="switch")
+    symphony = holdfast.router("symphony", dim=16, experts=6, k=1, init="identity")
+    symphony.score.load_state_dict(plain.score.state_dict())
+    for _ in range(5):
+        tokens = torch.randn(3, 20, 16)
+        expected, got = plain(tokens), symphony(tokens)
+        assert torch.equal(got.experts, expected.experts)
+        torch.testing.assert_close(got.weights, expected.weights)
+    torch.testing.assert_close(symphony.eval().informers[0].get_buffer("graph"), torch.eye(6))
+
+
+def test_a_zero_graph_is_silent_for_one_batch_and_nothing_is_nan() -> None:
+    torch.manual_seed(0)
+    layer = holdfast.MoE(holdfast.router("symphony", dim=16, experts=6), holdfast.Experts(16, 8, 6))
+    layer.router.losses = holdfast.Losses(balance=1.0, importance=1.0, load=1.0, z=1.0, entropy=1.0)
+    tokens = torch.randn(2, 9, 16, requires_grad=True)
+    out, routing = layer(tokens)
+    assert torch.equal(out, torch.zeros_like(out))
+    (out.sum() + routing.loss).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    assert layer(tokens)[0].abs().sum() > 0
+
+
+def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() -> None:
+    assert holdfast.router("symphony", dim=8, experts=4).select.weights == "switch"
+    for name in ("symphony+similarity", "similarity+symphony"):
+        assert holdfast.router(name, dim=8, experts=4).select.weights == "softmax"
+    assert holdfast.router("symphony", dim=8, experts=4, weights="softmax").select.weights == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"beta": 1.0}, "beta is 1.0"),
+        ({"threshold": -0.1}, "threshold is -0.1"),
+        ({"init": "zeros"}, "did you mean 'zero'"),
+        ({"normalize": "rows"}, "did you mean 'row'"),
+        ({"normalize": "sinkhorn", "init": "zero"}, "starts at the identity"),
+    ],
+)
+def test_bad_options_are_one_clear_sentence(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        holdfast.router("symphony", dim=8, experts=4, **options)

@@ -1,0 +1,207 @@
+"""Smooth top-k: its formula, its continuity, and both ways to set the strip's width."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import holdfast
+from holdfast import Context, Experts, MoE
+from holdfast.routing import Scores, SmoothTopK
+from holdfast.routing.smoothing import fading
+
+
+def train(router: holdfast.Router, batches: int, tokens: int = 256) -> list[float]:
+    """Experts a token in each batch, on fresh random tokens."""
+    active = []
+    for _ in range(batches):
+        routing = router(torch.randn(2, tokens // 2, router.dim))
+        active.append(float(routing.used.sum(-1).float().mean()))
+    return active
+
+
+def test_s_is_what_the_paper_says() -> None:
+    u = torch.linspace(-0.2, 1.2, 141, dtype=torch.float64)
+    eps = 0.3
+    fade, in_strip = fading(((1 - u) * eps).float(), torch.tensor(eps))
+    for value, got, inside in zip(u.tolist(), fade.tolist(), in_strip.tolist(), strict=True):
+        if abs(value) > 1e-6:
+            assert inside == (value > 0)
+        if 1e-6 < value < 1 - 1e-6:
+            assert got == pytest.approx(math.log(value / (value + (1 - value) ** 50)), rel=1e-4, abs=1e-6)
+        elif value >= 1:
+            assert got == pytest.approx(0, abs=1e-6)
+
+
+def test_eps_0_is_top_k() -> None:
+    torch.manual_seed(0)
+    plain, smooth = (holdfast.router(name, dim=16, experts=8) for name in ("smoe", "smooth"))
+    smooth.score.load_state_dict(plain.score.state_dict())
+    tokens = torch.randn(2, 50, 16)
+    expected, got = plain.eval()(tokens), smooth.eval()(tokens)
+    assert torch.equal(got.experts[:, :2], expected.experts) and (got.experts[:, 2:] == 8).all()
+    torch.testing.assert_close(got.weights[:, :2], expected.weights)
+
+
+def test_a_small_eps_tends_to_top_k() -> None:
+    torch.manual_seed(0)
+    plain, smooth = holdfast.router("smoe", dim=16, experts=8), holdfast.router("smooth", dim=16, experts=8, eps=1e-6)
+    smooth.score.load_state_dict(plain.score.state_dict())
+    tokens = torch.randn(2, 500, 16)
+    assert torch.equal(smooth.eval()(tokens).chosen, plain.eval()(tokens).chosen)
+
+
+def jumps(layer: MoE, tokens: Tensor, k: int) -> Tensor:
+    """|y(+t) - y(-t)| for each token, t = 1e-6 to both sides of its nearest switching plane; in float64 but for the routing."""
+    weight = layer.router.score.weight.double()  # type: ignore[union-attr, operator]
+    logits = tokens.double() @ weight.t()
+    order = logits.argsort(-1, descending=True)
+    last, next_best = order[:, k - 1], order[:, k]
+    normal = weight[last] - weight[next_best]
+    margin = logits.gather(1, last[:, None]) - logits.gather(1, next_best[:, None])
+    on_plane = tokens.double() - margin * normal / normal.square().sum(1, keepdim=True)
+    # Order 1: only these two experts tie there, and they are the k-th and the next.
+    there = on_plane @ weight.t()
+    ranked = there.sort(-1, descending=True).values
+    gaps = ranked[:, :-1] - ranked[:, 1:]
+    simple = (gaps[:, k - 1] < 1e-9) & (gaps[:, k] > 1e-3) & (gaps[:, k - 2] > 1e-3)
+    step = 1e-6 * normal / normal.norm(dim=1, keepdim=True)
+    sides = [layer((on_plane + sign * step)[simple].unsqueeze(0))[0][0] for sign in (1, -1)]
+    return (sides[0] - sides[1]).norm(dim=1)
+
+
+class DoubleLinear(holdfast.routing.Linear):
+    """Linear scores in float64: a step of 1e-6 is not lost in the rounding of float32."""
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return tokens.double() @ self.weight.double().t()
+
+
+def test_smooth_is_continuous_and_plain_top_k_is_not() -> None:
+    """Over 1,000 crossings of order 1, at the eps that a budget of 0.5 gives."""
+    torch.manual_seed(0)
+    dim, experts, k = 32, 16, 2
+    smooth = holdfast.router("smooth", dim=dim, experts=experts, k=k)
+    train(smooth, 5, 4096)
+    smooth.eval()
+    assert 0.005 < float(smooth.select.eps()) < 1  # type: ignore[operator]
+    score = DoubleLinear(dim, experts)
+    score.load_state_dict(smooth.score.state_dict())
+    body = Experts(dim, 32, experts, dtype=torch.float64)
+    plain = MoE(holdfast.Router(score, (), holdfast.routing.TopK(dim, experts, k)), body).eval()
+    repaired = MoE(holdfast.Router(score, (), smooth.select), body).eval()
+    tokens = torch.randn(3000, dim)
+    with torch.no_grad():
+        broken, held = jumps(plain, tokens, k)[:1000], jumps(repaired, tokens, k)[:1000]
+    assert len(broken) == len(held) == 1000
+    assert broken.median() > 1e-2
+    assert held.median() < 1e-3 * broken.median()
+    assert (held / broken).median() < 1e-3
+    assert held.max() < 1e-2 * broken.median()
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [("smooth", 0.5), ("smooth", 1.5), ("xmoe+smooth", 0.5), ("symphony+smooth", 0.5), ("similarity+smooth", 0.5)],
+)
+def test_the_quantile_control_holds_the_budget(name: str, budget: float) -> None:
+    """Within 0.05 of k + budget after 200 steps in which the router itself learns."""
+    torch.manual_seed(0)
+    layer = MoE(holdfast.router(name, dim=16, experts=8, budget=budget), Experts(16, 16, 8))
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
+    active, matrix = [], torch.randn(16, 16)
+    for _ in range(230):
+        tokens = torch.randn(8, 64, 16)
+        out, routing = layer(tokens, Context(causal=True))
+        optimizer.zero_grad()
+        ((out - torch.tanh(tokens @ matrix)).square().mean() + routing.loss).backward()
+        optimizer.step()
+        active.append(float(routing.used.sum(-1).float().mean()))
+    assert abs(sum(active[200:]) / 30 - (2 + budget)) < 0.05
+
+
+def test_the_first_batch_sets_the_width_to_its_quantile() -> None:
+    torch.manual_seed(0)
+    select = SmoothTopK(8, 2, budget=0.5)
+    logits = torch.randn(2, 50, 8)
+    real = torch.ones(2, 50, dtype=torch.bool)
+    real[1, 40:] = False
+    select.begin_training_forward()
+    select(Scores(logits, logits.softmax(-1), False), torch.zeros(2, 50, 4), Context(padding=real))
+    select.eval()
+    ranked = logits[real].sort(-1, descending=True).values
+    gaps = (ranked[:, 1:2] - ranked[:, 2:]).flatten().sort().values
+    torch.testing.assert_close(select.width, (gaps[44] + gaps[45]) / 2)  # m = 45 of 90 tokens
+    chosen = select(Scores(logits, logits.softmax(-1), False), torch.zeros(2, 50, 4), Context())
+    assert (chosen.experts < 8)[real].sum() == 2 * 90 + 45
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(0.0, 2.0), (6.0, 8.0), (99.0, 8.0)])
+def test_budgets_of_nothing_and_of_everything(budget: float, expected: float) -> None:
+    torch.manual_seed(0)
+    router = holdfast.router("smooth", dim=16, experts=8, budget=budget)
+    assert sum(train(router, 30)[10:]) / 20 == pytest.approx(expected, abs=0.02)
+    everyone = holdfast.router("smooth", dim=16, experts=8, k=8)
+    assert train(everyone, 3)[-1] == 8
+
+
+def test_the_boundary_loss_steers_eps_towards_the_budget() -> None:
+    torch.manual_seed(0)
+    for start, target in ((2.0, "down"), (1e-3, "up")):
+        router = holdfast.router("smooth", dim=16, experts=8, control="loss", eps=start)
+        before = float(router.select.eps().detach())  # type: ignore[operator]
+        optimizer = torch.optim.Adam(router.parameters(), lr=0.05)
+        for _ in range(20):
+            optimizer.zero_grad()
+            router(torch.randn(2, 128, 16)).losses["boundary"].backward()
+            optimizer.step()
+        after = float(router.select.eps().detach())  # type: ignore[operator]
+        assert after < before if target == "down" else after > before
+
+
+def test_the_boundary_loss_is_alpha_eps_times_the_excess() -> None:
+    torch.manual_seed(0)
+    router = holdfast.router("smooth", dim=16, experts=8, control="loss", eps=0.5, alpha=3.0)
+    routing = router(torch.randn(2, 128, 16))
+    active = routing.used.sum(-1).float().mean()
+    torch.testing.assert_close(routing.losses["boundary"], 3 * 0.5 * (active - 2.5), rtol=1e-4, atol=1e-5)
+
+
+def test_annealing_ends_in_hard_top_k() -> None:
+    torch.manual_seed(0)
+    router = holdfast.router("smooth", dim=16, experts=8, anneal=True)
+    seen = {}
+    for fraction in (0.0, 0.5, 0.625, 0.75, 1.0):
+        router.progress(fraction)
+        seen[fraction] = float(router.select.budget_now)  # type: ignore[arg-type]
+    assert seen == {0.0: 0.5, 0.5: 0.5, 0.625: 0.25, 0.75: 0.0, 1.0: 0.0}
+    router.progress(0.0)
+    assert sum(train(router, 20)[5:]) / 15 == pytest.approx(2.5, abs=0.1)
+    assert (router.eval()(torch.randn(2, 64, 16)).used.sum(-1) == 2).all()
+    router.train().progress(0.8)
+    assert set(train(router, 3)) == {2.0}
+
+
+def test_hard_inference_is_hard_only_in_evaluation() -> None:
+    torch.manual_seed(0)
+    router = holdfast.router("smooth", dim=16, experts=8, inference="hard", eps=0.5)
+    tokens = torch.randn(2, 64, 16)
+    assert router(tokens).used.sum() > 2 * 128
+    assert router.eval()(tokens).used.sum() == 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"control": "quantil"}, "did you mean 'quantile'"),
+        ({"inference": "hrd"}, "did you mean 'hard'"),
+        ({"budget": -1.0}, "budget is -1.0"),
+        ({"eps": -0.1}, "eps is -0.1"),
+        ({"alpha": 0.0}, "alpha is 0.0"),
+        ({"k": 9}, "k is 9"),
+    ],
+)
+def test_bad_options_are_one_clear_sentence(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        holdfast.router("smooth", **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]

@@ -1,0 +1,147 @@
+"""Similarity and attention posterior: identities, the head that is chosen, grouped keys, packed documents."""
+
+import pytest
+import torch
+from references import posterior
+from torch import Tensor
+
+import holdfast
+from holdfast import Context
+from holdfast.routing import Attention, AttentionPosterior, Similarity
+
+
+def attention(
+    length: int = 11, heads: int = 4, key_heads: int = 4, bias: bool = True, mask: Tensor | None = None
+) -> Attention:
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(2, h, length, 3) for h in (heads, key_heads, key_heads))
+    return Attention(query, key, value, torch.nn.Linear(heads * 3, 12, bias=bias), torch.randn(2, length, 12), mask)
+
+
+def test_a_small_tau_is_the_plain_router_when_tokens_have_one_length() -> None:
+    """A token is then most similar to itself."""
+    torch.manual_seed(0)
+    tokens = torch.nn.functional.normalize(torch.randn(2, 30, 16), dim=-1)
+    plain, similar = holdfast.router("smoe", dim=16, experts=6), holdfast.router("similarity", dim=16, experts=6, tau=1e-4)
+    similar.score.load_state_dict(plain.score.state_dict())
+    expected, got = plain.eval()(tokens), similar.eval()(tokens, Context(causal=True))
+    assert torch.equal(got.experts, expected.experts)
+    torch.testing.assert_close(got.weights, expected.weights)
+
+
+@pytest.mark.parametrize(("name", "options"), [("similarity", {}), ("attention", {"heads": 4})])
+def test_strength_0_is_the_plain_router(name: str, options: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    plain, informed = (
+        holdfast.router("smoe", dim=12, experts=6),
+        holdfast.router(name, dim=12, experts=6, strength=0.0, **options),
+    )
+    informed.score.load_state_dict(plain.score.state_dict())
+    tokens = torch.randn(2, 11, 12)
+    expected, got = plain.eval()(tokens), informed.eval()(tokens, Context(causal=True, attention=attention()))
+    assert torch.equal(got.experts, expected.experts)
+    torch.testing.assert_close(got.weights, expected.weights)
+
+
+def test_equal_tokens_share_the_mean_of_their_gates() -> None:
+    gates = torch.rand(1, 5, 4)
+    tokens = torch.ones(1, 5, 8)
+    mixed = Similarity(8)(gates, gates, tokens, Context())
+    torch.testing.assert_close(mixed, gates.mean(1, keepdim=True).expand_as(gates))
+
+
+def test_without_attention_the_routers_own_input_is_compared() -> None:
+    gates, tokens = torch.rand(1, 5, 4), torch.randn(1, 5, 8)
+    expected = torch.softmax(tokens @ tokens.transpose(1, 2), -1) @ gates
+    torch.testing.assert_close(Similarity(8)(gates, gates, tokens, Context()), expected)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    """The model's own mask decides what may be compared: changing the first document leaves the second alone."""
+    document = torch.tensor([0] * 4 + [1] * 7)
+    mask = (document.unsqueeze(0) == document.unsqueeze(1)) & torch.ones(11, 11).tril().bool()
+    first = attention(mask=mask.view(1, 1, 11, 11))
+    torch.manual_seed(5)
+    changed = Attention(*(torch.where(document.view(-1, 1) == 0, torch.randn_like(x), x) for x in (first.query, first.key, first.value)),
+                        first.projection, torch.where(document.view(-1, 1) == 0, torch.randn_like(first.output), first.output), first.mask)  # fmt: skip
+    gates = torch.rand(2, 11, 4)
+    for informer in (Similarity(12).eval(), AttentionPosterior(12, heads=4).eval()):
+        one, two = (
+            informer(gates, gates, torch.zeros(2, 11, 12), Context(causal=True, attention=a)) for a in (first, changed)
+        )
+        assert torch.equal(one[:, 4:], two[:, 4:])
+        assert (one[:, :4] != two[:, :4]).any()
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("head", [0, 3])
+def test_the_posterior_handles_grouped_keys_and_an_output_bias(key_heads: int, bias: bool, head: int) -> None:
+    informer = AttentionPosterior(12, heads=4).eval()
+    informer.entropy.copy_(torch.ones(4)).index_fill_(0, torch.tensor([head]), 0.5)
+    gates, tokens = torch.rand(2, 11, 5), torch.zeros(2, 11, 12)
+    context = Context(causal=True, attention=attention(key_heads=key_heads, bias=bias))
+    expected = posterior(informer, gates, tokens, context)
+    torch.testing.assert_close(informer(gates, gates, tokens, context), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_an_additive_mask_means_what_a_bool_mask_means() -> None:
+    allowed = torch.ones(11, 11).tril().bool()
+    added = torch.zeros(1, 1, 11, 11).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    gates, tokens = torch.rand(2, 11, 5), torch.zeros(2, 11, 12)
+    for informer in (Similarity(12), AttentionPosterior(12, heads=4)):
+        one, two = (informer(gates, gates, tokens, Context(attention=attention(mask=m))) for m in (allowed, added))
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_running_entropy_is_that_of_the_attention_and_the_lowest_head_is_taken(causal: bool, padded: bool) -> None:
+    informer = AttentionPosterior(12, heads=4)
+    given = attention()
+    real = torch.ones(2, 11, dtype=torch.bool)
+    real[1, 8:] = not padded
+    context = Context(causal=causal, padding=real if padded else None, attention=given)
+    means = []
+    for factor in (1.0, 3.0):
+        scaled = Attention(factor * given.query, given.key, given.value, given.projection, given.output)
+        informer.begin_training_forward()
+        informer(
+            torch.rand(2, 11, 5), torch.rand(2, 11, 5), torch.zeros(2, 11, 12), Context(causal, context.padding, scaled)
+        )
+        scores = scaled.query @ scaled.key.transpose(2, 3) / 3**0.5
+        allowed = torch.ones(11, 11).tril().bool() if causal else torch.ones(11, 11).bool()
+        weights = scores.masked_fill(~(allowed & real[:, None, None, :]), -torch.inf).softmax(-1)
+        means.append(torch.special.entr(weights).sum(-1).transpose(1, 2)[real].mean(0))
+    informer.eval()
+    torch.testing.assert_close(informer.entropy, 0.9 * means[0] + 0.1 * means[1])
+
+
+def test_the_non_causal_reading_denies_the_traits_it_has_not() -> None:
+    traits = holdfast.router("similarity", dim=8, experts=4, causal=False).traits
+    assert not traits.causal and not traits.cacheable and traits.batch_invariant and traits.sequence_aware
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("similarity", {"tau": 0.0}, "tau is 0.0"),
+        ("similarity", {"rank": 99}, "rank is 99"),
+        ("similarity", {"strength": 2.0}, "strength is 2.0"),
+        ("attention", {}, "router 'attention' needs the option heads"),
+        ("attention", {"heads": 0}, "heads is 0"),
+        ("attention", {"heads": 2, "sigma": -1.0}, "sigma is -1.0"),
+        ("similarity+attention", {"heads": 2}, "both claim the token-side informer"),
+    ],
+)
+def test_bad_options_are_one_clear_sentence(name: str, options: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        holdfast.router(name, dim=8, experts=4, **options)  # type: ignore[arg-type]
+
+
+def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() -> None:
+    router = holdfast.router("attention", dim=12, experts=4, heads=3)
+    with pytest.raises(ValueError, match="needs the attention just before it"):
+        router(torch.randn(2, 11, 12))
+    with pytest.raises(ValueError, match="has 4 heads; this router was built for 3"):
+        router(torch.randn(2, 11, 12), Context(attention=attention()))
