@@ -1,5 +1,7 @@
 """AC: spreads by hand, identities, layers without a predecessor."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -117,7 +119,7 @@ def test_no_gradient_flows_through_the_scales() -> None:
         ({"skip": -1}, "skip is -1"),
     ],
 )
-def test_bad_options_are_one_clear_sentence(options: dict[str, object], says: str) -> None:
+def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         holdfast.router("ac", dim=8, experts=4, **options)
 

@@ -1,5 +1,7 @@
 """Symphony's graph: algorithm 1 by hand, its options, its identities."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -151,6 +153,6 @@ def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() 
         ({"normalize": "sinkhorn", "init": "zero"}, "starts at the identity"),
     ],
 )
-def test_bad_options_are_one_clear_sentence(options: dict[str, object], says: str) -> None:
+def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         holdfast.router("symphony", dim=8, experts=4, **options)

@@ -53,8 +53,10 @@ def test_a_small_eps_tends_to_top_k() -> None:
 
 
 def jumps(layer: MoE, tokens: Tensor, k: int) -> Tensor:
-    """|y(+t) - y(-t)| for each token, t = 1e-6 to both sides of its nearest switching plane; in float64 but for the routing."""
-    weight = layer.router.score.weight.double()  # type: ignore[union-attr, operator]
+    """|y(+t) - y(-t)| for each token, t = 1e-6 to both sides of its nearest switching plane, in float64."""
+    score = layer.router.score
+    assert isinstance(score, DoubleLinear)
+    weight = score.weight.double()
     logits = tokens.double() @ weight.t()
     order = logits.argsort(-1, descending=True)
     last, next_best = order[:, k - 1], order[:, k]

@@ -1,5 +1,7 @@
 """Similarity and attention posterior: identities, the head that is chosen, grouped keys, packed documents."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from references import posterior
@@ -62,8 +64,14 @@ def test_packed_documents_do_not_see_each_other() -> None:
     mask = (document.unsqueeze(0) == document.unsqueeze(1)) & torch.ones(11, 11).tril().bool()
     first = attention(mask=mask.view(1, 1, 11, 11))
     torch.manual_seed(5)
-    changed = Attention(*(torch.where(document.view(-1, 1) == 0, torch.randn_like(x), x) for x in (first.query, first.key, first.value)),
-                        first.projection, torch.where(document.view(-1, 1) == 0, torch.randn_like(first.output), first.output), first.mask)  # fmt: skip
+    in_first = document.view(-1, 1) == 0
+
+    def change(x: Tensor) -> Tensor:
+        return torch.where(in_first, torch.randn_like(x), x)
+
+    changed = replace(
+        first, query=change(first.query), key=change(first.key), value=change(first.value), output=change(first.output)
+    )
     gates = torch.rand(2, 11, 4)
     for informer in (Similarity(12).eval(), AttentionPosterior(12, heads=4).eval()):
         one, two = (

@@ -68,7 +68,7 @@ class AttentionPosterior(Informer, StatefulPart):
     sigma       None is sqrt(d). The paper's 1 makes all tokens copy one: |o_j|^2 / 2 differs by tens of nats between tokens
     strength    G = (1 - strength) P + strength W P
 
-    The paper takes the mean entropy over the tokens at hand, which lets later tokens choose the head; ours is a running mean.
+    The paper takes the mean entropy over the tokens at hand, so that later tokens choose the head; ours is a running mean.
     """
 
     side = "token"

@@ -65,7 +65,9 @@ def check_router(
             prototype = router if isinstance(router, Router) else router()
             name = type(prototype.score).__name__
         wanted = list(CHECKS) if only is None else list(only)
-        passed, left_out, notes = [], {}, {}
+        passed: list[str] = []
+        left_out: dict[str, str] = {}
+        notes: dict[str, str] = {}
         for title in wanted:
             if title not in CHECKS:
                 raise ValueError(unknown("check", title, CHECKS))
