@@ -10,7 +10,6 @@ import argparse
 import functools
 import json
 import os
-import platform
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from timing import median_ratio, time_in_turns
 from torch import Tensor, nn
+from versions import versions
 
 from holdfast import Experts
 
@@ -141,14 +141,6 @@ def _ratios(times: dict[str, list[float]]) -> dict[str, float]:
         for name, values in times.items()
         if name.startswith("transformers")
     }
-
-
-def versions() -> dict[str, str]:
-    import transformers
-
-    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-    found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return found
 
 
 def main() -> None:

@@ -81,6 +81,11 @@ def _scores(
     return scores
 
 
+def _exp(log_weights: Tensor) -> Tensor:
+    """In place. Below -80 a weight is 0: next to a total of at least 1 it is nothing, and denormal numbers cost a CPU dearly."""
+    return torch.nn.functional.threshold_(log_weights, -80.0, -torch.inf).exp_()
+
+
 def _finite(values: Tensor) -> Tensor:
     return values.where(values > -torch.inf, 0.0)
 
@@ -96,7 +101,7 @@ def _softmax_mix(
         for at in _blocks(query, key, causal):
             scores = _scores(query, key, at, real, mask, causal, scale)
             highest = _finite(scores.amax(-1, keepdim=True))
-            weights = scores.sub_(highest).exp_()
+            weights = _exp(scores.sub_(highest))
             total = weights.sum(-1, keepdim=True)
             out[:, at[0]] = torch.bmm(weights, value[:, at[1]]) / total.clamp_min(torch.finfo(torch.float32).tiny)
             log_total[:, at[0]] = (highest + total.log()).squeeze(-1)
@@ -132,7 +137,7 @@ def _softmax_mix_backward(
     with ieee_float32():
         for at in _blocks(wide_query, wide_key, causal):
             rows, columns = at
-            weights = _scores(wide_query, wide_key, at, real, mask, causal, scale).sub_(log_total[:, rows]).exp_()
+            weights = _exp(_scores(wide_query, wide_key, at, real, mask, causal, scale).sub_(log_total[:, rows]))
             grad_value[:, columns] += torch.bmm(weights.transpose(1, 2), grad[:, rows])
             grad_scores = torch.bmm(grad[:, rows], wide_value[:, columns].transpose(1, 2))
             grad_scores = grad_scores.sub_(centre[:, rows]).mul_(weights).mul_(scale)
