@@ -1,11 +1,19 @@
 """`holdfast routers`: the routers there are, and what each does with real text."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-LENGTH = 128
+    from holdfast import Context, Routing
+
+LENGTH = 128  # words in a sequence
 VOCABULARY = 2000
+HEADS = 4
+WARM_UP = 4  # batches through which routers that keep state see text before it counts
 
 
 @dataclass(frozen=True)
@@ -18,7 +26,7 @@ class Routers:
     names: tuple[str, ...] = ()
     """Which routers, + joins names; all of them by default."""
     route: bool = False
-    """Route a batch of the embedded text through each router, untrained, and print a table."""
+    """Route a batch of the embedded text through each router, its weights untrained, and print a table."""
     experts: int = 16
     """How many experts to choose from."""
     k: int | None = None
@@ -56,63 +64,95 @@ class Routers:
 
         from holdfast.routing import routers
 
-        tokens = embedded_tokens(self.sequences, self.dim, self.seed)
+        batches = embedded_tokens(WARM_UP + 1, self.sequences, self.dim, self.seed)
         table = Table(
-            title=f"{self.sequences} x {LENGTH} words of Python's documentation through each router, untrained",
+            title=f"{self.sequences} x {LENGTH} words of Python's documentation through each router, weights untrained",
             caption="load sd: standard deviation of the experts' shares of the tokens, uniform is 0; "
-            "last two: share of tokens that go to another set of experts",
+            "sets moved: share of tokens that go to another set of experts; worst: the largest share of a token's weight "
+            "that moves to other experts",
         )
         table.add_column("router", no_wrap=True)
-        for column in ("experts a token", "load sd %", "idle experts", "entropy, nats", "bf16 tokens %", "1% noise %"):
+        for column in (
+            "experts a token",
+            "load sd %",
+            "idle",
+            "sets moved by bf16 %",
+            "worst, bf16 %",
+            "sets moved by 1% noise %",
+        ):
             table.add_column(column, justify="right")
         for name in self.names or routers():
-            table.add_row(name, *self._describe(name, tokens))
+            table.add_row(name, *self._describe(name, batches))
         Console().print(table)
 
-    def _describe(self, name: str, tokens: Tensor) -> list[str]:
-        """What the router `name` did: one cell a column."""
+    def _describe(self, name: str, batches: list[Tensor]) -> list[str]:
+        """What the router `name` did with the last batch: one cell a column."""
         import torch
 
-        from holdfast.routing import router as build
+        from holdfast.routing.presets import REGISTRY
 
         torch.manual_seed(self.seed)
-        router = build(name, dim=self.dim, experts=self.experts, k=self.k).eval()
+        options: dict[str, Any] = {"heads": HEADS} if "heads" in REGISTRY.options(name) else {}
+        router = REGISTRY.build(name, dim=self.dim, experts=self.experts, k=self.k, **options)
+        *earlier, tokens = batches
         noise = torch.randn_like(tokens)
         noise *= 0.01 * tokens.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         with torch.no_grad():
-            routing = router(tokens)
-            rounded, noisy = router(tokens.bfloat16()), router(tokens + noise)
+            for batch in earlier:
+                router(batch, surroundings(batch, self.experts))
+            router.eval()
+            routing, rounded, noisy = (
+                router(x, surroundings(x, self.experts)) for x in (tokens, tokens.bfloat16().float(), tokens + noise)
+            )
         share = routing.chosen.float().mean(0)
-        gates = routing.gates / routing.gates.sum(-1, keepdim=True)
-        entropy = torch.special.entr(gates).sum(-1).mean()
+        shift = (routing.dense_weights - rounded.dense_weights).abs().sum(-1) / 2
+        worst = (shift / routing.weights.sum(-1).clamp_min(1e-30)).amax()
 
-        def moved(other: Tensor) -> str:
-            return f"{100 * (routing.chosen != other).any(-1).float().mean():.2f}"
+        def moved(other: Routing) -> str:
+            return f"{100 * (routing.chosen != other.chosen).any(-1).float().mean():.2f}"
 
         return [
             f"{routing.used.sum(-1).float().mean():.2f}",
             f"{100 * (share / share.sum()).std(correction=0):.2f}",
             f"{int((share == 0).sum())}",
-            f"{entropy:.2f}",
-            moved(rounded.chosen),
-            moved(noisy.chosen),
+            moved(rounded),
+            f"{100 * worst:.1f}",
+            moved(noisy),
         ]
 
 
-def embedded_tokens(sequences: int, dim: int, seed: int) -> Tensor:
-    """`(sequences, LENGTH, dim)` unit-variance vectors: each word's random vector plus half of the word's before it."""
+def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[Tensor]:
+    """Batches `(sequences, LENGTH, dim)` of unit-variance vectors: each word's random vector plus half of the one before."""
     import torch
 
     from holdfast.data import Vocabulary, python_docs
 
-    if sequences < 1 or dim < 1:
-        raise ValueError(f"{sequences} sequences of width {dim}: both must be at least 1.")
+    if sequences < 1 or dim < HEADS or dim % HEADS:
+        raise ValueError(f"{sequences} sequences of width {dim}: at least 1, and a width that is a multiple of {HEADS}.")
     text = "\n".join(python_docs().values())
     numbers = Vocabulary([text], VOCABULARY).encode(text)
-    if sequences * LENGTH > len(numbers):
-        raise ValueError(f"{sequences} sequences are more than the text holds; at most {len(numbers) // LENGTH}.")
-    numbers = numbers[: sequences * LENGTH].view(sequences, LENGTH)
+    if batches * sequences * LENGTH > len(numbers):
+        most = len(numbers) // (batches * LENGTH)
+        raise ValueError(f"{sequences} sequences are more than the text holds; at most {most}.")
+    numbers = numbers[: batches * sequences * LENGTH].view(batches, sequences, LENGTH)
     vectors = torch.randn(VOCABULARY, dim, generator=torch.Generator().manual_seed(seed))[numbers]
-    before = vectors.roll(1, dims=1)
-    before[:, 0] = 0
-    return torch.nn.functional.layer_norm(vectors + before / 2, (dim,))
+    before = vectors.roll(1, dims=2)
+    before[:, :, 0] = 0
+    return list(torch.nn.functional.layer_norm(vectors + before / 2, (dim,)))
+
+
+def surroundings(tokens: Tensor, experts: int) -> Context:
+    """What a model would show a router: a causal attention and a previous MoE layer, both with fixed random weights."""
+    import torch
+
+    from holdfast.routing import Attention, Context, Previous, router
+
+    dim = tokens.shape[-1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        into, out = torch.nn.Linear(dim, 3 * dim, bias=False), torch.nn.Linear(dim, dim, bias=False)
+        before = router("smoe", dim=dim, experts=experts, k=1).eval()(tokens)
+    query, key, value = into(tokens).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    attention = Attention(query, key, value, out, out(mixed.transpose(1, 2).flatten(2)))
+    return Context(causal=True, attention=attention, previous=Previous(tokens, before))

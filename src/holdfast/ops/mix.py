@@ -82,8 +82,8 @@ def _scores(
 
 
 def _exp(log_weights: Tensor) -> Tensor:
-    """In place. Below -80 a weight is 0: next to a total of at least 1 it is nothing, and denormal numbers cost a CPU dearly."""
-    return torch.nn.functional.threshold_(log_weights, -80.0, -torch.inf).exp_()
+    """In place. Below -80 a weight is 0: beside a total of at least 1 it is nothing, and denormals cost a CPU dearly."""
+    return torch.threshold_(log_weights, -80.0, -torch.inf).exp_()
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -35,6 +35,13 @@ class Routing:
         return member.scatter(1, self.experts, True)[:, :experts]
 
     @property
+    def dense_weights(self) -> Tensor:
+        """(T,E): each token's weight for each expert, 0 where it was not chosen."""
+        tokens, experts = self.gates.shape
+        dense = self.weights.new_zeros(tokens, experts + 1)
+        return dense.scatter(1, self.experts, self.weights)[:, :experts]
+
+    @property
     def loss(self) -> Tensor:
         """The sum of `losses`: what the caller adds to the training loss."""
         return torch.stack([*self.losses.values(), self.gates.new_zeros(())]).sum()

@@ -76,6 +76,11 @@ class Registry:
         _claims(presets)
         return presets
 
+    def options(self, name: str) -> list[str]:
+        """What `build` takes for this router beyond its sizes, in alphabetical order."""
+        parts = DEFAULT_PARTS | _claims(self.parse(name))
+        return sorted({option for part in parts.values() for option in _options(_load(part))})
+
     def build(
         self,
         name: str,
@@ -97,8 +102,7 @@ class Registry:
         given = {"dim": dim, "experts": experts, "k": usual_k if k is None else k}
         _check_sizes(**given)
         classes = {slot: _load(part) for slot, part in parts.items()}
-        accepted = {slot: _options(part) for slot, part in classes.items()}
-        known = sorted({option for names in accepted.values() for option in names})
+        known = self.options(name)
         for option in options:
             if option not in known:
                 raise ValueError(f"{unknown('option', option, known)[:-1]} for router {name!r}.")

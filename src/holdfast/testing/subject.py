@@ -121,15 +121,8 @@ def differing(first: Routing, second: Routing, *, weights_within: float = TOLERA
     high = first.gates.masked_fill(~changed, -torch.inf).amax(-1)
     undecided = changed.any(-1) & (high - low <= 2 * TOLERANCE)
     same_set = ~changed.any(-1)
-    weights_apart = (dense_weights(first) - dense_weights(second)).abs().amax(-1) > weights_within
+    weights_apart = (first.dense_weights - second.dense_weights).abs().amax(-1) > weights_within
     return apart | ~(same_set | undecided) | (same_set & weights_apart)
-
-
-def dense_weights(routing: Routing) -> Tensor:
-    """(T,E): each token's weight for each expert, 0 where it was not chosen."""
-    tokens, experts = routing.gates.shape
-    dense = routing.weights.new_zeros(tokens, experts + 1)
-    return dense.scatter(1, routing.experts, routing.weights)[:, :experts]
 
 
 def state_of(router: Router) -> dict[str, Tensor]:
@@ -143,4 +136,4 @@ def objective(routing: Routing) -> Tensor:
     experts = routing.gates.shape[-1]
     mix = torch.randn(experts, generator=generator).to(routing.gates.device)
     tilt = torch.randn(routing.gates.shape[0], 1, generator=generator).to(routing.gates.device)
-    return (dense_weights(routing) * mix * tilt).sum() + routing.loss
+    return (routing.dense_weights * mix * tilt).sum() + routing.loss
