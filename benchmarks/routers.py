@@ -81,6 +81,7 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no GPU here; leave --device out to measure on the CPU.")
     torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 100  # the routers share one forward, and each compiles its own version of it
     shape = SHAPES[arguments.device]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     tokens, context = surroundings(shape, arguments.device, dtype)

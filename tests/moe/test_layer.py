@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
@@ -60,6 +61,20 @@ def test_the_layer_compiles_for_any_number_of_tokens(name: str) -> None:
         tokens = tokens_for("cpu", length=length)
         out, _, _ = step(compiled, tokens)
         torch.testing.assert_close(out, step(layer(name, "cpu"), tokens)[0])
+
+
+@pytest.mark.parametrize("name", ["smoe", "remoe", "symphony", "smooth"])
+def test_many_layers_share_one_compilation(name: str) -> None:
+    """Layers compiled one by one, as large models are, must not compile anew for each layer's name or state."""
+    torch.compiler.reset()
+    compiled = CompileCounter()
+    layers = torch.nn.ModuleList([layer(name, "cpu") for _ in range(12)])
+    name_layers(layers)
+    tokens = tokens_for("cpu")
+    for module in layers:
+        module.compile(fullgraph=True, backend=compiled)
+        module(tokens)
+    assert compiled.frame_count == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

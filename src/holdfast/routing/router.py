@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.finite import require_finite
+from holdfast.ops.finite import decode_name, encode_name, require_finite
 from holdfast.routing.parts import Informer, Part, Score, Scores, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
@@ -39,7 +39,17 @@ class Router(nn.Module):
         if len(set(sides)) < len(sides):
             raise ValueError(f"{len(sides)} informers on the {sides[0]} side; a Router takes at most one a side.")
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
-        self.losses, self.layer, self.check_finite = losses, layer, check_finite
+        self.losses, self.check_finite = losses, check_finite
+        self.register_buffer("_name", encode_name(layer), persistent=False)
+
+    @property
+    def layer(self) -> str:
+        """Its place in the model, for error messages."""
+        return decode_name(self.get_buffer("_name"))
+
+    @layer.setter
+    def layer(self, name: str) -> None:
+        self._name = encode_name(name).to(self.get_buffer("_name").device)
 
     @property
     def dim(self) -> int:
@@ -84,7 +94,7 @@ class Router(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             logits = self.score(tokens, context)
             if self.training and self.check_finite:
-                logits = require_finite(logits, tokens, self.layer, real)
+                logits = require_finite(logits, tokens, self.get_buffer("_name"), real)
             gates = self.select.gate(logits)
             for informer in self.informers:
                 gates = informer(gates, logits, tokens, context)
