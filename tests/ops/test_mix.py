@@ -67,6 +67,7 @@ def test_huge_scores_do_not_overflow() -> None:
     torch.testing.assert_close(out, torch.eye(2).unsqueeze(0))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("router", ["similarity", "attention"])
 def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> None:
     """N = 16,384, d = 64, E = 16, one sequence, forward and backward: below 300 MB more than before."""

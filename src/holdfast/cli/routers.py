@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from holdfast import Context, Routing
+    from holdfast.routing import Context, Routing
 
 LENGTH = 128  # words in a sequence
 VOCABULARY = 2000
