@@ -98,9 +98,9 @@ def test_smooth_is_continuous_and_plain_top_k_is_not() -> None:
         broken, held = jumps(plain, tokens, k)[:1000], jumps(repaired, tokens, k)[:1000]
     assert len(broken) == len(held) == 1000
     assert broken.median() > 1e-2
-    assert held.median() < 1e-3 * broken.median()
+    assert broken.min() > 0
     assert (held / broken).median() < 1e-3
-    assert held.max() < 1e-2 * broken.median()
+    assert (held / broken).max() < 1e-2
 
 
 @pytest.mark.parametrize(
