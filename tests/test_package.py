@@ -17,6 +17,7 @@ PUBLIC = {
     "register",
     "router",
     "routers",
+    "trace",
 }
 
 

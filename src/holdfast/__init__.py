@@ -1,5 +1,6 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast.hub import trace as trace
 from holdfast.losses import Losses as Losses
 from holdfast.moe import Experts as Experts
 from holdfast.moe import FeedForward as FeedForward
@@ -24,4 +25,5 @@ __all__ = [
     "register",
     "router",
     "routers",
+    "trace",
 ]

@@ -1,0 +1,103 @@
+"""Record what every router of a model does, without changing the model.
+
+Hooks of our own, because many families record no router logits at all, and the others only the logits.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from holdfast.hub.families import MoEFamily, family_of, padding_of
+from holdfast.routing import Router, Routing
+
+Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding)
+
+
+class Routes:
+    """The `Routing` of each MoE layer in the last forward: `routes[i]`, of the layer `routes.names[i]`."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.padding: Tensor | None = None  # (B,N) bool, True where the token is real; None if all are
+        self._last: dict[int, Routing] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, layer: int) -> Routing:
+        place = range(len(self))[layer]
+        if place not in self._last:
+            raise ValueError(f"layer {layer} has recorded nothing: run the model inside the trace, without `each`.")
+        return self._last[place]
+
+    def __iter__(self) -> Iterator[Routing]:
+        return (self[layer] for layer in range(len(self)))
+
+
+@contextmanager
+def trace(model: nn.Module, *, each: Each | None = None) -> Iterator[Routes]:
+    """Inside the `with`, every forward of `model` records each MoE layer's `Routing`, detached, padding known.
+
+    Works for every family of `holdfast.hub.families`, for models with Holdfast routers, and under `generate()`, where each
+    step is a forward. Only the last forward is kept. `each(layer, routing, padding)` is called instead of keeping anything:
+    memory is then bounded by one layer.
+    """
+    family, gates = _gates(model)
+    routes = Routes([name for name, _ in gates])
+    handles = [model.register_forward_pre_hook(partial(_note_padding, routes), with_kwargs=True)]
+    for layer, (_, gate) in enumerate(gates):
+        handles.append(gate.register_forward_hook(partial(_record, routes, family, each, layer)))
+    try:
+        yield routes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gates(model: nn.Module) -> tuple[MoEFamily | None, list[tuple[str, nn.Module]]]:
+    own: list[tuple[str, nn.Module]] = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, Router)
+    ]
+    if own:
+        return None, own
+    family = family_of(model)
+    gates = list(family.blocks(model))
+    if not gates:
+        raise ValueError(f"this {family.model_type} model has no MoE layer: nothing to trace.")
+    return family, gates
+
+
+def _note_padding(routes: Routes, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    tokens = options.get("input_ids")
+    tokens = options.get("inputs_embeds") if tokens is None else tokens
+    tokens = arguments[0] if tokens is None and arguments else tokens
+    mask = options.get("attention_mask")
+    mask = arguments[1] if mask is None and len(arguments) > 1 else mask
+    positions = options.get("cache_position")
+    start = None if positions is None else int(positions[0])
+    routes.padding = None
+    if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+        routes.padding = padding_of(mask, tokens.shape[0], tokens.shape[1], start)
+
+
+def _record(
+    routes: Routes,
+    family: MoEFamily | None,
+    each: Each | None,
+    layer: int,
+    gate: nn.Module,
+    inputs: tuple[Any, ...],
+    output: Any,
+) -> None:
+    if family is not None:
+        routing = family.record(output)
+    else:
+        values = (output.logits, output.gates, output.experts, output.weights)
+        routing = Routing(*(value.detach() for value in values))
+    if each is None:
+        routes._last[layer] = routing
+    else:
+        each(layer, routing, routes.padding)
