@@ -17,6 +17,7 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/experts.py
+	$(BIN)/python benchmarks/routers.py
 	$(BIN)/python benchmarks/import_time.py
 
 .venv/ready: pyproject.toml constraints.txt

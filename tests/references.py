@@ -248,8 +248,9 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     drawn = noise(module, tokens, router.experts)
     if module is not None and drawn is not None:
         noised = [noisy(module, row, x, z) for row, x, z in zip(read, tokens.flatten(0, 1), drawn, strict=True)]
-        read, informed = torch.stack(noised).float(), False
-        gates = torch.stack([gate(select, row).float() for row in read])
+        read = torch.stack(noised).float()
+        mass = gates.sum(-1, keepdim=True) if informed else torch.ones(len(gates), 1)
+        gates = mass * torch.stack([gate(select, row).float() for row in read])
     keys = gates if informed else read
     choose = SELECTORS[type(select)]
     chosen = [choose(select, key, g, row, informed) for key, g, row in zip(keys, gates, read, strict=True)]

@@ -148,6 +148,24 @@ def test_autocast_runs_experts_in_its_dtype_and_gradients_in_theirs(device: str)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_may_name_an_expert_twice(device: str) -> None:
+    torch.manual_seed(0)
+    chosen, weights = torch.tensor([[1, 1], [0, 3]], device=device), torch.rand(2, 2, device=device)
+    assert_equal_to_naive(Experts(16, 8, 4, bias=True, device=device), torch.randn(2, 16, device=device), chosen, weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_activation_with_parameters_learns_from_used_rows_only(device: str) -> None:
+    torch.manual_seed(0)
+    activation = torch.nn.PReLU(device=device)
+    module = Experts(16, 8, 4, activation=activation, device=device)
+    chosen, weights = choose(50, 4, 3, unused=0.5, device=device)
+    module(torch.randn(50, 16, device=device), chosen, weights).sum().backward()
+    assert activation.weight.grad is not None
+    assert 0 < activation.weight.grad.abs() < 1e3
+
+
 def test_parameters_have_the_hugging_face_names_and_shapes() -> None:
     gated = {name: tuple(p.shape) for name, p in Experts(6, 5, 3, bias=True).named_parameters()}
     assert gated == {

@@ -12,11 +12,14 @@ from holdfast.routing import Attention
 HEADS, DIM, EXPERTS = 4, 64, 16
 
 
-def step(router: holdfast.Router, length: int) -> None:
-    tokens = torch.randn(1, length, DIM, requires_grad=True)
-    query, key, value = (torch.randn(1, HEADS, length, DIM // HEADS) for _ in range(3))
+def step(router: holdfast.Router, length: int, masked: bool) -> None:
+    sequences = 2 if masked else 1
+    tokens = torch.randn(sequences, length, DIM, requires_grad=True)
+    query, key, value = (torch.randn(sequences, HEADS, length, DIM // HEADS) for _ in range(3))
     projection = torch.nn.Linear(DIM, DIM)
-    attention = Attention(query, key, value, projection, torch.randn(1, length, DIM, requires_grad=True))
+    mask = torch.zeros(sequences, 1, length, length) if masked else None
+    output = torch.randn(sequences, length, DIM, requires_grad=True)
+    attention = Attention(query, key, value, projection, output, mask)
     routing = router(tokens, Context(causal=True, attention=attention))
     (routing.weights.square().sum() + routing.gates.square().sum()).backward()
 
@@ -31,7 +34,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     options = {"heads": HEADS} if sys.argv[1] == "attention" else {}
     built = holdfast.router(sys.argv[1], dim=DIM, experts=EXPERTS, **options)
-    step(built, 256)
+    masked = len(sys.argv) > 2
+    step(built, 256, masked)
     before = peak()
-    step(built, 16_384)
+    step(built, 4_096 if masked else 16_384, masked)
     print(peak() - before)

@@ -37,6 +37,7 @@ def test_blocks_equal_the_explicit_matrix(
     causal: bool, padded: bool, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mix, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(mix, "FEWEST_ROWS", 5)
     torch.manual_seed(0)
     query = torch.randn(2, QUERIES, 5, requires_grad=True)
     key, value = torch.randn(2, KEYS, 5, requires_grad=True), torch.randn(2, KEYS, 3, requires_grad=True)
@@ -75,3 +76,13 @@ def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> No
     run = subprocess.run([sys.executable, str(script), router], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert 1 < float(run.stdout) < 300, f"{run.stdout.strip()} MB"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("router", ["similarity", "attention"])
+def test_a_mask_is_not_copied_for_every_head(router: str) -> None:
+    """Two padded sequences of 4,096 under the model's own float mask (134 MB): nothing of that size besides, for 4 heads."""
+    script = Path(__file__).with_name("peak_memory.py")
+    run = subprocess.run([sys.executable, str(script), router, "masked"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert 1 < float(run.stdout) < 134 + 200, f"{run.stdout.strip()} MB"

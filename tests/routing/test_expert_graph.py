@@ -136,6 +136,21 @@ def test_a_zero_graph_is_silent_for_one_batch_and_nothing_is_nan() -> None:
     assert layer(tokens)[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("noise", [{"noise": "gaussian", "noise_std": 0.0}, {"noise": "gumbel"}])
+def test_noise_keeps_the_sum_of_the_gates_and_a_zero_graph_silent(noise: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    router, tokens = holdfast.router("symphony", dim=16, experts=6, **noise), torch.randn(2, 40, 16)
+    assert torch.equal(router(tokens).weights, torch.zeros(80, 2))
+    for _ in range(3):
+        router(tokens)
+    quiet = holdfast.router("symphony", dim=16, experts=6)
+    quiet.load_state_dict(router.state_dict())
+    got, expected = router(tokens), quiet(tokens)
+    torch.testing.assert_close(got.gates.sum(-1), expected.gates.sum(-1))
+    if noise["noise"] == "gaussian":  # of standard deviation 0
+        torch.testing.assert_close(got.weights, expected.weights)
+
+
 def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() -> None:
     assert holdfast.router("symphony", dim=8, experts=4).select.weights == "switch"
     for name in ("symphony+similarity", "similarity+symphony"):

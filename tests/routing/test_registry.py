@@ -10,7 +10,7 @@ from holdfast.routing import Cosine, Frozen, Linear, ReLU, Score, TopK, TopP
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Preset, Registry
 
-NAMES = ("smoe", "switch", "xmoe", "smoe-dropout", "top-p", "remoe")
+NAMES = ("smoe", "switch", "xmoe", "smoe-dropout", "top-p", "remoe", "symphony", "similarity", "attention", "ac", "smooth")
 
 
 @pytest.fixture
@@ -81,6 +81,7 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
         ("top-p", {"q": 0.1}, "unknown option 'q'"),
         ("xmoe", {"temprature": 0.1}, "unknown option 'temprature': did you mean 'temperature'.* for router 'xmoe'"),
         ("smoe", {"temperature": 0.1}, "unknown option 'temperature'"),
+        ("smoe", {"noise_std": 1}, "noise_std is 1, but the noise is None; add noise='gaussian'"),
     ],
 )
 def test_mistakes_are_one_clear_sentence(name: str, options: dict[str, int], says: str) -> None:
@@ -97,6 +98,16 @@ def test_a_new_part_joins_the_grammar(scratch_name: str) -> None:
     built = holdfast.router("scratch+top-p", dim=8, experts=4, p=0.3)
     assert type(built.score) is Twice and isinstance(built.select, TopP)
     assert holdfast.routers()["scratch"] == "twice the linear score (nobody)"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
+def test_routers_can_be_built_without_memory_and_keep_their_name(name: str) -> None:
+    with torch.device("meta"):
+        built = holdfast.router(name, dim=8, experts=4, layer="layers.3")
+    assert "layers.3" in repr(built)
+    built = built.to_empty(device="cpu")
+    assert built.layer == "layers.3"
+    assert bytes(built.get_buffer("_name").tolist()).startswith(b"layers.3")
 
 
 def test_a_clash_of_names_raises() -> None:

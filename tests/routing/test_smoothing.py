@@ -139,6 +139,18 @@ def test_the_first_batch_sets_the_width_to_its_quantile() -> None:
     assert (chosen.experts < 8)[real].sum() == 2 * 90 + 45
 
 
+def test_the_first_batch_with_a_gap_sets_the_width_after_a_zero_graph() -> None:
+    """At step 0 of symphony all gates are 0 and all experts tie: that is no gap to remember."""
+    torch.manual_seed(0)
+    router, tokens = holdfast.router("symphony+smooth", dim=16, experts=8), torch.randn(4, 128, 16)
+    widths = []
+    for _ in range(4):
+        router(tokens)
+        widths.append(float(router.select.width))  # type: ignore[arg-type]
+    assert widths[:2] == [0.0, 0.0]
+    assert widths[3] > 0.9 * widths[2] > 0
+
+
 @pytest.mark.parametrize(("budget", "expected"), [(0.0, 2.0), (6.0, 8.0), (99.0, 8.0)])
 def test_budgets_of_nothing_and_of_everything(budget: float, expected: float) -> None:
     torch.manual_seed(0)

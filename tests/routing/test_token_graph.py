@@ -1,6 +1,7 @@
 """Similarity and attention posterior: identities, the head that is chosen, grouped keys, packed documents."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context
+from holdfast.ops import mix
 from holdfast.routing import Attention, AttentionPosterior, Similarity
 
 
@@ -100,6 +102,71 @@ def test_an_additive_mask_means_what_a_bool_mask_means() -> None:
     for informer in (Similarity(12), AttentionPosterior(12, heads=4)):
         one, two = (informer(gates, gates, tokens, Context(attention=attention(mask=m))) for m in (allowed, added))
         torch.testing.assert_close(one, two)
+
+
+INFORMERS: dict[str, Any] = {
+    "similarity": lambda: Similarity(12).eval(),
+    "attention": lambda: AttentionPosterior(12, heads=4).eval(),
+}
+
+
+def later_tokens_matter(informer: Similarity | AttentionPosterior, mask: Tensor) -> bool:
+    """Whether changing tokens from the eighth on changes what the first seven get, in a causal context."""
+    first = attention(mask=mask)
+
+    def change(x: Tensor) -> Tensor:
+        return torch.where((torch.arange(11) >= 7).view(-1, 1), torch.randn_like(x), x)
+
+    second = replace(first, key=change(first.key), value=change(first.value), output=change(first.output))
+    gates = torch.rand(2, 11, 5)
+    one, two = (
+        informer(g, g, torch.zeros(2, 11, 12), Context(causal=True, attention=a))
+        for g, a in ((gates, first), (change(gates), second))
+    )
+    return not torch.equal(one[:, :7], two[:, :7])
+
+
+@pytest.mark.parametrize("name", INFORMERS)
+@pytest.mark.parametrize("least", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_no_additive_mask_lets_the_future_in(name: str, least: float) -> None:
+    mask = torch.zeros(1, 1, 11, 11).masked_fill(~torch.ones(11, 11).tril().bool(), least)
+    assert not later_tokens_matter(INFORMERS[name](), mask)
+
+
+@pytest.mark.parametrize("name", INFORMERS)
+def test_a_mask_that_only_broadcasts_lets_no_future_in_and_survives_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Key padding as (B,1,1,M), in a causal context, more queries than fit into one block."""
+    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(mix, "FEWEST_ROWS", 4)
+    mask = torch.ones(2, 1, 1, 11, dtype=torch.bool)
+    mask[1, ..., 3] = False
+    assert not later_tokens_matter(INFORMERS[name](), mask)
+
+
+@pytest.mark.parametrize("name", INFORMERS)
+def test_a_mask_of_integers_is_one_clear_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match=r"the attention mask is torch.int64; expected bool"):
+        later_tokens_matter(INFORMERS[name](), torch.ones(11, 11).tril().long())
+
+
+@pytest.mark.parametrize("name", INFORMERS)
+def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
+    real = torch.ones(2, 11, dtype=torch.bool)
+    real[1, 8:] = False
+    given, gates = attention(), torch.rand(2, 11, 5)
+
+    def poison(x: Tensor) -> Tensor:
+        return x.masked_fill(~(real.unsqueeze(-1) if x.dim() == 3 else real[:, None, :, None]), torch.nan)
+
+    broken = replace(
+        given, query=poison(given.query), key=poison(given.key), value=poison(given.value), output=poison(given.output)
+    )
+    informer, tokens = INFORMERS[name](), torch.zeros(2, 11, 12)
+    expected = informer(gates, gates, tokens, Context(causal=True, padding=real, attention=given))
+    got = informer(poison(gates), gates, tokens, Context(causal=True, padding=real, attention=broken))
+    torch.testing.assert_close(got[real], expected[real])
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])

@@ -48,6 +48,10 @@ class SeesTheFuture(toys.RunningMean):
         return super().forward(gates, logits, tokens, Context(padding=context.padding, cache=context.cache))
 
 
+class Undeclared(toys.RunningMean):
+    traits = Traits()
+
+
 class SeesTheBatch(Informer):
     side = "token"
     traits = Traits(sequence_aware=True)
@@ -153,6 +157,12 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "higher index first": (lambda: with_select(HigherIndexFirst(DIM, EXPERTS, 2)), "ties", "lower index"),
     "sees the future": (lambda: toys.build(SeesTheFuture()), "causality", "declares the trait causal"),
     "denies being causal": (lambda: denies(causal=False), "causality", "denies the trait causal"),
+    "declares what it does not do": (
+        lambda: denies(sequence_aware=True),
+        "sequence awareness",
+        "declares the trait sequence",
+    ),
+    "does what it does not declare": (lambda: toys.build(Undeclared()), "sequence awareness", "denies the trait sequence"),
     "sees padding": (lambda: toys.build(SeesPadding()), "padding", "change with the padding"),
     "sees the batch": (lambda: toys.build(SeesTheBatch()), "batch invariance", "declares the trait batch_invariant"),
     "denies batch invariance": (lambda: denies(batch_invariant=False), "batch invariance", "denies the trait"),

@@ -63,13 +63,22 @@ class Experts(nn.Module):
         hidden = gather_mm(tokens.to(dtype), up.to(dtype), plan)
         if self.has_bias:
             hidden = _add_bias(hidden, self.get_parameter(f"{self._up_name}_bias").to(dtype), plan)
-        named = self.activation_name
-        hidden = glu(hidden, plan.used, named, self.activation) if self.gated else self.activation(hidden)
+        hidden = self._activate(hidden, plan)
         weights = weights.float()
         out = mm_combine(hidden, self.down_proj.to(dtype), weights, plan)
         if self.has_bias:
             out = out + _mixed_bias(experts, weights, self.down_proj_bias).to(dtype)
         return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
+
+    def _activate(self, hidden: Tensor, plan: Dispatch) -> Tensor:
+        name = self.activation_name
+        if name is None and hidden.device.type != "cpu":
+            # A callable may have parameters, which must not learn from rows of nobody: those are uninitialised memory.
+            in_use = (torch.arange(hidden.shape[0], device=hidden.device) < plan.used).unsqueeze(1)
+            hidden = hidden.where(in_use, 0.0)
+            hidden = glu(hidden, plan.used, name, self.activation) if self.gated else self.activation(hidden)
+            return hidden.where(in_use, 0.0)
+        return glu(hidden, plan.used, name, self.activation) if self.gated else self.activation(hidden)
 
     def _check(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> None:
         if tokens.dim() != 2 or tokens.shape[1] != self.dim:
@@ -109,6 +118,6 @@ def _add_bias(hidden: Tensor, bias: Tensor, plan: Dispatch) -> Tensor:
 
 def _mixed_bias(experts: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
     """sum_s weight_ts bias_{expert_ts}, through the dense (T,E) weights."""
-    dense = weights.new_zeros(weights.shape[0], bias.shape[0] + 1).scatter(1, experts, weights)
+    dense = weights.new_zeros(weights.shape[0], bias.shape[0] + 1).scatter_add(1, experts, weights)
     with torch.autocast(weights.device.type, enabled=False):
         return dense[:, :-1] @ bias.float()

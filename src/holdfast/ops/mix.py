@@ -15,6 +15,7 @@ from torch import Tensor
 from holdfast.ops.precision import ieee_float32
 
 BLOCK_ELEMENTS = 2**22  # scores held at a time: 16 MiB
+FEWEST_ROWS = 16  # queries in a block, however many keys there are
 
 
 def softmax_mix(
@@ -25,10 +26,10 @@ def softmax_mix(
     scale: float,
     causal: bool = False,
     real: Tensor | None = None,  # (G,M)
-    mask: Tensor | None = None,  # (G,N,M) or (1,N,M)
+    mask: Tensor | None = None,  # (G,N,M), or 1 in place of G or N
 ) -> Tensor:
-    """out (G,N,n), float32, differentiable in query, key and value."""
-    out, _ = _softmax_mix(query, key, value, real, mask, causal, scale)
+    """out (G,N,n), float32, differentiable in query, key and value; a bias in `mask` gets no gradient."""
+    out, _ = _softmax_mix(query, key, value, real, _expanded(mask, query, key), causal, scale)
     return out
 
 
@@ -43,15 +44,25 @@ def attention_entropy(
     mask: Tensor | None = None,
 ) -> Tensor:
     """(G,N): the entropy in nats of each query's weights; 0 for a query that may look at nothing. No gradient."""
-    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale)
+    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, _expanded(mask, query, key), causal, scale)
     return out
+
+
+def _expanded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A view of the mask with a row for each query and a column for each key."""
+    return None if mask is None else mask.expand(-1, query.shape[1], key.shape[1])
+
+
+def _only_real(rows: Tensor, real: Tensor | None) -> Tensor:
+    """float32, and 0 in padding: a weight of 0 times NaN is NaN."""
+    return rows.float() if real is None else rows.float().masked_fill(~real.unsqueeze(-1), 0.0)
 
 
 def _blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Which queries go together, and how many keys they may see."""
     groups, queries, _ = query.shape
     keys = key.shape[1]
-    rows = max(16, BLOCK_ELEMENTS // max(groups * keys, 1))
+    rows = max(FEWEST_ROWS, BLOCK_ELEMENTS // max(groups * keys, 1))
     for start in range(0, queries, rows):
         end = min(start + rows, queries)
         yield slice(start, end), slice(0, keys - queries + end if causal else keys)
@@ -94,7 +105,7 @@ def _finite(values: Tensor) -> Tensor:
 def _softmax_mix(
     query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    query, key, value = query.float(), key.float(), value.float()
+    query, key, value = query.float(), _only_real(key, real), _only_real(value, real)
     out = query.new_empty(*query.shape[:2], value.shape[2])
     log_total = query.new_empty(query.shape[:2])
     with ieee_float32():
@@ -129,7 +140,7 @@ def _softmax_mix_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide_query, wide_key, wide_value = query.float(), key.float(), value.float()
+    wide_query, wide_key, wide_value = query.float(), _only_real(key, real), _only_real(value, real)
     grad_query = torch.empty_like(wide_query)
     grad_key, grad_value = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
     centre = (grad * out).sum(-1, keepdim=True)
@@ -179,7 +190,7 @@ _softmax_mix.register_autograd(_backward, setup_context=_save)
 def _attention_entropy(
     query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    query, key = query.float(), key.float()
+    query, key = query.float(), _only_real(key, real)
     entropy = query.new_empty(query.shape[:2])
     with ieee_float32():
         for at in _blocks(query, key, causal):

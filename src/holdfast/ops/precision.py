@@ -14,7 +14,13 @@ from torch import Tensor
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Full float32 products inside, the user's setting restored outside."""
+    """Full float32 products inside, also in a backward that runs under autocast; the user's settings restored outside."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _ieee_switches():
+        yield
+
+
+@contextmanager
+def _ieee_switches() -> Iterator[None]:
     switches: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     before = [switch.fp32_precision for switch in switches]
     if all(setting in ("ieee", "none") for setting in before):

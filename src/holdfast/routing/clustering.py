@@ -116,7 +116,7 @@ class Clustered(Score, StatefulPart):
     @torch.no_grad()
     def _deviations(self, previous: Previous, members: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the cluster's real tokens, on all ranks, of |h - mean| or its square, and how many tokens they are."""
-        inputs = previous.tokens.detach().flatten(0, 1).float()
+        inputs = previous.tokens.detach().reshape(-1, self.dim).float()
         inputs = inputs.where(real.flatten().unsqueeze(1), 0.0)
         members = members * real.flatten().unsqueeze(1)
         counts = sum_over_ranks(members.sum(0))

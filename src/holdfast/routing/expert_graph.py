@@ -31,6 +31,8 @@ class ExpertGraph(Informer, StatefulPart):
                     "conditional"  a_jk = C_jk / C_kk, the chance of j where k is chosen (eqn 7); g sums to k
                     "sinkhorn"     symmetric and doubly stochastic, from the identity: what proposition 1 assumes
     threshold       smaller entries count as 0 (a sparse graph)
+    weights         (of the selector) are raw gates, as in the paper; `weights="softmax"` renormalises them, and is the
+                    rule beside a token-side informer
     decay_unused    the paper's reading, where a row nobody chose fades; by default it keeps its value
     """
 

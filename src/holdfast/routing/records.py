@@ -39,7 +39,7 @@ class Routing:
         """(T,E): each token's weight for each expert, 0 where it was not chosen."""
         tokens, experts = self.gates.shape
         dense = self.weights.new_zeros(tokens, experts + 1)
-        return dense.scatter(1, self.experts, self.weights)[:, :experts]
+        return dense.scatter_add(1, self.experts, self.weights)[:, :experts]
 
     @property
     def loss(self) -> Tensor:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.finite import decode_name, encode_name, require_finite
+from holdfast.ops.finite import encode_name, require_finite
 from holdfast.routing.parts import Informer, Part, Score, Scores, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
@@ -35,21 +36,31 @@ class Router(nn.Module):
         super().__init__()
         if select is None:
             raise ValueError("a Router needs a selector, for example select=TopK(dim, experts, k).")
-        sides = [informer.side for informer in inform]
-        if len(set(sides)) < len(sides):
-            raise ValueError(f"{len(sides)} informers on the {sides[0]} side; a Router takes at most one a side.")
+        for side in ("expert", "token"):
+            count = sum(informer.side == side for informer in inform)
+            if count > 1:
+                raise ValueError(f"{count} informers on the {side} side; a Router takes at most one a side.")
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
         self.losses, self.check_finite = losses, check_finite
+        self._layer = layer
         self.register_buffer("_name", encode_name(layer), persistent=False)
 
     @property
     def layer(self) -> str:
         """Its place in the model, for error messages."""
-        return decode_name(self.get_buffer("_name"))
+        return self._layer
 
     @layer.setter
     def layer(self, name: str) -> None:
+        self._layer = name
         self._name = encode_name(name).to(self.get_buffer("_name").device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As any module; the name is written anew, since a buffer that is not saved comes back from `meta` as garbage."""
+        super()._apply(fn, recurse)
+        if not self.get_buffer("_name").is_meta:
+            self.layer = self._layer
+        return self
 
     @property
     def dim(self) -> int:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from holdfast.ops.precision import linear_float32
 from holdfast.routing.parts import LinearScore
 
+SHORTEST = 1e-6  # a projection shorter than this is not blown up to length 1, nor is its gradient
+
 
 class Linear(LinearScore):
     """logits = x W^T (+ b)."""
@@ -75,5 +77,5 @@ class Cosine(LinearScore):
         return self.projection
 
     def finish(self, projected: Tensor) -> Tensor:
-        cosines = linear_float32(F.normalize(projected, dim=-1), F.normalize(self.embeddings.float(), dim=-1))
+        cosines = linear_float32(F.normalize(projected, dim=-1, eps=SHORTEST), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()

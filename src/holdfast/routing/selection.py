@@ -47,6 +47,8 @@ class TopK(Selector):
             raise ValueError(unknown("kind of weights", weights, ("softmax", "switch")))
         if noise not in (None, "gaussian", "gumbel"):
             raise ValueError(unknown("noise", noise, ("gaussian", "gumbel")))
+        if noise != "gaussian" and noise_std is not None:
+            raise ValueError(f"noise_std is {noise_std}, but the noise is {noise}; add noise='gaussian'.")
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
         self.noise: nn.Module | None = None
         if noise == "gaussian":
@@ -66,10 +68,15 @@ class TopK(Selector):
         if self.k_final is not None:
             self.active.fill_(self.k + int(fraction * (self.k_final - self.k)))
 
+    def _disturbed(self, scores: Scores, noisy: Tensor) -> Scores:
+        """The scores after noise. It moves informed gates about and keeps their sum, which need not be 1 and may be 0."""
+        if not scores.informed:
+            return Scores(noisy, self.gate(noisy), informed=False)
+        return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * self.gate(noisy))
+
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         if self.training and self.noise is not None:
-            noisy = self.noise(scores.logits, tokens)
-            scores = Scores(noisy, self.gate(noisy), informed=False)
+            scores = self._disturbed(scores, self.noise(scores.logits, tokens))
         experts = top(scores.key, self.slots)
         gates = scores.gates.gather(-1, experts)
         logits = scores.logits.gather(-1, experts)

@@ -6,6 +6,7 @@ S(u) = -inf for u <= 0, 0 for u >= 1, else log( u^a / (u^a + (1-u)^b) );   weigh
 Section 6 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts".
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -72,7 +73,7 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_buffer("width", torch.tensor(float(eps)))
         self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
-        start = ETA_START if eps == 0 else float(torch.tensor(eps).double().expm1().log())
+        start = ETA_START if eps == 0 else math.log(math.expm1(eps))
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
     def progress(self, fraction: float) -> None:
@@ -82,7 +83,8 @@ class SmoothTopK(Selector, StatefulPart):
     def absorb(self) -> dict[str, Tensor]:
         batch, tokens = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
         running = torch.where(self.seen, MEMORY * self.width + (1 - MEMORY) * batch, batch)
-        return {"width": running.where(tokens > 0, self.width), "seen": self.seen | (tokens > 0)}
+        # The first batch with a gap sets it: under a graph that still is zero all experts tie.
+        return {"width": running.where(tokens > 0, self.width), "seen": self.seen | ((tokens > 0) & (batch > 0))}
 
     def eps(self) -> Tensor:
         """The width of the strip now; 0 is hard top-k."""

@@ -3,6 +3,9 @@
 A forward uses the state as it was before its batch. What the batch teaches is only staged, and committed once: at the start
 of the next training forward, on `eval()`, or when the state is saved. So training is as causal as evaluation, activation
 checkpointing recomputes the same routes, nothing is counted twice, and evaluation changes nothing.
+
+One thing it does not do: when a layer runs forward twice before the first backward, the second forward commits what the
+first staged, and a recomputation of the first then sees newer state. Do not checkpoint a stateful router that is used so.
 """
 
 from abc import abstractmethod

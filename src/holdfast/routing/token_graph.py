@@ -17,6 +17,7 @@ from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, sum_over_ranks
 
 ENTROPY_MEMORY = 0.9
+FORBIDDEN = -1e8  # an additive mask that goes below this (float16: half of its least number) forbids
 
 
 class Similarity(Informer):
@@ -51,9 +52,7 @@ class Similarity(Informer):
         if context.cache is not None:
             gates, keys = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", keys)
             real = context.cache.extend("similarity.real", context.real_or_all(tokens))
-        if not self.causal:
-            mask = None
-        causal = self.causal and context.causal and mask is None
+        causal, mask = (context.causal, mask) if self.causal else (False, None)
         mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask)
         return _blend(own, mixed, self.strength)
 
@@ -99,11 +98,11 @@ class AttentionPosterior(Informer, StatefulPart):
         attention = self._attention(context)
         head = self.entropy.argmin().view(1)
         query, keys = self._augmented(attention, head, context)
-        own, real, mask = gates, context.padding, _allowed(attention, head)
+        own, real, mask = gates, context.padding, _mask(attention, head)
         if context.cache is not None:
             gates = context.cache.extend("attention.gates", gates)
             real = context.cache.extend("attention.real", context.real_or_all(tokens))
-        mixed = softmax_mix(query, keys, gates, scale=1.0, causal=context.causal and mask is None, real=real, mask=mask)
+        mixed = softmax_mix(query, keys, gates, scale=1.0, causal=context.causal, real=real, mask=mask)
         if self.training:
             self._stage_entropies(attention, tokens, context)
         return _blend(own, mixed, self.strength)
@@ -146,23 +145,18 @@ class AttentionPosterior(Informer, StatefulPart):
         return norms if context.cache is None else context.cache.extend("attention.norms", norms)
 
     def _stage_entropies(self, attention: Attention, tokens: Tensor, context: Context) -> None:
-        sequences, heads, length = attention.query.shape[:3]
-        key = attention.key.repeat_interleave(heads // attention.key.shape[1], dim=1)
-        mask = attention.mask
-        if mask is not None:
-            mask = _four_dimensional(mask).expand(sequences, heads, -1, -1).flatten(0, 1)
-        real = None if context.padding is None else context.padding.repeat_interleave(heads, dim=0)
-        entropies = attention_entropy(
-            attention.query.flatten(0, 1),
-            key.flatten(0, 1),
-            scale=_scale(attention),
-            causal=context.causal and mask is None,
-            real=real,
-            mask=mask,
-        )
-        counts = context.real_or_all(tokens)
-        total = (entropies.view(sequences, heads, length) * counts.unsqueeze(1)).sum((0, 2))
-        self.stage(entropies=sum_over_ranks(total), tokens=sum_over_ranks(counts.sum()))
+        counts, totals = context.real_or_all(tokens), []
+        for head in range(self.heads):  # one at a time: a mask expanded to all heads would be a copy of N x N for each
+            entropies = attention_entropy(
+                attention.query[:, head],
+                attention.key[:, head * attention.key.shape[1] // self.heads],
+                scale=_scale(attention),
+                causal=context.causal,
+                real=context.padding,
+                mask=_mask(attention, head),
+            )
+            totals.append((entropies * counts).sum())
+        self.stage(entropies=sum_over_ranks(torch.stack(totals)), tokens=sum_over_ranks(counts.sum()))
 
 
 def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
@@ -178,16 +172,21 @@ def _scale(attention: Attention) -> float:
     return attention.query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
 
 
-def _four_dimensional(mask: Tensor) -> Tensor:
-    return mask.view(*[1] * (4 - mask.dim()), *mask.shape)
-
-
-def _allowed(attention: Attention | None, head: Tensor | None = None) -> Tensor | None:
-    """The model's own mask as (B or 1, N, M): a head's, with its position bias, or what any token may look at."""
-    if attention is None or attention.mask is None:
+def _mask(attention: Attention, head: Tensor | int) -> Tensor | None:
+    """A head's own mask, with its position bias if it has one, as (B or 1, N or 1, M)."""
+    if attention.mask is None:
         return None
-    mask = _four_dimensional(attention.mask)
-    if head is None:
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        return allowed[:, 0]
-    return (mask if mask.shape[1] == 1 else mask.index_select(1, head)).squeeze(1)
+    mask = attention.mask.view(*[1] * (4 - attention.mask.dim()), *attention.mask.shape)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"the attention mask is {mask.dtype}; expected bool (True where allowed) or a float that is added.")
+    if mask.shape[1] == 1:
+        return mask[:, 0]
+    return mask[:, head] if isinstance(head, int) else mask.index_select(1, head).squeeze(1)
+
+
+def _allowed(attention: Attention | None) -> Tensor | None:
+    """What any token may look at, as bool: of an added mask, what it does not push below FORBIDDEN."""
+    mask = None if attention is None else _mask(attention, 0)
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    return mask > max(FORBIDDEN, torch.finfo(mask.dtype).min / 2)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.losses import TERMS, Losses
 from holdfast.ops.naive import top as naive_top
-from holdfast.routing import Context, RouterCache, Routing, Score
+from holdfast.routing import Context, RouterCache, Routing, Score, Scores
 from holdfast.testing.subject import STEEP, TOLERANCE, Subject, differing, objective, state_of, steps
 
 DECODING_STEPS = 64
@@ -146,6 +146,12 @@ def ties(subject: Subject) -> None:
     order = naive_top(routing.gates, routing.experts.shape[1])
     used = routing.used
     assert torch.equal(routing.experts[used], order[used]), "a tie was not broken towards the lower index"
+    if router.informers:  # whose gates do not tie by themselves
+        gates = (routing.gates.unflatten(0, tokens.shape[:2]) * 16).round() / 16
+        selected = router.select(Scores.from_gates(gates), tokens, subject.context(tokens))
+        used = selected.experts < router.experts
+        order = naive_top(gates, selected.experts.shape[-1])
+        assert torch.equal(selected.experts[used], order[used]), "a tie of informed gates was not broken that way"
 
 
 class _Rounded(Score):
@@ -169,6 +175,21 @@ def causality(subject: Subject) -> None:
     )
     moved = differing(before, after, weights_within=STEEP).any()
     _declared(router.traits.causal, not bool(moved), "causal", "a later token changes earlier routes")
+
+
+def sequence_awareness(subject: Subject) -> None:
+    """The tokens before it change the last token's route if the router declares that it looks at them, and else do not."""
+    router, tokens = subject.build().eval(), subject.tokens()
+    if not router.traits.batch_invariant:
+        raise LeftOut("it depends on the whole batch, and so on everything")
+    changed = subject.tokens(seed=1)
+    changed[:, -1] = tokens[:, -1]
+    before, after = (
+        _part(router(x, subject.context(x, causal=True)), x.shape[:2], slice(None), slice(-1, None))
+        for x in (tokens, changed)
+    )
+    moved = bool(differing(before, after, weights_within=STEEP).any())
+    _declared(router.traits.sequence_aware, moved, "sequence_aware", "other tokens of the sequence change nothing")
 
 
 def padding(subject: Subject) -> None:

@@ -20,6 +20,7 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "determinism": checks.determinism,
     "ties": checks.ties,
     "causality": checks.causality,
+    "sequence awareness": checks.sequence_awareness,
     "padding": checks.padding,
     "batch invariance": checks.batch_invariance,
     "cached decoding": checks.cached_decoding,
