@@ -5,8 +5,7 @@ CPU. Either moves router scores by far more than the gap between two experts, so
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -15,24 +14,15 @@ from torch import Tensor
 @contextmanager
 def ieee_float32() -> Iterator[None]:
     """Full float32 products inside, also in a backward that runs under autocast; the user's settings restored outside."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _ieee_switches():
+    with ExitStack() as settings:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                settings.enter_context(torch.autocast(device, enabled=False))
+        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+            if switch.fp32_precision not in ("ieee", "none"):
+                settings.callback(setattr, switch, "fp32_precision", switch.fp32_precision)
+                switch.fp32_precision = "ieee"
         yield
-
-
-@contextmanager
-def _ieee_switches() -> Iterator[None]:
-    switches: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    before = [switch.fp32_precision for switch in switches]
-    if all(setting in ("ieee", "none") for setting in before):
-        yield
-        return
-    try:
-        for switch in switches:
-            switch.fp32_precision = "ieee"
-        yield
-    finally:
-        for switch, setting in zip(switches, before, strict=True):
-            switch.fp32_precision = setting
 
 
 @torch.library.custom_op("holdfast::matmul_float32", mutates_args=())
