@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class RouterCache:
-    """Per-token rows by name, each `(B, past, ...)`. Rows rather than running sums, because sums cannot be cropped."""
+    """One layer's per-token rows by name, each `(B, past, ...)`. Rows, not running sums: those cannot be cropped."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Tensor] = {}

@@ -18,6 +18,10 @@ HEADS = 2
 Reference = Callable[[Router, Tensor, Context], Routing]
 
 
+class LeftOut(Exception):
+    """This check does not apply, for the reason given."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """A router, how to compute it naively if that is known, and how large to make its inputs."""

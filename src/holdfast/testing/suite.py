@@ -9,8 +9,8 @@ import torch
 from holdfast.routing import Router
 from holdfast.routing import router as build_router
 from holdfast.suggest import unknown
-from holdfast.testing import checks
-from holdfast.testing.subject import Reference, Subject
+from holdfast.testing import checks, learning_checks
+from holdfast.testing.subject import LeftOut, Reference, Subject
 
 CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "contract": checks.contract,
@@ -24,13 +24,13 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "padding": checks.padding,
     "batch invariance": checks.batch_invariance,
     "cached decoding": checks.cached_decoding,
-    "save and load": checks.save_and_load,
-    "evaluation keeps state": checks.evaluation_keeps_state,
+    "save and load": learning_checks.save_and_load,
+    "evaluation keeps state": learning_checks.evaluation_keeps_state,
     "float32 routing": checks.float32_routing,
-    "no inert coefficient": checks.no_inert_coefficient,
-    "no inert parameter": checks.no_inert_parameter,
-    "activation checkpointing": checks.activation_checkpointing,
-    "compile": checks.compile_whole,
+    "no inert coefficient": learning_checks.no_inert_coefficient,
+    "no inert parameter": learning_checks.no_inert_parameter,
+    "activation checkpointing": learning_checks.activation_checkpointing,
+    "compile": learning_checks.compile_whole,
 }
 
 
@@ -75,7 +75,7 @@ def check_router(
             torch.manual_seed(0)
             try:
                 note = CHECKS[title](Subject(prototype, reference).warm_up())
-            except checks.LeftOut as reason:
+            except LeftOut as reason:
                 left_out[title] = str(reason)
             except Exception as failure:
                 kind = "" if isinstance(failure, AssertionError) else f"{type(failure).__name__}: "
