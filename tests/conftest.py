@@ -2,7 +2,11 @@
 
 import os
 
+import hypothesis
 import torch
+
+hypothesis.settings.register_profile("no clocks", deadline=None)  # a slow machine is not a failure
+hypothesis.settings.load_profile("no clocks")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
