@@ -6,16 +6,14 @@
 Prints ratios measured in one run (below 1: holdfast is faster) and, with --out FILE, writes them as JSON.
 """
 
-import argparse
 import functools
-import json
 import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
+from command import check, command, write
 from timing import median_ratio, time_in_turns
 from torch import Tensor, nn
 from versions import versions
@@ -144,22 +142,21 @@ def _ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = command(__doc__, rounds=20)
     parser.add_argument("--shapes", nargs="*", help="which of the device's shapes (default: all)")
-    parser.add_argument("--out", type=Path, help="write the results here as JSON")
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no GPU here; leave --device out to measure on the CPU.")
+    check(arguments)
     shapes = SHAPES[arguments.device]
     wanted = arguments.shapes or list(shapes)
+    unknown = set(wanted) - set(shapes)
+    if unknown:
+        raise SystemExit(f"no shape {', '.join(sorted(unknown))} here; there are {', '.join(shapes)}.")
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     results = [measure(name, shapes[name], arguments.device, dtype, arguments.rounds) for name in wanted]
     for result in results:
         _print(result)
     if arguments.out:
-        arguments.out.write_text(json.dumps({"versions": versions(), "results": results}, indent=1))
+        write(arguments.out, {"versions": versions(), "results": results})
 
 
 def _print(result: dict[str, object]) -> None:

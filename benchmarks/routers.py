@@ -6,16 +6,14 @@
 Prints ratios measured in one run and, with --out FILE, writes them as JSON.
 """
 
-import argparse
 import functools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from command import check, command, write
 from timing import median_ratio, time_in_turns
 from torch import Tensor
 from versions import versions
@@ -72,14 +70,10 @@ def step(router: Callable[..., holdfast.Routing], tokens: Tensor, context: Conte
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = command(__doc__, rounds=10)
     parser.add_argument("--compile", action="store_true", help="torch.compile each router")
-    parser.add_argument("--out", type=Path, help="write the results here as JSON")
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no GPU here; leave --device out to measure on the CPU.")
+    check(arguments)
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 100  # the routers share one forward, and each compiles its own version of it
     shape = SHAPES[arguments.device]
@@ -107,7 +101,7 @@ def main() -> None:
     for title in times:
         print(f"  {title:30} {result['ms'][title]:9.2f} ms   {result['over smoe'][title]:6.2f} x smoe")
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1))
+        write(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class Routers:
 
     def _print_routes(self) -> None:
         from rich.console import Console
+        from rich.progress import track
         from rich.table import Table
 
         from holdfast.routing import routers
@@ -81,7 +83,8 @@ class Routers:
             "sets moved by 1% noise %",
         ):
             table.add_column(column, justify="right")
-        for name in self.names or routers():
+        names, hidden = list(self.names or routers()), not sys.stderr.isatty()
+        for name in track(names, "Routing", console=Console(stderr=True), transient=True, disable=hidden):
             table.add_row(name, *self._describe(name, batches))
         Console().print(table)
 

@@ -42,7 +42,7 @@ class Similarity(Informer):
         _check_strength(strength)
         self.tau, self.causal, self.strength = tau, causal, strength
         self.traits = Traits(sequence_aware=True, causal=causal, cacheable=causal)
-        # Rows of norm about 1, so that |R u| is about |u| on average over directions.
+        # Scaled so that |R u| is about |u|: tau then means what it means without a rank.
         self.reduce = None if rank is None else nn.Parameter(torch.randn(rank, dim) / math.sqrt(rank))
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
