@@ -1,5 +1,10 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast.hub import load as load
+from holdfast.hub import reroute as reroute
+from holdfast.hub import restore as restore
+from holdfast.hub import save as save
+from holdfast.hub import sparsify as sparsify
 from holdfast.hub import trace as trace
 from holdfast.losses import Losses as Losses
 from holdfast.moe import Experts as Experts
@@ -22,8 +27,13 @@ __all__ = [
     "MoE",
     "Router",
     "Routing",
+    "load",
     "register",
+    "reroute",
+    "restore",
     "router",
     "routers",
+    "save",
+    "sparsify",
     "trace",
 ]

@@ -8,7 +8,8 @@ from tiny import EXTRA, MOE_LAYERS, tiny
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.families import FAMILIES, padding_of
+from holdfast.hub.families import MOE_FAMILIES as FAMILIES
+from holdfast.hub.padding import padding_of
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [0, 0, 4, 8, 15, 16]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
@@ -146,6 +147,6 @@ def test_padding_is_resolved_from_every_kind_of_mask() -> None:
     added = torch.zeros(2, 1, 6, 6).masked_fill(~causal, torch.finfo(torch.float32).min)
     assert torch.equal(padding_of({"full_attention": added}, 2, 6), real)  # type: ignore[arg-type]
     static = torch.cat([causal, torch.zeros(2, 1, 6, 10).bool()], dim=-1)
-    assert torch.equal(padding_of(static, 2, 6, start=0), real)  # type: ignore[arg-type]
+    assert torch.equal(padding_of(static, 2, 6, past=0), real)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="3 dimensions"):
         padding_of(torch.ones(2, 6, 6), 2, 6)

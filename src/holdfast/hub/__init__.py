@@ -1,6 +1,11 @@
-"""Hugging Face models: where their routers sit, and what they do."""
+"""Hugging Face models: routers put into them, watched, saved and loaded."""
 
-from holdfast.hub.families import FAMILIES as FAMILIES
-from holdfast.hub.families import MoEFamily as MoEFamily
+from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
+from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
+from holdfast.hub.folder import load as load
+from holdfast.hub.folder import save as save
+from holdfast.hub.reroute import reroute as reroute
+from holdfast.hub.reroute import restore as restore
+from holdfast.hub.sparsify import sparsify as sparsify
 from holdfast.hub.trace import Routes as Routes
 from holdfast.hub.trace import trace as trace

@@ -1,108 +1,195 @@
-"""The MoE families we know: one declarative row each, no branches on names anywhere else.
+"""The model families we know: one declarative row each, no branches on names anywhere else.
 
-A family's MoE block holds a gate and experts. The gate returns router logits, weights (T,k) and expert indices (T,k).
+Paths are relative to a transformer layer, a module that holds an attention and, after it, a feed-forward network. An MoE
+family's block holds a gate and experts; the gate returns router logits, weights (T,k) and expert indices (T,k).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from holdfast.hub.rules import GroupedSigmoid, SparseMixer
 from holdfast.routing import Routing
+from holdfast.routing.rules import Rule, Softmax
 from holdfast.suggest import unknown
+
+
+Family = TypeVar("Family", "MoEFamily", "DenseFamily")
+
+
+def _renormalised(gate: nn.Module) -> Rule:
+    return Softmax(renormalise=True)
+
+
+def _as_configured(gate: nn.Module) -> Rule:
+    return Softmax(renormalise=bool(gate.norm_topk_prob))
+
+
+def _sparse_mixer(gate: Any) -> Rule:
+    return SparseMixer(float(gate.router_jitter_noise))
 
 
 @dataclass(frozen=True)
 class MoEFamily:
-    """Where the router of a model type sits, and how it turns logits into the gates it selects from."""
+    """Where an MoE layer's parts sit, and the rule by which its gate weights experts."""
 
     model_type: str
-    gate: str  # the router's name in the MoE block
-    gates: Literal["softmax", "sigmoid"] = "softmax"
-    experts: str = "experts"
+    gate: str  # in the block
+    rule: Callable[[Any], Rule]
+    block: str = "mlp"
+    experts: str = "experts"  # in the block
+    weight: str = "weight"  # of the gate
+    bias: str | None = None
+    scale: str | None = None  # the gate's attribute that weights are multiplied with
+    attention: str = "self_attn"
+    projection: str = "self_attn.o_proj"
     since: str = "5.17"  # the first transformers whose routers look like this
+    usual_order_since: str = "5.17"  # (logits, weights, indices); before, the other way round
 
-    def blocks(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Name and gate of every MoE layer, in the order of the model."""
-        for name, module in model.named_modules():
-            children = dict(module.named_children())
-            if self.gate in children and self.experts in children:
-                yield f"{name}.{self.gate}".lstrip("."), children[self.gate]
-
-    def record(self, output: tuple[Tensor, Tensor, Tensor]) -> Routing:
-        """What a gate returned, as a `Routing`: float32, slots sorted by weight, ties to the lower index."""
-        logits, weights, experts = output
-        if not logits.is_floating_point():  # granitemoe up to 5.17 returns them the other way round
-            logits, experts = experts, logits
-        logits, weights = logits.detach().flatten(0, -2).float(), weights.detach().flatten(0, -2).float()
-        experts = experts.detach().flatten(0, -2).long()
-        by_index = experts.argsort(dim=-1)
-        experts, weights = experts.gather(1, by_index), weights.gather(1, by_index)
-        order = weights.argsort(dim=-1, descending=True, stable=True)
-        gates = logits.softmax(-1) if self.gates == "softmax" else logits.sigmoid()
-        return Routing(logits, gates, experts.gather(1, order), weights.gather(1, order))
+    @property
+    def usual_order(self) -> bool:
+        return _installed() >= _version(self.usual_order_since)
 
 
-FAMILIES = {
+@dataclass(frozen=True)
+class DenseFamily:
+    """Where a layer's feed-forward network sits, and how its weights become an expert's.
+
+    The module `place` is replaced by the sparse layer, `bypassed` modules by nothing; `dropout` still acts on the output.
+    """
+
+    model_type: str
+    place: str
+    up: tuple[str, ...]  # stacked: gate first, where there is one
+    down: str
+    attention: str
+    projection: str
+    gated: bool
+    activation: str = "hidden_act"  # in the config
+    dropout: str | None = None
+    bypassed: tuple[str, ...] = ()
+    windowed: bool = False
+    since: str = "5.17"
+
+
+MOE_FAMILIES = {
     family.model_type: family
     for family in (
-        MoEFamily("mixtral", gate="gate"),
-        MoEFamily("olmoe", gate="gate"),
-        MoEFamily("qwen2_moe", gate="gate"),
-        MoEFamily("qwen3_moe", gate="gate"),
-        MoEFamily("deepseek_v3", gate="gate", gates="sigmoid"),
-        MoEFamily("glm4_moe", gate="gate", gates="sigmoid"),
-        MoEFamily("gpt_oss", gate="router"),
-        MoEFamily("phimoe", gate="router"),
-        MoEFamily("granitemoe", gate="router"),
+        MoEFamily("mixtral", gate="gate", rule=_renormalised),
+        MoEFamily("olmoe", gate="gate", rule=_as_configured),
+        MoEFamily("qwen2_moe", gate="gate", rule=_as_configured),
+        MoEFamily("qwen3_moe", gate="gate", rule=_as_configured),
+        MoEFamily("deepseek_v3", gate="gate", rule=GroupedSigmoid, scale="routed_scaling_factor"),
+        MoEFamily("glm4_moe", gate="gate", rule=GroupedSigmoid, scale="routed_scaling_factor"),
+        MoEFamily("gpt_oss", gate="router", rule=_renormalised, bias="bias"),
+        MoEFamily("phimoe", gate="router", rule=_sparse_mixer),
+        MoEFamily("granitemoe", gate="router", rule=_renormalised, block="block_sparse_moe", usual_order_since="5.18"),
+    )
+}
+
+_GATED = ("mlp.gate_proj", "mlp.up_proj")
+_ENCODER = {"place": "mlp", "up": ("mlp.fc1",), "down": "mlp.fc2", "gated": False}
+
+DENSE_FAMILIES = {
+    family.model_type: family
+    for family in (
+        DenseFamily("llama", "mlp", _GATED, "mlp.down_proj", "self_attn", "self_attn.o_proj", gated=True),
+        DenseFamily("qwen3", "mlp", _GATED, "mlp.down_proj", "self_attn", "self_attn.o_proj", gated=True),
+        DenseFamily("phi3", "mlp", ("mlp.gate_up_proj",), "mlp.down_proj", "self_attn", "self_attn.o_proj", gated=True),
+        DenseFamily(
+            "gpt2", "mlp", ("mlp.c_fc",), "mlp.c_proj", "attn", "attn.c_proj", False, "activation_function", "mlp.dropout"
+        ),
+        DenseFamily(
+            "bert",
+            "intermediate",
+            ("intermediate.dense",),
+            "output.dense",
+            "attention.self",
+            "attention.output.dense",
+            gated=False,
+            bypassed=("output.dense",),
+        ),
+        DenseFamily("vit", attention="attention", projection="attention.o_proj", **_ENCODER),
+        DenseFamily("swin", attention="attention", projection="attention.o_proj", windowed=True, **_ENCODER),
+        DenseFamily("siglip", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        DenseFamily("siglip_text_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        DenseFamily("siglip_vision_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
     )
 }
 
 
-def family_of(model: nn.Module) -> MoEFamily:
-    """The row for a Hugging Face model; a sentence about what is missing where there is none."""
+def layers_of(family: MoEFamily | DenseFamily, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of every transformer layer that has the family's parts, in the order of the model."""
+    if isinstance(family, MoEFamily):
+        wanted = [family.attention, f"{family.block}.{family.gate}", f"{family.block}.{family.experts}"]
+    else:
+        wanted = [family.attention, family.projection, *family.up, family.down]
+    for name, module in model.named_modules():
+        if all(find(module, path) is not None for path in wanted):
+            yield name, module
+
+
+def find(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule at `path`; None where there is none."""
+    current: nn.Module | None = module
+    for step in path.split("."):
+        current = None if current is None else current._modules.get(step)
+    return current
+
+
+def moe_family(model: nn.Module) -> MoEFamily:
+    """The row for an MoE model; a sentence about what is missing where there is none."""
+    family = MOE_FAMILIES.get(_model_type(model))
+    if family is None:
+        known = unknown("MoE family", _model_type(model), MOE_FAMILIES)
+        hint = " A dense model becomes an MoE with holdfast.sparsify." if _model_type(model) in DENSE_FAMILIES else ""
+        raise ValueError(f"{known}{hint or ' A new one is a row in holdfast/hub/families.py.'}")
+    return _checked(family)
+
+
+def dense_family(model: nn.Module) -> DenseFamily:
+    """The row for a dense model; a sentence about what is missing where there is none."""
+    family = DENSE_FAMILIES.get(_model_type(model))
+    if family is None:
+        known = unknown("dense family", _model_type(model), DENSE_FAMILIES)
+        hint = " An MoE changes its routers with holdfast.reroute." if _model_type(model) in MOE_FAMILIES else ""
+        raise ValueError(f"{known}{hint or ' A new one is a row in holdfast/hub/families.py.'}")
+    return _checked(family)
+
+
+def record(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Routing:
+    """What a family's gate returned, as a `Routing`: float32, slots sorted by weight, ties to the lower index."""
+    logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
+    logits, weights = logits.flatten(0, -2).float(), weights.flatten(0, -2).float()
+    experts = experts.flatten(0, -2).long()
+    by_index = experts.argsort(dim=-1)
+    experts, weights = experts.gather(1, by_index), weights.gather(1, by_index)
+    order = weights.argsort(dim=-1, descending=True, stable=True)
+    return Routing(logits, rule.gate(logits), experts.gather(1, order), weights.gather(1, order))
+
+
+def _model_type(model: nn.Module) -> str:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise ValueError(
             f"{type(model).__name__} is no Hugging Face model (it has no config.model_type) and holds no Router."
         )
-    if model_type not in FAMILIES:
-        raise ValueError(f"{unknown('MoE family', model_type, FAMILIES)} A new one is a row in holdfast/hub/families.py.")
-    family = FAMILIES[model_type]
-    _check_version(family)
+    return str(model_type)
+
+
+def _checked(family: Family) -> Family:
+    if _installed() < _version(family.since):
+        raise ValueError(f"{family.model_type} needs transformers {family.since} or later; this one is older.")
     return family
 
 
-def _check_version(family: MoEFamily) -> None:
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def _installed() -> tuple[int, ...]:
     import transformers
 
-    found = [int(part) for part in transformers.__version__.split(".")[:2]]
-    needed = [int(part) for part in family.since.split(".")[:2]]
-    if found < needed:
-        raise ValueError(
-            f"{family.model_type} needs transformers {family.since} or later; {transformers.__version__} is here."
-        )
-
-
-def padding_of(mask: object, sequences: int, length: int, start: int | None = None) -> Tensor | None:
-    """(B,N) bool, True where a token is real, from whatever a model was given as its attention mask; None if all are.
-
-    A 2-D mask may be longer than the tokens at hand: the earlier ones are in the cache. Of a 4-D mask the last query's row
-    tells which tokens are seen, `start` where those at hand begin in it. A dict holds a mask for each kind of attention.
-    """
-    if isinstance(mask, dict):
-        mask = next((value for value in mask.values() if isinstance(value, Tensor)), None)
-    if not isinstance(mask, Tensor):
-        return None
-    if mask.dim() == 2:
-        real = mask[:, -length:] != 0
-    elif mask.dim() == 4:
-        row = mask[:, 0, -1]
-        allowed = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
-        start = allowed.shape[-1] - length if start is None else start
-        real = allowed[:, start : start + length]
-    else:
-        raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
-    return real.expand(sequences, length)
+    return _version(transformers.__version__)

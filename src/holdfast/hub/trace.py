@@ -10,8 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from holdfast.hub.families import MoEFamily, family_of, padding_of
+from holdfast.hub.families import record
+from holdfast.hub.padding import padding_of
+from holdfast.hub.sites import is_moe, sites
 from holdfast.routing import Router, Routing
+from holdfast.routing.rules import Rule
 
 Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding)
 
@@ -45,11 +48,11 @@ def trace(model: nn.Module, *, each: Each | None = None) -> Iterator[Routes]:
     step is a forward. Only the last forward is kept. `each(layer, routing, padding)` is called instead of keeping anything:
     memory is then bounded by one layer.
     """
-    family, gates = _gates(model)
-    routes = Routes([name for name, _ in gates])
+    watched = _watched(model)
+    routes = Routes([name for name, _, _ in watched])
     handles = [model.register_forward_pre_hook(partial(_note_padding, routes), with_kwargs=True)]
-    for layer, (_, gate) in enumerate(gates):
-        handles.append(gate.register_forward_hook(partial(_record, routes, family, each, layer)))
+    for layer, (_, module, rule) in enumerate(watched):
+        handles.append(module.register_forward_hook(partial(_record, routes, rule, each, layer)))
     try:
         yield routes
     finally:
@@ -57,17 +60,21 @@ def trace(model: nn.Module, *, each: Each | None = None) -> Iterator[Routes]:
             handle.remove()
 
 
-def _gates(model: nn.Module) -> tuple[MoEFamily | None, list[tuple[str, nn.Module]]]:
-    own: list[tuple[str, nn.Module]] = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, Router)
-    ]
-    if own:
-        return None, own
-    family = family_of(model)
-    gates = list(family.blocks(model))
-    if not gates:
-        raise ValueError(f"this {family.model_type} model has no MoE layer: nothing to trace.")
-    return family, gates
+def _watched(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]]:
+    """Name, module and rule of what routes in each MoE layer: a Router of ours, or a family's gate with its rule."""
+    if not is_moe(model):
+        own = [(name, module, None) for name, module in model.named_modules() if isinstance(module, Router)]
+        if own:
+            return own
+    watched: list[tuple[str, nn.Module, Rule | None]] = []
+    for site in sites(model):
+        if site.family is None:
+            watched.append((f"{site.name}.router", site.block.get_submodule("router"), None))
+        elif site.router is not None:
+            watched.append((f"{site.name}.{site.family.gate}", site.router, None))
+        else:
+            watched.append((f"{site.name}.{site.family.gate}", site.gate, site.family.rule(site.gate)))
+    return watched
 
 
 def _note_padding(routes: Routes, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -85,18 +92,15 @@ def _note_padding(routes: Routes, model: nn.Module, arguments: tuple[Any, ...], 
 
 def _record(
     routes: Routes,
-    family: MoEFamily | None,
+    rule: Rule | None,
     each: Each | None,
     layer: int,
     gate: nn.Module,
     inputs: tuple[Any, ...],
     output: Any,
 ) -> None:
-    if family is not None:
-        routing = family.record(output)
-    else:
-        values = (output.logits, output.gates, output.experts, output.weights)
-        routing = Routing(*(value.detach() for value in values))
+    routing = output if rule is None else record(output, rule)
+    routing = Routing(*(value.detach() for value in (routing.logits, routing.gates, routing.experts, routing.weights)))
     if each is None:
         routes._last[layer] = routing
     else:

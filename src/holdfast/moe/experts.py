@@ -1,6 +1,8 @@
 """The experts: E feed-forward networks with fused weights in the Hugging Face layout, run without dropping a token."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -57,27 +59,16 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """`tokens (T,d)`, `experts (T,K)`, `weights (T,K)` to `(T,d)`; the sum over slots is taken in float32."""
         self._check(tokens, experts, weights)
+        up_bias = self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None
+        down_bias = self.down_proj_bias if self.has_bias else None
         up = self.get_parameter(self._up_name)
-        dtype = _compute_dtype(tokens, up)
-        plan = dispatch(experts, self.experts)
-        hidden = gather_mm(tokens.to(dtype), up.to(dtype), plan)
-        if self.has_bias:
-            hidden = _add_bias(hidden, self.get_parameter(f"{self._up_name}_bias").to(dtype), plan)
-        hidden = self._activate(hidden, plan)
-        weights = weights.float()
-        out = mm_combine(hidden, self.down_proj.to(dtype), weights, plan)
-        if self.has_bias:
-            out = out + _mixed_bias(experts, weights, self.down_proj_bias).to(dtype)
-        return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
+        return run_experts(tokens, experts, weights, up, self.down_proj, up_bias, down_bias, activate=self._activate)
 
     def _activate(self, hidden: Tensor, plan: Dispatch) -> Tensor:
         name = self.activation_name
-        if name is None and hidden.device.type != "cpu":
-            # A callable may have parameters, which must not learn from rows of nobody: those are uninitialised memory.
-            in_use = (torch.arange(hidden.shape[0], device=hidden.device) < plan.used).unsqueeze(1)
-            hidden = hidden.where(in_use, 0.0)
-            hidden = glu(hidden, plan.used, name, self.activation) if self.gated else self.activation(hidden)
-            return hidden.where(in_use, 0.0)
+        if name is None:
+            gated = partial(glu, used=plan.used, name=None, activation=self.activation)
+            return activate_used(hidden, plan, gated if self.gated else self.activation)
         return glu(hidden, plan.used, name, self.activation) if self.gated else self.activation(hidden)
 
     def _check(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> None:
@@ -100,6 +91,42 @@ class Experts(nn.Module):
         kind = "gated" if self.gated else "plain"
         name = self.activation_name or getattr(self.activation, "__name__", repr(self.activation))
         return f"dim={self.dim}, hidden={self.hidden}, experts={self.experts}, {kind}, {name}, bias={self.has_bias}"
+
+
+def run_experts(
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activate: Callable[[Tensor, Dispatch], Tensor],
+) -> Tensor:
+    """`tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; an index of E is nobody."""
+    dtype = _compute_dtype(tokens, up)
+    plan = dispatch(experts, up.shape[0])
+    hidden = gather_mm(tokens.to(dtype), up.to(dtype), plan)
+    if up_bias is not None:
+        hidden = _add_bias(hidden, up_bias.to(dtype), plan)
+    hidden = activate(hidden, plan)
+    weights = weights.float()
+    out = mm_combine(hidden, down.to(dtype), weights, plan)
+    if down_bias is not None:
+        out = out + _mixed_bias(experts, weights, down_bias).to(dtype)
+    return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
+
+
+def activate_used(hidden: Tensor, plan: Dispatch, activation: Activation) -> Tensor:
+    """An activation we do not know: it may have parameters, which must not learn from rows of nobody.
+
+    On a GPU those are uninitialised memory; on a CPU there are none.
+    """
+    if hidden.device.type == "cpu":
+        return activation(hidden)
+    in_use = (torch.arange(hidden.shape[0], device=hidden.device) < plan.used).unsqueeze(1)
+    return activation(hidden.where(in_use, 0.0)).where(in_use, 0.0)
 
 
 def _compute_dtype(tokens: Tensor, weight: Tensor) -> torch.dtype:

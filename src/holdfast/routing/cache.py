@@ -22,6 +22,11 @@ class RouterCache:
         """How many tokens have left a row under `name`."""
         return self._rows[name].shape[1] if name in self._rows else 0
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens have left rows here."""
+        return max((rows.shape[1] for rows in self._rows.values()), default=0)
+
     def reorder(self, sequences: Tensor) -> None:
         """Beam search: sequence i continues what sequence `sequences[i]` was. Also selects a part of the batch."""
         self._map(lambda rows: rows.index_select(0, sequences.to(rows.device)))

@@ -34,6 +34,7 @@ class Clustered(Score, StatefulPart):
     clusters    how many experts the previous layer has, if another number than this one
     """
 
+    reads = ("previous",)
     spreads: Tensor
 
     def __init__(

@@ -37,6 +37,7 @@ class ExpertGraph(Informer, StatefulPart):
     """
 
     side = "expert"
+    entering = {"init": "identity"}  # a zero graph would silence a layer that works
     graph: Tensor
 
     def __init__(

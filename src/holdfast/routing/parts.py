@@ -6,7 +6,7 @@ tokens (B,N,d) -> logits (B,N,E) -> gates (B,N,E) -> experts, weights (B,N,K)
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ class Part(nn.Module, ABC):
 
     traits: Traits = Traits()
     coefficients: tuple[str, ...] = ()  # the loss coefficients it carries, by attribute name
+    reads: tuple[str, ...] = ()  # the fields of a Context it needs beyond causal, padding and cache
+    entering: Mapping[str, Any] = {}  # defaults with which it enters a pretrained model, so as to start from its outputs
 
     def progress(self, fraction: float) -> None:
         """Training has come this far, from 0 to 1."""
@@ -109,6 +111,7 @@ class Scores:
     logits: Tensor  # (B,N,E); after an informer, log(max(gates, tiny))
     gates: Tensor  # (B,N,E), non-negative
     informed: bool
+    raw: Tensor | None = None  # (B,N,E), the logits as scored
 
     @property
     def key(self) -> Tensor:
@@ -116,8 +119,8 @@ class Scores:
         return self.gates if self.informed else self.logits
 
     @classmethod
-    def from_gates(cls, gates: Tensor) -> "Scores":
-        return cls(logits=gates.clamp_min(TINY).log(), gates=gates, informed=True)
+    def from_gates(cls, gates: Tensor, raw: Tensor | None = None) -> "Scores":
+        return cls(logits=gates.clamp_min(TINY).log(), gates=gates, informed=True, raw=raw)
 
 
 class Selection(NamedTuple):
@@ -131,6 +134,11 @@ class Selection(NamedTuple):
 
 class Selector(Part):
     """Scores to experts and weights (abstract)."""
+
+    @property
+    def ragged(self) -> bool:
+        """May it leave slots unused? Experts functions that are not ours do not all survive the sentinel."""
+        return True
 
     def gate(self, logits: Tensor) -> Tensor:
         """The distribution that informers act on and selection reads."""

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.routing.parts import Informer, Part, Score, Selector
+from holdfast.routing.parts import Informer, LinearScore, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
+from holdfast.routing.rules import Rule
 from holdfast.routing.selection import check_k
 from holdfast.suggest import unknown
 
@@ -20,7 +21,7 @@ SLOTS: dict[str, type[Part]] = {
     "select": Selector,
 }
 DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
-GIVEN = ("dim", "experts", "k", "base")  # what every part may ask for; all else is an option
+GIVEN = ("dim", "experts", "k", "base", "rule")  # what every part may ask for; all else is an option
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,17 @@ class Preset:
         for slot in self.claims:
             if slot not in SLOTS:
                 raise ValueError(unknown("slot", slot, SLOTS))
+
+
+@dataclass(frozen=True)
+class Host:
+    """The model that a router enters: what it brings along, so that the router starts from what the model does."""
+
+    pretrained: bool = False  # parts start with the defaults they declare under `entering`
+    score: LinearScore | None = None  # the model's own scores, where no name claims that slot
+    rule: Rule | None = None  # the model's own convention, unless a name or an option says how to weigh
+    scale: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)  # what only the model knows (heads, depth, ...), for parts that ask
 
 
 class Registry:
@@ -91,8 +103,10 @@ class Registry:
         losses: LossTerms | None = None,
         layer: str = "router",
         check_finite: bool = True,
+        host: Host | None = None,
         **options: Any,
     ) -> Router:
+        host = host or Host()
         presets = self.parse(name)
         parts = DEFAULT_PARTS | _claims(presets)
         defaults: dict[str, Any] = {"k": 2}
@@ -106,10 +120,18 @@ class Registry:
         for option in options:
             if option not in known:
                 raise ValueError(f"{unknown('option', option, known)[:-1]} for router {name!r}.")
-        values = given | defaults | options
+        if host.pretrained:
+            for part in classes.values():
+                defaults |= part.entering
+        brought = {option: value for option, value in host.options.items() if option in known}
+        values = given | defaults | brought | options
+        if host.rule is not None and "weights" not in options and not _weighs(presets):
+            values["rule"] = host.rule
         built: dict[str, Any] = {}
+        if host.score is not None and "score" not in _claims(presets):
+            built["score"] = host.score
         for slot in SLOTS:
-            if slot in classes:
+            if slot in classes and slot not in built:
                 base = {"base": built["score"]} if slot == "cluster" else {}
                 built[slot] = _construct(classes[slot], values | base, name)
         return Router(
@@ -119,7 +141,13 @@ class Registry:
             losses=losses,
             layer=layer,
             check_finite=check_finite,
+            scale=host.scale,
         )
+
+
+def _weighs(presets: list[Preset]) -> bool:
+    """Does a name say itself how chosen experts are weighted?"""
+    return any("select" in preset.claims and "weights" in preset.defaults for preset in presets)
 
 
 def _last_slot(preset: Preset) -> int:

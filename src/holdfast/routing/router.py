@@ -21,6 +21,7 @@ class Router(nn.Module):
     losses          what to add to `Routing.losses` in training, for example `holdfast.Losses(balance=0.01)`
     layer           its place in the model, for error messages
     check_finite    in training, NaN or infinite scores are an error; False lets them through
+    scale           what weights are multiplied with, where experts were trained so
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Router(nn.Module):
         losses: LossTerms | None = None,
         layer: str = "router",
         check_finite: bool = True,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         if select is None:
@@ -41,7 +43,7 @@ class Router(nn.Module):
             if count > 1:
                 raise ValueError(f"{count} informers on the {side} side; a Router takes at most one a side.")
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
-        self.losses, self.check_finite = losses, check_finite
+        self.losses, self.check_finite, self.scale = losses, check_finite, scale
         self._layer = layer
         self.register_buffer("_name", encode_name(layer), persistent=False)
 
@@ -86,6 +88,11 @@ class Router(nn.Module):
             combined = combined & part.traits
         return combined
 
+    @property
+    def reads(self) -> set[str]:
+        """The fields of a Context that its parts need beyond causal, padding and cache."""
+        return {field for part in self.parts for field in part.reads}
+
     def progress(self, fraction: float) -> None:
         """Training has come this far, from 0 to 1: annealing and growing parts move along."""
         if not 0 <= fraction <= 1:
@@ -109,13 +116,16 @@ class Router(nn.Module):
             gates = self.select.gate(logits)
             for informer in self.informers:
                 gates = informer(gates, logits, tokens, context)
-            scores = Scores.from_gates(gates) if self.informers else Scores(logits, gates, informed=False)
+            scores = (
+                Scores.from_gates(gates, logits) if self.informers else Scores(logits, gates, informed=False, raw=logits)
+            )
             selected = self.select(scores, tokens, context)
+            weights = selected.weights if self.scale == 1 else selected.weights * self.scale
             routing = Routing(
                 logits=logits.flatten(0, 1),
                 gates=selected.gates.flatten(0, 1),
                 experts=selected.experts.flatten(0, 1),
-                weights=selected.weights.flatten(0, 1),
+                weights=weights.flatten(0, 1),
                 losses=dict(selected.losses),
             )
             if self.training and self.losses is not None:

@@ -9,6 +9,7 @@ from holdfast.ops.topk import top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Rule, Softmax, by_weight
 from holdfast.routing.state import StatefulPart, sum_over_ranks
 from holdfast.suggest import unknown
 
@@ -24,6 +25,7 @@ class TopK(Selector):
     noise      None, "gaussian" (Shazeer et al. 2017; `noise_std=None` learns it) or "gumbel" (with `noise_temperature`):
                in training, selection and weights read the noisy logits
     k_final    k grows from `k` to it (or to "all" experts) in training (SMoE-dropout); `progress(fraction)` moves it
+    rule       the convention of the model it enters, instead of `weights`
     """
 
     active: Tensor
@@ -39,6 +41,7 @@ class TopK(Selector):
         noise_std: float | None = None,
         noise_temperature: float = 1.0,
         k_final: int | Literal["all"] | None = None,
+        rule: Rule | None = None,
     ) -> None:
         super().__init__()
         check_k(k, experts)
@@ -50,6 +53,7 @@ class TopK(Selector):
         if noise != "gaussian" and noise_std is not None:
             raise ValueError(f"noise_std is {noise_std}, but the noise is {noise}; add noise='gaussian'.")
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
+        self.rule = rule or Softmax(renormalise=weights == "softmax")
         self.noise: nn.Module | None = None
         if noise == "gaussian":
             self.noise = GaussianNoise(dim, experts, std=noise_std)
@@ -59,6 +63,13 @@ class TopK(Selector):
             check_k(k_final, experts, "k_final")
             # A tensor, so that it is saved with the model and a change neither recompiles nor stalls.
             self.register_buffer("active", torch.tensor(k))
+
+    def gate(self, logits: Tensor) -> Tensor:
+        return self.rule.gate(logits)
+
+    @property
+    def ragged(self) -> bool:
+        return self.k_final is not None
 
     @property
     def slots(self) -> int:
@@ -71,25 +82,20 @@ class TopK(Selector):
     def _disturbed(self, scores: Scores, noisy: Tensor) -> Scores:
         """The scores after noise. It moves informed gates about and keeps their sum, which need not be 1 and may be 0."""
         if not scores.informed:
-            return Scores(noisy, self.gate(noisy), informed=False)
-        return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * self.gate(noisy))
+            return Scores(noisy, self.gate(noisy), informed=False, raw=noisy)
+        return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * torch.softmax(noisy, dim=-1), scores.raw)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         if self.training and self.noise is not None:
             scores = self._disturbed(scores, self.noise(scores.logits, tokens))
-        experts = top(scores.key, self.slots)
-        gates = scores.gates.gather(-1, experts)
-        logits = scores.logits.gather(-1, experts)
+        experts = top(self.rule.ranks(scores), self.slots)
+        in_use = torch.ones_like(experts, dtype=torch.bool)
         if self.k_final is not None:
-            in_use = torch.arange(self.slots, device=experts.device) < self.active
-            gates, logits = gates.where(in_use, 0.0), logits.where(in_use, -torch.inf)
-            experts = experts.where(in_use, self.experts)
-        if self.weights == "switch":
-            weights = gates
-        elif scores.informed:  # gates may all be 0, and then so are the weights; a softmax of logarithms would not be
-            weights = shares(gates)
-        else:
-            weights = torch.softmax(logits, dim=-1)
+            in_use = (torch.arange(self.slots, device=experts.device) < self.active).expand_as(experts)
+        weights = self.rule.weigh(scores, experts, in_use, None, self.slots)
+        experts = experts.where(in_use, self.experts)
+        if not self.rule.ordered:
+            experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, {})
 
 

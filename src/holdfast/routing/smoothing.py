@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from holdfast.ops.order import smallest
 from holdfast.ops.topk import top
-from holdfast.routing.parts import TINY, Scores, Selection, Selector, shares
+from holdfast.routing.parts import TINY, Scores, Selection, Selector
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Rule, Softmax, by_weight
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, sum_over_ranks
 from holdfast.suggest import unknown
@@ -34,10 +35,12 @@ class SmoothTopK(Selector, StatefulPart):
                 experts is the budget. "loss" (the paper's): eps = softplus(eta) is learned, and a boundary loss
                 alpha eps (active - k - budget) steers it; from eta = -9 that takes tens of thousands of steps
     anneal      the budget stays for half of training, goes to 0 over a quarter, and evaluation is hard top-k
-    eps         a starting width, for a model that is not trained further
+    eps         a starting width, for a model that is not trained further; None is a narrow strip, as the rule has it
     inference   "smooth" or "hard"
+    rule        the convention of the model it enters; None is the paper's, a softmax over the slots in use
     """
 
+    entering = {"eps": None}  # open from the start: a model need not be trained further
     width: Tensor
     seen: Tensor
     budget_now: Tensor
@@ -51,8 +54,9 @@ class SmoothTopK(Selector, StatefulPart):
         control: Literal["quantile", "loss"] = "quantile",
         alpha: float = 1.0,
         anneal: bool = False,
-        eps: float = 0.0,
+        eps: float | None = 0.0,
         inference: Literal["smooth", "hard"] = "smooth",
+        rule: Rule | None = None,
     ) -> None:
         super().__init__()
         check_k(k, experts)
@@ -62,6 +66,8 @@ class SmoothTopK(Selector, StatefulPart):
             raise ValueError(unknown("inference", inference, ("smooth", "hard")))
         if not budget >= 0:
             raise ValueError(f"budget is {budget}; a number of extra experts cannot be negative.")
+        self.rule = rule or Softmax(renormalise=True)
+        eps = self.rule.strip if eps is None else eps
         if not eps >= 0:
             raise ValueError(f"eps is {eps}; the width of the strip cannot be negative.")
         if not alpha > 0:
@@ -75,6 +81,9 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
         start = ETA_START if eps == 0 else math.log(math.expm1(eps))
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
+
+    def gate(self, logits: Tensor) -> Tensor:
+        return self.rule.gate(logits)
 
     def progress(self, fraction: float) -> None:
         if self.anneal:
@@ -94,22 +103,22 @@ class SmoothTopK(Selector, StatefulPart):
         return eps.where(self.budget_now > 0, 0.0)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
-        experts = top(scores.key, self.experts)
-        logits = scores.logits.gather(-1, experts)
-        gaps = (logits[..., self.k - 1 : self.k] - logits).detach()  # c - logit, of the expert in each slot
+        experts = top(self.rule.ranks(scores), self.experts)
+        levels = self.rule.levels(scores).gather(-1, experts)
+        gaps = (levels[..., self.k - 1 : self.k] - levels).detach()  # c - logit, of the expert in each slot
         core = torch.arange(self.experts, device=experts.device) < self.k
         eps = self.eps()
         fade, in_strip = fading(gaps, eps)
         in_use = core | in_strip
         fade = fade.where(~core, 0.0)
+        weights = self.rule.weigh(scores, experts, in_use, fade, self.k)
         if scores.informed:
-            gates = scores.gates.gather(-1, experts)
-            weights = shares((gates * fade.exp()).where(in_use, 0.0))
-            in_use = core | (in_use & (gates > 0))
-        else:
-            weights = torch.softmax((logits + fade).where(in_use, -torch.inf), dim=-1)
+            in_use = core | (in_use & (scores.gates.gather(-1, experts) > 0))
         losses = self._learn(gaps, core, in_use, eps, context.real_or_all(tokens)) if self.training else {}
-        return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, losses)
+        experts = experts.where(in_use, self.experts)
+        if not self.rule.ordered:
+            experts, weights = by_weight(experts, weights)
+        return Selection(experts, weights, scores.gates, losses)
 
     def _learn(self, gaps: Tensor, core: Tensor, in_use: Tensor, eps: Tensor, real: Tensor) -> dict[str, Tensor]:
         """The boundary loss, or the batch's quantile for the running width."""
@@ -119,7 +128,7 @@ class SmoothTopK(Selector, StatefulPart):
             return {"boundary": self.alpha * eps * (active - (self.k + self.budget_now)).detach()}
         tokens = sum_over_ranks(count)
         allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use
-        outside = (~core) & real.unsqueeze(-1)
+        outside = (~core) & real.unsqueeze(-1) & gaps.isfinite()  # a rule may forbid experts
         most = sum_over_ranks(outside.sum())
         ranks = torch.stack([allowed - 1, allowed]).minimum(most - 1).clamp_min(0)
         lower, upper = smallest(gaps, outside, ranks, sum_over_ranks)

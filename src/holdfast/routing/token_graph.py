@@ -30,6 +30,7 @@ class Similarity(Informer):
     """
 
     side = "token"
+    reads = ("attention",)
 
     def __init__(
         self, dim: int, *, tau: float = 1.0, rank: int | None = None, causal: bool = True, strength: float = 1.0
@@ -52,6 +53,8 @@ class Similarity(Informer):
         if context.cache is not None:
             gates, keys = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", keys)
             real = context.cache.extend("similarity.real", context.real_or_all(tokens))
+            if context.attention is not None:
+                keys, gates, real = (_latest(rows, context.attention) for rows in (keys, gates, real))
         causal, mask = (context.causal, mask) if self.causal else (False, None)
         mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask)
         return _blend(own, mixed, self.strength)
@@ -71,6 +74,7 @@ class AttentionPosterior(Informer, StatefulPart):
     """
 
     side = "token"
+    reads = ("attention",)
     traits = Traits(sequence_aware=True)
     entropy: Tensor
     seen: Tensor
@@ -102,6 +106,7 @@ class AttentionPosterior(Informer, StatefulPart):
         if context.cache is not None:
             gates = context.cache.extend("attention.gates", gates)
             real = context.cache.extend("attention.real", context.real_or_all(tokens))
+            gates, real = _latest(gates, attention), _latest(real, attention)
         mixed = softmax_mix(query, keys, gates, scale=1.0, causal=context.causal, real=real, mask=mask)
         if self.training:
             self._stage_entropies(attention, tokens, context)
@@ -128,7 +133,7 @@ class AttentionPosterior(Informer, StatefulPart):
         weight = attention.projection.weight.unflatten(1, (self.heads, -1)).index_select(1, head).squeeze(1)
         weight = self.heads * weight.float()  # (d, D_v)
         seen_by_head = linear_float32(attention.output, weight.t())  # u_i . o_j = (W^T u_i) . v_j, and the bias cancels
-        norms = self._norms(value, weight, attention.projection.bias, context)
+        norms = self._norms(value, weight, attention.projection.bias, query.shape[1], context)
         ones = torch.ones_like(query[..., :1])
         variance = self.sigma**2
         return (
@@ -136,13 +141,13 @@ class AttentionPosterior(Informer, StatefulPart):
             torch.cat([key, value, -norms / (2 * variance)], dim=-1),
         )
 
-    def _norms(self, value: Tensor, weight: Tensor, bias: Tensor | None, context: Context) -> Tensor:
+    def _norms(self, value: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, context: Context) -> Tensor:
         """|o_j|^2 (B,M,1) of every token, the earlier ones from the cache."""
-        past = 0 if context.cache is None else context.cache.length("attention.norms")
-        outputs = linear_float32(value[:, past:], weight)
+        new = value.shape[1] if context.cache is None else tokens
+        outputs = linear_float32(value[:, value.shape[1] - new :], weight)
         outputs = outputs if bias is None else outputs + bias.float()
         norms = outputs.square().sum(-1, keepdim=True)
-        return norms if context.cache is None else context.cache.extend("attention.norms", norms)
+        return norms if context.cache is None else context.cache.extend("attention.norms", norms)[:, -value.shape[1] :]
 
     def _stage_entropies(self, attention: Attention, tokens: Tensor, context: Context) -> None:
         counts, totals = context.real_or_all(tokens), []
@@ -166,6 +171,11 @@ def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
 def _check_strength(strength: float) -> None:
     if not 0 <= strength <= 1:
         raise ValueError(f"strength is {strength}; it must be between 0 (a plain router) and 1.")
+
+
+def _latest(rows: Tensor, attention: Attention) -> Tensor:
+    """Those of the cached rows whose keys attention still has: a sliding window drops the earliest."""
+    return rows[:, -attention.key.shape[2] :]
 
 
 def _scale(attention: Attention) -> float:

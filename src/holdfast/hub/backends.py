@@ -1,0 +1,95 @@
+"""Our functions in transformers' own tables of attention and experts functions, and how single modules are pointed at them.
+
+A module finds its function by a name in its config. A module of ours gets a view of the config in which that one name is
+different: the model's config stays as it is, with its masks, its file and what the user sets in it later.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from holdfast.moe.experts import activate_used, run_experts
+
+NAME = "holdfast"
+ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"
+
+
+class ConfigView:
+    """A config in which one name is different."""
+
+    def __init__(self, config: Any, attribute: str) -> None:
+        self.__dict__.update(config=config, attribute=attribute, value=NAME)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying asks for these before there is a config
+            raise AttributeError(name)
+        own = self.__dict__
+        return own["value"] if own["value"] is not None and name == own["attribute"] else getattr(own["config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["config"], name, value)
+
+    @contextmanager
+    def as_it_is(self) -> Iterator[Any]:
+        """Inside the `with`, the config without the difference: a native function looks up its own name there."""
+        self.__dict__["value"] = None
+        try:
+            yield self.__dict__["config"]
+        finally:
+            self.__dict__["value"] = NAME
+
+
+def point(module: nn.Module, attribute: str) -> None:
+    """Make `module` find our function under `attribute` of its config."""
+    _register()
+    if not isinstance(module.config, ConfigView):
+        module.config = ConfigView(module.config, attribute)
+
+
+def unpoint(module: nn.Module) -> None:
+    if isinstance(module.config, ConfigView):
+        module.config = module.config.__dict__["config"]
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _overheard_attention)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+
+
+def _overheard_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> Any:
+    """The model's own attention function; the MoE layer behind it hears what went in."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with module.config.as_it_is() as config:
+        eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+        native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(config, ATTENTION), eager)
+        result = native(module, query, key, value, attention_mask, **options)
+    module.listener.hear(query, key, value, attention_mask, options.get("scaling"))  # type: ignore[operator, union-attr]
+    return result
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """A family's experts for routers that leave slots unused: transformers' own functions do not all survive the sentinel."""
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    up, down = getattr(module, up_name), module.down_proj
+    if module.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    activation = module._apply_gate if module.has_gate else module.act_fn
+    return run_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        up,
+        down,
+        getattr(module, f"{up_name}_bias") if module.has_bias else None,
+        module.down_proj_bias if module.has_bias else None,
+        activate=lambda hidden, plan: activate_used(hidden, plan, activation),
+    )

@@ -1,0 +1,69 @@
+"""Models and configs that know they were changed: saving writes what was changed, loading repeats it before the weights come.
+
+Both keep their class's name and stay instances of it. The file says `"model_type": "holdfast"`, so that a loader which does not
+know us fails, rather than make up new weights for what it does not find.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from holdfast.hub.manifest import write_manifest
+from holdfast.hub.specs import read
+
+MODEL_TYPE = "holdfast"
+
+
+class ChangedConfig:
+    """Mixed into the class of a changed model's config."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        written: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        return {**written, "model_type": MODEL_TYPE}
+
+
+class ChangedModel:
+    """Mixed into the class of a changed model."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        """From a config that describes changes: the model with them, without their weights (`load`)."""
+        from holdfast.hub.surgery import repeat
+
+        super().__init__(config, *arguments, **options)
+        assert isinstance(self, nn.Module)
+        repeat(self, read(config.holdfast))
+
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        # Under the names they have here, not those of the original checkpoint: a Trainer resumes by these.
+        options.setdefault("save_original_format", False)
+        super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
+        if options.get("is_main_process", True):
+            write_manifest(Path(save_directory))
+
+
+@lru_cache(maxsize=None)
+def changed(kind: type, mixin: type) -> type:
+    """The subclass of `kind` that knows."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:
+    """From now on `model.save_pretrained` writes the description too."""
+    config: Any = model.config
+    config.holdfast = description
+    if not isinstance(config, ChangedConfig):
+        config.__class__ = changed(type(config), ChangedConfig)
+    if not isinstance(model, ChangedModel):
+        model.__class__ = changed(type(model), ChangedModel)
+
+
+def saves_plainly(model: nn.Module) -> None:
+    """The model's own class again."""
+    config: Any = model.config
+    if isinstance(config, ChangedConfig):
+        config.__class__ = type(config).__mro__[2]
+        del config.holdfast
+    if isinstance(model, ChangedModel):
+        model.__class__ = type(model).__mro__[2]

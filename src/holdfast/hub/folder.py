@@ -1,0 +1,137 @@
+"""Folders: a Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from holdfast.hub.changed import MODEL_TYPE, ChangedConfig, ChangedModel, changed
+from holdfast.hub.manifest import check_manifest
+from holdfast.moe import name_layers
+
+FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched from a hub: no code, no pickles
+
+
+def save(model: Any, path: str | os.PathLike[str], *, tokenizer: Any = None, force: bool = False) -> Path:
+    """Write the model, its routers and their state (and a tokenizer or processor) to a folder, whole or not at all.
+
+    A folder that is there already is replaced only with `force`.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; give a folder.")
+    if target.is_dir() and any(target.iterdir()) and not force:
+        raise ValueError(f"{target} exists and is not empty; choose another folder, or force=True to replace it.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        model.save_pretrained(scratch / "new")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch / "new")
+        if target.exists():
+            target.rename(scratch / "old")
+        (scratch / "new").rename(target)
+    finally:
+        if (scratch / "old").exists() and not target.exists():
+            (scratch / "old").rename(target)
+        shutil.rmtree(scratch)
+    return target
+
+
+def load(path: str | os.PathLike[str], **options: Any) -> Any:
+    """A model from a folder that `save` or a Trainer wrote, from a plain Hugging Face folder, or from a hub.
+
+    No code from the folder is run, and only safetensors are read. `options` are those of `from_pretrained` (dtype,
+    device_map, attn_implementation, ...).
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = _fetched(str(path))
+    written = _read_config(folder)
+    description = written.get("holdfast")
+    if (written.get("model_type") == MODEL_TYPE) != (description is not None):
+        raise ValueError(f"{folder}: its config does not say whether Holdfast wrote it; it was changed.")
+    if description is not None:
+        check_manifest(folder)
+    config = _config(folder, written)
+    kind = _model_class(folder, config)
+    if description is not None:
+        kind = changed(kind, ChangedModel)
+        config.__class__ = changed(type(config), ChangedConfig)
+    model = _from_pretrained(kind, folder, config, options)
+    name_layers(model)
+    return model
+
+
+def _fetched(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
+        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        raise ValueError(f"{name} is no folder here, and no model of that name could be fetched from the hub ({reason}).") from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        written = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no config.json: it is no model folder, or not complete.") from None
+    except (OSError, ValueError):
+        raise ValueError(f"{folder / 'config.json'} cannot be read: the folder is damaged.") from None
+    if not isinstance(written, dict):
+        raise ValueError(f"{folder / 'config.json'} does not describe a model.")
+    return written
+
+
+def _config(folder: Path, written: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    description = written.get("holdfast")
+    own_type = description.get("model_type") if isinstance(description, dict) else written.get("model_type")
+    if own_type not in CONFIG_MAPPING:
+        raise ValueError(f"{folder}: this transformers knows no model of type {own_type!r}.")
+    values = {**written, "model_type": own_type}
+    values.pop("auto_map", None)  # code of the folder's own
+    try:
+        return CONFIG_MAPPING[own_type].from_dict(values)
+    except Exception as problem:  # a config's own checks raise what they like
+        raise ValueError(f"{folder / 'config.json'} does not fit {own_type}: {_first_line(problem)}") from None
+
+
+def _model_class(folder: Path, config: Any) -> Any:
+    import transformers
+
+    names = config.architectures or []
+    kind = getattr(transformers, str(names[0]), None) if names else None
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(f"{folder}: its config names no model class of transformers (architectures: {names}).")
+    if kind.config_class is not None and not isinstance(config, kind.config_class):
+        raise ValueError(f"{folder}: its config is for {config.model_type}, but its model class is {names[0]}.")
+    return kind
+
+
+def _from_pretrained(kind: Any, folder: Path, config: Any, options: dict[str, Any]) -> Any:
+    from safetensors import SafetensorError
+
+    settings = {"dtype": "auto", **options, "output_loading_info": True, "use_safetensors": True}
+    try:
+        model, found = kind.from_pretrained(folder, config=config, **settings)
+    except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as problem:
+        raise ValueError(f"{folder} cannot be loaded: {_first_line(problem)}") from None
+    for problem, what in (("missing_keys", "lacks"), ("unexpected_keys", "has too many"), ("mismatched_keys", "has in other shapes")):
+        if found.get(problem):
+            names = sorted(str(name) for name in found[problem])
+            raise ValueError(f"{folder} {what} weights ({len(names)}, the first is {names[0]}): it does not fit its config.")
+    return model
+
+
+def _first_line(problem: Exception) -> str:
+    text = str(problem).strip() or type(problem).__name__
+    return text.splitlines()[0]

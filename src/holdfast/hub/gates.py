@@ -1,0 +1,70 @@
+"""A family's gate with a router of ours inside.
+
+The gate stays the object it was, with its weights under their names, and an instance of its class, so that transformers still
+records its logits; only its class is now a subclass whose forward asks the router.
+"""
+
+import types
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from holdfast.hub.families import record
+from holdfast.routing import Router
+from holdfast.routing.rules import Rule
+
+
+class ReroutedGate:
+    """Mixed into the class of a family's gate. Without a router it is the family's own rule, observed."""
+
+    holdfast: Router | None
+    surroundings: Any  # set by `wire`
+    rule: Rule
+    losses: Any
+    training: bool
+    usual_order: bool  # (logits, weights, indices)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        surroundings = self.surroundings
+        tokens = surroundings.tokens(hidden_states)
+        context = surroundings.context(tokens, self.training)
+        if self.holdfast is None:
+            output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states)  # type: ignore[misc]
+            if surroundings.is_read or (self.training and self.losses is not None):
+                routing = record(output, self.rule)
+                if self.training and self.losses is not None:
+                    object.__setattr__(routing, "losses", self.losses(routing, context.padding))
+                surroundings.leave(tokens, routing)
+            return output
+        routing = self.holdfast(tokens, context)
+        surroundings.leave(tokens, routing)
+        output = (routing.logits, routing.weights, routing.experts)
+        return output if self.usual_order else output[::-1]
+
+
+@lru_cache(maxsize=None)
+def _rerouted(kind: type) -> type:
+    return type(kind.__name__, (ReroutedGate, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def install(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
+    """Put a router into a family's gate; None is the family's own rule."""
+    if not isinstance(gate, ReroutedGate):
+        _become(gate, _rerouted(type(gate)))
+    gate.holdfast, gate.rule, gate.losses, gate.usual_order = router, rule, losses, usual_order  # type: ignore[assignment]
+
+
+def uninstall(gate: nn.Module) -> None:
+    """The gate as it was."""
+    if isinstance(gate, ReroutedGate):
+        _become(gate, type(gate).__mro__[2])
+        for name in ("holdfast", "rule", "losses", "surroundings", "usual_order"):
+            if hasattr(gate, name):
+                delattr(gate, name)
+
+
+def _become(gate: nn.Module, kind: type) -> None:
+    gate.__class__ = kind
+    if "_old_forward" in gate.__dict__:  # accelerate has put a function of its own before the class's: it calls this one
+        gate._old_forward = types.MethodType(kind.forward, gate)  # type: ignore[attr-defined, assignment]

@@ -1,0 +1,53 @@
+"""Checksums of a folder's weights, so that a file that was cut short or changed is noticed before it is believed."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+NAME = "holdfast.json"
+FORMAT = 1
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the checksums of the weights in `folder` and of what its config says about routers."""
+    content = {"format": FORMAT, "description": _description(folder), "weights": _weights(folder)}
+    partial = folder / f".{NAME}.{os.getpid()}"
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(folder / NAME)
+
+
+def check_manifest(folder: Path) -> None:
+    """Refuse a folder whose weights or description are not those that were written."""
+    try:
+        content = json.loads((folder / NAME).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {NAME}: it is not complete, or was not written by Holdfast.") from None
+    except (OSError, ValueError):
+        raise ValueError(f"{folder / NAME} cannot be read: the folder is damaged.") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("weights"), dict):
+        raise ValueError(f"{folder / NAME} is in a format that this Holdfast does not read.")
+    for name in content["weights"]:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{folder} lacks {name}, which its {NAME} lists: the folder is not complete.")
+    found = _weights(folder)
+    for name in sorted(found.keys() | content["weights"].keys()):
+        if found.get(name) != content["weights"].get(name):
+            raise ValueError(f"{folder / name} is not the file that was saved (its checksum differs): it is damaged or changed.")
+    if _description(folder) != content.get("description"):
+        raise ValueError(f"{folder / 'config.json'} describes other routers than were saved: it was changed.")
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    return {file.name: _sha256(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _description(folder: Path) -> str:
+    config: Any = json.loads((folder / "config.json").read_text())
+    return hashlib.sha256(json.dumps(config.get("holdfast"), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,141 @@
+"""Change the routers of a model that has experts, and change them back."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.hub.gates import uninstall
+from holdfast.hub.layers import Layers, choose
+from holdfast.hub.sites import Site, sites
+from holdfast.hub.sparse import SparseLayer
+from holdfast.hub.specs import NATIVE, LayerSpec
+from holdfast.hub.surgery import build_all, place_router, site_by_name
+from holdfast.hub.wiring import specs_of, wire, wiring
+from holdfast.losses import Losses
+
+
+def reroute(
+    model: Any, router: str, *, k: int | None = None, layers: Layers = "all", losses: Losses | None = None, **options: Any
+) -> Any:
+    """Give an MoE model another router, in place; its weights stay, and the router starts from the checkpoint's own scores.
+
+    router      a name of `holdfast.routers()`, or several joined by +; "native" is the family's own rule, bit for bit
+    k           experts a token; None is the model's own number
+    layers      "all", "alternate", "last:n" or indices, among the MoE layers
+    losses      what routers add to `outputs.loss` in training. None takes over the balance loss of a model that trains with
+                one (`config.output_router_logits`), computed from the real selections
+    options     of the router
+
+    Where no name claims the scores, they are the checkpoint's, and weights follow its convention. Symphony's graph starts at the
+    identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a strip of eps = 0.1.
+    """
+    found = sites(model)
+    chosen = [found[index] for index in choose(layers, len(found))]
+    before = {site.name: site for site in found}
+    specs = specs_of(model)
+    terms = _terms(model, losses)
+    fresh = {}
+    for site in chosen:
+        _require_finite_gate(site)
+        fresh[site.name] = _spec(site, specs.get(site.name), router, k, terms, options)
+    built = build_all(found, fresh)
+    for name in _heard_layers(found, built):  # a router that reads the previous MoE layer: that one must speak up
+        if name not in specs and name not in fresh:
+            fresh[name] = LayerSpec(NATIVE, _native_k(before[name]))
+            built[name] = None
+    for name, new in built.items():
+        place_router(site_by_name(found, name), fresh[name], new)
+    if terms and _own_balance(model):
+        model.__dict__.setdefault("_own_balance", model.router_aux_loss_coef)
+        model.router_aux_loss_coef = 0.0  # ours takes its place
+    order = {site.name: index for index, site in enumerate(found)}
+    wire(model, found, dict(sorted({**specs, **fresh}.items(), key=lambda entry: order[entry[0]])))
+    return model
+
+
+def restore(model: Any) -> Any:
+    """The model's own routers again, in place. What was trained stays trained; what was not is bit for bit as it was."""
+    current = wiring(model)
+    if current is None:
+        raise ValueError("nothing to restore: this model was not rerouted.")
+    found = sites(model)
+    if found[0].family is None:
+        return _restore_sparse(model, found)
+    for site in found:
+        if site.name in current.specs:
+            gate = site.gate
+            if hasattr(gate, "was_trained"):
+                for parameter in gate.parameters(recurse=False):
+                    parameter.requires_grad_(True)
+                del gate.was_trained
+            uninstall(gate)
+    if "_own_balance" in model.__dict__:
+        model.router_aux_loss_coef = model.__dict__.pop("_own_balance")
+    wire(model, found, {})
+    return model
+
+
+def _restore_sparse(model: Any, found: list[Site]) -> Any:
+    blocks = [site.block for site in found if isinstance(site.block, SparseLayer)]
+    if not any(block.__dict__["former"] for block in blocks):
+        raise ValueError("nothing to restore: its layers were made by sparsify, and the dense ones are gone.")
+    specs = specs_of(model)
+    for site, block in zip(found, blocks, strict=True):
+        if block.__dict__["former"] is not None:
+            block.router, specs[site.name] = block.__dict__["former"], block.__dict__["former_spec"]
+            block.__dict__["former"] = None
+    wire(model, found, specs)
+    return model
+
+
+def _spec(
+    site: Site, current: LayerSpec | None, router: str, k: int | None, losses: dict[str, float], options: dict[str, Any]
+) -> LayerSpec:
+    if isinstance(site.block, SparseLayer):
+        assert current is not None
+        if router == NATIVE:
+            raise ValueError("a sparsified model has no native router; name one of holdfast.routers().")
+        site.block.__dict__.setdefault("former_spec", current)
+        return current.with_router(router, current.k if k is None else k, options, losses or dict(current.losses))
+    own = _native_k(site)
+    if router == NATIVE and k not in (None, own):
+        raise ValueError(f"the native router of this model takes k = {own}; for another k, use 'smoe'.")
+    balance = {name: weight * (own if name == "model_balance" else 1) for name, weight in losses.items()}
+    terms = {"balance" if name == "model_balance" else name: weight for name, weight in balance.items()}
+    return LayerSpec(router, own if k is None else k, options, terms)
+
+
+def _native_k(site: Site) -> int:
+    return int(site.gate.top_k)
+
+
+def _terms(model: Any, losses: Losses | None) -> dict[str, float]:
+    """The coefficients of the losses; of the model's own balance loss, whose value is k where ours is 1, under its own name."""
+    if losses is not None:
+        if not isinstance(losses, Losses):
+            raise ValueError(f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model.")
+        return {name: weight for name, weight in asdict(losses).items() if weight != 0}
+    return {"model_balance": float(model.router_aux_loss_coef)} if _own_balance(model) else {}
+
+
+def _own_balance(model: Any) -> bool:
+    """Does the model add a balance loss of its own in training?"""
+    wants = getattr(model.config, "output_router_logits", False)
+    return bool(wants and getattr(model, "router_aux_loss_coef", 0.0))
+
+
+def _heard_layers(found: list[Site], built: dict[str, Any]) -> list[str]:
+    """Names of the layers just before those whose routers read the previous layer."""
+    pairs = zip(found[:-1], found[1:], strict=True)
+    return [before.name for before, site in pairs if built.get(site.name) and "previous" in built[site.name].reads]
+
+
+@torch.no_grad()
+def _require_finite_gate(site: Site) -> None:
+    if site.family is None:
+        return
+    weight: nn.Parameter = site.gate.get_parameter(site.family.weight)
+    if not weight.is_meta and not bool(weight.isfinite().all()):
+        raise ValueError(f"{site.name}.{site.family.gate}: its weights hold NaN or infinity; the checkpoint is broken.")

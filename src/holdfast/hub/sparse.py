@@ -1,0 +1,27 @@
+"""The layer that takes a feed-forward network's place."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from holdfast.moe import Experts
+from holdfast.routing import Router
+
+
+class SparseLayer(nn.Module):
+    """Experts and a router where a model had one feed-forward network: `(B,N,d)` to `(B,N,d)`."""
+
+    surroundings: Any  # set by `wire`
+
+    def __init__(self, router: Router, experts: Experts, dropout: nn.Module | None = None) -> None:
+        super().__init__()
+        self.router, self.experts, self.dropout = router, experts, dropout
+        self.__dict__["former"] = None  # the router that `reroute` took out, for `restore`; not a part of the model
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        surroundings = self.surroundings
+        routing = self.router(hidden_states, surroundings.context(hidden_states, self.training))
+        surroundings.leave(hidden_states, routing)
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out = self.experts(flat, routing.experts, routing.weights).view(hidden_states.shape)
+        return out if self.dropout is None else self.dropout(out)

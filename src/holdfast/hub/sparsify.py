@@ -1,0 +1,116 @@
+"""Turn a dense model's feed-forward networks into experts."""
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.hub.families import DenseFamily, dense_family, layers_of
+from holdfast.hub.layers import Layers, choose
+from holdfast.hub.sites import sites
+from holdfast.hub.sparse import SparseLayer
+from holdfast.hub.specs import LayerSpec
+from holdfast.hub.surgery import place_sparse
+from holdfast.hub.wiring import wire
+from holdfast.losses import Losses
+from holdfast.suggest import unknown
+
+
+def sparsify(
+    model: Any,
+    *,
+    experts: int,
+    k: int = 2,
+    router: str = "smoe",
+    layers: Layers = "all",
+    hidden: int | None = None,
+    init: Literal["copy", "random"] = "copy",
+    noise: float = 0.0,
+    losses: Losses | None = None,
+    **options: Any,
+) -> Any:
+    """Make a dense Hugging Face model an MoE, in place: each chosen layer's feed-forward network becomes `experts` of them.
+
+    layers      "all" (Switch), "alternate" (GLaM), "last:2" (V-MoE), or indices
+    hidden      width of each expert; None is the dense network's
+    init        "copy" is sparse upcycling: every expert starts as the dense network, so the model computes what it did (where
+                weights sum to 1). "random" starts anew
+    noise       of copied weights, relative to their standard deviation, so that experts differ from the start
+    losses      what routers add to `outputs.loss` in training
+    options     of the router
+    """
+    if init not in ("copy", "random"):
+        raise ValueError(unknown("init", init, ("copy", "random")))
+    if noise < 0 or (noise and init != "copy"):
+        raise ValueError(f"noise is {noise} with init={init!r}; it disturbs copied weights and cannot be negative.")
+    if any(isinstance(module, SparseLayer) for module in model.modules()):
+        raise ValueError("this model is sparse already; reroute changes its routers.")
+    family = dense_family(model)
+    found = list(layers_of(family, model))
+    if not found:
+        raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
+    chosen = [found[index] for index in choose(layers, len(found))]
+    for name, layer in chosen:
+        _require_usable(family, name, layer, hidden, init)
+    weights = {} if losses is None else {name: weight for name, weight in asdict(losses).items() if weight != 0}
+    spec = LayerSpec(router, k, options, weights, init == "copy", experts, hidden)
+    specs = {}
+    for depth, (name, layer) in enumerate(chosen):
+        dense = _dense_weights(family, layer)
+        place = f"{name}.{family.place}".lstrip(".")
+        sparse = place_sparse(family, layer, place, spec, depth)
+        _fill(sparse, dense if init == "copy" else None, noise, _spread(layer, family))
+        specs[place] = spec
+    wire(model, sites(model), specs)
+    return model
+
+
+def _require_usable(family: DenseFamily, name: str, layer: nn.Module, hidden: int | None, init: str) -> None:
+    config = layer.get_submodule(family.attention).config
+    if getattr(config, "chunk_size_feed_forward", 0):
+        raise ValueError("config.chunk_size_feed_forward cuts sequences before the feed-forward network; set it to 0 first.")
+    weights = _dense_weights(family, layer)
+    for weight in weights.values():
+        if weight.is_meta:
+            raise ValueError(f"{name}: its weights are not in memory (offloaded); load the model without offloading first.")
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{name}: its feed-forward weights hold NaN or infinity; the checkpoint is broken.")
+    if init == "copy" and hidden not in (None, weights["down_proj"].shape[1]):
+        raise ValueError(
+            f"hidden is {hidden}, but a copied expert is as wide as the dense network, {weights['down_proj'].shape[1]}; "
+            'leave it out, or use init="random".'
+        )
+
+
+@torch.no_grad()
+def _dense_weights(family: DenseFamily, layer: nn.Module) -> dict[str, Tensor]:
+    """The dense network's weights under the names and in the shapes of one expert's."""
+    from transformers.pytorch_utils import Conv1D
+
+    up_name = "gate_up_proj" if family.gated else "up_proj"
+    weights = {}
+    for name, paths in ((up_name, family.up), ("down_proj", (family.down,))):
+        linears = [layer.get_submodule(path) for path in paths]
+        matrices = [linear.weight.t() if isinstance(linear, Conv1D) else linear.weight for linear in linears]
+        weights[name] = torch.cat([matrix.detach() for matrix in matrices])
+        biases = [getattr(linear, "bias", None) for linear in linears]
+        if all(bias is not None for bias in biases):
+            weights[f"{name}_bias"] = torch.cat([bias.detach() for bias in biases])
+    return weights
+
+
+@torch.no_grad()
+def _fill(sparse: SparseLayer, dense: dict[str, Tensor] | None, noise: float, spread: float) -> None:
+    for name, parameter in sparse.experts.named_parameters():
+        if dense is None:
+            parameter.zero_() if name.endswith("_bias") else parameter.normal_(std=spread)
+            continue
+        parameter.copy_(dense[name].expand_as(parameter))
+        if noise and not name.endswith("_bias"):
+            parameter.add_(torch.randn_like(parameter), alpha=noise * float(dense[name].float().std()))
+
+
+def _spread(layer: nn.Module, family: DenseFamily) -> float:
+    """The standard deviation that the model's own weights start with."""
+    return float(getattr(layer.get_submodule(family.attention).config, "initializer_range", 0.02))

@@ -1,0 +1,71 @@
+"""What was changed in a model, layer by layer, as plain data: what a saved folder's config says and loading repeats."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from holdfast.losses import Losses
+from holdfast.version import VERSION
+
+FORMAT = 1
+NATIVE = "native"  # the family's own rule
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One MoE layer: its router and, where a dense layer was replaced, its experts."""
+
+    router: str
+    k: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
+    pretrained: bool = True  # the router entered a model that works
+    experts: int | None = None  # of a layer that was dense
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            plain = json.loads(json.dumps(dict(self.options), allow_nan=False))
+        except (TypeError, ValueError) as problem:
+            raise ValueError(f"the options of router {self.router!r} must be plain values, to be saved: {problem}.") from None
+        object.__setattr__(self, "options", plain)
+
+    def loss_terms(self) -> Losses | None:
+        return Losses(**self.losses) if self.losses else None
+
+    def with_router(self, router: str, k: int, options: Mapping[str, Any], losses: Mapping[str, float]) -> "LayerSpec":
+        return replace(self, router=router, k=k, options=options, losses=losses, pretrained=True)
+
+
+def describe(model_type: str, specs: Mapping[str, LayerSpec]) -> dict[str, Any]:
+    """As it is written to config.json under "holdfast"."""
+    layers = {name: asdict(spec) for name, spec in specs.items()}
+    return {"format": FORMAT, "version": VERSION, "model_type": model_type, "layers": layers}
+
+
+def read(description: Any) -> dict[str, LayerSpec]:
+    """The specs of a description, checked: it may come from anywhere."""
+    if not isinstance(description, dict) or not isinstance(description.get("layers"), dict):
+        raise ValueError('its config has no "holdfast" section that names layers.')
+    if description.get("format") != FORMAT:
+        raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {FORMAT}.")
+    return {name: _read_layer(name, values) for name, values in description["layers"].items()}
+
+
+def _read_layer(name: str, values: Any) -> LayerSpec:
+    known = {entry.name for entry in fields(LayerSpec)}
+    if not isinstance(values, dict) or set(values) != known:
+        raise ValueError(f"layer {name!r} should say {', '.join(sorted(known))}.")
+    kinds = {"router": str, "k": int, "options": dict, "losses": dict, "pretrained": bool}
+    for entry, kind in kinds.items():
+        if not isinstance(values[entry], kind):
+            raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a {kind.__name__}.")
+    for entry in ("experts", "hidden"):
+        if values[entry] is not None and (not isinstance(values[entry], int) or values[entry] < 1):
+            raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a positive number.")
+    for term, weight in values["losses"].items():
+        if term not in {entry.name for entry in fields(Losses)} or not isinstance(weight, int | float) or math.isnan(weight):
+            raise ValueError(f"layer {name!r}: there is no loss {term!r} of weight {weight!r}.")
+    return LayerSpec(**values)

@@ -1,0 +1,149 @@
+"""What happens around an MoE layer, gathered into the `Context` of its router.
+
+A family's gate sees (T,d) only. Shape, padding, the attention before it, its place in the KV cache and the previous MoE layer
+come from the modules around it, by hooks. They run again when a checkpointed layer is recomputed, so a router then sees what
+it saw at first. One thing does not come by again: what the previous MoE layer did, which is therefore kept until the next
+forward. So two checkpointed forwards before one backward are not for routers that read it (`ac`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.hub.backends import ATTENTION, point, unpoint
+from holdfast.hub.cache import rows_of
+from holdfast.hub.padding import padding_of
+from holdfast.hub.training import Ledger
+from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
+from holdfast.routing.records import Projection
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The modules around an MoE layer."""
+
+    block: nn.Module  # takes (B,N,d)
+    attention: nn.Module  # just before; calls the attention function
+    projection: nn.Module  # of its output
+    windowed: bool = False  # it attends within windows: its queries and masks are no sequence's
+
+
+@dataclass
+class _Heard:
+    """What attention was called with, until the router has read it."""
+
+    mask: Any = None
+    past: Any = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    scale: float | None = None
+    output: Tensor | None = None
+
+
+class Surroundings:
+    """The hooks around one MoE layer and what they saw in the forward under way."""
+
+    def __init__(self, router: Router | None, neighbours: Neighbours, ledger: Ledger, before: "Surroundings | None") -> None:
+        self.neighbours, self.ledger, self.before = neighbours, ledger, before
+        reads = router.reads if router is not None else set()
+        self.sequence_aware = router is not None and router.traits.sequence_aware
+        self.listens = "attention" in reads and not neighbours.windowed
+        self.reads_previous, self.is_read = "previous" in reads, False
+        self.shape: torch.Size | None = None  # (B,N) of the forward under way
+        self.record: Previous | None = None
+        self._heard = _Heard()
+        if self.reads_previous and before is not None:
+            before.is_read = True
+        self._handles = [neighbours.block.register_forward_pre_hook(self._note_shape)]
+        self._handles.append(neighbours.attention.register_forward_pre_hook(self._note_arguments, with_kwargs=True))
+        if self.listens:
+            self._handles.append(neighbours.projection.register_forward_hook(self._note_output))
+            neighbours.attention.listener = self  # type: ignore[assignment]
+            point(neighbours.attention, ATTENTION)
+
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        if self.listens:
+            unpoint(self.neighbours.attention)
+            del self.neighbours.attention.listener
+
+    def hear(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> None:
+        """Called by the attention function."""
+        self._heard.query, self._heard.key, self._heard.value = query, key, value
+        self._heard.mask, self._heard.scale = mask, scale
+
+    def tokens(self, hidden: Tensor) -> Tensor:
+        """The router's input (B,N,d), from what the gate was given."""
+        return hidden if self.shape is None else hidden.reshape(*self.shape, hidden.shape[-1])
+
+    def context(self, tokens: Tensor, training: bool) -> Context:
+        """What the router may look at; clears what was heard, so that nothing outlives the forward."""
+        heard, self._heard = self._heard, _Heard()
+        previous = self.before.record if self.reads_previous and self.before is not None else None
+        if self.neighbours.windowed or not (training or self.sequence_aware):
+            return Context(previous=previous)
+        if heard.mask is not None and not isinstance(heard.mask, Tensor):
+            raise ValueError(
+                f"attention hands a {type(heard.mask).__name__} on as its mask, which a router cannot read padding from; "
+                'set the model\'s attention to "sdpa" or "eager".'
+            )
+        length = tokens.shape[1]
+        cache, past = self._cache(heard, length)
+        padding = padding_of(heard.mask, tokens.shape[0], length, past)
+        causal = bool(getattr(self.neighbours.attention, "is_causal", False))
+        return Context(
+            causal=causal, padding=padding, attention=self._attention(heard, past, length), previous=previous, cache=cache
+        )
+
+    def leave(self, tokens: Tensor, routing: Routing) -> None:
+        """Hand on what the router did: its losses to the model, its choice to the next MoE layer."""
+        self.ledger.enter(routing)
+        if self.is_read:
+            values = (routing.logits, routing.gates, routing.experts, routing.weights)
+            self.record = Previous(tokens.detach(), Routing(*(value.detach() for value in values)))
+
+    def _note_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
+
+    def _note_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if self.sequence_aware or attention.training:
+            mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
+            past = options.get("past_key_values")
+            self._heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
+
+    def _note_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        self._heard.output = output
+
+    def _cache(self, heard: _Heard, length: int) -> tuple[RouterCache | None, int | None]:
+        """The router's rows, and how many tokens came before those at hand; the KV cache has these already."""
+        if not self.sequence_aware or heard.past is None:
+            return None, None
+        layer = heard.past.layers[self.neighbours.attention.layer_idx]
+        past = int(layer.get_seq_length()) - length
+        return rows_of(layer, past), past
+
+    def _attention(self, heard: _Heard, past: int | None, length: int) -> Attention | None:
+        if not self.listens or heard.query is None or heard.key is None or heard.value is None or heard.output is None:
+            return None
+        key, value, mask = heard.key, heard.value, heard.mask if isinstance(heard.mask, Tensor) else None
+        if past is not None and key.shape[2] > past + length:  # a static cache: what is not written yet is no token
+            key, value = key[:, :, : past + length], value[:, :, : past + length]
+        if mask is not None:
+            mask = mask[..., : key.shape[2]] if mask.dim() == 4 else None  # a 2-D mask is padding only
+        return Attention(heard.query, key, value, as_linear(self.neighbours.projection), heard.output, mask, heard.scale)
+
+
+def as_linear(module: nn.Module) -> nn.Linear | Projection:
+    """An output projection in the shape of an `nn.Linear`; GPT-2's keep their weights transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        return Projection(module.weight.t(), module.bias)
+    if isinstance(module, nn.Linear):
+        return module
+    return Projection(module.weight, module.bias)  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""Gating rules: how logits become gates, by what experts are ranked, and how the chosen ones are weighted.
+
+A model has one convention, whatever its router: a pretrained model's experts expect the weights they were trained with.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from holdfast.routing.parts import Scores, shares
+
+
+class Rule(ABC):
+    """One convention (abstract). Slots come ranked; `fade` is the logarithm of what dampens a slot, None where nothing does."""
+
+    ordered = True  # the ranks' order is the weights' order
+    strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
+
+    @abstractmethod
+    def gate(self, logits: Tensor) -> Tensor:
+        """The distribution that informers act on and selection reads."""
+
+    def ranks(self, scores: Scores) -> Tensor:
+        """(B,N,E): what experts are sorted by."""
+        return scores.key
+
+    def levels(self, scores: Scores) -> Tensor:
+        """(B,N,E): what the gaps between experts are measured in, in the same order as the ranks."""
+        return scores.logits
+
+    @abstractmethod
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
+
+
+class Softmax(Rule):
+    """Gates are a softmax; weights are the gates, over their sum where `renormalise`."""
+
+    def __init__(self, renormalise: bool) -> None:
+        self.renormalise = renormalise
+
+    def gate(self, logits: Tensor) -> Tensor:
+        return torch.softmax(logits, dim=-1)
+
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        if self.renormalise and not scores.informed:
+            logits = scores.logits.gather(-1, experts)
+            logits = logits if fade is None else logits + fade
+            return torch.softmax(logits.where(in_use, -torch.inf), dim=-1).where(in_use, 0.0)
+        # Gates may all be 0, and then so are the weights; a softmax of their logarithms would not be.
+        gates = dampened(scores, experts, in_use, fade)
+        return shares(gates) if self.renormalise else gates
+
+
+def dampened(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:
+    """(B,N,K): the gates of the slots in use, faded."""
+    gates = scores.gates.gather(-1, experts)
+    gates = gates if fade is None else gates * fade.exp()
+    return gates.where(in_use, 0.0)
+
+
+def by_weight(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots sorted by weight, descending, for a rule that ranks by something else."""
+    order = weights.argsort(dim=-1, descending=True, stable=True)
+    return experts.gather(-1, order), weights.gather(-1, order)
