@@ -99,32 +99,28 @@ def embeddings(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
 
 @torch.no_grad()
 def sparse(model: Any, router: str, batch: Mapping[str, Tensor], seed: int = 0) -> Any:
-    """The model upcycled in place, its routers as the first training step finds them after they have seen one batch.
+    """The model upcycled in place, after its routers have seen one batch in training; no weight has changed.
 
     A strip of `smooth` that has seen nothing may have no width, and would be top-k under another name.
     """
     device = model.device
     torch.manual_seed(seed)
     model = holdfast.sparsify(model, **SPARSE, router=router).to(device).eval()
-    for module in routers_of(model):
-        module.train()  # the routers alone: dropout would be something else
+    model.train()
     model(**batch)
     return model.eval()
-
-
-def routers_of(model: Any) -> list[holdfast.Router]:
-    return [module for module in model.modules() if isinstance(module, holdfast.Router)]
 
 
 @torch.no_grad()
 def experts_per_token(model: Any, batch: Mapping[str, Tensor]) -> float:
     """How many experts a token uses, on average over layers: a model that stayed dense would pass any comparison."""
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten().bool()
     counts: list[float] = []
 
     def count(_: nn.Module, __: Any, routing: holdfast.Routing) -> None:
-        counts.append(routing.used.sum(-1).double().mean().item())
+        counts.append(routing.used[real].sum(-1).double().mean().item())
 
-    hooks = [module.register_forward_hook(count) for module in routers_of(model)]
+    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, holdfast.Router)]
     model(**batch)
     for hook in hooks:
         hook.remove()

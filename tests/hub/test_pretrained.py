@@ -83,4 +83,4 @@ def test_an_upcycled_encoder_keeps_its_embeddings(router: str, experts: float, e
     batch = encode(tokenizer, some[:BATCH])
     model = sparse(model, router, batch)
     assert (embeddings(model, tokenizer, some) - dense).norm(dim=-1).max() < 1e-5
-    assert experts_per_token(model, batch) == pytest.approx(experts, abs=0.2)  # padding is routed, but not counted
+    assert experts_per_token(model, batch) == pytest.approx(experts, abs=0.1)  # the strip was measured under dropout

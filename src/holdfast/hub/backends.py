@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.moe.experts import activate_used, run_experts
 
@@ -42,14 +42,14 @@ class ConfigView:
             self.__dict__["value"] = NAME
 
 
-def point(module: nn.Module, attribute: str) -> None:
+def point(module: Any, attribute: str) -> None:
     """Make `module` find our function under `attribute` of its config."""
     _register()
     if not isinstance(module.config, ConfigView):
         module.config = ConfigView(module.config, attribute)
 
 
-def unpoint(module: nn.Module) -> None:
+def unpoint(module: Any) -> None:
     if isinstance(module.config, ConfigView):
         module.config = module.config.__dict__["config"]
 
@@ -62,9 +62,7 @@ def _register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
-def _overheard_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> Any:
+def _overheard_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
     """The model's own attention function; the MoE layer behind it hears what went in."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -72,12 +70,12 @@ def _overheard_attention(
         eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
         native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(config, ATTENTION), eager)
         result = native(module, query, key, value, attention_mask, **options)
-    module.listener.hear(query, key, value, attention_mask, options.get("scaling"))  # type: ignore[operator, union-attr]
+    module.listener.hear(query, key, value, attention_mask, options.get("scaling"))
     return result
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """A family's experts for routers that leave slots unused: transformers' own functions do not all survive the sentinel."""
+    """A family's experts for routers that leave slots unused: not all of transformers' functions survive the sentinel."""
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = getattr(module, up_name), module.down_proj
     if module.is_transposed:

@@ -1,9 +1,9 @@
 """What sequence-aware routers keep while decoding, on the layers of the model's own KV cache.
 
-Rows live on the cache layer itself, so whatever `generate` does to the keys and values (beams, crops, batches), it does to them.
+Rows live on the cache layer itself, so whatever `generate` does to the keys and values (beams, crops), it does to them.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.routing import RouterCache
 
 
-@lru_cache(maxsize=None)
+@cache
 def _with_rows(kind: Any) -> type:
     """A subclass of a cache layer's class in which whatever happens to the keys and values happens to the rows too."""
 
@@ -47,12 +47,13 @@ def _with_rows(kind: Any) -> type:
 def rows_of(layer: Any, past: int) -> RouterCache:
     """The router's rows on a layer of a KV cache, made on first use; `past` tokens must have left theirs."""
     if "router_rows" not in layer.__dict__:
-        layer.__class__ = _with_rows(type(layer))
+        kind: Any = type(layer)
+        layer.__class__ = _with_rows(kind)
         layer.router_rows = RouterCache()
     rows: RouterCache = layer.router_rows
     if rows.tokens != past:
         raise ValueError(
-            f"the KV cache holds {past} tokens, but this router has seen {rows.tokens} of them: a sequence-aware router needs a "
-            "cache that was filled by this model from the start."
+            f"the KV cache holds {past} tokens, but this router has seen {rows.tokens} of them: a sequence-aware "
+            "router needs a cache that was filled by this model from the start."
         )
     return rows

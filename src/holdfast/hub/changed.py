@@ -1,10 +1,9 @@
-"""Models and configs that know they were changed: saving writes what was changed, loading repeats it before the weights come.
+"""Models and configs that know they were changed: saving writes what was changed, loading repeats it, then fills in weights.
 
-Both keep their class's name and stay instances of it. The file says `"model_type": "holdfast"`, so that a loader which does not
-know us fails, rather than make up new weights for what it does not find.
+Both keep their class's name and stay instances of it. The file says `"model_type": "holdfast"`, so that a loader which does
+not know us fails, rather than make up new weights for what it does not find.
 """
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from holdfast.hub.manifest import write_manifest
 from holdfast.hub.specs import read
+from holdfast.hub.subclasses import with_mixin, without_mixin
 
 MODEL_TYPE = "holdfast"
 
@@ -31,7 +31,7 @@ class ChangedModel:
         """From a config that describes changes: the model with them, without their weights (`load`)."""
         from holdfast.hub.surgery import repeat
 
-        super().__init__(config, *arguments, **options)
+        super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
         assert isinstance(self, nn.Module)
         repeat(self, read(config.holdfast))
 
@@ -43,27 +43,21 @@ class ChangedModel:
             write_manifest(Path(save_directory))
 
 
-@lru_cache(maxsize=None)
-def changed(kind: type, mixin: type) -> type:
-    """The subclass of `kind` that knows."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
 def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:
     """From now on `model.save_pretrained` writes the description too."""
     config: Any = model.config
     config.holdfast = description
     if not isinstance(config, ChangedConfig):
-        config.__class__ = changed(type(config), ChangedConfig)
+        config.__class__ = with_mixin(type(config), ChangedConfig)
     if not isinstance(model, ChangedModel):
-        model.__class__ = changed(type(model), ChangedModel)
+        model.__class__ = with_mixin(type(model), ChangedModel)
 
 
 def saves_plainly(model: nn.Module) -> None:
     """The model's own class again."""
     config: Any = model.config
     if isinstance(config, ChangedConfig):
-        config.__class__ = type(config).__mro__[2]
-        del config.holdfast
+        config.__class__ = without_mixin(type(config))
+        delattr(config, "holdfast")
     if isinstance(model, ChangedModel):
-        model.__class__ = type(model).__mro__[2]
+        model.__class__ = without_mixin(type(model))

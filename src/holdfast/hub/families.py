@@ -15,7 +15,6 @@ from holdfast.routing import Routing
 from holdfast.routing.rules import Rule, Softmax
 from holdfast.suggest import unknown
 
-
 Family = TypeVar("Family", "MoEFamily", "DenseFamily")
 
 
@@ -90,7 +89,7 @@ MOE_FAMILIES = {
 }
 
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
-_ENCODER = {"place": "mlp", "up": ("mlp.fc1",), "down": "mlp.fc2", "gated": False}
+_ENCODER: dict[str, Any] = {"place": "mlp", "up": ("mlp.fc1",), "down": "mlp.fc2", "gated": False}
 
 DENSE_FAMILIES = {
     family.model_type: family
@@ -168,6 +167,11 @@ def record(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Routing:
     experts, weights = experts.gather(1, by_index), weights.gather(1, by_index)
     order = weights.argsort(dim=-1, descending=True, stable=True)
     return Routing(logits, rule.gate(logits), experts.gather(1, order), weights.gather(1, order))
+
+
+def detached(routing: Routing) -> Routing:
+    """What happened, without its graph and its losses."""
+    return Routing(routing.logits.detach(), routing.gates.detach(), routing.experts, routing.weights.detach())
 
 
 def _model_type(model: nn.Module) -> str:

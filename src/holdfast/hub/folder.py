@@ -1,4 +1,4 @@
-"""Folders: a Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state."""
+"""A Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state."""
 
 import json
 import os
@@ -7,10 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from holdfast.hub.changed import MODEL_TYPE, ChangedConfig, ChangedModel, changed
+from holdfast.hub.changed import MODEL_TYPE, ChangedConfig, ChangedModel
 from holdfast.hub.manifest import check_manifest
+from holdfast.hub.subclasses import with_mixin
 from holdfast.moe import name_layers
 
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched from a hub: no code, no pickles
@@ -60,8 +59,8 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
     config = _config(folder, written)
     kind = _model_class(folder, config)
     if description is not None:
-        kind = changed(kind, ChangedModel)
-        config.__class__ = changed(type(config), ChangedConfig)
+        kind = with_mixin(kind, ChangedModel)
+        config.__class__ = with_mixin(type(config), ChangedConfig)
     model = _from_pretrained(kind, folder, config, options)
     name_layers(model)
     return model
@@ -75,7 +74,9 @@ def _fetched(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise ValueError(f"{name} is no folder here, and no model of that name could be fetched from the hub ({reason}).") from None
+        raise ValueError(
+            f"{name} is no folder here, and no model of that name could be fetched from the hub ({reason})."
+        ) from None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -109,10 +110,11 @@ def _model_class(folder: Path, config: Any) -> Any:
     import transformers
 
     names = config.architectures or []
-    kind = getattr(transformers, str(names[0]), None) if names else None
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module) and issubclass(kind, transformers.PreTrainedModel)):
+    kind: Any = getattr(transformers, str(names[0]), None) if names else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(f"{folder}: its config names no model class of transformers (architectures: {names}).")
-    if kind.config_class is not None and not isinstance(config, kind.config_class):
+    expected = getattr(kind, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
         raise ValueError(f"{folder}: its config is for {config.model_type}, but its model class is {names[0]}.")
     return kind
 
@@ -125,9 +127,13 @@ def _from_pretrained(kind: Any, folder: Path, config: Any, options: dict[str, An
         model, found = kind.from_pretrained(folder, config=config, **settings)
     except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as problem:
         raise ValueError(f"{folder} cannot be loaded: {_first_line(problem)}") from None
-    for problem, what in (("missing_keys", "lacks"), ("unexpected_keys", "has too many"), ("mismatched_keys", "has in other shapes")):
-        if found.get(problem):
-            names = sorted(str(name) for name in found[problem])
+    for key, what in (
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "has too many"),
+        ("mismatched_keys", "reshapes"),
+    ):
+        if found.get(key):
+            names = sorted(str(name) for name in found[key])
             raise ValueError(f"{folder} {what} weights ({len(names)}, the first is {names[0]}): it does not fit its config.")
     return model
 

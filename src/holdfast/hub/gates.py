@@ -1,16 +1,16 @@
 """A family's gate with a router of ours inside.
 
-The gate stays the object it was, with its weights under their names, and an instance of its class, so that transformers still
-records its logits; only its class is now a subclass whose forward asks the router.
+The gate stays the object it was, with its weights under their names, and an instance of its class, so that transformers
+still records its logits; only its class is now a subclass whose forward asks the router.
 """
 
 import types
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from holdfast.hub.families import record
+from holdfast.hub.subclasses import with_mixin, without_mixin
 from holdfast.routing import Router
 from holdfast.routing.rules import Rule
 
@@ -43,22 +43,17 @@ class ReroutedGate:
         return output if self.usual_order else output[::-1]
 
 
-@lru_cache(maxsize=None)
-def _rerouted(kind: type) -> type:
-    return type(kind.__name__, (ReroutedGate, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
 def install(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
     """Put a router into a family's gate; None is the family's own rule."""
     if not isinstance(gate, ReroutedGate):
-        _become(gate, _rerouted(type(gate)))
+        _become(gate, with_mixin(type(gate), ReroutedGate))
     gate.holdfast, gate.rule, gate.losses, gate.usual_order = router, rule, losses, usual_order  # type: ignore[assignment]
 
 
 def uninstall(gate: nn.Module) -> None:
     """The gate as it was."""
     if isinstance(gate, ReroutedGate):
-        _become(gate, type(gate).__mro__[2])
+        _become(gate, without_mixin(type(gate)))
         for name in ("holdfast", "rule", "losses", "surroundings", "usual_order"):
             if hasattr(gate, name):
                 delattr(gate, name)

@@ -19,7 +19,9 @@ def choose(layers: Layers, count: int) -> list[int]:
         return list(range(1, count, 2)) or [0]
     kind, _, number = layers.partition(":")
     if kind != "last":
-        raise ValueError(f"{unknown('choice of layers', layers, ('all', 'alternate', 'last:2'))[:-1]}, or a list of indices.")
+        raise ValueError(
+            f"{unknown('choice of layers', layers, ('all', 'alternate', 'last:2'))[:-1]}, or a list of indices."
+        )
     if not number.isdigit() or not 1 <= int(number) <= count:
         raise ValueError(f"layers is {layers!r}; the model has {count}, so it must be last:1 to last:{count}.")
     return list(range(count - int(number), count))

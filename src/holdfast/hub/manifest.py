@@ -34,7 +34,9 @@ def check_manifest(folder: Path) -> None:
     found = _weights(folder)
     for name in sorted(found.keys() | content["weights"].keys()):
         if found.get(name) != content["weights"].get(name):
-            raise ValueError(f"{folder / name} is not the file that was saved (its checksum differs): it is damaged or changed.")
+            raise ValueError(
+                f"{folder / name} is not the file that was saved (its checksum differs): it is damaged or changed."
+            )
     if _description(folder) != content.get("description"):
         raise ValueError(f"{folder / 'config.json'} describes other routers than were saved: it was changed.")
 

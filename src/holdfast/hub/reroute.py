@@ -1,6 +1,8 @@
 """Change the routers of a model that has experts, and change them back."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from holdfast.hub.layers import Layers, choose
 from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec
-from holdfast.hub.surgery import build_all, place_router, site_by_name
+from holdfast.hub.surgery import reroute_sites, set_trained
 from holdfast.hub.wiring import specs_of, wire, wiring
 from holdfast.losses import Losses
+from holdfast.routing.presets import REGISTRY
 
 
 def reroute(
@@ -28,25 +31,22 @@ def reroute(
                 one (`config.output_router_logits`), computed from the real selections
     options     of the router
 
-    Where no name claims the scores, they are the checkpoint's, and weights follow its convention. Symphony's graph starts at the
-    identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a strip of eps = 0.1.
+    Where no name claims the scores, they are the checkpoint's, and weights follow its convention. Symphony's graph starts at
+    the identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a narrow strip.
     """
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]
-    before = {site.name: site for site in found}
     specs = specs_of(model)
     terms = _terms(model, losses)
     fresh = {}
     for site in chosen:
         _require_finite_gate(site)
         fresh[site.name] = _spec(site, specs.get(site.name), router, k, terms, options)
-    built = build_all(found, fresh)
-    for name in _heard_layers(found, built):  # a router that reads the previous MoE layer: that one must speak up
-        if name not in specs and name not in fresh:
-            fresh[name] = LayerSpec(NATIVE, _native_k(before[name]))
-            built[name] = None
-    for name, new in built.items():
-        place_router(site_by_name(found, name), fresh[name], new)
+    if _reads_previous(router):
+        for before in _before(found, fresh):  # that one must speak up
+            if before.name not in specs:
+                fresh[before.name] = LayerSpec(NATIVE, _native_k(before))
+    reroute_sites(found, fresh)
     if terms and _own_balance(model):
         model.__dict__.setdefault("_own_balance", model.router_aux_loss_coef)
         model.router_aux_loss_coef = 0.0  # ours takes its place
@@ -65,12 +65,9 @@ def restore(model: Any) -> Any:
         return _restore_sparse(model, found)
     for site in found:
         if site.name in current.specs:
-            gate = site.gate
-            if hasattr(gate, "was_trained"):
-                for parameter in gate.parameters(recurse=False):
-                    parameter.requires_grad_(True)
-                del gate.was_trained
-            uninstall(gate)
+            if hasattr(site.gate, "was_trained"):
+                set_trained(site.gate, True)
+            uninstall(site.gate)
     if "_own_balance" in model.__dict__:
         model.router_aux_loss_coef = model.__dict__.pop("_own_balance")
     wire(model, found, {})
@@ -112,10 +109,12 @@ def _native_k(site: Site) -> int:
 
 
 def _terms(model: Any, losses: Losses | None) -> dict[str, float]:
-    """The coefficients of the losses; of the model's own balance loss, whose value is k where ours is 1, under its own name."""
+    """Coefficients of the losses; of the model's own balance loss, whose value is k where ours is 1, under its own name."""
     if losses is not None:
         if not isinstance(losses, Losses):
-            raise ValueError(f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model.")
+            raise ValueError(
+                f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model."
+            )
         return {name: weight for name, weight in asdict(losses).items() if weight != 0}
     return {"model_balance": float(model.router_aux_loss_coef)} if _own_balance(model) else {}
 
@@ -126,10 +125,13 @@ def _own_balance(model: Any) -> bool:
     return bool(wants and getattr(model, "router_aux_loss_coef", 0.0))
 
 
-def _heard_layers(found: list[Site], built: dict[str, Any]) -> list[str]:
-    """Names of the layers just before those whose routers read the previous layer."""
-    pairs = zip(found[:-1], found[1:], strict=True)
-    return [before.name for before, site in pairs if built.get(site.name) and "previous" in built[site.name].reads]
+def _reads_previous(router: str) -> bool:
+    return router != NATIVE and any("previous" in part.reads for part in REGISTRY.parts(router))
+
+
+def _before(found: list[Site], specs: Mapping[str, LayerSpec]) -> list[Site]:
+    """The layers just before those that `specs` names, and not among them."""
+    return [before for before, site in pairwise(found) if site.name in specs and before.name not in specs]
 
 
 @torch.no_grad()

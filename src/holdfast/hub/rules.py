@@ -1,7 +1,9 @@
 """The gating rules of families whose weights are no softmax."""
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.routing.parts import Scores, shares
 from holdfast.routing.rules import Rule, dampened
@@ -12,13 +14,13 @@ HIGHEST_OF_GROUP = 2  # a group of experts is worth the sum of its two best
 class GroupedSigmoid(Rule):
     """DeepSeek-V3: gates are sigmoids; chosen by gate plus a correction bias, within the best groups of experts.
 
-    The choice of groups is a top-k of its own: `smooth` makes the choice within the groups continuous, not that of the groups.
+    The choice of groups is a top-k of its own: `smooth` makes the choice within groups continuous, not that of groups.
     """
 
     ordered = False  # ranked with the bias, weighted without
     strip = 0.02  # levels are gates, between 0 and 1
 
-    def __init__(self, gate: nn.Module) -> None:
+    def __init__(self, gate: Any) -> None:
         self.owner = gate  # the bias is its buffer: looked up when used, since offloading replaces it
         self.groups, self.groups_kept = int(gate.num_group), int(gate.topk_group)
         self.renormalise = bool(gate.norm_topk_prob)

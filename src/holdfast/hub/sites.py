@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.hub.building import Place, in_order
 from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, MoEFamily, dense_family, find, layers_of, moe_family
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.surroundings import Neighbours
@@ -74,6 +75,11 @@ def sites(model: nn.Module) -> list[Site]:
     return found
 
 
+def places(found: list[Site]) -> list[Place]:
+    """What routers must know about each."""
+    return in_order([Place(site.name, *site.size, site.heads) for site in found])
+
+
 def is_moe(model: nn.Module) -> bool:
     """Is there a family row or a sparse layer for it?"""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -91,5 +97,4 @@ def _sparse_sites(model: nn.Module) -> list[Site]:
 
 
 def _neighbours(layer: nn.Module, block: str, attention: str, projection: str, windowed: bool = False) -> Neighbours:
-    modules = (layer.get_submodule(path) for path in (block, attention, projection))
-    return Neighbours(*modules, windowed=windowed)
+    return Neighbours(layer.get_submodule(block), layer.get_submodule(attention), layer.get_submodule(projection), windowed)

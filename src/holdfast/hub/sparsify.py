@@ -11,7 +11,7 @@ from holdfast.hub.layers import Layers, choose
 from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec
-from holdfast.hub.surgery import place_sparse
+from holdfast.hub.surgery import make_sparse
 from holdfast.hub.wiring import wire
 from holdfast.losses import Losses
 from holdfast.suggest import unknown
@@ -34,8 +34,8 @@ def sparsify(
 
     layers      "all" (Switch), "alternate" (GLaM), "last:2" (V-MoE), or indices
     hidden      width of each expert; None is the dense network's
-    init        "copy" is sparse upcycling: every expert starts as the dense network, so the model computes what it did (where
-                weights sum to 1). "random" starts anew
+    init        "copy" is sparse upcycling: every expert starts as the dense network, so the model computes what it did
+                (where weights sum to 1). "random" starts anew
     noise       of copied weights, relative to their standard deviation, so that experts differ from the start
     losses      what routers add to `outputs.loss` in training
     options     of the router
@@ -55,13 +55,11 @@ def sparsify(
         _require_usable(family, name, layer, hidden, init)
     weights = {} if losses is None else {name: weight for name, weight in asdict(losses).items() if weight != 0}
     spec = LayerSpec(router, k, options, weights, init == "copy", experts, hidden)
-    specs = {}
-    for depth, (name, layer) in enumerate(chosen):
-        dense = _dense_weights(family, layer)
-        place = f"{name}.{family.place}".lstrip(".")
-        sparse = place_sparse(family, layer, place, spec, depth)
-        _fill(sparse, dense if init == "copy" else None, noise, _spread(layer, family))
-        specs[place] = spec
+    targets = {f"{name}.{family.place}".lstrip("."): layer for name, layer in chosen}
+    dense = {name: _dense_weights(family, layer) if init == "copy" else None for name, layer in targets.items()}
+    specs = dict.fromkeys(targets, spec)
+    for name, sparse in make_sparse(family, targets, specs).items():
+        _fill(sparse, dense.pop(name), noise, _spread(targets[name], family))
     wire(model, sites(model), specs)
     return model
 
@@ -91,11 +89,11 @@ def _dense_weights(family: DenseFamily, layer: nn.Module) -> dict[str, Tensor]:
     up_name = "gate_up_proj" if family.gated else "up_proj"
     weights = {}
     for name, paths in ((up_name, family.up), ("down_proj", (family.down,))):
-        linears = [layer.get_submodule(path) for path in paths]
+        linears: list[Any] = [layer.get_submodule(path) for path in paths]
         matrices = [linear.weight.t() if isinstance(linear, Conv1D) else linear.weight for linear in linears]
         weights[name] = torch.cat([matrix.detach() for matrix in matrices])
-        biases = [getattr(linear, "bias", None) for linear in linears]
-        if all(bias is not None for bias in biases):
+        biases: list[Any] = [getattr(linear, "bias", None) for linear in linears]
+        if biases[0] is not None:
             weights[f"{name}_bias"] = torch.cat([bias.detach() for bias in biases])
     return weights
 

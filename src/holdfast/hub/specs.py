@@ -29,7 +29,9 @@ class LayerSpec:
         try:
             plain = json.loads(json.dumps(dict(self.options), allow_nan=False))
         except (TypeError, ValueError) as problem:
-            raise ValueError(f"the options of router {self.router!r} must be plain values, to be saved: {problem}.") from None
+            raise ValueError(
+                f"the options of router {self.router!r} must be plain values, to be saved: {problem}."
+            ) from None
         object.__setattr__(self, "options", plain)
 
     def loss_terms(self) -> Losses | None:

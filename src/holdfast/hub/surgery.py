@@ -1,4 +1,4 @@
-"""Putting routers and experts into a model, from specs: the one way, for a model at hand and for one that is being loaded."""
+"""Putting routers and experts into a model, from specs: the same way for a model at hand and for one being loaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.hub.families import DenseFamily, MoEFamily, dense_family, layers_of
+from holdfast.hub.building import Place, build_routers, in_order
+from holdfast.hub.families import DenseFamily, dense_family, layers_of
 from holdfast.hub.gates import install
 from holdfast.hub.scores import GateScore
-from holdfast.hub.sites import Site, sites
+from holdfast.hub.sites import Site, places, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec
-from holdfast.hub.wiring import build_router, wire
+from holdfast.hub.wiring import wire
 from holdfast.moe import Experts
 from holdfast.moe.activations import ACTIVATIONS, Activation
 from holdfast.routing import Clustered, LinearScore, Router
-from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Host
 from holdfast.routing.rules import Softmax
 
@@ -25,36 +25,34 @@ SAME_ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "s
 
 def repeat(model: nn.Module, specs: Mapping[str, LayerSpec]) -> None:
     """Change a fresh model as `specs` say. Its weights are still to come."""
-    dense = {name: spec for name, spec in specs.items() if spec.experts is not None}
-    if dense:
+    if any(spec.experts is not None for spec in specs.values()):
         family = dense_family(model)
         layers = {f"{name}.{family.place}".lstrip("."): layer for name, layer in layers_of(family, model)}
-        for depth, (name, spec) in enumerate(dense.items()):
-            if name not in layers:
-                raise ValueError(f"its config names a layer {name!r} that the model does not have.")
-            place_sparse(family, layers[name], name, spec, depth)
-    found = sites(model)
-    unknown_names = specs.keys() - {site.name for site in found}
-    if unknown_names:
-        raise ValueError(f"its config names a layer {sorted(unknown_names)[0]!r} that the model does not have.")
-    if not dense:
-        for site, router in build_all(found, specs).items():
-            place_router(site_by_name(found, site), specs[site], router)
+        _require_known(specs, layers)
+        make_sparse(family, {name: layers[name] for name in specs}, specs)
+        found = sites(model)
+    else:
+        found = sites(model)
+        _require_known(specs, {site.name: site for site in found})
+        reroute_sites(found, specs)
     wire(model, found, specs)
 
 
-def site_by_name(found: list[Site], name: str) -> Site:
-    return next(site for site in found if site.name == name)
+def _require_known(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) -> None:
+    for name in specs:
+        if name not in layers:
+            raise ValueError(f"its config names a layer {name!r} that the model does not have.")
 
 
-def build_all(found: list[Site], specs: Mapping[str, LayerSpec]) -> dict[str, Router | None]:
-    """A router for each layer that `specs` names, all or none: nothing is changed before every one could be built."""
-    built = {}
-    for depth, site in enumerate(found):
-        if site.name in specs:
-            before = found[depth - 1] if depth else None
-            built[site.name] = build_router(site, specs[site.name], host_of(site), depth, before)
-    return built
+def reroute_sites(found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
+    """Give each layer that `specs` names the router it says, or change nothing."""
+    built = build_routers(places(found), specs, {site.name: host_of(site) for site in found if site.name in specs})
+    for site in found:
+        if site.name in built:
+            _require_ragged_experts(site, built[site.name])
+    for site in found:
+        if site.name in built:
+            _place_router(site, specs[site.name], built[site.name])
 
 
 def host_of(site: Site) -> Host:
@@ -71,7 +69,7 @@ def host_of(site: Site) -> Host:
     return Host(True, own if isinstance(own, LinearScore) else None, rule, router.scale)
 
 
-def place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
+def _place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
     """Put a router where the layer has one; None is the family's own rule."""
     if isinstance(site.block, SparseLayer):
         assert router is not None
@@ -84,56 +82,72 @@ def place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
     weight = gate.get_parameter(family.weight)
     if router is not None:
         router = router.to(**_like(weight, gate)).train(gate.training)
-        _require_unused_sentinel_support(site, router)
     install(gate, router, family.rule(gate), spec.loss_terms() if router is None else None, family.usual_order)
     # A score of another kind leaves the checkpoint's unused, and parameters without a gradient stop DDP.
     used = router is None or any(isinstance(module, GateScore) for module in router.modules())
-    if used != weight.requires_grad and not (used and not hasattr(gate, "was_trained")):
-        _set_trained(gate, used)
+    if used == hasattr(gate, "was_trained"):
+        set_trained(gate, used)
 
 
-def _set_trained(gate: Any, used: bool) -> None:
-    if used:
+def set_trained(gate: Any, trained: bool) -> None:
+    """Let the gate's own weights learn, or not while they are unused."""
+    if not trained:
+        gate.was_trained = [name for name, parameter in gate.named_parameters(recurse=False) if parameter.requires_grad]
+    for name in gate.was_trained:
+        gate.get_parameter(name).requires_grad_(trained)
+    if trained:
         del gate.was_trained
-    else:
-        gate.was_trained = True
-    for parameter in gate.parameters(recurse=False):
-        parameter.requires_grad_(used)
 
 
-def _require_unused_sentinel_support(site: Site, router: Router) -> None:
-    experts = site.experts
-    if router.select.ragged and not all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config")):
+def _require_ragged_experts(site: Site, router: Router | None) -> None:
+    if router is None or site.family is None or not router.select.ragged:
+        return
+    if not all(hasattr(site.experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config")):
         raise ValueError(
-            f"{site.name}: {type(experts).__name__} of this transformers version cannot run a router that uses a different number "
-            "of experts for each token; update transformers, or choose a router with a fixed k."
+            f"{site.name}: {type(site.experts).__name__} of this transformers cannot run a router that uses a different "
+            "number of experts for each token; update transformers, or choose a router with a fixed k."
         )
 
 
-def place_sparse(family: DenseFamily, layer: nn.Module, name: str, spec: LayerSpec, depth: int) -> SparseLayer:
-    """Replace a layer's feed-forward network by experts, with weights of their own still."""
-    assert spec.experts is not None
-    down, config = layer.get_submodule(family.down), layer.get_submodule(family.attention).config
+def make_sparse(
+    family: DenseFamily, layers: Mapping[str, nn.Module], specs: Mapping[str, LayerSpec]
+) -> dict[str, SparseLayer]:
+    """Replace the feed-forward networks of `layers`, by the name of their place, with experts of weights yet to be set."""
+    where = []
+    for name, layer in layers.items():
+        config: Any = layer.get_submodule(family.attention).config
+        dim, _ = _shape(layer.get_submodule(family.down))
+        heads = None if family.windowed else int(config.num_attention_heads)
+        where.append(Place(name, dim, specs[name].experts or 0, heads))
+    hosts = {name: Host(rule=Softmax(renormalise=True) if specs[name].pretrained else None) for name in layers}
+    routers = build_routers(in_order(where), specs, hosts)
+    experts = {name: _experts(family, layer, specs[name]) for name, layer in layers.items()}
+    made = {}
+    for name, layer in layers.items():
+        router = routers[name]
+        if router is None:
+            raise ValueError("a dense model has no native router; name one of holdfast.routers().")
+        made[name] = _place_sparse(family, layer, router, experts[name])
+    return made
+
+
+def _experts(family: DenseFamily, layer: nn.Module, spec: LayerSpec) -> Experts:
+    down: Any = layer.get_submodule(family.down)
     dim, inner = _shape(down)
-    experts = Experts(
+    return Experts(
         dim,
         spec.hidden or inner,
-        spec.experts,
-        activation=activation_of(config, family),
+        spec.experts or 0,
+        activation=activation_of(layer.get_submodule(family.attention).config, family),
         gated=family.gated,
         bias=getattr(down, "bias", None) is not None,
         **_like(down.weight),
     )
-    brought: dict[str, Any] = {"depth": depth}
-    if not family.windowed:
-        brought["heads"] = int(config.num_attention_heads)
-    rule = Softmax(renormalise=True) if spec.pretrained else None
-    host = Host(spec.pretrained, rule=rule, options=brought)
-    router = REGISTRY.build(
-        spec.router, dim=dim, experts=spec.experts, k=spec.k, losses=spec.loss_terms(), layer=name, host=host, **spec.options
-    )
+
+
+def _place_sparse(family: DenseFamily, layer: nn.Module, router: Router, experts: Experts) -> SparseLayer:
     dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
-    sparse = SparseLayer(router.to(**_like(down.weight)), experts, dropout).train(layer.training)
+    sparse = SparseLayer(router.to(**_like(experts.down_proj)), experts, dropout).train(layer.training)
     layer.set_submodule(family.place, sparse)
     for path in family.bypassed:
         layer.set_submodule(path, nn.Identity())
@@ -146,11 +160,11 @@ def activation_of(config: Any, family: DenseFamily) -> str | Activation:
 
     name = getattr(config, family.activation)
     name = SAME_ACTIVATION.get(name, name)
-    function: Activation = name if name in ACTIVATIONS else ACT2FN[name]
-    return function
+    known: str | Activation = name if name in ACTIVATIONS else ACT2FN[name]
+    return known
 
 
-def _shape(linear: nn.Module) -> tuple[int, int]:
+def _shape(linear: Any) -> tuple[int, int]:
     """(out, in) of a linear map; GPT-2's keep their weights transposed."""
     from transformers.pytorch_utils import Conv1D
 

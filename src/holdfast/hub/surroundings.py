@@ -1,9 +1,9 @@
 """What happens around an MoE layer, gathered into the `Context` of its router.
 
-A family's gate sees (T,d) only. Shape, padding, the attention before it, its place in the KV cache and the previous MoE layer
-come from the modules around it, by hooks. They run again when a checkpointed layer is recomputed, so a router then sees what
-it saw at first. One thing does not come by again: what the previous MoE layer did, which is therefore kept until the next
-forward. So two checkpointed forwards before one backward are not for routers that read it (`ac`).
+A family's gate sees (T,d) only. Shape, padding, the attention before it, its place in the KV cache and the previous MoE
+layer come from the modules around it, by hooks. They run again when a checkpointed layer is recomputed, so a router then
+sees what it saw at first. One thing does not come by again: what the previous MoE layer did, which is therefore kept until
+the next forward. So two checkpointed forwards before one backward are not for routers that read it (`ac`).
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.backends import ATTENTION, point, unpoint
 from holdfast.hub.cache import rows_of
+from holdfast.hub.families import detached
 from holdfast.hub.padding import padding_of
 from holdfast.hub.training import Ledger
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
@@ -25,7 +26,7 @@ class Neighbours:
     """The modules around an MoE layer."""
 
     block: nn.Module  # takes (B,N,d)
-    attention: nn.Module  # just before; calls the attention function
+    attention: Any  # just before; calls the attention function
     projection: nn.Module  # of its output
     windowed: bool = False  # it attends within windows: its queries and masks are no sequence's
 
@@ -61,7 +62,7 @@ class Surroundings:
         self._handles.append(neighbours.attention.register_forward_pre_hook(self._note_arguments, with_kwargs=True))
         if self.listens:
             self._handles.append(neighbours.projection.register_forward_hook(self._note_output))
-            neighbours.attention.listener = self  # type: ignore[assignment]
+            neighbours.attention.listener = self
             point(neighbours.attention, ATTENTION)
 
     def remove(self) -> None:
@@ -104,8 +105,7 @@ class Surroundings:
         """Hand on what the router did: its losses to the model, its choice to the next MoE layer."""
         self.ledger.enter(routing)
         if self.is_read:
-            values = (routing.logits, routing.gates, routing.experts, routing.weights)
-            self.record = Previous(tokens.detach(), Routing(*(value.detach() for value in values)))
+            self.record = Previous(tokens.detach(), detached(routing))
 
     def _note_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from holdfast.hub.families import record
+from holdfast.hub.families import detached, record
 from holdfast.hub.padding import padding_of
 from holdfast.hub.sites import is_moe, sites
 from holdfast.routing import Router, Routing
@@ -62,8 +62,11 @@ def trace(model: nn.Module, *, each: Each | None = None) -> Iterator[Routes]:
 
 def _watched(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]]:
     """Name, module and rule of what routes in each MoE layer: a Router of ours, or a family's gate with its rule."""
+    watched: list[tuple[str, nn.Module, Rule | None]] = []
     if not is_moe(model):
-        own = [(name, module, None) for name, module in model.named_modules() if isinstance(module, Router)]
+        own: list[tuple[str, nn.Module, Rule | None]] = [
+            (name, module, None) for name, module in model.named_modules() if isinstance(module, Router)
+        ]
         if own:
             return own
     watched: list[tuple[str, nn.Module, Rule | None]] = []
@@ -100,7 +103,7 @@ def _record(
     output: Any,
 ) -> None:
     routing = output if rule is None else record(output, rule)
-    routing = Routing(*(value.detach() for value in (routing.logits, routing.gates, routing.experts, routing.weights)))
+    routing = detached(routing)
     if each is None:
         routes._last[layer] = routing
     else:

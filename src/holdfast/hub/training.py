@@ -47,7 +47,9 @@ class Ledger:
         if not losses:
             return outputs
         if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there are labels
-            return (_plus(model, outputs[0], losses, options), *outputs[1:]) if options.get("labels") is not None else outputs
+            return (
+                (_plus(model, outputs[0], losses, options), *outputs[1:]) if options.get("labels") is not None else outputs
+            )
         if getattr(outputs, "loss", None) is not None:
             outputs.loss = _plus(model, outputs.loss, losses, options)
         return outputs
@@ -59,10 +61,10 @@ def _plus(model: nn.Module, loss: Tensor, losses: list[Tensor], options: dict[st
 
 
 def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
-    """The share that this forward has of the items that the whole batch's loss is divided by; 1 where it is a mean of its own.
+    """The share that this forward has of the items that the whole batch's loss is divided by; 1 where it is its own mean.
 
-    A trainer that accumulates gradients divides each part's summed loss by `num_items_in_batch`: the routers' losses, which are
-    means, then count by their part's share, and once in all.
+    A trainer that accumulates gradients divides each part's summed loss by `num_items_in_batch`: the routers' losses, which
+    are means, then count by their part's share, and once in all.
     """
     items, labels = options.get("num_items_in_batch"), options.get("shift_labels")
     if labels is None:

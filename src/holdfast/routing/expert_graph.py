@@ -3,8 +3,8 @@
 g = p A^T, with A a running, normalised count of which experts the tokens choose together
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class ExpertGraph(Informer, StatefulPart):
     """
 
     side = "expert"
-    entering = {"init": "identity"}  # a zero graph would silence a layer that works
+    entering: ClassVar[Mapping[str, Any]] = {"init": "identity"}  # a zero graph would silence a layer that works
     graph: Tensor
 
     def __init__(

@@ -6,7 +6,7 @@ tokens (B,N,d) -> logits (B,N,E) -> gates (B,N,E) -> experts, weights (B,N,K)
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,9 @@ class Part(nn.Module, ABC):
     traits: Traits = Traits()
     coefficients: tuple[str, ...] = ()  # the loss coefficients it carries, by attribute name
     reads: tuple[str, ...] = ()  # the fields of a Context it needs beyond causal, padding and cache
-    entering: Mapping[str, Any] = {}  # defaults with which it enters a pretrained model, so as to start from its outputs
+    entering: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # defaults with which it enters a pretrained model, so as to start from its outputs
 
     def progress(self, fraction: float) -> None:
         """Training has come this far, from 0 to 1."""

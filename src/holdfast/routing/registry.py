@@ -56,7 +56,9 @@ class Host:
     score: LinearScore | None = None  # the model's own scores, where no name claims that slot
     rule: Rule | None = None  # the model's own convention, unless a name or an option says how to weigh
     scale: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)  # what only the model knows (heads, depth, ...), for parts that ask
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what only the model knows (heads, depth, ...), for parts that ask
 
 
 class Registry:
@@ -88,10 +90,13 @@ class Registry:
         _claims(presets)
         return presets
 
+    def parts(self, name: str) -> list[type[Part]]:
+        """The classes that a router of this name is made of."""
+        return [_load(part) for part in (DEFAULT_PARTS | _claims(self.parse(name))).values()]
+
     def options(self, name: str) -> list[str]:
         """What `build` takes for this router beyond its sizes, in alphabetical order."""
-        parts = DEFAULT_PARTS | _claims(self.parse(name))
-        return sorted({option for part in parts.values() for option in _options(_load(part))})
+        return sorted({option for part in self.parts(name) for option in _options(part)})
 
     def build(
         self,

@@ -12,7 +12,7 @@ from holdfast.routing.parts import Scores, shares
 
 
 class Rule(ABC):
-    """One convention (abstract). Slots come ranked; `fade` is the logarithm of what dampens a slot, None where nothing does."""
+    """One convention (abstract). Slots come ranked; `fade` is the logarithm of what dampens a slot, None where none is."""
 
     ordered = True  # the ranks' order is the weights' order
     strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate

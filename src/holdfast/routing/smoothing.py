@@ -7,7 +7,8 @@ Section 6 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mix
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ class SmoothTopK(Selector, StatefulPart):
     rule        the convention of the model it enters; None is the paper's, a softmax over the slots in use
     """
 
-    entering = {"eps": None}  # open from the start: a model need not be trained further
+    entering: ClassVar[Mapping[str, Any]] = {"eps": None}  # open from the start: a model need not be trained further
     width: Tensor
     seen: Tensor
     budget_now: Tensor

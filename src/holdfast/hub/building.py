@@ -1,0 +1,90 @@
+"""Routers for the layers of a model, from specs."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from holdfast.hub.specs import NATIVE, LayerSpec
+from holdfast.routing import AttentionPosterior, Router
+from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import Host
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a router must know about the layer it is for."""
+
+    name: str
+    dim: int
+    experts: int
+    heads: int | None  # None: attention within windows
+    depth: int = 0  # which MoE layer of its stack it is
+    before: "Place | None" = None  # the MoE layer before it
+
+
+def in_order(places: Sequence[Place]) -> list[Place]:
+    """The places of a model, each knowing the one before it. A model may have several stacks of layers (two towers)."""
+    linked: list[Place] = []
+    for place in places:
+        last = linked[-1] if linked and _stack(linked[-1].name) == _stack(place.name) else None
+        linked.append(place if last is None else replace(place, depth=last.depth + 1, before=last))
+    return linked
+
+
+def _stack(name: str) -> str:
+    """The part of a layer's name before its number."""
+    steps = name.split(".")
+    number = next((index for index, step in enumerate(steps) if step.isdigit()), len(steps))
+    return ".".join(steps[:number])
+
+
+def build_routers(
+    places: Sequence[Place], specs: Mapping[str, LayerSpec], hosts: Mapping[str, Host]
+) -> dict[str, Router | None]:
+    """A router for each layer that `specs` names; None is the family's own rule. All or none: nothing is changed here."""
+    return {place.name: _build(place, specs[place.name], hosts[place.name]) for place in places if place.name in specs}
+
+
+def _build(place: Place, spec: LayerSpec, host: Host) -> Router | None:
+    if spec.router == NATIVE:
+        if spec.options:
+            raise ValueError(f"the native router takes no options (given: {', '.join(spec.options)}).")
+        return None
+    brought: dict[str, Any] = {"depth": place.depth, "clusters": place.before.experts if place.before else None}
+    brought["heads"] = place.heads or 1
+    with _float32():
+        router = REGISTRY.build(
+            spec.router,
+            dim=place.dim,
+            experts=place.experts,
+            k=spec.k,
+            losses=spec.loss_terms(),
+            layer=place.name,
+            host=replace(host, pretrained=spec.pretrained, options=brought),
+            **spec.options,
+        )
+    if place.heads is None and any(isinstance(part, AttentionPosterior) for part in router.parts):
+        raise ValueError(
+            f"{place.name}: this model attends within windows, so the attention router has no sequence to read; "
+            "use 'similarity'."
+        )
+    if "previous" in router.reads and place.before is not None and place.before.dim != place.dim:
+        raise ValueError(
+            f"{place.name}: the previous MoE layer has width {place.before.dim}, this one {place.dim}; a router that "
+            "clusters by the previous layer ('ac') needs equal widths: choose layers of one width."
+        )
+    return router
+
+
+@contextlib.contextmanager
+def _float32() -> Iterator[None]:
+    """State is float32 even while a model is being built in another dtype."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
