@@ -14,9 +14,14 @@ PUBLIC = {
     "MoE",
     "Router",
     "Routing",
+    "load",
     "register",
+    "reroute",
+    "restore",
     "router",
     "routers",
+    "save",
+    "sparsify",
     "trace",
 }
 

@@ -28,7 +28,7 @@ class ReroutedGate:
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         surroundings = self.surroundings
         tokens = surroundings.tokens(hidden_states)
-        context = surroundings.context(tokens, self.training)
+        context = surroundings.context(tokens)
         if self.holdfast is None:
             output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states)  # type: ignore[misc]
             if surroundings.is_read or (self.training and self.losses is not None):

@@ -14,9 +14,11 @@ from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec
 from holdfast.hub.surgery import reroute_sites, set_trained
-from holdfast.hub.wiring import specs_of, wire, wiring
+from holdfast.hub.wiring import own_balance, specs_of, wire, wiring
 from holdfast.losses import Losses
 from holdfast.routing.presets import REGISTRY
+
+MODEL_BALANCE = "model_balance"  # among the terms, before the number of experts a token is known
 
 
 def reroute(
@@ -42,14 +44,15 @@ def reroute(
     for site in chosen:
         _require_finite_gate(site)
         fresh[site.name] = _spec(site, specs.get(site.name), router, k, terms, options)
+    if MODEL_BALANCE in terms:  # the model's own is over all layers, and makes way as a whole
+        for site in found:
+            if site.name not in fresh and site.name not in specs:
+                fresh[site.name] = _spec(site, None, NATIVE, None, terms, {})
     if _reads_previous(router):
         for before in _before(found, fresh):  # that one must speak up
             if before.name not in specs:
                 fresh[before.name] = LayerSpec(NATIVE, _native_k(before))
     reroute_sites(found, fresh)
-    if terms and _own_balance(model):
-        model.__dict__.setdefault("_own_balance", model.router_aux_loss_coef)
-        model.router_aux_loss_coef = 0.0  # ours takes its place
     order = {site.name: index for index, site in enumerate(found)}
     wire(model, found, dict(sorted({**specs, **fresh}.items(), key=lambda entry: order[entry[0]])))
     return model
@@ -68,8 +71,6 @@ def restore(model: Any) -> Any:
             if hasattr(site.gate, "was_trained"):
                 set_trained(site.gate, True)
             uninstall(site.gate)
-    if "_own_balance" in model.__dict__:
-        model.router_aux_loss_coef = model.__dict__.pop("_own_balance")
     wire(model, found, {})
     return model
 
@@ -99,8 +100,8 @@ def _spec(
     own = _native_k(site)
     if router == NATIVE and k not in (None, own):
         raise ValueError(f"the native router of this model takes k = {own}; for another k, use 'smoe'.")
-    balance = {name: weight * (own if name == "model_balance" else 1) for name, weight in losses.items()}
-    terms = {"balance" if name == "model_balance" else name: weight for name, weight in balance.items()}
+    balance = {name: weight * (own if name == MODEL_BALANCE else 1) for name, weight in losses.items()}
+    terms = {"balance" if name == MODEL_BALANCE else name: weight for name, weight in balance.items()}
     return LayerSpec(router, own if k is None else k, options, terms)
 
 
@@ -116,13 +117,8 @@ def _terms(model: Any, losses: Losses | None) -> dict[str, float]:
                 f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model."
             )
         return {name: weight for name, weight in asdict(losses).items() if weight != 0}
-    return {"model_balance": float(model.router_aux_loss_coef)} if _own_balance(model) else {}
-
-
-def _own_balance(model: Any) -> bool:
-    """Does the model add a balance loss of its own in training?"""
-    wants = getattr(model.config, "output_router_logits", False)
-    return bool(wants and getattr(model, "router_aux_loss_coef", 0.0))
+    own = own_balance(model)
+    return {MODEL_BALANCE: own} if own else {}
 
 
 def _reads_previous(router: str) -> bool:

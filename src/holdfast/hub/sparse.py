@@ -20,7 +20,7 @@ class SparseLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         surroundings = self.surroundings
-        routing = self.router(hidden_states, surroundings.context(hidden_states, self.training))
+        routing = self.router(hidden_states, surroundings.context(hidden_states))
         surroundings.leave(hidden_states, routing)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         out = self.experts(flat, routing.experts, routing.weights).view(hidden_states.shape)

@@ -48,7 +48,7 @@ class Surroundings:
     """The hooks around one MoE layer and what they saw in the forward under way."""
 
     def __init__(self, router: Router | None, neighbours: Neighbours, ledger: Ledger, before: "Surroundings | None") -> None:
-        self.neighbours, self.ledger, self.before = neighbours, ledger, before
+        self.router, self.neighbours, self.ledger, self.before = router, neighbours, ledger, before
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.listens = "attention" in reads and not neighbours.windowed
@@ -64,6 +64,11 @@ class Surroundings:
             self._handles.append(neighbours.projection.register_forward_hook(self._note_output))
             neighbours.attention.listener = self
             point(neighbours.attention, ATTENTION)
+
+    @property
+    def learning(self) -> bool:
+        """Is the router in training? The model around it need not be."""
+        return (self.neighbours.block if self.router is None else self.router).training
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -82,11 +87,11 @@ class Surroundings:
         """The router's input (B,N,d), from what the gate was given."""
         return hidden if self.shape is None else hidden.reshape(*self.shape, hidden.shape[-1])
 
-    def context(self, tokens: Tensor, training: bool) -> Context:
+    def context(self, tokens: Tensor) -> Context:
         """What the router may look at; clears what was heard, so that nothing outlives the forward."""
         heard, self._heard = self._heard, _Heard()
         previous = self.before.record if self.reads_previous and self.before is not None else None
-        if self.neighbours.windowed or not (training or self.sequence_aware):
+        if self.neighbours.windowed or not (self.learning or self.sequence_aware):
             return Context(previous=previous)
         if heard.mask is not None and not isinstance(heard.mask, Tensor):
             raise ValueError(
@@ -111,7 +116,7 @@ class Surroundings:
         self.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
 
     def _note_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self.sequence_aware or attention.training:
+        if self.sequence_aware or self.learning:
             mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
             past = options.get("past_key_values")
             self._heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))

@@ -64,13 +64,8 @@ def _watched(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]]:
     """Name, module and rule of what routes in each MoE layer: a Router of ours, or a family's gate with its rule."""
     watched: list[tuple[str, nn.Module, Rule | None]] = []
     if not is_moe(model):
-        own: list[tuple[str, nn.Module, Rule | None]] = [
-            (name, module, None) for name, module in model.named_modules() if isinstance(module, Router)
-        ]
-        if own:
-            return own
-    watched: list[tuple[str, nn.Module, Rule | None]] = []
-    for site in sites(model):
+        watched.extend((name, module, None) for name, module in model.named_modules() if isinstance(module, Router))
+    for site in [] if watched else sites(model):
         if site.family is None:
             watched.append((f"{site.name}.router", site.block.get_submodule("router"), None))
         elif site.router is not None:

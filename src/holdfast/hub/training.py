@@ -46,10 +46,8 @@ class Ledger:
         losses, self._losses = self._losses, None
         if not losses:
             return outputs
-        if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there are labels
-            return (
-                (_plus(model, outputs[0], losses, options), *outputs[1:]) if options.get("labels") is not None else outputs
-            )
+        if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there is one, and only it is a scalar
+            return (_plus(model, outputs[0], losses, options), *outputs[1:]) if outputs[0].dim() == 0 else outputs
         if getattr(outputs, "loss", None) is not None:
             outputs.loss = _plus(model, outputs.loss, losses, options)
         return outputs

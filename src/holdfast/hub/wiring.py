@@ -44,11 +44,28 @@ def specs_of(model: nn.Module) -> dict[str, LayerSpec]:
     return {} if current is None else dict(current.specs)
 
 
+def own_balance(model: Any) -> float:
+    """The coefficient of the balance loss that the model itself adds in training, also while ours has taken its place."""
+    coefficient = model.__dict__.get("_own_balance", getattr(model, "router_aux_loss_coef", 0.0))
+    return float(coefficient) if getattr(model.config, "output_router_logits", False) else 0.0
+
+
+def _balance_once(model: Any, specs: Mapping[str, LayerSpec]) -> None:
+    """Where routers bring losses, the model's own balance loss makes way; without them it comes back."""
+    if any(spec.losses for spec in specs.values()):
+        if own_balance(model):
+            model.__dict__.setdefault("_own_balance", model.router_aux_loss_coef)
+            model.router_aux_loss_coef = 0.0
+    elif "_own_balance" in model.__dict__:
+        model.router_aux_loss_coef = model.__dict__.pop("_own_balance")
+
+
 def wire(model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
     """Connect the layers that `specs` names, and nothing else; the model's config then says what they are."""
     current = wiring(model)
     if current is not None:
         current.remove()
+    _balance_once(model, specs)
     config: Any = model.config
     for site in found:
         if site.family is not None and hasattr(site.experts, "config"):

@@ -1,0 +1,354 @@
+"""Routers put into MoE models of every family, and taken out again."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EXTRA, MOE_LAYERS, tiny
+from tiny_dense import tiny_dense
+from torch import Tensor
+
+import holdfast
+from holdfast.hub.gates import ReroutedGate
+from holdfast.hub.sites import sites
+
+FAMILIES = sorted(EXTRA)
+IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS).index_put((torch.tensor([1]), torch.tensor([0])), torch.tensor(0))
+NEUTRAL = ["smoe", "symphony", "ac", "ac+symphony"]  # start from the checkpoint's own outputs
+OTHERS = ["smooth", "similarity", "attention", "xmoe", "top-p", "remoe", "ac+symphony+attention+smooth"]
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(input_ids=IDS, attention_mask=MASK).logits
+    return out[MASK.bool()]
+
+
+def generated(model: Any) -> Tensor:
+    out: Tensor = model.generate(IDS, attention_mask=MASK, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    return out
+
+
+@pytest.mark.parametrize("backend", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_native_router_is_bit_identical(family: str, backend: str) -> None:
+    model = tiny(family)
+    model.set_experts_implementation(backend)
+    before, tokens = logits(model), generated(model)
+    holdfast.reroute(model, "native")
+    assert all(isinstance(site.gate, ReroutedGate) for site in sites(model))
+    assert torch.equal(logits(model), before)
+    assert torch.equal(generated(model), tokens)
+
+
+@pytest.mark.parametrize("backend", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_router_changes_the_output_and_restore_brings_it_back(family: str, backend: str) -> None:
+    model = tiny(family)
+    model.set_experts_implementation(backend)
+    before, names = logits(model), sorted(model.state_dict())
+    holdfast.reroute(model, "remoe")
+    assert (logits(model) - before).abs().max() > 0.1
+    holdfast.restore(model)
+    assert torch.equal(logits(model), before)
+    assert sorted(model.state_dict()) == names
+    assert type(model) is type(tiny(family))
+    assert not hasattr(model.config, "holdfast")
+
+
+@pytest.mark.parametrize("router", NEUTRAL)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neutral_routers_start_from_the_checkpoints_own_outputs(family: str, router: str) -> None:
+    model = tiny(family)
+    with holdfast.trace(model) as native:
+        before = logits(model)
+    holdfast.reroute(model, router)
+    with holdfast.trace(model) as routes:
+        after = logits(model)
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+    assert len(routes) == len(native) == MOE_LAYERS.get(family, 3)
+    for ours, theirs in zip(routes, native, strict=True):
+        assert torch.equal(ours.chosen, theirs.chosen)
+        torch.testing.assert_close(ours.weights, theirs.weights, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("router", [*NEUTRAL, *OTHERS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_train_save_load_and_are_taken_out_again(family: str, router: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    gates = {site.name: site.gate.weight.detach().clone() for site in sites(model)}
+    before = logits(model)
+    holdfast.reroute(model, router, losses=holdfast.Losses(balance=0.1))
+    model.train()
+    model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
+    for site in sites(model):
+        learning = [site.gate.weight] if site.gate.weight.requires_grad else []
+        learning += [parameter for parameter in site.gate.holdfast.parameters() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in learning]
+        assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+        assert any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.01 * parameter.grad
+    model.eval()
+    after = logits(model)
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "saved")).eval()
+    assert torch.equal(logits(loaded), after)
+    holdfast.restore(model)
+    with torch.no_grad():  # what training changed, changed back: nothing else did
+        fresh = dict(tiny(family).named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.copy_(fresh[name])
+    assert all(torch.equal(site.gate.weight, gates[site.name]) for site in sites(model))
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_smooth_works_without_training(family: str) -> None:
+    """From the first forward the strip is open: some tokens use more than k experts, the k best are still the family's."""
+    model = tiny(family)
+    with holdfast.trace(model) as native:
+        before = logits(model)
+    holdfast.reroute(model, "smooth")
+    with holdfast.trace(model) as routes:
+        after = logits(model)
+    assert not torch.equal(before, after)
+    extra = routes[0].used.sum(1) - 2
+    assert 0 < extra.float().mean() < 3
+    assert ((routes[0].chosen & native[0].chosen) == native[0].chosen).all()
+    alone = extra == 0
+    assert alone.any()
+    torch.testing.assert_close(routes[0].dense_weights[alone], native[0].dense_weights[alone], atol=1e-5, rtol=1e-5)
+
+
+def test_a_closed_strip_is_the_familys_own_rule() -> None:
+    for family in FAMILIES:
+        model = tiny(family)
+        before = logits(model)
+        torch.testing.assert_close(logits(holdfast.reroute(model, "smooth", eps=0.0)), before, atol=1e-4, rtol=1e-4)
+
+
+def naive_experts(module: Any, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    rows = []
+    for token, chosen, shares in zip(tokens, experts.tolist(), weights, strict=True):
+        out = torch.zeros_like(token)
+        for expert, share in zip(chosen, shares, strict=True):
+            if expert == module.num_experts:
+                continue
+            up, down = module.gate_up_proj[expert], module.down_proj[expert]
+            up, down = (up.t(), down.t()) if module.is_transposed else (up, down)
+            inner = up @ token + (module.gate_up_proj_bias[expert] if module.has_bias else 0)
+            out = out + share * (
+                down @ module._apply_gate(inner) + (module.down_proj_bias[expert] if module.has_bias else 0)
+            )
+        rows.append(out)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_experts_function_with_unused_slots_equals_a_loop(family: str) -> None:
+    """Outputs and every gradient; the native functions raise at the sentinel, or give garbage gradients."""
+    module = sites(holdfast.reroute(tiny(family), "smooth"))[0].experts
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randn(13, 32, generator=generator, requires_grad=True)
+    experts = torch.stack([torch.randperm(9, generator=generator)[:5] for _ in range(13)])  # 8 is nobody
+    weights = torch.rand(13, 5, generator=generator).masked_fill(experts == 8, 0.0).requires_grad_()
+    leaves = [tokens, weights, *module.parameters()]
+    results = []
+    for function in (module, lambda *given: naive_experts(module, *given)):
+        out = function(tokens, experts, weights)
+        results.append((out, torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=1e-4)
+    for ours, theirs, leaf in zip(results[0][1], results[1][1], leaves, strict=True):
+        used = experts != 8 if leaf is weights else slice(None)
+        torch.testing.assert_close(ours[used], theirs[used], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "gpt_oss", "phimoe", "granitemoe"])
+def test_router_logits_are_still_recorded_after_a_forward_of_the_untouched_model(family: str) -> None:
+    model = tiny(family)
+    native = model(input_ids=IDS, output_router_logits=True).router_logits
+    holdfast.reroute(model, "symphony")
+    with holdfast.trace(model) as routes:
+        out = model(input_ids=IDS, output_router_logits=True)
+    assert len(out.router_logits) == len(native) == 3
+    for recorded, routing in zip(out.router_logits, routes, strict=True):
+        assert torch.equal(recorded.view(-1, 8), routing.logits)
+
+
+def test_the_gates_own_weights_learn_and_keep_their_names() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "symphony+smooth")
+    names = dict(model.named_parameters())
+    assert "model.layers.0.mlp.gate.weight" in names
+    assert not any("score" in name for name in names)  # no copy of it anywhere
+
+
+def test_a_score_of_another_kind_leaves_the_checkpoints_weights_alone() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "xmoe")
+    assert not any(site.gate.weight.requires_grad for site in sites(model))
+    assert all(parameter.requires_grad for site in sites(model) for parameter in site.gate.holdfast.parameters())
+    holdfast.reroute(model, "smoe")
+    assert all(site.gate.weight.requires_grad for site in sites(model))
+    holdfast.restore(holdfast.reroute(model, "xmoe"))
+    assert all(site.gate.weight.requires_grad for site in sites(model))
+
+
+def test_another_k_and_only_some_layers() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "smoe", k=3, layers=[0, -1])
+    with holdfast.trace(model) as routes:
+        logits(model)
+    assert [routing.experts.shape[1] for routing in routes] == [3, 2, 3]
+    holdfast.reroute(model, "symphony", layers="last:1")
+    with holdfast.trace(model) as routes:
+        logits(model)
+    assert [routing.experts.shape[1] for routing in routes] == [3, 2, 2]
+
+
+def test_a_router_that_reads_the_previous_layer_hears_a_native_one() -> None:
+    """AC on the last layer only: the layer before it is untouched in what it does, and its choices are the clusters."""
+    model = tiny("mixtral")
+    before = logits(model)
+    holdfast.reroute(model, "ac", layers=[2])
+    torch.testing.assert_close(logits(model), before, atol=1e-4, rtol=1e-4)
+    spreads = sites(model)[2].gate.holdfast.score.spreads
+    model.train()
+    model(input_ids=IDS.repeat(8, 1))
+    model.eval()
+    assert (spreads != 1).any()  # it has learned clusters from what the native layer chose
+    assert (logits(model) - before).abs().max() > 1e-3
+
+
+def test_rerouting_again_replaces_the_router() -> None:
+    model = tiny("olmoe")
+    before = logits(model)
+    for router in ("smooth", "similarity", "attention", "symphony"):
+        holdfast.reroute(model, router)
+    torch.testing.assert_close(logits(model), before, atol=1e-4, rtol=1e-4)
+    assert not any(hasattr(site.neighbours.attention, "listener") for site in sites(model))
+    assert logits(holdfast.restore(model)).equal(before)
+
+
+def test_a_copy_of_a_rerouted_model_is_a_model_of_its_own() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "symphony+similarity")
+    before = logits(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for site in sites(other):
+            site.gate.weight.normal_()
+    assert (logits(other) - before).abs().max() > 1e-2
+    assert torch.equal(logits(model), before)
+    holdfast.restore(other)
+    assert torch.equal(logits(model), before)
+
+
+def test_a_model_in_bf16_is_routed_in_float32_and_keeps_its_state_so() -> None:
+    model = holdfast.reroute(tiny("mixtral").to(torch.bfloat16), "symphony+smooth")
+    state = [buffer for site in sites(model) for buffer in site.gate.holdfast.buffers() if buffer.is_floating_point()]
+    assert state and all(buffer.dtype == torch.float32 for buffer in state)
+    with holdfast.trace(model) as routes:
+        out = logits(model)
+    assert out.dtype == torch.bfloat16 and out.isfinite().all()
+    assert routes[0].logits.dtype == torch.float32
+    assert (routes[0].logits.bfloat16().float() != routes[0].logits).any()
+
+
+def test_rerouting_before_or_after_the_move_to_bf16_is_the_same() -> None:
+    after = holdfast.reroute(tiny("mixtral").to(torch.bfloat16), "symphony+smooth")
+    before = holdfast.reroute(tiny("mixtral"), "symphony+smooth").to(torch.bfloat16)
+    assert torch.equal(logits(before), logits(after))
+
+
+def offloaded(folder: Path, family: str) -> Any:
+    """Loaded with a device_map that keeps a layer's weights on disk until they are needed."""
+    pytest.importorskip("accelerate")
+    kind = type(tiny(family))
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{index}": "disk" if index == 1 else "cpu" for index in range(3)}
+    return kind.from_pretrained(folder / "plain", device_map=places, offload_folder=folder / "offload").eval()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_a_model_loaded_with_a_device_map_is_rerouted_too(family: str, tmp_path: Path) -> None:
+    """Accelerate's hooks hide a class's forward: a swap by class alone silently does nothing."""
+    tiny(family).save_pretrained(tmp_path / "plain")
+    model = offloaded(tmp_path, family)
+    assert any(site.gate.weight.is_meta for site in sites(model))
+    before = logits(model)
+    torch.testing.assert_close(before, logits(tiny(family)))
+    holdfast.reroute(model, "native")
+    assert torch.equal(logits(model), before)
+    holdfast.reroute(model, "smooth")
+    torch.testing.assert_close(logits(model), logits(holdfast.reroute(tiny(family), "smooth")))
+    holdfast.reroute(model, "remoe")
+    assert (logits(model) - before).abs().max() > 0.1
+    holdfast.restore(model)
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("router", ["smooth", "symphony", "ac+similarity"])
+def test_a_sparsified_model_is_rerouted_and_restored(router: str) -> None:
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="smoe", noise=0.5)
+    before = logits(model)
+    scores = model.model.layers[0].mlp.router.score.weight
+    holdfast.reroute(model, router)
+    new = model.model.layers[0].mlp.router
+    own = new.score.base if router.startswith("ac") else new.score
+    assert own.weight is scores  # the same scores
+    if router == "symphony":
+        torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=1e-5)
+    else:
+        assert not torch.equal(logits(model), before)
+    assert torch.equal(logits(holdfast.restore(model)), before)
+    with pytest.raises(ValueError, match="nothing to restore"):
+        holdfast.restore(model)
+
+
+def test_mistakes_get_one_sentence() -> None:
+    model = tiny("mixtral")
+    before, names = logits(model), sorted(model.state_dict())
+    mistakes: list[tuple[Any, str]] = [
+        (lambda: holdfast.reroute(model, "symphonie"), "symphony"),
+        (lambda: holdfast.reroute(model, "smooth", k=9), "k is 9"),
+        (lambda: holdfast.reroute(model, "smooth", bugdet=1), "budget"),
+        (lambda: holdfast.reroute(model, "smooth", layers="first:2"), "choice of layers"),
+        (lambda: holdfast.reroute(model, "smooth", layers="last:9"), "last:1 to last:3"),
+        (lambda: holdfast.reroute(model, "smooth", layers=[3]), "no layer 3"),
+        (lambda: holdfast.reroute(model, "smooth", layers=[]), "empty"),
+        (lambda: holdfast.reroute(model, "native", k=3), "takes k = 2"),
+        (lambda: holdfast.reroute(model, "native", eps=1), "no options"),
+        (lambda: holdfast.reroute(model, "smoe", losses=lambda *_: {}), "holdfast.Losses"),  # type: ignore[arg-type, return-value]
+        (lambda: holdfast.reroute(model, "smoe", rank=torch.ones(1)), "option"),
+        (lambda: holdfast.restore(model), "not rerouted"),
+        (lambda: holdfast.reroute(tiny_dense("llama"), "smooth"), "sparsify"),
+        (lambda: holdfast.reroute(tiny_dense("siglip"), "smooth"), "sparsify"),
+        (lambda: holdfast.reroute(torch.nn.Linear(2, 2), "smooth"), "no Hugging Face model"),
+    ]
+    for mistake, sentence in mistakes:
+        with pytest.raises(ValueError, match=sentence) as caught:
+            mistake()
+        assert "\n" not in str(caught.value)
+    assert torch.equal(logits(model), before)  # and nothing was changed half-way
+    assert sorted(model.state_dict()) == names
+
+
+def test_a_broken_checkpoint_is_refused() -> None:
+    model = tiny("mixtral")
+    with torch.no_grad():
+        sites(model)[1].gate.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate.*NaN"):
+        holdfast.reroute(model, "smooth")
+
+
+def test_an_unsupported_family_says_what_is_missing() -> None:
+    import transformers
+
+    config = transformers.JambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = torch.nn.Module()
+    model.config = config  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="jamba"):
+        holdfast.reroute(model, "smooth")
