@@ -44,16 +44,19 @@ def _with_rows(kind: Any) -> type:
     return WithRows
 
 
-def rows_of(layer: Any, past: int) -> RouterCache:
-    """The router's rows on a layer of a KV cache, made on first use; `past` tokens must have left theirs."""
+def rows_of(layer: Any, past: int, reader: int) -> RouterCache:
+    """The rows of router number `reader` on a layer of a KV cache, made on first use; `past` tokens must have left theirs."""
     if "router_rows" not in layer.__dict__:
         kind: Any = type(layer)
         layer.__class__ = _with_rows(kind)
         layer.router_rows = RouterCache()
+    if past == 0:
+        layer.rows_reader = reader
     rows: RouterCache = layer.router_rows
-    if rows.tokens != past:
+    seen = rows.tokens if layer.__dict__.get("rows_reader") == reader else 0  # another router's rows are not these
+    if seen != past:
         raise ValueError(
-            f"the KV cache holds {past} tokens, but this router has seen {rows.tokens} of them: a sequence-aware "
+            f"the KV cache holds {past} tokens, but this router has seen {seen} of them: a sequence-aware "
             "router needs a cache that was filled by this model from the start."
         )
     return rows

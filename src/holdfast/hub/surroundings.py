@@ -7,6 +7,7 @@ the next forward. So two checkpointed forwards before one backward are not for r
 """
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from holdfast.hub.padding import padding_of
 from holdfast.hub.training import Ledger
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
 from holdfast.routing.records import Projection
+
+
+_numbers = count(1)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Surroundings:
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.listens = "attention" in reads and not neighbours.windowed
         self.reads_previous, self.is_read = "previous" in reads, False
+        self.number = next(_numbers)  # whose rows a KV cache holds; any change to the model makes its caches stale
         self.shape: torch.Size | None = None  # (B,N) of the forward under way
         self.record: Previous | None = None
         self._heard = _Heard()
@@ -117,6 +122,11 @@ class Surroundings:
 
     def _note_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self.sequence_aware or self.learning:
+            if self.sequence_aware and options.get("cache") is not None:
+                raise ValueError(
+                    "continuous batching (generate_batch) mixes sequences and keeps their tokens in pages, where a "
+                    "sequence-aware router cannot tell them apart; use generate."
+                )
             mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
             past = options.get("past_key_values")
             self._heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
@@ -130,7 +140,7 @@ class Surroundings:
             return None, None
         layer = heard.past.layers[self.neighbours.attention.layer_idx]
         past = int(layer.get_seq_length()) - length
-        return rows_of(layer, past), past
+        return rows_of(layer, past, self.number), past
 
     def _attention(self, heard: _Heard, past: int | None, length: int) -> Attention | None:
         if not self.listens or heard.query is None or heard.key is None or heard.value is None or heard.output is None:

@@ -1,0 +1,54 @@
+"""Compiled models with routers of ours."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from tiny_dense import tiny_dense
+from torch import Tensor
+
+import holdfast
+
+IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+ONE_GRAPH = ["smoe", "symphony", "smooth", "symphony+smooth", "xmoe+top-p"]  # each token on its own
+WITH_BREAKS = ["similarity", "attention", "ac+symphony"]  # they read the modules around them
+
+
+def build(kind: str, router: str) -> Any:
+    if kind == "llama":
+        return holdfast.sparsify(tiny_dense("llama"), experts=4, router=router, noise=0.5)
+    return holdfast.reroute(tiny("mixtral"), router)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("router", [*ONE_GRAPH, *WITH_BREAKS])
+def test_a_compiled_model_computes_the_same(kind: str, router: str) -> None:
+    torch.compiler.reset()
+    model = build(kind, router)
+    with torch.no_grad():
+        before: Tensor = model(input_ids=IDS, use_cache=False).logits
+        compiled: Any = torch.compile(model, fullgraph=router in ONE_GRAPH, backend="aot_eager")
+        after: Tensor = compiled(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("router", ["symphony+smooth"])
+def test_a_compiled_model_trains_the_same(kind: str, router: str) -> None:
+    torch.compiler.reset()
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = build(kind, router).train()
+        run: Any = torch.compile(model, backend="aot_eager") if compiled else model
+        for _ in range(2):
+            model.zero_grad()
+            loss = run(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        results.append((loss.detach(), gradients))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)
+    assert results[0][1].keys() == results[1][1].keys()
+    for name, gradient in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], gradient, atol=1e-4, rtol=1e-3)

@@ -1,0 +1,36 @@
+"""Real processes with sharded weights: FSDP2 on two learns what one process learns.
+
+`fully_shard` directly, because accelerate runs DDP where it is asked for FSDP on a CPU.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_on_ranks import CASES, STEPS, train_all
+
+SCRIPT = Path(__file__).with_name("fsdp_on_ranks.py")
+
+
+def test_two_processes_with_sharded_weights_learn_what_one_learns(tmp_path: Path) -> None:
+    here = os.pathsep.join([str(SCRIPT.parent), str(SCRIPT.parent.parent)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    run = subprocess.run([*launch, str(tmp_path)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    first, second = (torch.load(tmp_path / f"rank.{rank}.pt") for rank in (0, 1))
+    alone = train_all(0, 1)
+    for case in CASES:
+        losses = alone[case]["losses"]
+        assert len(set(losses)) == STEPS
+        for sharded in (first[case], second[case]):
+            assert sharded["losses"] == pytest.approx(losses, abs=1e-5)
+            for part in ("parameters", "state"):
+                assert sharded[part].keys() == alone[case][part].keys()
+                for name, value in alone[case][part].items():
+                    torch.testing.assert_close(sharded[part][name], value, atol=1e-5, rtol=1e-4, msg=f"{case}: {name}")
+        for name in first[case]["state"]:
+            assert torch.equal(first[case]["state"][name], second[case]["state"][name]), f"{case}: {name}"

@@ -1,0 +1,245 @@
+"""Dense models of every family, made sparse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_dense import CONFIGS, LAYERS, inputs, outputs, tiny_dense
+
+import holdfast
+from holdfast.hub.sites import sites
+from holdfast.hub.sparse import SparseLayer
+
+FAMILIES = sorted(CONFIGS)
+SUMMING_TO_ONE = ["smoe", "smooth", "symphony", "similarity", "top-p", "symphony+similarity+smooth"]
+TEXT = ["llama", "qwen3", "phi3", "gpt2", "bert"]
+
+
+@pytest.mark.parametrize("router", SUMMING_TO_ONE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_copied_experts_compute_what_the_dense_model_did(family: str, router: str) -> None:
+    model, batch = tiny_dense(family), inputs(family)
+    with torch.no_grad():
+        before = outputs(model, batch)
+        holdfast.sparsify(model, experts=4, k=2, router=router)
+        with holdfast.trace(model) as routes:
+            after = outputs(model, batch)
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+    assert len(routes) == LAYERS.get(family, 3)
+    assert all(routing.gates.shape[1] == 4 for routing in routes)
+    if "smooth" in router:
+        assert any((routing.used.sum(1) > 2).any() for routing in routes)  # the strip is open
+
+
+@pytest.mark.parametrize("router", ["attention", "ac", "ac+symphony+attention+smooth"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "swin"])
+def test_routers_that_read_their_surroundings_start_from_the_dense_model_too(family: str, router: str) -> None:
+    model, batch = tiny_dense(family), inputs(family)
+    with torch.no_grad():
+        before = outputs(model, batch)
+        after = outputs(holdfast.sparsify(model, experts=4, router=router), batch)
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_experts_and_a_router(family: str) -> None:
+    model = tiny_dense(family)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    holdfast.sparsify(model, experts=4)
+    blocks = [module for module in model.modules() if isinstance(module, SparseLayer)]
+    one_expert = sum(parameter[0].numel() for block in blocks for parameter in block.experts.parameters())
+    routers = sum(4 * block.experts.dim for block in blocks)
+    assert sum(parameter.numel() for parameter in model.parameters()) == before + 3 * one_expert + routers
+
+
+@pytest.mark.parametrize("init", ["copy", "random"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_few_steps_reduce_the_loss(family: str, init: Any) -> None:
+    model, batch = tiny_dense(family), inputs(family)
+    holdfast.sparsify(model, experts=4, router="symphony+smooth", init=init, losses=holdfast.Losses(balance=0.01))
+    model.train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(8):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_random_experts_start_like_the_models_own_weights_and_a_graph_at_zero() -> None:
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="symphony", init="random", hidden=20)
+    block = sites(model)[0].block
+    assert isinstance(block, SparseLayer)
+    assert block.experts.gate_up_proj.shape == (4, 40, 32)
+    assert float(block.experts.gate_up_proj.std()) == pytest.approx(model.config.initializer_range, rel=0.1)
+    assert not torch.equal(block.experts.down_proj[0], block.experts.down_proj[1])
+    assert not block.router.inform[0].graph.any()  # as in the paper: there is nothing yet to keep alive
+
+
+def test_noise_makes_copies_differ() -> None:
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, noise=0.1)
+    weight = model.model.layers[0].mlp.experts.down_proj
+    difference = (weight[0] - weight[1]).std() / (2**0.5 * tiny_dense("llama").model.layers[0].mlp.down_proj.weight.std())
+    assert float(difference) == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "changed"), [("all", [0, 1, 2]), ("alternate", [1]), ("last:2", [1, 2]), ([0, -1], [0, 2])], ids=str
+)
+def test_only_the_chosen_layers_change(layers: Any, changed: list[int]) -> None:
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, layers=layers)
+    sparse = [index for index, layer in enumerate(model.model.layers) if isinstance(layer.mlp, SparseLayer)]
+    assert sparse == changed
+
+
+def test_the_papers_models_are_one_call_each() -> None:
+    """Switch (all layers), GLaM (every second), V-MoE (the last two), Swin-MoE, BERT with one layer."""
+    calls: list[tuple[str, dict[str, Any], int]] = [
+        ("llama", {"k": 1, "router": "switch"}, 3),
+        ("llama", {"layers": "alternate"}, 1),
+        ("vit", {"layers": "last:2"}, 2),
+        ("swin", {"router": "symphony"}, 4),
+        ("bert", {"layers": [2], "router": "ac"}, 1),
+    ]
+    for family, options, layers in calls:
+        model = holdfast.sparsify(tiny_dense(family), experts=8, **options)
+        with holdfast.trace(model) as routes:
+            outputs(model, inputs(family))
+        assert len(routes) == layers
+
+
+@pytest.mark.parametrize("router", ["similarity", "attention"])
+@pytest.mark.parametrize("family", TEXT)
+def test_padding_changes_nothing_for_the_real_tokens(family: str, router: str) -> None:
+    model = holdfast.sparsify(tiny_dense(family), experts=4, router=router, noise=1.0)
+    batch = inputs(family)
+    with torch.no_grad():
+        padded = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[1, :9]
+        alone = model(input_ids=batch["input_ids"][1:, :9]).logits[0]
+    torch.testing.assert_close(padded, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("router", ["similarity", "attention", "ac+symphony+attention+smooth"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt2"])
+def test_no_token_reads_what_comes_after_it(family: str, router: str) -> None:
+    model = holdfast.sparsify(tiny_dense(family), experts=4, router=router, noise=1.0)
+    ids = inputs(family)["input_ids"]
+    other = ids.clone()
+    other[:, 8:] = (ids[:, 8:] + 7) % 90 + 3
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(input_ids=ids).logits[:, :8], model(input_ids=other).logits[:, :8], atol=1e-4, rtol=1e-4
+        )
+        assert (model(input_ids=ids).logits[:, 8:] - model(input_ids=other).logits[:, 8:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "siglip"])
+def test_an_encoder_informs_in_both_directions(family: str) -> None:
+    """The first token's route depends on the last token, where attention does."""
+    model, batch = holdfast.sparsify(tiny_dense(family), experts=4, router="similarity", tau=100.0), inputs(family)
+    with torch.no_grad(), holdfast.trace(model) as routes:
+        outputs(model, batch)
+        first = routes[0].gates[0].clone()
+        key = "input_ids" if "input_ids" in batch else "pixel_values"
+        changed = {**batch, key: batch[key].clone()}
+        changed[key][0].flatten()[-1] += 1
+        outputs(model, changed)
+        assert not torch.equal(routes[0].gates[0], first)
+
+
+def test_the_attention_router_hears_what_attention_did() -> None:
+    """The captured q, k, v and output reproduce the attention of the layer before, for every family that has one."""
+    import torch.nn.functional as F
+
+    for family in ("llama", "qwen3", "phi3", "gpt2", "bert", "vit", "siglip"):
+        model, batch = holdfast.sparsify(tiny_dense(family), experts=4, router="attention"), inputs(family)
+        seen: list[Any] = []
+        routers = [module for module in model.modules() if isinstance(module, holdfast.Router)]
+        handles = [router.register_forward_pre_hook(lambda _, given: seen.append(given[1])) for router in routers]
+        with torch.no_grad():
+            outputs(model, batch)
+        for handle in handles:
+            handle.remove()
+        for context in seen:
+            attention = context.attention
+            groups = attention.query.shape[1] // attention.key.shape[1]
+            key, value = (part.repeat_interleave(groups, dim=1) for part in (attention.key, attention.value))
+            causal = context.causal and attention.mask is None
+            mixed = F.scaled_dot_product_attention(
+                attention.query, key, value, attn_mask=attention.mask, is_causal=causal, scale=attention.scale
+            )
+            out = F.linear(mixed.transpose(1, 2).flatten(2), attention.projection.weight, attention.projection.bias)
+            real = torch.ones(out.shape[:2], dtype=torch.bool) if context.padding is None else context.padding
+            torch.testing.assert_close(out[real], attention.output[real], atol=1e-5, rtol=1e-5)
+        assert any(context.padding is not None and not context.padding.all() for context in seen) == (
+            "attention_mask" in batch
+        )
+
+
+def test_nothing_of_a_forward_is_kept_in_evaluation() -> None:
+    model, batch = holdfast.sparsify(tiny_dense("llama"), experts=4, router="attention"), inputs("llama")
+    with torch.no_grad():
+        outputs(model, batch)
+    for site in sites(model):
+        around: Any = site.block.surroundings
+        assert around._heard.query is None and around._heard.output is None and around.record is None
+
+
+def test_windowed_attention_gets_one_sentence() -> None:
+    with pytest.raises(ValueError, match="windows.*similarity"):
+        holdfast.sparsify(tiny_dense("swin"), experts=4, router="attention")
+    with pytest.raises(ValueError, match="equal widths"):
+        holdfast.sparsify(tiny_dense("swin"), experts=4, router="ac")
+    model = holdfast.sparsify(tiny_dense("swin"), experts=4, router="ac", layers=[0, 1])
+    assert outputs(model, inputs("swin")).isfinite().all()
+
+
+def test_mistakes_get_one_sentence_and_change_nothing() -> None:
+    model = tiny_dense("llama")
+    names = sorted(model.state_dict())
+    chunked = tiny_dense("bert")
+    chunked.config.chunk_size_feed_forward = 4
+    broken = tiny_dense("llama")
+    with torch.no_grad():
+        broken.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    import transformers
+
+    mistakes: list[tuple[Any, str]] = [
+        (lambda: holdfast.sparsify(model, experts=4, router="smoth"), "smooth"),
+        (lambda: holdfast.sparsify(model, experts=4, k=5), "k is 5"),
+        (lambda: holdfast.sparsify(model, experts=0), "experts is 0"),
+        (lambda: holdfast.sparsify(model, experts=4, hidden=7), 'init="random"'),
+        (lambda: holdfast.sparsify(model, experts=4, init="kopy"), "copy"),  # type: ignore[arg-type]
+        (lambda: holdfast.sparsify(model, experts=4, noise=-1), "noise"),
+        (lambda: holdfast.sparsify(model, experts=4, layers="odd"), "choice of layers"),
+        (lambda: holdfast.sparsify(model, experts=4, router="native"), "native"),
+        (lambda: holdfast.sparsify(model, experts=4, temperature=2), "option"),
+        (lambda: holdfast.sparsify(chunked, experts=4), "chunk_size_feed_forward"),
+        (lambda: holdfast.sparsify(broken, experts=4), r"layers\.1.*NaN"),
+        (lambda: holdfast.sparsify(transformers.ResNetModel(transformers.ResNetConfig()), experts=4), "resnet"),
+        (lambda: holdfast.sparsify(torch.nn.Linear(2, 2), experts=4), "no Hugging Face model"),
+    ]
+    for mistake, sentence in mistakes:
+        with pytest.raises(ValueError, match=sentence) as caught:
+            mistake()
+        assert "\n" not in str(caught.value)
+    assert sorted(model.state_dict()) == names
+    with pytest.raises(ValueError, match="sparse already"):
+        holdfast.sparsify(holdfast.sparsify(model, experts=4), experts=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sparse_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    model, batch = tiny_dense(family), inputs(family)
+    holdfast.sparsify(model, experts=4, router="symphony+similarity+smooth", noise=0.5)
+    model.train()
+    model(**batch)
+    model.eval()
+    with torch.no_grad():
+        before = outputs(model, batch)
+        loaded = holdfast.load(holdfast.save(model, tmp_path / "saved"))
+        assert torch.equal(outputs(loaded.eval(), batch), before)

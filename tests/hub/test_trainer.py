@@ -1,0 +1,184 @@
+"""transformers' own Trainer around changed models: it trains, evaluates, saves, and resumes as if it had never stopped."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from tiny_dense import tiny_dense
+from torch import Tensor
+
+import holdfast
+from holdfast import Losses
+
+ROWS = torch.randint(3, 64, (24, 16), generator=torch.Generator().manual_seed(0))
+STEPS, HALF = 6, 3
+CASES: dict[str, tuple[str, str, int]] = {
+    "sparsified": ("llama", "symphony+smooth", 1),
+    "sparsified, accumulating": ("llama", "ac+similarity", 2),
+    "rerouted": ("mixtral", "ac+similarity", 1),
+    "rerouted, accumulating": ("mixtral", "symphony+smooth", 2),
+    "rerouted, attention": ("mixtral", "ac+symphony+attention+smooth", 1),
+}
+
+
+def dataset() -> list[dict[str, Tensor]]:
+    """Sequences of different lengths, padded."""
+    rows = []
+    for index, ids in enumerate(ROWS):
+        real = torch.arange(len(ids)) < len(ids) - index % 5
+        rows.append({"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)})
+    return rows
+
+
+def changed(family: str, router: str, seed: int = 0) -> Any:
+    losses = Losses(balance=0.1, z=0.01)
+    if family == "mixtral":
+        return holdfast.reroute(tiny(family, seed), router, losses=losses)
+    dense = tiny_dense(family, seed)
+    return holdfast.sparsify(dense, experts=8, k=2, router=router, losses=losses, noise=0.5)
+
+
+def trainer(model: Any, folder: Path, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    settings: dict[str, Any] = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        **options,
+    }
+    data = dataset()
+    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=data[:20], eval_dataset=data[20:])
+
+
+def contents(model: Any) -> dict[str, Tensor]:
+    """Parameters and buffers, what is not saved among them; statistics that were committed are scratch."""
+    model.eval()
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: value.detach().clone() for name, value in named.items() if "staged_" not in name}
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def logits(model: Any) -> Tensor:
+    batch = {name: torch.stack([row[name] for row in dataset()[:4]]) for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        out: Tensor = model.eval()(**batch).logits
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> None:
+    """Straight through; straight through with a checkpoint on the way; and from that checkpoint on, in a fresh model."""
+    family, router, accumulated = CASES[case]
+    options = {"gradient_accumulation_steps": accumulated}
+    straight = trainer(changed(family, router), tmp_path / "straight", **options)
+    straight.train()
+    expected = contents(straight.model)
+    saving = trainer(changed(family, router), tmp_path / "saving", save_strategy="steps", save_steps=HALF, **options)
+    saving.train()
+    assert_equal(contents(saving.model), expected)
+    resumed = trainer(changed(family, router, seed=1), tmp_path / "resumed", **options)
+    half = tmp_path / "saving" / f"checkpoint-{HALF}"
+    resumed.train(resume_from_checkpoint=str(half))
+    assert_equal(contents(resumed.model), expected)
+    assert resumed.state.global_step == STEPS
+
+    before, loaded = contents(changed(family, router)), holdfast.load(half)
+    midway = contents(loaded)
+    learned = {"graph", "width", "spreads", "entropy"} & {name.rpartition(".")[2] for name in expected}
+    for name in (name for name in expected if name.rpartition(".")[2] in learned):
+        if not (name.endswith("spreads") and ".0." in name):  # the first layer has no previous one, so its clusters stay
+            assert not torch.equal(before[name], midway[name]), name
+            assert not torch.equal(midway[name], expected[name]), name
+    final = holdfast.load(tmp_path / "saving" / f"checkpoint-{STEPS}")
+    assert torch.equal(logits(final), logits(saving.model))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_trainer_logs_losses_with_the_routers_own_and_evaluates_without(family: str, tmp_path: Path) -> None:
+    run = trainer(changed(family, "symphony+smooth"), tmp_path, eval_strategy="steps", eval_steps=HALF)
+    run.train()
+    history = run.state.log_history
+    assert len([entry for entry in history if "loss" in entry]) == STEPS
+    evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    before = contents(run.model)
+    assert run.evaluate()["eval_loss"] == pytest.approx(evaluated[-1])
+    assert_equal(contents(run.model), before)
+    batch = {name: torch.stack([row[name] for row in dataset()[20:]]) for name in dataset()[0]}
+    with torch.no_grad():
+        assert float(run.model.eval()(**batch).loss) == pytest.approx(evaluated[-1], abs=1e-5)
+        assert float(run.model.train()(**batch).loss) > evaluated[-1] + 0.1
+
+
+def test_training_brings_the_loss_down(tmp_path: Path) -> None:
+    for family, router in (("llama", "ac+symphony+attention+smooth"), ("mixtral", "symphony+similarity")):
+        run = trainer(changed(family, router), tmp_path, max_steps=20, gradient_checkpointing=True)
+        run.train()
+        losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+        assert all(math.isfinite(loss) for loss in losses)
+        assert sum(losses[-5:]) < sum(losses[:5]) - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_best_model_is_loaded_at_the_end(family: str, tmp_path: Path) -> None:
+    """The second of four, as a made-up measure has it."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options.update(load_best_model_at_end=True, metric_for_best_model="worth", greater_is_better=True, max_steps=4)
+    run = trainer(changed(family, "symphony+smooth"), tmp_path, **options)
+    worths = iter([0.1, 0.9, 0.5, 0.3, 0.0])
+    run.compute_metrics = lambda prediction: {"worth": next(worths)}
+    run.train()
+    losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert_equal(contents(run.model), contents(holdfast.load(tmp_path / "checkpoint-2")))
+    last = contents(holdfast.load(tmp_path / "checkpoint-4"))
+    assert not any(torch.equal(value, last[name]) for name, value in contents(run.model).items() if "graph" in name)
+    assert run.evaluate()["eval_loss"] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_trained_model_is_saved_by_the_trainer_and_loaded_by_us(tmp_path: Path) -> None:
+    run = trainer(changed("mixtral", "symphony+smooth"), tmp_path / "run", max_steps=2)
+    run.train()
+    run.save_model(str(tmp_path / "saved"))
+    loaded = holdfast.load(tmp_path / "saved")
+    assert torch.equal(logits(loaded), logits(run.model))
+    assert_equal(contents(loaded), contents(run.model))
+
+
+def test_two_processes_train_as_one_with_the_whole_batch(tmp_path: Path) -> None:
+    """DDP: losses, parameters and state as one process has them, the same on both; saved, resumed and loaded there too."""
+    from trainer_on_ranks import CASES, train_all
+
+    script = Path(__file__).with_name("trainer_on_ranks.py")
+    here = os.pathsep.join([str(script.parent), str(script.parent.parent)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = subprocess.run([*launch, str(tmp_path)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    first, second = (torch.load(tmp_path / f"rank.{rank}.pt") for rank in (0, 1))
+    alone = train_all(tmp_path / "alone", 1)
+    for case in CASES:
+        assert_equal(first[case]["contents"], second[case]["contents"])
+        assert len(alone[case]["losses"]) == STEPS
+        assert first[case]["losses"] == pytest.approx(alone[case]["losses"], abs=1e-5)
+        for name, value in alone[case]["contents"].items():
+            torch.testing.assert_close(first[case]["contents"][name], value, atol=1e-5, rtol=1e-4, msg=f"{case}: {name}")
+        loaded = holdfast.load(tmp_path / case / f"checkpoint-{STEPS}")
+        assert torch.equal(logits(loaded), first[case]["logits"])
