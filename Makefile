@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench pretrained clean
+.PHONY: demo test test-matrix lint bench pretrained clean
 
 demo: .venv/ready
 	$(BIN)/holdfast routers --route
@@ -39,5 +39,19 @@ pretrained: .pretrained/ready
 	HF_HUB_OFFLINE=1 $(BIN)/python tests/hub/pretrained.py
 	touch $@
 
+# The hub's tests under the oldest transformers we support and the pinned one, each in an environment of its own. What
+# transformers itself depends on differs between them, so only the rest is pinned.
+MATRIX := 5.17.0 $(shell sed -n 's/^transformers==//p' constraints.txt)
+
+test-matrix: $(MATRIX:%=.matrix/%/ready)
+	for version in $(MATRIX); do echo "transformers $$version" && .matrix/$$version/bin/python -m pytest -n auto tests/hub || exit 1; done
+
+.matrix/%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .matrix/$*
+	grep -v '^transformers=\|^huggingface_hub=\|^tokenizers=' constraints.txt > .matrix/$*/constraints.txt
+	.matrix/$*/bin/python -m pip install --quiet --constraint constraints.txt setuptools torch
+	.matrix/$*/bin/python -m pip install --quiet --constraint .matrix/$*/constraints.txt --no-build-isolation --editable '.[dev]' transformers==$*
+	touch $@
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .matrix .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

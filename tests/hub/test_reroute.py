@@ -173,6 +173,8 @@ def test_our_experts_function_with_unused_slots_equals_a_loop(family: str) -> No
 def test_router_logits_are_still_recorded_after_a_forward_of_the_untouched_model(family: str) -> None:
     model = tiny(family)
     native = model(input_ids=IDS, output_router_logits=True).router_logits
+    if native is None:
+        pytest.skip("this version of transformers records no router logits for the family")
     holdfast.reroute(model, "symphony")
     with holdfast.trace(model) as routes:
         out = model(input_ids=IDS, output_router_logits=True)

@@ -1,5 +1,6 @@
 """Dense models of every family, made sparse."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,7 @@ def test_a_few_steps_reduce_the_loss(family: str, init: Any) -> None:
 
 def test_random_experts_start_like_the_models_own_weights_and_a_graph_at_zero() -> None:
     model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="symphony", init="random", hidden=20)
-    block = sites(model)[0].block
-    assert isinstance(block, SparseLayer)
+    block: Any = model.model.layers[0].mlp
     assert block.experts.gate_up_proj.shape == (4, 40, 32)
     assert float(block.experts.gate_up_proj.std()) == pytest.approx(model.config.initializer_range, rel=0.1)
     assert not torch.equal(block.experts.down_proj[0], block.experts.down_proj[1])
@@ -151,6 +151,10 @@ def test_an_encoder_informs_in_both_directions(family: str) -> None:
         assert not torch.equal(routes[0].gates[0], first)
 
 
+def _note(seen: list[Any], router: torch.nn.Module, given: tuple[Any, ...]) -> None:
+    seen.append(given[1])
+
+
 def test_the_attention_router_hears_what_attention_did() -> None:
     """The captured q, k, v and output reproduce the attention of the layer before, for every family that has one."""
     import torch.nn.functional as F
@@ -159,7 +163,7 @@ def test_the_attention_router_hears_what_attention_did() -> None:
         model, batch = holdfast.sparsify(tiny_dense(family), experts=4, router="attention"), inputs(family)
         seen: list[Any] = []
         routers = [module for module in model.modules() if isinstance(module, holdfast.Router)]
-        handles = [router.register_forward_pre_hook(lambda _, given: seen.append(given[1])) for router in routers]
+        handles = [router.register_forward_pre_hook(partial(_note, seen)) for router in routers]
         with torch.no_grad():
             outputs(model, batch)
         for handle in handles:
@@ -190,7 +194,7 @@ def test_nothing_of_a_forward_is_kept_in_evaluation() -> None:
 
 
 def test_windowed_attention_gets_one_sentence() -> None:
-    with pytest.raises(ValueError, match="windows.*similarity"):
+    with pytest.raises(ValueError, match=r"windows.*similarity"):
         holdfast.sparsify(tiny_dense("swin"), experts=4, router="attention")
     with pytest.raises(ValueError, match="equal widths"):
         holdfast.sparsify(tiny_dense("swin"), experts=4, router="ac")

@@ -4,6 +4,7 @@ from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
 from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
 from holdfast.hub.folder import load as load
 from holdfast.hub.folder import save as save
+from holdfast.hub.progress import progress_callback as progress_callback
 from holdfast.hub.reroute import reroute as reroute
 from holdfast.hub.reroute import restore as restore
 from holdfast.hub.sparsify import sparsify as sparsify

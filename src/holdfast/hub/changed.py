@@ -1,7 +1,8 @@
 """Models and configs that know they were changed: saving writes what was changed, loading repeats it, then fills in weights.
 
-Both keep their class's name and stay instances of it. The file says `"model_type": "holdfast"`, so that a loader which does
-not know us fails, rather than make up new weights for what it does not find.
+Both keep their class's name and stay instances of it. The file says `"model_type": "holdfast"`, so that `AutoModel` fails,
+rather than make up new weights for what it does not find. A family's own class (`LlamaForCausalLM`) only warns of that name.
+It then takes any section with its own `model_type` for its config, and finds ours, with a dtype that there is not.
 """
 
 from pathlib import Path
@@ -14,6 +15,7 @@ from holdfast.hub.specs import read
 from holdfast.hub.subclasses import with_mixin, without_mixin
 
 MODEL_TYPE = "holdfast"
+NO_DTYPE = "this folder is read with holdfast.load"  # in the error message
 
 
 class ChangedConfig:
@@ -21,7 +23,7 @@ class ChangedConfig:
 
     def to_diff_dict(self) -> dict[str, Any]:
         written: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
-        return {**written, "model_type": MODEL_TYPE}
+        return {**written, "model_type": MODEL_TYPE, "holdfast": {**written["holdfast"], "dtype": NO_DTYPE}}
 
 
 class ChangedModel:
@@ -41,6 +43,15 @@ class ChangedModel:
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
         if options.get("is_main_process", True):
             write_manifest(Path(save_directory))
+
+
+def require_unwrapped(model: Any) -> None:
+    """Changes belong to the model: put on a wrapper (PEFT's), they would come off with it."""
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"this {type(model).__name__} wraps the model; change the one inside, model.get_base_model(), or change it "
+            "before wrapping."
+        )
 
 
 def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.hub.changed import require_unwrapped
 from holdfast.hub.gates import uninstall
 from holdfast.hub.layers import Layers, choose
 from holdfast.hub.sites import Site, sites
@@ -36,6 +37,7 @@ def reroute(
     Where no name claims the scores, they are the checkpoint's, and weights follow its convention. Symphony's graph starts at
     the identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a narrow strip.
     """
+    require_unwrapped(model)
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]
     specs = specs_of(model)

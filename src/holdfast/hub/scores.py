@@ -21,11 +21,12 @@ class GateScore(LinearScore):
 
     @property
     def matrix(self) -> Tensor:
-        gate: nn.Module = self.__dict__["gate"]
-        return gate.get_parameter(self.weight_name)
+        # Not `get_parameter`: while an adapter (PEFT's) adds to it, it is none.
+        matrix: Tensor = getattr(self.__dict__["gate"], self.weight_name)
+        return matrix
 
     def finish(self, projected: Tensor) -> Tensor:
         if self.bias_name is None:
             return projected
-        gate: nn.Module = self.__dict__["gate"]
-        return projected + gate.get_parameter(self.bias_name).float()
+        bias: Tensor = getattr(self.__dict__["gate"], self.bias_name)
+        return projected + bias.float()

@@ -97,4 +97,4 @@ def _sparse_sites(model: nn.Module) -> list[Site]:
 
 
 def _neighbours(layer: nn.Module, block: str, attention: str, projection: str, windowed: bool = False) -> Neighbours:
-    return Neighbours(layer.get_submodule(block), layer.get_submodule(attention), layer.get_submodule(projection), windowed)
+    return Neighbours(layer.get_submodule(block), layer.get_submodule(attention), layer, projection, windowed)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from holdfast.hub.changed import require_unwrapped
 from holdfast.hub.families import DenseFamily, dense_family, layers_of
 from holdfast.hub.layers import Layers, choose
 from holdfast.hub.sites import sites
@@ -40,6 +41,7 @@ def sparsify(
     losses      what routers add to `outputs.loss` in training
     options     of the router
     """
+    require_unwrapped(model)
     if init not in ("copy", "random"):
         raise ValueError(unknown("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):

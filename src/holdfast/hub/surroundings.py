@@ -17,10 +17,9 @@ from holdfast.hub.backends import ATTENTION, point, unpoint
 from holdfast.hub.cache import rows_of
 from holdfast.hub.families import detached
 from holdfast.hub.padding import padding_of
+from holdfast.hub.projections import as_linear
 from holdfast.hub.training import Ledger
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
-from holdfast.routing.records import Projection
-
 
 _numbers = count(1)
 
@@ -31,8 +30,14 @@ class Neighbours:
 
     block: nn.Module  # takes (B,N,d)
     attention: Any  # just before; calls the attention function
-    projection: nn.Module  # of its output
+    layer: nn.Module  # around them all
+    projection_path: str  # of the attention's output, in the layer
     windowed: bool = False  # it attends within windows: its queries and masks are no sequence's
+
+    @property
+    def projection(self) -> nn.Module:
+        """Looked up when used: an adapter may have wrapped it since, or been merged into it."""
+        return self.layer.get_submodule(self.projection_path)
 
 
 @dataclass
@@ -57,6 +62,7 @@ class Surroundings:
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.listens = "attention" in reads and not neighbours.windowed
         self.reads_previous, self.is_read = "previous" in reads, False
+        self.reads_ids = "token_ids" in reads
         self.number = next(_numbers)  # whose rows a KV cache holds; any change to the model makes its caches stale
         self.shape: torch.Size | None = None  # (B,N) of the forward under way
         self.record: Previous | None = None
@@ -66,7 +72,8 @@ class Surroundings:
         self._handles = [neighbours.block.register_forward_pre_hook(self._note_shape)]
         self._handles.append(neighbours.attention.register_forward_pre_hook(self._note_arguments, with_kwargs=True))
         if self.listens:
-            self._handles.append(neighbours.projection.register_forward_hook(self._note_output))
+            self._projection = neighbours.projection
+            self._projection_hook = self._projection.register_forward_hook(self._note_output)
             neighbours.attention.listener = self
             point(neighbours.attention, ATTENTION)
 
@@ -80,6 +87,7 @@ class Surroundings:
         for handle in self._handles:
             handle.remove()
         if self.listens:
+            self._projection_hook.remove()
             unpoint(self.neighbours.attention)
             del self.neighbours.attention.listener
 
@@ -96,8 +104,9 @@ class Surroundings:
         """What the router may look at; clears what was heard, so that nothing outlives the forward."""
         heard, self._heard = self._heard, _Heard()
         previous = self.before.record if self.reads_previous and self.before is not None else None
+        ids = self.ledger.token_ids if self.reads_ids else None
         if self.neighbours.windowed or not (self.learning or self.sequence_aware):
-            return Context(previous=previous)
+            return Context(previous=previous, token_ids=ids)
         if heard.mask is not None and not isinstance(heard.mask, Tensor):
             raise ValueError(
                 f"attention hands a {type(heard.mask).__name__} on as its mask, which a router cannot read padding from; "
@@ -107,9 +116,8 @@ class Surroundings:
         cache, past = self._cache(heard, length)
         padding = padding_of(heard.mask, tokens.shape[0], length, past)
         causal = bool(getattr(self.neighbours.attention, "is_causal", False))
-        return Context(
-            causal=causal, padding=padding, attention=self._attention(heard, past, length), previous=previous, cache=cache
-        )
+        attention = self._attention(heard, past, length)
+        return Context(causal, padding, attention, previous, cache, ids)
 
     def leave(self, tokens: Tensor, routing: Routing) -> None:
         """Hand on what the router did: its losses to the model, its choice to the next MoE layer."""
@@ -130,6 +138,10 @@ class Surroundings:
             mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
             past = options.get("past_key_values")
             self._heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
+        if self.listens and self._projection is not self.neighbours.projection:
+            self._projection_hook.remove()
+            self._projection = self.neighbours.projection
+            self._projection_hook = self._projection.register_forward_hook(self._note_output)
 
     def _note_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self._heard.output = output
@@ -151,14 +163,3 @@ class Surroundings:
         if mask is not None:
             mask = mask[..., : key.shape[2]] if mask.dim() == 4 else None  # a 2-D mask is padding only
         return Attention(heard.query, key, value, as_linear(self.neighbours.projection), heard.output, mask, heard.scale)
-
-
-def as_linear(module: nn.Module) -> nn.Linear | Projection:
-    """An output projection in the shape of an `nn.Linear`; GPT-2's keep their weights transposed."""
-    from transformers.pytorch_utils import Conv1D
-
-    if isinstance(module, Conv1D):
-        return Projection(module.weight.t(), module.bias)
-    if isinstance(module, nn.Linear):
-        return module
-    return Projection(module.weight, module.bias)  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ class Ledger:
     def __init__(self, model: nn.Module) -> None:
         self._losses: list[Tensor] | None = None
         self._with_gradient = False
+        self.token_ids: Tensor | None = None  # of the forward under way
         self._handles = [
-            model.register_forward_pre_hook(self._open),
+            model.register_forward_pre_hook(self._open, with_kwargs=True),
             model.register_forward_hook(self._close, with_kwargs=True),
         ]
 
@@ -39,7 +40,8 @@ class Ledger:
             )
         self._losses.append(routing.loss)
 
-    def _open(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _open(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.token_ids = options.get("input_ids", inputs[0] if inputs else None)
         self._losses, self._with_gradient = ([] if model.training else None), torch.is_grad_enabled()
 
     def _close(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:

@@ -1,0 +1,413 @@
+"""Decoding in models: the cached, the padded, the cropped and the reordered result is that of one full forward."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import EXTRA, MOE_LAYERS, SMALL, tiny
+from tiny_dense import tiny_dense
+from torch import Tensor
+
+import holdfast
+from holdfast.routing import RouterCache, Routing
+from holdfast.testing.subject import STEEP
+
+# Every sequence-aware router at least once, alone and with everything else a router can have.
+AWARE = ("similarity", "attention")
+COMBINED = ("symphony+similarity", "ac+symphony+attention+smooth", "xmoe+ac+similarity+top-p")
+# Seeds of the weights and of the prompts with which no step of any router is a near-tie.
+SEEDS = {"llama": (1, 3), "mixtral": (0, 1)}
+LENGTHS, PROMPT, STEPS = (9, 7, 5, 2), 9, 64
+WINDOW = 6  # shorter than the prompt
+
+
+def learned(model: Any) -> Any:
+    """After a few training forwards: state that still stands at its start would hide mistakes."""
+    torch.manual_seed(5)
+    model.train()
+    for _ in range(3):
+        model(input_ids=torch.randint(3, 64, (4, 12)))
+    model.generation_config.eos_token_id = None  # as many tokens as asked for
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+@cache
+def changed(kind: str, router: str, attention: str = "sdpa") -> Any:
+    """A tiny language model with this router: sparsified if dense, rerouted if an MoE; "sliding" is Mixtral with a window."""
+    if kind in EXTRA or kind == "sliding":
+        model = sliding("mixtral") if kind == "sliding" else sliding(kind) if kind == "gpt_oss" else tiny(kind, _seed(kind))
+        model = holdfast.reroute(model, router)
+    else:
+        model = tiny_dense(kind, _seed(kind))
+        torch.manual_seed(_seed(kind))
+        model = holdfast.sparsify(model, experts=8, k=2, router=router, noise=0.5)
+    if kind != "gpt_oss":
+        model.set_attn_implementation(attention)
+    return learned(model)
+
+
+def _seed(kind: str) -> int:
+    return SEEDS.get(kind, (0, 0))[0]
+
+
+def sliding(model_type: str) -> Any:
+    """All layers of Mixtral and every second of GPT-OSS look back over this many tokens only."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **EXTRA[model_type], "sliding_window": WINDOW})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def prompts(kind: str) -> tuple[Tensor, Tensor]:
+    """Four of different lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(SEEDS.get(kind, (0, 1))[1])
+    mask = torch.stack([torch.arange(PROMPT) >= PROMPT - length for length in LENGTHS]).long()
+    return torch.randint(3, 64, (4, PROMPT), generator=generator) * mask, mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Any:
+    torch.manual_seed(0)
+    chosen = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, **options}
+    return model.generate(input_ids=ids, attention_mask=mask, **chosen)
+
+
+def joined(steps: list[Routing], sequences: int) -> Routing:
+    """Of several forwards, each of the next tokens of the same sequences."""
+    fields = ("logits", "gates", "experts", "weights")
+    slots = max(step.experts.shape[1] for step in steps)
+    experts = steps[0].gates.shape[1]
+
+    def widened(values: Tensor, name: str) -> Tensor:
+        missing = slots - values.shape[1] if name in ("experts", "weights") else 0
+        return torch.nn.functional.pad(values, (0, missing), value=experts if name == "experts" else 0)
+
+    columns = (
+        torch.cat([widened(getattr(step, name), name).unflatten(0, (sequences, -1)) for step in steps], dim=1)
+        for name in fields
+    )
+    return Routing(*(column.flatten(0, 1) for column in columns))
+
+
+def part(routing: Routing, rows: Tensor) -> Routing:
+    """Of the tokens that `rows` marks."""
+    rows = rows.flatten()
+    return Routing(routing.logits[rows], routing.gates[rows], routing.experts[rows], routing.weights[rows])
+
+
+def traced(model: Any, forward: Any, sequences: int) -> tuple[Any, list[Routing]]:
+    """What `forward()` returns, and every layer's routes over all its steps."""
+    steps: dict[int, list[Routing]] = {}
+    with holdfast.trace(model, each=lambda layer, routing, _: steps.setdefault(layer, []).append(routing)), torch.no_grad():
+        result = forward()
+    return result, [joined(steps[layer], sequences) for layer in sorted(steps)]
+
+
+def assert_same_routes(first: list[Routing], second: list[Routing]) -> None:
+    """Weights may differ by more than gates: a smooth strip is steep."""
+    assert len(first) == len(second) > 0
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one.gates, other.gates, rtol=0, atol=1e-4)
+        torch.testing.assert_close(one.dense_weights, other.dense_weights, rtol=0, atol=STEEP)
+
+
+def full_forward(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[Routing]]:
+    """Logits and routes of one forward without a cache."""
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    options = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+    return traced(model, lambda: model(**options).logits, len(ids))
+
+
+@pytest.mark.parametrize("router", [*holdfast.routers(), *COMBINED])
+@pytest.mark.parametrize("kind", SEEDS)
+def test_cached_generation_equals_uncached(kind: str, router: str) -> None:
+    model, (ids, mask) = changed(kind, router), prompts(kind)
+    options = {"max_new_tokens": STEPS, "output_logits": True}
+    cached, routes = traced(model, lambda: generate(model, ids, mask, **options), 4)
+    uncached = generate(model, ids, mask, use_cache=False, **options)
+    logits, expected = torch.stack(cached.logits, 1), torch.stack(uncached.logits, 1)
+    best, second = expected.topk(2).values.unbind(-1)
+    apart = (logits - expected).abs().amax(-1)
+    assert torch.equal(cached.sequences, uncached.sequences)
+    assert apart.max() < 1e-3 and (best - second > 10 * apart).all()  # or else a near-tie chose: take other seeds
+    assert all(len(set(tokens.tolist())) > 3 for tokens in cached.sequences[:, PROMPT:])
+
+    written = cached.sequences[:, :-1]  # the last token is fed to nobody
+    whole = torch.cat([mask, mask.new_ones(4, STEPS - 1)], dim=1)
+    in_one, full = full_forward(model, written, whole)
+    torch.testing.assert_close(logits, in_one[:, PROMPT - 1 :], rtol=0, atol=1e-3)
+    assert_same_routes([part(layer, whole.bool()) for layer in routes], [part(layer, whole.bool()) for layer in full])
+
+
+@pytest.mark.parametrize(
+    ("kind", "router"),
+    [("llama", "similarity"), ("mixtral", "attention"), *((kind, router) for kind in SEEDS for router in COMBINED)]
+    + [(kind, router) for kind in ("sliding", "gpt_oss") for router in AWARE],
+)
+def test_a_padded_sequence_gets_the_tokens_and_routes_that_it_gets_alone(kind: str, router: str) -> None:
+    model, (ids, mask) = changed(kind, router), prompts(kind)
+    together, routes = traced(model, lambda: generate(model, ids, mask), 4)
+    for row, length in enumerate(LENGTHS):
+        own = ids[row : row + 1, -length:]
+        alone, own_routes = traced(model, lambda own=own: generate(model, own, torch.ones_like(own)), 1)  # type: ignore[misc]
+        assert torch.equal(together.sequences[row, PROMPT - length :], alone.sequences[0])
+        rows = torch.zeros(4, PROMPT + 19, dtype=torch.bool)
+        rows[row, PROMPT - length :] = True
+        assert_same_routes([part(layer, rows) for layer in routes], own_routes)
+    unmasked = generate(model, ids, torch.ones_like(mask))
+    assert torch.equal(unmasked.sequences[0], together.sequences[0])  # the longest has no padding
+    assert not torch.equal(unmasked.sequences[1:], together.sequences[1:])
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often rows changed places, and how many were cropped away."""
+    counts = {"reorder": 0, "crop": 0}
+    reorder, crop = RouterCache.reorder, RouterCache.crop
+
+    def count_reorder(self: RouterCache, sequences: Tensor) -> None:
+        counts["reorder"] += int(not torch.equal(sequences, torch.arange(len(sequences))))
+        reorder(self, sequences)
+
+    def count_crop(self: RouterCache, length: int) -> None:
+        counts["crop"] += self.tokens - length
+        crop(self, length)
+
+    monkeypatch.setattr(RouterCache, "reorder", count_reorder)
+    monkeypatch.setattr(RouterCache, "crop", count_crop)
+    return counts
+
+
+MODES = [("llama", "sdpa"), ("mixtral", "eager"), ("sliding", "sdpa"), ("gpt_oss", "eager")]
+
+
+@pytest.mark.parametrize("router", AWARE)
+@pytest.mark.parametrize(("kind", "attention"), MODES)
+class TestEveryWayToGenerate:
+    def test_beams_that_swap_places(self, kind: str, attention: str, router: str, moved: dict[str, int]) -> None:
+        model, (ids, mask) = changed(kind, router, attention), prompts(kind)
+        options = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
+        cached = generate(model, ids, mask, **options)
+        uncached = generate(model, ids, mask, use_cache=False, **options)
+        assert torch.equal(cached.sequences, uncached.sequences)
+        torch.testing.assert_close(cached.sequences_scores, uncached.sequences_scores, rtol=0, atol=1e-4)
+        assert moved["reorder"] > 0
+
+    def test_sampling(self, kind: str, attention: str, router: str) -> None:
+        model, (ids, mask) = changed(kind, router, attention), prompts(kind)
+        options = {"do_sample": True, "num_return_sequences": 2}
+        cached = generate(model, ids, mask, **options)
+        assert torch.equal(cached.sequences, generate(model, ids, mask, use_cache=False, **options).sequences)
+        assert not torch.equal(cached.sequences[0], cached.sequences[1])
+
+    @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+    def test_guesses_that_are_taken_back(
+        self, kind: str, attention: str, router: str, how: str, moved: dict[str, int]
+    ) -> None:
+        """The guesser's own cache is cropped too where it is a model."""
+        model, (ids, mask) = changed(kind, router, attention), prompts(kind)
+        plain = generate(model, ids[:1], mask[:1], use_cache=False, max_new_tokens=40)
+        helper = {"prompt_lookup_num_tokens": 3}
+        if how == "assistant":
+            other = copy.deepcopy(model)
+            with torch.no_grad():  # right often, not always
+                other.lm_head.weight.add_(torch.randn_like(other.lm_head.weight), alpha=0.05)
+            helper = {"assistant_model": other}
+        guessed = generate(model, ids[:1], mask[:1], max_new_tokens=40, **helper)
+        assert torch.equal(guessed.sequences, plain.sequences)
+        assert moved["crop"] > 0
+
+    def test_a_static_cache_twice(self, kind: str, attention: str, router: str) -> None:
+        """The second time it is the same cache, reset."""
+        model, (ids, mask) = changed(kind, router, attention), prompts(kind)
+        plain = generate(model, ids, mask, use_cache=False)
+        for _ in range(2):
+            fixed = generate(model, ids, mask, cache_implementation="static")
+            assert isinstance(fixed.past_key_values, transformers.StaticCache)
+            assert torch.equal(fixed.sequences, plain.sequences)
+
+    def test_a_prompt_in_pieces(self, kind: str, attention: str, router: str) -> None:
+        model, (ids, mask) = changed(kind, router, attention), prompts(kind)
+        sizes: list[int] = []
+        with holdfast.trace(model, each=lambda layer, routing, _: sizes.append(len(routing.experts) // 4)):
+            pieces = generate(model, ids, mask, prefill_chunk_size=4)
+        layers = sizes.index(4, 1) if sizes[1] != 4 else sizes.count(4) // 2
+        assert sizes[::layers][:4] == [4, 4, 1, 1]
+        assert torch.equal(pieces.sequences, generate(model, ids, mask, use_cache=False).sequences)
+
+    @torch.no_grad()
+    def test_two_forwards_with_one_cache(self, kind: str, attention: str, router: str) -> None:
+        model, (ids, mask) = changed(kind, router, attention), prompts(kind)
+        logits, routes = full_forward(model, ids, mask)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+
+        def halves() -> Tensor:
+            first = model(input_ids=ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], use_cache=True)
+            past = first.past_key_values
+            rest = model(input_ids=ids[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], past_key_values=past)
+            return torch.cat([first.logits, rest.logits], dim=1)
+
+        got, own = traced(model, halves, 4)
+        real = mask.bool()
+        torch.testing.assert_close(got[real], logits[real], rtol=0, atol=1e-4)
+        assert_same_routes([part(layer, real) for layer in own], [part(layer, real) for layer in routes])
+
+
+@pytest.mark.parametrize("router", AWARE)
+@torch.no_grad()
+def test_a_window_shorter_than_the_sequence_hides_what_is_outside_it(router: str) -> None:
+    """Three layers see three windows back: another first token changes the fifteen after it and none of the others."""
+    model = changed("sliding", router)
+    ids = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(2))
+    other = ids.clone()
+    other[0, 0] = 63 - ids[0, 0] + 3
+    reach = 3 * (WINDOW - 1)
+    change = (model(input_ids=ids).logits - model(input_ids=other).logits).abs().amax(-1)[0]
+    assert (change[: reach + 1] > 1e-4).all() and (change[reach + 1 :] < 1e-5).all()
+
+
+FAMILIES = [
+    (model_type, attention)
+    for model_type in EXTRA
+    for attention in ("eager", "sdpa")
+    if (model_type, attention) != ("gpt_oss", "sdpa")
+]
+DENSE = [("llama", "eager"), ("qwen3", "sdpa"), ("phi3", "sdpa"), ("gpt2", "eager"), ("gpt2", "sdpa")]
+
+
+@pytest.mark.parametrize("router", AWARE)
+@pytest.mark.parametrize(("model_type", "attention"), [*FAMILIES, *DENSE])
+@torch.no_grad()
+def test_every_family_knows_its_padding_and_its_past(model_type: str, attention: str, router: str) -> None:
+    """Padded on either side as each sequence alone, and eight tokens one by one as all at once."""
+    model, length = changed(model_type, router, attention), 20
+    assert len(holdfast.trace(model).__enter__()) == MOE_LAYERS.get(model_type, 3)
+    numbers = torch.randint(3, 64, (3, length), generator=torch.Generator().manual_seed(3))
+    for side in ("right", "left"):
+        places = torch.arange(length) if side == "right" else torch.arange(length).flip(0)
+        real = torch.stack([places < count for count in (20, 15, 9)])
+        ids, mask = numbers * real, real.long()
+        logits, routes = full_forward(model, ids, mask)
+        for row, own in enumerate(real):
+            alone, own_routes = full_forward(model, ids[row : row + 1, own], mask[row : row + 1, own])
+            torch.testing.assert_close(logits[row, own], alone[0], rtol=0, atol=1e-4)
+            rows = torch.zeros_like(real)
+            rows[row] = own
+            assert_same_routes([part(layer, rows) for layer in routes], own_routes)
+
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+
+    def one_by_one() -> Tensor:
+        past, start, pieces = None, 0, []
+        for end in (12, *range(13, length + 1)):
+            out = model(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=past,
+                use_cache=True,
+            )
+            past, start = out.past_key_values, end
+            pieces.append(out.logits)
+        return torch.cat(pieces, dim=1)
+
+    stepwise, own_routes = traced(model, one_by_one, 3)
+    torch.testing.assert_close(stepwise[real], logits[real], rtol=0, atol=1e-4)
+    assert_same_routes([part(layer, real) for layer in own_routes], [part(layer, real) for layer in routes])
+
+
+IDS = torch.tensor([[5, 9, 13, 7, 3, 22, 31, 40]])
+
+
+def filled(model: Any) -> Any:
+    return model(input_ids=IDS[:, :6], use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize(("before", "router"), [("similarity", "attention"), ("attention", "similarity")])
+@torch.no_grad()
+def test_a_cache_that_another_filled_is_refused(before: str, router: str) -> None:
+    model, elsewhere = changed("mixtral", router), changed("mixtral", before)
+    twin = copy.deepcopy(elsewhere)
+    holdfast.reroute(twin, router)
+    foreign = [filled(tiny("mixtral")), filled(elsewhere), filled(twin), filled(changed("llama", router))]
+    for past in foreign:
+        with pytest.raises(ValueError, match="holds 6 tokens, but this router has seen 0 of them") as refusal:
+            model(input_ids=IDS[:, 6:7], past_key_values=past)
+        assert "\n" not in str(refusal.value) and "filled by this model from the start" in str(refusal.value)
+
+
+@pytest.mark.parametrize("router", AWARE)
+@torch.no_grad()
+def test_a_cache_from_before_rerouting_is_refused(router: str) -> None:
+    model = tiny("mixtral")
+    past = filled(model)
+    holdfast.reroute(model, router)
+    with pytest.raises(ValueError, match="this router has seen 0 of them"):
+        model(input_ids=IDS[:, 6:7], past_key_values=past)
+    past = filled(model)
+    holdfast.reroute(model, "symphony+similarity")
+    with pytest.raises(ValueError, match="this router has seen 0 of them"):
+        model(input_ids=IDS[:, 6:7], past_key_values=past)
+    past = filled(model)
+    holdfast.restore(model)(input_ids=IDS[:, 6:7], past_key_values=past)  # the family's own rule needs no rows
+
+
+@torch.no_grad()
+def test_a_cache_that_misses_a_token_is_refused() -> None:
+    model = changed("mixtral", "similarity")
+    past = filled(model)
+    tiny("mixtral")(input_ids=IDS[:, 6:7], past_key_values=past)
+    with pytest.raises(ValueError, match="holds 7 tokens, but this router has seen 6 of them"):
+        model(input_ids=IDS[:, 7:8], past_key_values=past)
+
+
+@pytest.mark.parametrize("router", AWARE)
+@torch.no_grad()
+def test_a_copied_cache_continues_a_prompt_more_than_once(router: str) -> None:
+    model = changed("mixtral", router)
+    full = model(input_ids=IDS).logits[:, 6:]
+    past = filled(model)
+    for again in (copy.deepcopy(past), past):
+        torch.testing.assert_close(model(input_ids=IDS[:, 6:], past_key_values=again).logits, full, rtol=0, atol=1e-4)
+    past.reset()  # and what is emptied can be filled anew
+    torch.testing.assert_close(model(input_ids=IDS, past_key_values=past).logits[:, 6:], full, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_can_be_repeated_and_a_part_of_its_batch_selected() -> None:
+    model = changed("llama", "similarity")
+    ids = torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(4))
+    full = model(input_ids=ids).logits[:, 6:]
+    past = model(input_ids=ids[:, :6], use_cache=True).past_key_values
+    past.batch_repeat_interleave(2)
+    past.batch_select_indices(torch.tensor([3, 0]))
+    again = model(input_ids=ids[[1, 0], 6:], past_key_values=past).logits
+    torch.testing.assert_close(again, full[[1, 0]], rtol=0, atol=1e-4)
+    past.crop(-4)
+    past.batch_select_indices(torch.tensor([True, False]))
+    again = model(input_ids=ids[1:, 6:], past_key_values=past).logits
+    torch.testing.assert_close(again, full[1:], rtol=0, atol=1e-4)
+
+
+def test_continuous_batching_runs_token_wise_routers_and_refuses_the_others() -> None:
+    """It lays tokens of several sequences side by side; a router that reads a sequence would mix them without a word."""
+    settings = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    asked = [[5, 9, 13, 7], [3, 22]]
+    model = changed("mixtral", "symphony")
+    answers = list(model.generate_batch(inputs=asked, generation_config=settings, progress_bar=False).values())
+    for prompt, answer in zip(asked, answers, strict=True):
+        ids = torch.tensor([prompt])
+        alone = generate(model, ids, torch.ones_like(ids), max_new_tokens=6).sequences[0, len(prompt) :]
+        assert answer.generated_tokens == alone.tolist()
+    for router in AWARE:
+        model = changed("mixtral", router)
+        for answer in model.generate_batch(inputs=asked, generation_config=settings, progress_bar=False).values():
+            assert not answer.generated_tokens
+            assert "continuous batching" in answer.error and "use generate" in answer.error
