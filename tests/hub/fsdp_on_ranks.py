@@ -1,4 +1,4 @@
-"""Five steps of plain descent with every layer sharded by FSDP2; run by test_fsdp.py.
+"""Five steps of plain descent with every layer sharded by FSDP2, then a folder; run by test_fsdp.py.
 
 python fsdp_on_ranks.py FOLDER   (under torchrun; test_fsdp.py calls `train_all` itself for one process, unsharded)
 """
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,11 @@ def changed(family: str, router: str, seed: int = 0) -> Any:
     return holdfast.sparsify(tiny_dense(family, seed), experts=8, k=2, router=router, losses=losses, noise=0.5)
 
 
-def train(case: str, rank: int, world: int) -> dict[str, Any]:
+def rows(seed: int) -> Tensor:
+    return torch.randint(3, 64, (ROWS, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def train(case: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     family, router, checkpointed = CASES[case]
     model = changed(family, router).train()
     if checkpointed:
@@ -49,8 +54,7 @@ def train(case: str, rank: int, world: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
-        ids = torch.randint(3, 64, (ROWS, 16), generator=torch.Generator().manual_seed(step))
-        ids = ids.chunk(world)[rank]
+        ids = rows(step).chunk(world)[rank]
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -59,11 +63,17 @@ def train(case: str, rank: int, world: int) -> dict[str, Any]:
     model.eval()
     parameters = {name: _whole(parameter) for name, parameter in model.named_parameters()}
     state = {name: value for name, value in model.named_buffers() if "staged_" not in name}
-    return {"losses": losses, "parameters": parameters, "state": state}
+    with torch.no_grad():
+        logits = model(input_ids=rows(STEPS)).logits
+    if world > 1:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the whole is on the first process only
+        whole = get_model_state_dict(model, options=options)
+        model.save_pretrained(folder / case, state_dict=whole, is_main_process=rank == 0)
+    return {"losses": losses, "parameters": parameters, "state": state, "logits": logits}
 
 
-def train_all(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    return {case: train(case, rank, world) for case in CASES}
+def train_all(folder: Path, rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {case: train(case, folder, rank, world) for case in CASES}
 
 
 def _mean(loss: Tensor, world: int) -> float:
@@ -80,6 +90,6 @@ def _whole(parameter: Any) -> Tensor:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    me = dist.get_rank()
-    torch.save(train_all(me, dist.get_world_size()), Path(sys.argv[1]) / f"rank.{me}.pt")
+    path, me = Path(sys.argv[1]), dist.get_rank()
+    torch.save(train_all(path, me, dist.get_world_size()), path / f"rank.{me}.pt")
     dist.destroy_process_group()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_on_ranks import CASES, STEPS, train_all
+from fsdp_on_ranks import CASES, STEPS, rows, train_all
+
+import holdfast
 
 SCRIPT = Path(__file__).with_name("fsdp_on_ranks.py")
 
@@ -22,7 +24,7 @@ def test_two_processes_with_sharded_weights_learn_what_one_learns(tmp_path: Path
     run = subprocess.run([*launch, str(tmp_path)], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     first, second = (torch.load(tmp_path / f"rank.{rank}.pt") for rank in (0, 1))
-    alone = train_all(0, 1)
+    alone = train_all(tmp_path, 0, 1)
     for case in CASES:
         losses = alone[case]["losses"]
         assert len(set(losses)) == STEPS
@@ -34,3 +36,6 @@ def test_two_processes_with_sharded_weights_learn_what_one_learns(tmp_path: Path
                     torch.testing.assert_close(sharded[part][name], value, atol=1e-5, rtol=1e-4, msg=f"{case}: {name}")
         for name in first[case]["state"]:
             assert torch.equal(first[case]["state"][name], second[case]["state"][name]), f"{case}: {name}"
+        loaded = holdfast.load(tmp_path / case).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(input_ids=rows(STEPS)).logits, first[case]["logits"], atol=1e-5, rtol=1e-5)

@@ -37,7 +37,7 @@ def learned(model: Any) -> Any:
 
 @cache
 def changed(kind: str, router: str, attention: str = "sdpa") -> Any:
-    """A tiny language model with this router: sparsified if dense, rerouted if an MoE; "sliding" is Mixtral with a window."""
+    """A tiny language model with this router: sparsified if dense, rerouted if not; "sliding" is Mixtral with a window."""
     if kind in EXTRA or kind == "sliding":
         model = sliding("mixtral") if kind == "sliding" else sliding(kind) if kind == "gpt_oss" else tiny(kind, _seed(kind))
         model = holdfast.reroute(model, router)
@@ -81,19 +81,12 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Any:
 
 def joined(steps: list[Routing], sequences: int) -> Routing:
     """Of several forwards, each of the next tokens of the same sequences."""
-    fields = ("logits", "gates", "experts", "weights")
-    slots = max(step.experts.shape[1] for step in steps)
-    experts = steps[0].gates.shape[1]
 
-    def widened(values: Tensor, name: str) -> Tensor:
-        missing = slots - values.shape[1] if name in ("experts", "weights") else 0
-        return torch.nn.functional.pad(values, (0, missing), value=experts if name == "experts" else 0)
+    def rows(name: str) -> Tensor:
+        columns = [getattr(step, name).unflatten(0, (sequences, -1)) for step in steps]
+        return torch.cat(columns, dim=1).flatten(0, 1)
 
-    columns = (
-        torch.cat([widened(getattr(step, name), name).unflatten(0, (sequences, -1)) for step in steps], dim=1)
-        for name in fields
-    )
-    return Routing(*(column.flatten(0, 1) for column in columns))
+    return Routing(rows("logits"), rows("gates"), rows("experts"), rows("weights"))
 
 
 def part(routing: Routing, rows: Tensor) -> Routing:
@@ -185,7 +178,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-MODES = [("llama", "sdpa"), ("mixtral", "eager"), ("sliding", "sdpa"), ("gpt_oss", "eager")]
+MODES = [("llama", "sdpa"), ("sliding", "sdpa"), ("gpt_oss", "eager")]
 
 
 @pytest.mark.parametrize("router", AWARE)
@@ -213,14 +206,14 @@ class TestEveryWayToGenerate:
     ) -> None:
         """The guesser's own cache is cropped too where it is a model."""
         model, (ids, mask) = changed(kind, router, attention), prompts(kind)
-        plain = generate(model, ids[:1], mask[:1], use_cache=False, max_new_tokens=40)
+        plain = generate(model, ids[:1], mask[:1], use_cache=False, max_new_tokens=30)
         helper = {"prompt_lookup_num_tokens": 3}
         if how == "assistant":
             other = copy.deepcopy(model)
             with torch.no_grad():  # right often, not always
                 other.lm_head.weight.add_(torch.randn_like(other.lm_head.weight), alpha=0.05)
             helper = {"assistant_model": other}
-        guessed = generate(model, ids[:1], mask[:1], max_new_tokens=40, **helper)
+        guessed = generate(model, ids[:1], mask[:1], max_new_tokens=30, **helper)
         assert torch.equal(guessed.sequences, plain.sequences)
         assert moved["crop"] > 0
 
@@ -236,10 +229,9 @@ class TestEveryWayToGenerate:
     def test_a_prompt_in_pieces(self, kind: str, attention: str, router: str) -> None:
         model, (ids, mask) = changed(kind, router, attention), prompts(kind)
         sizes: list[int] = []
-        with holdfast.trace(model, each=lambda layer, routing, _: sizes.append(len(routing.experts) // 4)):
+        with holdfast.trace(model, each=lambda layer, routing, _: sizes.append(len(routing.experts) // 4)) as routes:
             pieces = generate(model, ids, mask, prefill_chunk_size=4)
-        layers = sizes.index(4, 1) if sizes[1] != 4 else sizes.count(4) // 2
-        assert sizes[::layers][:4] == [4, 4, 1, 1]
+        assert sizes[:: len(routes)][:4] == [4, 4, 1, 1]
         assert torch.equal(pieces.sequences, generate(model, ids, mask, use_cache=False).sequences)
 
     @torch.no_grad()
@@ -263,14 +255,16 @@ class TestEveryWayToGenerate:
 @pytest.mark.parametrize("router", AWARE)
 @torch.no_grad()
 def test_a_window_shorter_than_the_sequence_hides_what_is_outside_it(router: str) -> None:
-    """Three layers see three windows back: another first token changes the fifteen after it and none of the others."""
-    model = changed("sliding", router)
-    ids = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(2))
-    other = ids.clone()
-    other[0, 0] = 63 - ids[0, 0] + 3
-    reach = 3 * (WINDOW - 1)
-    change = (model(input_ids=ids).logits - model(input_ids=other).logits).abs().amax(-1)[0]
-    assert (change[: reach + 1] > 1e-4).all() and (change[reach + 1 :] < 1e-5).all()
+    """In each of three layers attention looks back over a window, and so does the router: no change reaches further."""
+    ids = torch.randint(3, 64, (1, 48), generator=torch.Generator().manual_seed(2))
+    other = torch.cat([66 - ids[:, :1], ids[:, 1:]], dim=1)
+    change = {
+        kind: (changed(kind, router)(input_ids=ids).logits - changed(kind, router)(input_ids=other).logits)[0].abs().amax(-1)
+        for kind in ("sliding", "mixtral")
+    }
+    reach = 3 * 2 * (WINDOW - 1)
+    assert (change["sliding"][: 2 * WINDOW] > 1e-3).all() and (change["sliding"][reach + 1 :] < 1e-5).all()
+    assert (change["mixtral"] > 1e-3).all()  # the same weights without a window
 
 
 FAMILIES = [
@@ -288,13 +282,13 @@ DENSE = [("llama", "eager"), ("qwen3", "sdpa"), ("phi3", "sdpa"), ("gpt2", "eage
 def test_every_family_knows_its_padding_and_its_past(model_type: str, attention: str, router: str) -> None:
     """Padded on either side as each sequence alone, and eight tokens one by one as all at once."""
     model, length = changed(model_type, router, attention), 20
-    assert len(holdfast.trace(model).__enter__()) == MOE_LAYERS.get(model_type, 3)
     numbers = torch.randint(3, 64, (3, length), generator=torch.Generator().manual_seed(3))
     for side in ("right", "left"):
         places = torch.arange(length) if side == "right" else torch.arange(length).flip(0)
         real = torch.stack([places < count for count in (20, 15, 9)])
         ids, mask = numbers * real, real.long()
         logits, routes = full_forward(model, ids, mask)
+        assert len(routes) == MOE_LAYERS.get(model_type, 3)
         for row, own in enumerate(real):
             alone, own_routes = full_forward(model, ids[row : row + 1, own], mask[row : row + 1, own])
             torch.testing.assert_close(logits[row, own], alone[0], rtol=0, atol=1e-4)
@@ -398,16 +392,20 @@ def test_a_cache_can_be_repeated_and_a_part_of_its_batch_selected() -> None:
 
 def test_continuous_batching_runs_token_wise_routers_and_refuses_the_others() -> None:
     """It lays tokens of several sequences side by side; a router that reads a sequence would mix them without a word."""
-    settings = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings: dict[str, Any] = {
+        "generation_config": transformers.GenerationConfig(
+            max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        "continuous_batching_config": transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32),
+    }
     asked = [[5, 9, 13, 7], [3, 22]]
     model = changed("mixtral", "symphony")
-    answers = list(model.generate_batch(inputs=asked, generation_config=settings, progress_bar=False).values())
+    answers = list(model.generate_batch(inputs=asked, **settings).values())
     for prompt, answer in zip(asked, answers, strict=True):
         ids = torch.tensor([prompt])
         alone = generate(model, ids, torch.ones_like(ids), max_new_tokens=6).sequences[0, len(prompt) :]
         assert answer.generated_tokens == alone.tolist()
     for router in AWARE:
-        model = changed("mixtral", router)
-        for answer in model.generate_batch(inputs=asked, generation_config=settings, progress_bar=False).values():
+        for answer in changed("mixtral", router).generate_batch(inputs=asked, **settings).values():
             assert not answer.generated_tokens
             assert "continuous batching" in answer.error and "use generate" in answer.error

@@ -185,7 +185,7 @@ def test_our_balance_loss_takes_the_place_of_the_models_own(family: str, router:
     assert out.aux_loss > 0
     assert len(out.router_logits) == 3
     if (family, router) != ("phimoe", "native"):  # which samples in training
-        torch.testing.assert_close(out.loss, plain + 0.25 * 2 * balance_alone(model.eval(), batch), atol=1e-5, rtol=0)
+        torch.testing.assert_close(out.loss, plain + 0.25 * 2 / 3 * balance_alone(model.eval(), batch), atol=1e-5, rtol=0)
     assert torch.equal(loss_of(model.eval(), batch), plain)
     holdfast.restore(model)
     assert model.router_aux_loss_coef == 0.25
@@ -368,3 +368,9 @@ def test_padding_counts_neither_in_losses_nor_in_state(family: str, router: str,
     torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
     assert_same(state(models[1]), state(models[0]), 1e-4)
     assert_same(gradients(models[1]), gradients(models[0]), 1e-4)
+
+
+def test_no_losses_said_outright_switches_the_models_own_off() -> None:
+    batch, model = text(), with_own_balance("mixtral")
+    holdfast.reroute(model, "smoe", losses=holdfast.Losses())
+    torch.testing.assert_close(loss_of(model, batch), loss_of(tiny("mixtral"), batch), atol=1e-5, rtol=0)

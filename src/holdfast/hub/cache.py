@@ -45,7 +45,7 @@ def _with_rows(kind: Any) -> type:
 
 
 def rows_of(layer: Any, past: int, reader: int) -> RouterCache:
-    """The rows of router number `reader` on a layer of a KV cache, made on first use; `past` tokens must have left theirs."""
+    """The rows of router number `reader` on a layer of a KV cache, made on first use; `past` tokens must have left some."""
     if "router_rows" not in layer.__dict__:
         kind: Any = type(layer)
         layer.__class__ = _with_rows(kind)

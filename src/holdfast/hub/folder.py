@@ -12,6 +12,8 @@ from holdfast.hub.manifest import check_manifest
 from holdfast.hub.subclasses import with_mixin
 from holdfast.moe import name_layers
 
+# What names code in a config: modules of the folder's own, or kernels to fetch from a hub.
+CODE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched from a hub: no code, no pickles
 
 
@@ -56,6 +58,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
         raise ValueError(f"{folder}: its config does not say whether Holdfast wrote it; it was changed.")
     if description is not None:
         check_manifest(folder)
+    _require_own_shards(folder)
     config = _config(folder, written)
     kind = _model_class(folder, config)
     if description is not None:
@@ -91,26 +94,46 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return written
 
 
+def _require_own_shards(folder: Path) -> None:
+    """An index of shards may name any path; these must be safetensors in the folder itself."""
+    for index in folder.glob("*.safetensors.index*.json"):
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} cannot be read: the folder is damaged.") from None
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{index} names {name!r}, which is no safetensors file of this folder.")
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder} lacks {name}, which its {index.name} lists: the folder is not complete.")
+
+
 def _config(folder: Path, written: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     description = written.get("holdfast")
     own_type = description.get("model_type") if isinstance(description, dict) else written.get("model_type")
-    if own_type not in CONFIG_MAPPING:
+    if not isinstance(own_type, str) or own_type not in CONFIG_MAPPING:
         raise ValueError(f"{folder}: this transformers knows no model of type {own_type!r}.")
-    values = {**written, "model_type": own_type}
-    values.pop("auto_map", None)  # code of the folder's own
     try:
-        return CONFIG_MAPPING[own_type].from_dict(values)
+        return CONFIG_MAPPING[own_type].from_dict({**_without_code(written), "model_type": own_type})
     except Exception as problem:  # a config's own checks raise what they like
         raise ValueError(f"{folder / 'config.json'} does not fit {own_type}: {_first_line(problem)}") from None
+
+
+def _without_code(written: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_code(value) if isinstance(value, dict) else value
+        for name, value in written.items()
+        if name not in CODE
+    }
 
 
 def _model_class(folder: Path, config: Any) -> Any:
     import transformers
 
-    names = config.architectures or []
-    kind: Any = getattr(transformers, str(names[0]), None) if names else None
+    names = config.architectures
+    kind: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(f"{folder}: its config names no model class of transformers (architectures: {names}).")
     expected = getattr(kind, "config_class", None)
@@ -120,12 +143,12 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _from_pretrained(kind: Any, folder: Path, config: Any, options: dict[str, Any]) -> Any:
-    from safetensors import SafetensorError
-
-    settings = {"dtype": "auto", **options, "output_loading_info": True, "use_safetensors": True}
+    settings = {"dtype": "auto", **options, "output_loading_info": True, "use_safetensors": True, "trust_remote_code": False}
     try:
         model, found = kind.from_pretrained(folder, config=config, **settings)
-    except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as problem:
+    except Exception as problem:  # a folder may hold anything, and what trips over it raises what it likes
+        if "ignore_mismatched_sizes" in str(problem):
+            raise ValueError(f"{folder} has weights of other shapes than its config says.") from None
         raise ValueError(f"{folder} cannot be loaded: {_first_line(problem)}") from None
     for key, what in (
         ("missing_keys", "lacks"),
@@ -139,5 +162,5 @@ def _from_pretrained(kind: Any, folder: Path, config: Any, options: dict[str, An
 
 
 def _first_line(problem: Exception) -> str:
-    text = str(problem).strip() or type(problem).__name__
-    return text.splitlines()[0]
+    lines = (str(problem).strip() or type(problem).__name__).splitlines()
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]

@@ -31,7 +31,7 @@ def reroute(
     k           experts a token; None is the model's own number
     layers      "all", "alternate", "last:n" or indices, among the MoE layers
     losses      what routers add to `outputs.loss` in training. None takes over the balance loss of a model that trains with
-                one (`config.output_router_logits`), computed from the real selections
+                one (`config.output_router_logits`), at its strength, computed from the real selections of each layer
     options     of the router
 
     Where no name claims the scores, they are the checkpoint's, and weights follow its convention. Symphony's graph starts at
@@ -41,7 +41,7 @@ def reroute(
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]
     specs = specs_of(model)
-    terms = _terms(model, losses)
+    terms = _terms(model, losses, len(found))
     fresh = {}
     for site in chosen:
         _require_finite_gate(site)
@@ -102,8 +102,8 @@ def _spec(
     own = _native_k(site)
     if router == NATIVE and k not in (None, own):
         raise ValueError(f"the native router of this model takes k = {own}; for another k, use 'smoe'.")
-    balance = {name: weight * (own if name == MODEL_BALANCE else 1) for name, weight in losses.items()}
-    terms = {"balance" if name == MODEL_BALANCE else name: weight for name, weight in balance.items()}
+    # Balanced, the model's own loss is k and ours is 1.
+    terms = {"balance": losses[MODEL_BALANCE] * own} if MODEL_BALANCE in losses else losses
     return LayerSpec(router, own if k is None else k, options, terms)
 
 
@@ -111,16 +111,16 @@ def _native_k(site: Site) -> int:
     return int(site.gate.top_k)
 
 
-def _terms(model: Any, losses: Losses | None) -> dict[str, float]:
-    """Coefficients of the losses; of the model's own balance loss, whose value is k where ours is 1, under its own name."""
+def _terms(model: Any, losses: Losses | None, layers: int) -> dict[str, float]:
+    """Coefficients of the losses; of the model's own balance loss, which is one for all layers, under its own name."""
     if losses is not None:
         if not isinstance(losses, Losses):
             raise ValueError(
                 f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model."
             )
-        return {name: weight for name, weight in asdict(losses).items() if weight != 0}
+        return asdict(losses)  # zeros too: they say that the model's own is not wanted
     own = own_balance(model)
-    return {MODEL_BALANCE: own} if own else {}
+    return {MODEL_BALANCE: own / layers} if own else {}
 
 
 def _reads_previous(router: str) -> bool:

@@ -62,8 +62,8 @@ def _read_layer(name: str, values: Any) -> LayerSpec:
         raise ValueError(f"layer {name!r} should say {', '.join(sorted(known))}.")
     kinds = {"router": str, "k": int, "options": dict, "losses": dict, "pretrained": bool}
     for entry, kind in kinds.items():
-        if not isinstance(values[entry], kind):
-            raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a {kind.__name__}.")
+        if type(values[entry]) is not kind:  # True is an int
+            raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}; expected {kind.__name__}.")
     for entry in ("experts", "hidden"):
         if values[entry] is not None and (not isinstance(values[entry], int) or values[entry] < 1):
             raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a positive number.")

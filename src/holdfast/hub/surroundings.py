@@ -69,6 +69,7 @@ class Surroundings:
         self._heard = _Heard()
         if self.reads_previous and before is not None:
             before.is_read = True
+            ledger.when_done.append(before.forget)
         self._handles = [neighbours.block.register_forward_pre_hook(self._note_shape)]
         self._handles.append(neighbours.attention.register_forward_pre_hook(self._note_arguments, with_kwargs=True))
         if self.listens:
@@ -76,6 +77,10 @@ class Surroundings:
             self._projection_hook = self._projection.register_forward_hook(self._note_output)
             neighbours.attention.listener = self
             point(neighbours.attention, ATTENTION)
+
+    def forget(self) -> None:
+        """What the layer did is not needed any more."""
+        self.record = None
 
     @property
     def learning(self) -> bool:

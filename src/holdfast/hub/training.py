@@ -1,5 +1,6 @@
 """The routers' losses in a model's own training loss, each counted once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class Ledger:
         self._losses: list[Tensor] | None = None
         self._with_gradient = False
         self.token_ids: Tensor | None = None  # of the forward under way
+        self.when_done: list[Callable[[], None]] = []  # called when nothing of a forward is needed any more
         self._handles = [
             model.register_forward_pre_hook(self._open, with_kwargs=True),
             model.register_forward_hook(self._close, with_kwargs=True),
@@ -46,6 +48,10 @@ class Ledger:
 
     def _close(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
         losses, self._losses = self._losses, None
+        if not (model.training and torch.is_grad_enabled()):  # no backward that would recompute a layer
+            self.token_ids = None
+            for forget in self.when_done:
+                forget()
         if not losses:
             return outputs
         if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there is one, and only it is a scalar
