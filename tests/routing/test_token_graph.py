@@ -220,3 +220,14 @@ def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() ->
         router(torch.randn(2, 11, 12))
     with pytest.raises(ValueError, match="has 4 heads; this router was built for 3"):
         router(torch.randn(2, 11, 12), Context(attention=attention()))
+
+
+@pytest.mark.parametrize("name", ["similarity", "attention"])
+def test_strength_zero_is_the_plain_router_to_the_last_bit(name: str) -> None:
+    options: dict[str, Any] = {"heads": 4} if name == "attention" else {}
+    informed = holdfast.router(name, dim=16, experts=6, k=2, strength=0.0, **options)
+    plain = holdfast.router("smoe", dim=16, experts=6, k=2)
+    plain.load_state_dict(informed.state_dict(), strict=False)
+    tokens = torch.randn(2, 9, 16)
+    ours, theirs = informed(tokens, Context(causal=True)), plain(tokens)
+    assert torch.equal(ours.experts, theirs.experts) and torch.equal(ours.weights, theirs.weights)

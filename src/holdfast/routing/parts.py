@@ -101,6 +101,11 @@ class Informer(Part):
 
     side: Literal["expert", "token"]
 
+    @property
+    def inert(self) -> bool:
+        """Does it leave gates as they are, so that the router may pass it by and be the plain one to the last bit?"""
+        return False
+
     @abstractmethod
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1. `logits` are the raw scores."""

@@ -114,11 +114,10 @@ class Router(nn.Module):
             if self.training and self.check_finite:
                 logits = require_finite(logits, tokens, self.get_buffer("_name"), real)
             gates = self.select.gate(logits)
-            for informer in self.informers:
+            informers = [informer for informer in self.informers if not informer.inert]
+            for informer in informers:
                 gates = informer(gates, logits, tokens, context)
-            scores = (
-                Scores.from_gates(gates, logits) if self.informers else Scores(logits, gates, informed=False, raw=logits)
-            )
+            scores = Scores.from_gates(gates, logits) if informers else Scores(logits, gates, informed=False, raw=logits)
             selected = self.select(scores, tokens, context)
             weights = selected.weights if self.scale == 1 else selected.weights * self.scale
             routing = Routing(

@@ -46,6 +46,10 @@ class Similarity(Informer):
         # Scaled so that |R u| is about |u|: tau then means what it means without a rank.
         self.reduce = None if rank is None else nn.Parameter(torch.randn(rank, dim) / math.sqrt(rank))
 
+    @property
+    def inert(self) -> bool:
+        return self.strength == 0
+
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         u = tokens if context.attention is None else context.attention.output
         u = u if self.reduce is None else linear_float32(u, self.reduce)
@@ -97,6 +101,10 @@ class AttentionPosterior(Informer, StatefulPart):
         mean = self.get_buffer("staged_entropies") / tokens.clamp_min(1)
         running = torch.where(self.seen, ENTROPY_MEMORY * self.entropy + (1 - ENTROPY_MEMORY) * mean, mean)
         return {"entropy": running.where(tokens > 0, self.entropy), "seen": self.seen | (tokens > 0)}
+
+    @property
+    def inert(self) -> bool:
+        return self.strength == 0
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         attention = self._attention(context)
