@@ -12,8 +12,8 @@ from tiny_dense import inputs, tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.families import MOE_FAMILIES
 from holdfast import Losses, Routing
+from holdfast.hub.families import MOE_FAMILIES
 from holdfast.hub.sites import sites
 
 LOSSES = Losses(balance=0.3, z=0.1)
