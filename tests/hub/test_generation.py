@@ -10,6 +10,8 @@ import transformers
 from tiny import EXTRA, MOE_LAYERS, SMALL, tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import holdfast
 from holdfast.routing import RouterCache, Routing
@@ -267,6 +269,52 @@ def test_a_window_shorter_than_the_sequence_hides_what_is_outside_it(router: str
     assert (change["mixtral"] > 1e-3).all()  # the same weights without a window
 
 
+def kernel(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> Any:
+    """As flash attention is called: padding as a 2-D mask, the window as a number, causal by itself."""
+    places = torch.arange(key.shape[2])
+    back = places[-query.shape[2] :].unsqueeze(1) - places
+    allowed = ((back >= 0) & (back < (sliding_window or len(places)))).expand(len(query), 1, -1, -1)
+    if attention_mask is not None:
+        allowed = allowed & attention_mask.bool()[:, None, None] | (back == 0)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, allowed, **{**options, "is_causal": False})
+
+
+@pytest.mark.parametrize("router", [*AWARE, "ac+symphony+attention+smooth"])
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
+def test_attention_that_takes_no_mask_but_padding_and_a_window_gives_the_same_tokens(kind: str, router: str) -> None:
+    ALL_ATTENTION_FUNCTIONS.register("kernel", kernel)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("kernel", flash_attention_mask)
+    model, (ids, mask) = copy.deepcopy(changed(kind, router)), prompts(kind)
+    expected = generate(model, ids, mask, use_cache=False, output_logits=True)
+    model.set_attn_implementation("kernel")
+    for cached in (True, False):
+        got = generate(model, ids, mask, use_cache=cached, output_logits=True)
+        assert torch.equal(got.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("router", AWARE)
+@pytest.mark.parametrize(("kind", "attention"), [("llama", "eager"), ("mixtral", "sdpa"), ("sliding", "sdpa")])
+@torch.no_grad()
+def test_sequences_packed_into_one_row_do_not_see_each_other(kind: str, attention: str, router: str) -> None:
+    """Positions that start anew say where the next one begins."""
+    model = changed(kind, router, attention)
+    ids = torch.randint(3, 64, (1, 17), generator=torch.Generator().manual_seed(6))
+    positions = torch.cat([torch.arange(10), torch.arange(7)]).unsqueeze(0)
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(input_ids=ids[:, :10]).logits, model(input_ids=ids[:, 10:]).logits], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-4)
+    assert (model(input_ids=ids).logits[:, 10:] - alone[:, 10:]).abs().amax(-1).min() > 1e-2
+
+
 FAMILIES = [
     (model_type, attention)
     for model_type in EXTRA
@@ -409,3 +457,12 @@ def test_continuous_batching_runs_token_wise_routers_and_refuses_the_others() ->
         for answer in changed("mixtral", router).generate_batch(inputs=asked, **settings).values():
             assert not answer.generated_tokens
             assert "continuous batching" in answer.error and "use generate" in answer.error
+
+
+def test_packed_sequences_without_a_mask_are_refused_by_routers_that_look_at_other_tokens() -> None:
+    """Flash attention packs by `cu_seq_lens`, and there is no 4-D mask that tells the sequences apart."""
+    packed = {"cu_seq_lens_q": torch.tensor([0, 4, 12], dtype=torch.int32)}
+    ids = torch.arange(3, 15).view(1, 12)
+    with pytest.raises(ValueError, match="packed"):
+        holdfast.reroute(tiny("mixtral"), "similarity")(input_ids=ids, use_cache=False, **packed)
+    holdfast.reroute(tiny("mixtral"), "smooth")(input_ids=ids, use_cache=False, **packed)

@@ -70,7 +70,7 @@ def _overheard_attention(module: Any, query: Tensor, key: Tensor, value: Tensor,
         eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
         native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(config, ATTENTION), eager)
         result = native(module, query, key, value, attention_mask, **options)
-    module.listener.hear(query, key, value, attention_mask, options.get("scaling"))
+    module.listener.hear(query, key, value, attention_mask, options)
     return result
 
 

@@ -52,6 +52,8 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
     folder = Path(path)
     if not folder.is_dir():
         folder = _fetched(str(path))
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds an adapter; load the model it belongs to, and put the adapter on with peft.")
     written = _read_config(folder)
     description = written.get("holdfast")
     if (written.get("model_type") == MODEL_TYPE) != (description is not None):
@@ -65,6 +67,8 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
         kind = with_mixin(kind, ChangedModel)
         config.__class__ = with_mixin(type(config), ChangedConfig)
     model = _from_pretrained(kind, folder, config, options)
+    if description is not None:  # the names of this file say nothing about those that a restored model is saved under
+        model.__dict__.pop("_weight_conversions", None)
     name_layers(model)
     return model
 

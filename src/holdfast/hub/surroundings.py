@@ -50,6 +50,7 @@ class _Heard:
     key: Tensor | None = None
     value: Tensor | None = None
     scale: float | None = None
+    window: int | None = None  # how far back a token looks, itself included
     output: Tensor | None = None
 
 
@@ -96,10 +97,10 @@ class Surroundings:
             unpoint(self.neighbours.attention)
             del self.neighbours.attention.listener
 
-    def hear(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> None:
-        """Called by the attention function."""
-        self._heard.query, self._heard.key, self._heard.value = query, key, value
-        self._heard.mask, self._heard.scale = mask, scale
+    def hear(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
+        """Called by the attention function, with what it was given."""
+        self._heard.query, self._heard.key, self._heard.value, self._heard.mask = query, key, value, mask
+        self._heard.scale, self._heard.window = options.get("scaling"), options.get("sliding_window")
 
     def tokens(self, hidden: Tensor) -> Tensor:
         """The router's input (B,N,d), from what the gate was given."""
@@ -141,6 +142,12 @@ class Surroundings:
                     "sequence-aware router cannot tell them apart; use generate."
                 )
             mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
+            packed = options.get("cu_seq_lens_q") is not None
+            if self.sequence_aware and packed and not (isinstance(mask, Tensor) and mask.dim() == 4):
+                raise ValueError(
+                    "sequences are packed into one row without a mask between them, where a sequence-aware router cannot tell "
+                    'them apart; set the model\'s attention to "sdpa" or "eager".'
+                )
             past = options.get("past_key_values")
             self._heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
         if self.listens and self._projection is not self.neighbours.projection:
@@ -167,4 +174,12 @@ class Surroundings:
             key, value = key[:, :, : past + length], value[:, :, : past + length]
         if mask is not None:
             mask = mask[..., : key.shape[2]] if mask.dim() == 4 else None  # a 2-D mask is padding only
+        if mask is None and heard.window is not None and key.shape[2] > heard.window:
+            mask = _looking_back(length, key, heard.window)  # a kernel that is told of its window has no mask for it
         return Attention(heard.query, key, value, as_linear(self.neighbours.projection), heard.output, mask, heard.scale)
+
+
+def _looking_back(queries: int, key: Tensor, window: int) -> Tensor:
+    """(1,1,N,M) bool: the last `window` tokens up to each query; those after it are left to `causal`."""
+    places = torch.arange(key.shape[2], device=key.device)
+    return (places[-queries:].unsqueeze(1) - places < window).view(1, 1, queries, -1)

@@ -1,0 +1,597 @@
+"""`save` and `load`: the same model comes back bit for bit, and what was damaged, changed or made up is refused."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import tokenizers
+import torch
+import transformers
+from tiny import EXTRA, tiny
+from tiny_dense import CONFIGS, inputs, outputs, tiny_dense
+from torch import Tensor
+
+import holdfast
+from holdfast.hub.manifest import write_manifest
+
+IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
+CHANGES = [
+    *((model_type, "symphony+smooth") for model_type in (*EXTRA, *CONFIGS)),
+    ("mixtral", "xmoe"),
+    ("deepseek_v3", "attention+top-p"),
+    ("llama", "ac+xmoe+similarity"),
+]
+Edit = Callable[[dict[str, Any]], object]
+
+
+def changed(model_type: str, router: str = "symphony+smooth", model: Any = None) -> Any:
+    """A tiny model with this router, whose state has moved from where it started."""
+    if model_type in EXTRA:
+        model = holdfast.reroute(model or tiny(model_type), router)
+    else:
+        model = holdfast.sparsify(model or tiny_dense(model_type), experts=4, k=2, router=router, noise=0.3)
+    torch.manual_seed(3)
+    model.train()
+    for _ in range(2):
+        model(**batch(model_type))
+    return model.eval()
+
+
+def batch(model_type: str) -> dict[str, Any]:
+    return {"input_ids": IDS} if model_type in EXTRA else inputs(model_type)
+
+
+@torch.no_grad()
+def said(model: Any, model_type: str) -> Tensor:
+    return outputs(model, batch(model_type))
+
+
+def assert_same(model: Any, other: Any) -> None:
+    """Parameters and buffers, saved or not, bit for bit and of the same dtype."""
+    for kind in ("named_parameters", "named_buffers"):
+        expected, got = dict(getattr(model, kind)()), dict(getattr(other, kind)())
+        assert expected.keys() == got.keys()
+        for name, value in expected.items():
+            assert value.dtype == got[name].dtype and torch.equal(value, got[name]), name
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders to copy and spoil: a rerouted and a sparsified model, one in shards, and a plain checkpoint."""
+    folder = tmp_path_factory.mktemp("kept")
+    holdfast.save(changed("mixtral"), folder / "mixtral")
+    holdfast.save(changed("llama"), folder / "llama")
+    holdfast.save(changed("mixtral", "similarity"), folder / "similarity")
+    changed("llama").save_pretrained(folder / "sharded", max_shard_size="30KB")
+    tiny("mixtral").save_pretrained(folder / "plain")
+    tiny("mixtral").save_pretrained(folder / "plain sharded", max_shard_size="30KB")
+    return folder
+
+
+@pytest.fixture
+def copied(kept: Path, tmp_path: Path) -> Callable[[str], Path]:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(kept / name, tmp_path / name))
+
+    return copy
+
+
+def edit_config(folder: Path, edit: Edit) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def refusal(folder: Path | str, **options: Any) -> str:
+    """The one line that says why a folder is not loaded."""
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as problem:
+        holdfast.load(folder, **options)
+    message = str(problem.value)
+    assert type(problem.value) is ValueError
+    assert "\n" not in message and "Traceback" not in message
+    assert problem.value.__context__ is None or problem.value.__suppress_context__  # one error, not a chain of them
+    return message
+
+
+# What comes back
+
+
+@pytest.mark.parametrize(("model_type", "router"), CHANGES)
+def test_a_loaded_model_is_the_saved_one_bit_for_bit(model_type: str, router: str, tmp_path: Path) -> None:
+    model = changed(model_type, router)
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
+    assert type(loaded) is type(model) and not loaded.training
+    assert_same(model, loaded)
+    assert torch.equal(said(model, model_type), said(loaded, model_type))
+    layers = [module.layer for module in loaded.modules() if isinstance(module, holdfast.Router)]
+    assert layers == [module.layer for module in model.modules() if isinstance(module, holdfast.Router)] != []
+
+    again = holdfast.save(loaded, tmp_path / "again")  # and is saved as it was
+    for name in ("model.safetensors", "holdfast.json"):
+        assert (again / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_what_is_compared_can_differ(tmp_path: Path) -> None:
+    model = changed("mixtral")
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
+    router = next(module for module in loaded.modules() if isinstance(module, holdfast.Router))
+    graph = router.inform[0].get_buffer("graph")
+    assert not torch.equal(graph, torch.eye(8))  # where it starts
+    with torch.no_grad():
+        graph.copy_(torch.eye(8))
+    assert not torch.equal(said(model, "mixtral"), said(loaded, "mixtral"))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "llama"])
+def test_state_stays_float32_in_a_bfloat16_model(model_type: str, tmp_path: Path) -> None:
+    holdfast.save(tiny(model_type) if model_type in EXTRA else tiny_dense(model_type), tmp_path / "plain")
+    model = changed(model_type, model=holdfast.load(tmp_path / "plain", dtype=torch.bfloat16))
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
+    assert_same(model, loaded)
+    assert torch.equal(said(model, model_type), said(loaded, model_type))
+    narrowed = holdfast.load(holdfast.save(changed(model_type), tmp_path / "wide"), dtype=torch.bfloat16)
+    for either in (loaded, narrowed):
+        assert {parameter.dtype for parameter in either.parameters()} == {torch.bfloat16}
+        state = [value.dtype for name, value in either.named_buffers() if name.endswith((".graph", ".width"))]
+        assert state == [torch.float32] * 6
+
+
+def test_generation_settings_and_the_tokenizer_are_kept(tmp_path: Path) -> None:
+    model = changed("llama")
+    model.generation_config.max_new_tokens, model.generation_config.repetition_penalty = 7, 1.5
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "hold": 1, "fast": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    folder = holdfast.save(model, tmp_path / "out", tokenizer=tokenizer)
+    loaded = holdfast.load(folder)
+    assert loaded.generation_config.max_new_tokens == 7 and loaded.generation_config.repetition_penalty == 1.5
+    assert loaded.generate(input_ids=IDS[:1]).shape == (1, 13)
+    assert transformers.AutoTokenizer.from_pretrained(folder)("hold fast hold").input_ids == [1, 2, 1]
+
+
+def test_a_fresh_process_needs_holdfast_alone(kept: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+import holdfast
+for name in sys.argv[3:]:
+    model = holdfast.load(f"{sys.argv[1]}/{name}")
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        torch.save(model(input_ids=torch.load(f"{sys.argv[2]}/ids")).logits, f"{sys.argv[2]}/{name}")
+"""
+    torch.save(IDS, tmp_path / "ids")
+    names = ["mixtral", "llama", "plain"]
+    settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", program, str(kept), str(tmp_path), *names], check=True, env=settings, cwd=tmp_path)
+    with torch.no_grad():
+        for name in names:
+            assert torch.equal(torch.load(tmp_path / name), holdfast.load(kept / name)(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("model_type", [*EXTRA, "llama", "gpt2", "vit"])
+def test_a_plain_folder_is_loaded_as_it_is(model_type: str, tmp_path: Path) -> None:
+    """Also one that stores each expert by itself, as checkpoints on the hub do."""
+    model = tiny(model_type) if model_type in EXTRA else tiny_dense(model_type)
+    model.save_pretrained(tmp_path)
+    loaded = holdfast.load(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(said(model, model_type), said(loaded, model_type))
+    assert not (tmp_path / "holdfast.json").exists()
+    if model_type == "mixtral":
+        assert b"experts.7.w1.weight" in (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_saving_an_unchanged_model_writes_a_plain_folder(tmp_path: Path) -> None:
+    model = tiny("olmoe")
+    folder = holdfast.save(model, tmp_path / "out")
+    for load in (holdfast.load, transformers.AutoModelForCausalLM.from_pretrained):
+        assert torch.equal(said(model, "olmoe"), said(load(folder), "olmoe"))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "llama"])
+def test_save_pretrained_writes_the_same_folder(model_type: str, kept: Path, tmp_path: Path) -> None:
+    """It is what a Trainer calls."""
+    model = holdfast.load(kept / model_type)
+    model.save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in (kept / model_type).iterdir()}
+    assert_same(model, holdfast.load(tmp_path))
+
+
+def test_a_folder_in_shards_is_loaded(kept: Path) -> None:
+    assert len(list((kept / "sharded").glob("model-*.safetensors"))) > 3
+    assert_same(changed("llama"), holdfast.load(kept / "sharded"))
+    assert_same(tiny("mixtral"), holdfast.load(kept / "plain sharded"))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "phimoe"])
+def test_a_loaded_model_is_restored_to_the_original(model_type: str, tmp_path: Path) -> None:
+    native = tiny(model_type)
+    loaded = holdfast.load(holdfast.save(changed(model_type), tmp_path / "out"))
+    assert not torch.equal(said(native, model_type), said(loaded, model_type))
+    holdfast.restore(loaded)
+    assert type(loaded) is type(native) and type(loaded.config) is type(native.config)
+    assert_same(native, loaded)
+    assert torch.equal(said(native, model_type), said(loaded, model_type))
+    native.save_pretrained(tmp_path / "native")
+    loaded.save_pretrained(tmp_path / "plain")  # anybody's again
+    for file in sorted((tmp_path / "native").iterdir()):
+        assert (tmp_path / "plain" / file.name).read_bytes() == file.read_bytes()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(said(native, model_type), said(theirs, model_type))
+
+
+def test_a_loaded_sparse_model_can_be_rerouted_and_saved_again(kept: Path, tmp_path: Path) -> None:
+    model = holdfast.reroute(holdfast.load(kept / "llama"), "similarity", layers="last:1")
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
+    assert_same(model, loaded)
+    assert torch.equal(said(model, "llama"), said(loaded, "llama"))
+
+
+# Saving, whole or not at all
+
+
+def test_a_folder_that_is_there_is_replaced_only_by_force(kept: Path, tmp_path: Path) -> None:
+    first, second = holdfast.load(kept / "mixtral"), holdfast.load(kept / "llama")
+    target = tmp_path / "new" / "out"
+    assert holdfast.save(first, target) == target
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"is not empty; .* force=True") as problem:
+        holdfast.save(second, target)
+    assert str(target) in str(problem.value) and (target / "notes.txt").exists()
+    assert_same(first, holdfast.load(target))
+    holdfast.save(second, target, force=True)
+    assert_same(second, holdfast.load(target))
+    assert [path.name for path in target.parent.iterdir()] == ["out"] and not (target / "notes.txt").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        holdfast.save(first, tmp_path / "file", force=True)
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_a_save_that_fails_leaves_nothing_and_keeps_what_was_there(
+    part: str, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = holdfast.load(kept / "mixtral")
+
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / "half").write_text("written")
+            raise OSError("no space left on device")
+
+    holdfast.save(model, tmp_path / "old")
+    tokenizer = Full() if part == "tokenizer" else None
+    if part == "model":
+        monkeypatch.setattr(model, "save_pretrained", Full().save_pretrained)
+    for target in (tmp_path / "old", tmp_path / "new"):
+        with pytest.raises(OSError, match="no space left"):
+            holdfast.save(model, target, tokenizer=tokenizer, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert_same(model, holdfast.load(tmp_path / "old"))
+
+
+# Damage
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+
+
+def swap(file: Path) -> None:
+    """Whole, and of another model."""
+    tiny("mixtral").save_pretrained(file.parent / "other")
+    shutil.move(file.parent / "other" / "model.safetensors", file)
+    shutil.rmtree(file.parent / "other")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, swap, Path.unlink])
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_damaged_weights_are_refused(name: str, damage: Callable[[Path], None], copied: Callable[[str], Path]) -> None:
+    folder = copied(name)
+    damage(folder / "model.safetensors")
+    assert "model.safetensors" in refusal(folder)
+
+
+def test_a_missing_or_an_extra_shard_is_refused(copied: Callable[[str], Path]) -> None:
+    for name in ("sharded", "plain sharded"):
+        folder = copied(name)
+        shard = sorted(folder.glob("model-*.safetensors"))[1]
+        content = shard.read_bytes()
+        shard.unlink()
+        assert f"lacks {shard.name}" in refusal(folder)
+        shard.write_bytes(content)
+        holdfast.load(folder)
+    (folder := copied("llama"), shutil.copy(folder / "model.safetensors", folder / "more.safetensors"))
+    assert "more.safetensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["sharded", "plain sharded"])
+@pytest.mark.parametrize("shard", ["../away.safetensors", "/away.safetensors", "weights.bin", "a/b.safetensors", 5])
+def test_an_index_that_names_other_files_is_refused(name: str, shard: Any, copied: Callable[[str], Path]) -> None:
+    folder = copied(name)
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"][next(iter(index["weight_map"]))] = shard
+    file.write_text(json.dumps(index))
+    assert file.name in refusal(folder)
+
+
+def test_truncated_weights_of_a_plain_folder_are_refused(copied: Callable[[str], Path]) -> None:
+    folder = copied("plain")
+    cut(folder / "model.safetensors")
+    refusal(folder)
+
+
+@pytest.mark.parametrize("content", [None, "", "{not json", "[]", "5", '"text"', "\x00\x01", '{"model_type": "llama"'])
+@pytest.mark.parametrize("name", ["mixtral", "plain"])
+def test_a_config_that_is_missing_or_unreadable_is_refused(
+    name: str, content: str | None, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(name)
+    (folder / "config.json").unlink()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    assert "config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"format": 2}', '{"format": 1, "weights": []}'])
+def test_a_folder_without_its_checksums_is_refused(content: str | None, copied: Callable[[str], Path]) -> None:
+    folder = copied("mixtral")
+    (folder / "holdfast.json").unlink()
+    if content is not None:
+        (folder / "holdfast.json").write_text(content)
+    assert "holdfast.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "sub/model.safetensors", "..", ""])
+def test_checksums_of_files_elsewhere_are_refused(name: str, copied: Callable[[str], Path]) -> None:
+    folder = copied("mixtral")
+    (folder / "sub").mkdir()
+    for place in (folder.parent / "outside.safetensors", folder / "sub" / "model.safetensors"):
+        shutil.copy(folder / "model.safetensors", place)
+    content = json.loads((folder / "holdfast.json").read_text())
+    content["weights"][name] = content["weights"]["model.safetensors"]
+    (folder / "holdfast.json").write_text(json.dumps(content))
+    assert "holdfast.json" in refusal(folder)
+
+
+# Descriptions that do not fit
+
+
+def in_layer(**values: Any) -> Edit:
+    return lambda config: next(iter(config["holdfast"]["layers"].values())).update(values)
+
+
+def renamed(name: str) -> Edit:
+    def edit(config: dict[str, Any]) -> None:
+        layers = config["holdfast"]["layers"]
+        layers[name] = layers.pop(next(iter(layers)))
+
+    return edit
+
+
+EDITS: dict[str, Edit] = {
+    "an unknown router": in_layer(router="nonsense"),
+    "no router": in_layer(router=""),
+    "a router of another kind": in_layer(router="smoe"),
+    "a router with less state": in_layer(router="smooth"),
+    "a router with other state": in_layer(router="symphony+attention"),
+    "the family's own rule": in_layer(router="native"),
+    "a number for a router": in_layer(router=5),
+    "k of nothing": in_layer(k=0),
+    "k beyond the experts": in_layer(k=9),
+    "k in words": in_layer(k="two"),
+    "k as a bool": in_layer(k=True),
+    "an unknown option": in_layer(options={"nonsense": 1}),
+    "an option of another router": in_layer(options={"tau": 2.0}),
+    "an option of the wrong type": in_layer(options={"budget": "much"}),
+    "an option out of range": in_layer(options={"eps": -1}),
+    "options that are a list": in_layer(options=[]),
+    "more experts": in_layer(experts=5),
+    "far too many experts": in_layer(experts=10**7),
+    "a fraction of experts": in_layer(experts=2.5),
+    "an unknown loss": in_layer(losses={"nonsense": 1}),
+    "an infinite loss": in_layer(losses={"balance": float("inf")}),
+    "an unknown entry": in_layer(nonsense=1),
+    "a missing entry": lambda config: next(iter(config["holdfast"]["layers"].values())).pop("k"),
+    "a layer that is not there": renamed("model.layers.9.mlp"),
+    "a layer that is no MoE": renamed("model.layers.0.self_attn"),
+    "a layer too few": lambda config: config["holdfast"]["layers"].popitem(),
+    "no layers": lambda config: config["holdfast"].update(layers={}),
+    "layers in a list": lambda config: config["holdfast"].update(layers=[]),
+    "a format to come": lambda config: config["holdfast"].update(format=2),
+    "another family": lambda config: config["holdfast"].update(model_type="olmoe"),
+    "an unknown family": lambda config: config["holdfast"].update(model_type="nonsense"),
+    "families in a list": lambda config: config["holdfast"].update(model_type=["mixtral"]),
+    "a description in words": lambda config: config.update(holdfast="symphony"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_an_edited_description_is_refused_even_with_its_checksum(
+    name: str, edit: Edit, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(name)
+    edit_config(folder, edit)
+    assert "it was changed" in refusal(folder)
+    write_manifest(folder)
+    assert "it was changed" not in refusal(folder)
+
+
+def test_wrong_shapes_are_said_in_our_words(copied: Callable[[str], Path]) -> None:
+    folder = copied("llama")
+    edit_config(folder, in_layer(hidden=7))
+    write_manifest(folder)
+    assert refusal(folder) == f"{folder} has weights of other shapes than its config says."
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda config: config.pop("holdfast"),
+        lambda config: config.update(holdfast=None),
+        lambda config: config.update(model_type="mixtral"),
+        lambda config: config.update(model_type=["holdfast"]),
+    ],
+)
+def test_a_config_that_is_half_ours_is_refused(edit: Edit, copied: Callable[[str], Path]) -> None:
+    folder = copied("mixtral")
+    edit_config(folder, edit)
+    write_manifest(folder)
+    assert "does not say whether Holdfast wrote it" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size": 64},
+        {"hidden_size": "wide"},
+        {"num_hidden_layers": 4},
+        {"num_hidden_layers": 2},
+        {"dtype": "nonsense"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mixtral", "plain"])
+def test_a_config_that_does_not_fit_the_weights_is_refused(
+    name: str, values: dict[str, Any], copied: Callable[[str], Path]
+) -> None:
+    folder = copied(name)
+    edit_config(folder, lambda config: config.update(values))
+    refusal(folder)
+
+
+CLASSES = ["os.system", "Trainer", "pipeline", "MixtralConfig", "AutoModelForCausalLM", "PreTrainedModel"]
+OTHERS = ["LlamaForCausalLM", "MixtralModel", "MixtralForSequenceClassification", "MixtralPreTrainedModel"]
+
+
+@pytest.mark.parametrize("classes", [*([name] for name in (*CLASSES, *OTHERS)), [], None, "MixtralForCausalLM", {}, [5]])
+@pytest.mark.parametrize("name", ["mixtral", "plain"])
+def test_a_class_that_is_not_the_models_is_refused(name: str, classes: Any, copied: Callable[[str], Path]) -> None:
+    folder = copied(name)
+    edit_config(folder, lambda config: config.update(architectures=classes))
+    refusal(folder)
+
+
+# Code and pickles
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.mark,))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "plain"])
+def test_no_code_of_a_folder_is_run(
+    name: str, copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mark = copied(name), tmp_path / "code has run"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
+    config_class = f"{code}import transformers\nclass Config(transformers.MixtralConfig): pass\n"
+    (folder / "evil.py").write_text(config_class)
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"{code}def generate(model, **options): pass\n")
+    expected = said(holdfast.load(folder), "mixtral")
+    names = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
+    kernels = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel", "experts_implementation": "evil"}
+    edit_config(folder, lambda config: config.update(auto_map=names, **kernels))
+    for options in ({}, {"trust_remote_code": True}):
+        loaded = holdfast.load(folder, **options)
+        assert torch.equal(said(loaded, "mixtral"), expected)
+        assert loaded.config._attn_implementation == "sdpa" and not hasattr(loaded.config, "auto_map")
+    assert not mark.exists()
+    with contextlib.suppress(AttributeError):  # ours is no config for others, but by then it is too late
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert mark.exists()  # the trap works
+
+
+@pytest.mark.parametrize("trapped", [True, False])
+@pytest.mark.parametrize("name", ["mixtral", "plain"])
+def test_pickled_weights_are_refused(name: str, trapped: bool, copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also those that would do no harm."""
+    folder, mark = copied(name), tmp_path / "unpickled"
+    weights = {"lm_head.weight": Trap(mark)} if trapped else holdfast.load(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    for file in ("pytorch_model.bin", "pytorch_model-00001-of-00001.bin"):
+        torch.save(weights, folder / file)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model-00001-of-00001.bin")}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    if name != "plain":
+        write_manifest(folder)
+    for options in ({}, {"use_safetensors": False}, {"weights_only": False}):
+        assert "no file named model.safetensors" in refusal(folder, **options)
+    shutil.copy(folder / "pytorch_model.bin", folder / "model.safetensors")
+    if name != "plain":
+        write_manifest(folder)
+    refusal(folder)
+    assert not mark.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert mark.exists() == trapped  # it works
+
+
+# Loaders that do not know us
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "llama", "gpt2", "bert", "vit", "swin", "siglip"])
+def test_plain_transformers_fails_rather_than_make_up_weights(model_type: str, tmp_path: Path) -> None:
+    model = changed(model_type, "smoe")
+    folder = holdfast.save(model, tmp_path / "out")
+    native: Any = type(model).__mro__[2]  # the family's own class
+    assert not issubclass(native, type(model)) and native.__name__ == type(model).__name__
+    loaders = [transformers.AutoConfig, transformers.AutoModel, transformers.AutoModelForCausalLM]
+    loaders += [native.config_class, native]  # in this order: a config that is made up may be that of a model of 7B
+    for loader in loaders:
+        with pytest.raises((ValueError, AttributeError), match="holdfast"):
+            loader.from_pretrained(folder)
+
+
+def test_what_reads_the_config_only_in_passing_is_not_disturbed(kept: Path) -> None:
+    """A Trainer that resumes, and `AutoTokenizer` (above)."""
+    for name in ("mixtral", "llama"):
+        transformers.PreTrainedConfig.from_json_file(str(kept / name / "config.json"))
+        transformers.PreTrainedConfig.from_pretrained(kept / name)
+        settings = transformers.GenerationConfig.from_pretrained(kept / name)
+        assert settings.eos_token_id == 2
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model", "no/such/folder", "no such folder", "../nothing"])
+def test_an_unknown_path_is_one_sentence_without_asking_the_network_when_offline(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def connect(*arguments: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.chdir(tmp_path)
+    assert "no folder here" in refusal(name)
+
+
+def test_a_folder_with_an_adapter_is_for_peft(tmp_path: Path) -> None:
+    holdfast.save(holdfast.reroute(tiny("mixtral"), "smoe"), tmp_path / "saved")
+    (tmp_path / "saved" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="peft"):
+        holdfast.load(tmp_path / "saved")
