@@ -1,0 +1,180 @@
+"""All routing metrics of all layers in one pass, as plain data that JSON can hold.
+
+```python
+report = RoutingReport()
+with holdfast.trace(model, each=report.each):
+    for batch in batches:
+        model(**batch)
+report.result()
+```
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from holdfast.metrics.accumulator import Accumulator
+from holdfast.metrics.co_selection import CoSelection
+from holdfast.metrics.entropy import GateEntropy
+from holdfast.metrics.instability import LayerInstability
+from holdfast.metrics.load import ExpertLoad
+from holdfast.metrics.near_ties import WIDTHS, Boundary, NearTies
+from holdfast.metrics.rows import only_real, same_padding, selection_only
+from holdfast.metrics.usage import ExpertsPerToken, WeightSums
+from holdfast.routing import Routing
+
+
+class LayerMetrics:
+    """Every routing metric of one layer."""
+
+    def __init__(self, widths: Sequence[float] = WIDTHS, boundary: Boundary | None = None) -> None:
+        self.entropy, self.load, self.co_selection = GateEntropy(), ExpertLoad(), CoSelection()
+        self.experts_per_token, self.weight_sum = ExpertsPerToken(), WeightSums()
+        self.near_ties = NearTies(widths, boundary)
+        self.instability = LayerInstability()  # against the layer before; the only one that sees two layers
+
+    @property
+    def tokens(self) -> int:
+        return self.load.tokens
+
+    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
+        routing = only_real(routing, padding)
+        self.entropy.update(routing)
+        self.load.update(routing)
+        self.co_selection.update(routing)
+        self.experts_per_token.update(routing)
+        self.weight_sum.update(routing)
+        self.near_ties.update(routing)
+
+    def merge(self, other: Self) -> Self:
+        for name, metric in vars(self).items():
+            assert isinstance(metric, Accumulator)
+            metric.merge(getattr(other, name))
+        return self
+
+    def result(self) -> dict[str, Any]:
+        load = self.load.result()
+        return {
+            "tokens": self.tokens,
+            "experts": len(load.percent),
+            "entropy": self.entropy.result(),
+            "load": asdict(load),
+            "experts_per_token": asdict(self.experts_per_token.result()),
+            "weight_sum": asdict(self.weight_sum.result()),
+            "near_ties": asdict(self.near_ties.result()),
+            "instability": self.instability.result() if self.instability.tokens else None,
+            "co_selection": asdict(self.co_selection.result()),
+        }
+
+
+class RoutingReport:
+    """Collects `each(layer, routing, padding)` of all layers; memory is O(E^2) a layer, and one layer's selection.
+
+    names         of the layers, for the result
+    widths        of the strips in which near-ties are counted
+    boundaries    by layer, where a router's k or levels cannot be seen in its records: `boundary_of(router)`
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        *,
+        widths: Sequence[float] = WIDTHS,
+        boundaries: Mapping[int, Boundary] | None = None,
+    ) -> None:
+        self.names, self.widths, self.boundaries = list(names), tuple(widths), dict(boundaries or {})
+        self._layers: dict[int, LayerMetrics] = {}
+        self._last: tuple[int, Routing, Tensor | None] | None = None
+
+    @torch.no_grad()
+    def each(self, layer: int, routing: Routing, padding: Tensor | None) -> None:
+        """One layer's routing in one forward; layers of a forward come in order."""
+        metrics = self._layer(layer)
+        metrics.update(routing, padding)
+        if self._last is not None:
+            place, previous, previous_padding = self._last
+            same = len(previous.experts) == len(routing.experts) and same_padding(previous_padding, padding)
+            if place == layer - 1 and same:
+                metrics.instability.update(previous, routing, padding)
+        self._last = (layer, selection_only(routing), padding)
+
+    def merge(self, other: Self) -> Self:
+        """Add what `other` has seen. Changes and returns this report."""
+        for layer, metrics in other._layers.items():
+            self._layer(layer).merge(metrics)
+        return self
+
+    def result(self, baseline: "RoutingReport | None" = None, *, graphs: bool = True) -> dict[str, Any]:
+        """{"layers": [...], "overall": {...}}: dicts, lists, numbers, strings and None only.
+
+        "overall" has means over layers (as ACMoE's Table 6), and the number of dead experts. "instability" compares a layer
+        with the one before; None for the first, and where the two do not see the same tokens. With a `baseline` on the same
+        data, "entropy_ratio" is the entropy over that of its layer (Mutual-Inform, Figure 2), None where that is 0.
+        `graphs=False` leaves out the E x E counts.
+        """
+        if not self._layers:
+            raise ValueError("the report has seen no layer: pass its `each` to holdfast.trace and run the model.")
+        layers = []
+        for layer, metrics in sorted(self._layers.items()):
+            if not metrics.tokens:
+                raise ValueError(f"layer {layer} has seen padding only; there is nothing to report.")
+            result = {"layer": layer, **layer_name(self.names, layer), **metrics.result()}
+            if baseline is not None:
+                if layer not in baseline._layers:
+                    raise ValueError(f"the baseline has no layer {layer} to compare with.")
+                reference = baseline._layers[layer].entropy
+                result["entropy_ratio"] = metrics.entropy.ratio(reference) if reference.result() > 0 else None
+            if not graphs:
+                del result["co_selection"]["counts"]
+            layers.append(result)
+        return plain({"layers": layers, "overall": _overall(layers)})
+
+    def _layer(self, layer: int) -> LayerMetrics:
+        if layer not in self._layers:
+            self._layers[layer] = LayerMetrics(self.widths, self.boundaries.get(layer))
+        return self._layers[layer]
+
+
+def _overall(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    instability = [layer["instability"] for layer in layers if layer["instability"] is not None]
+    ratios = [layer["entropy_ratio"] for layer in layers if layer.get("entropy_ratio") is not None]
+    strips = [
+        {name: statistics.fmean(strip[name] for strip in same) for name in ("width", "share", "experts")}
+        for same in zip(*(layer["near_ties"]["strips"] for layer in layers), strict=True)
+    ]
+    return {
+        "layers": len(layers),
+        "entropy": statistics.fmean(layer["entropy"] for layer in layers),
+        **({"entropy_ratio": statistics.fmean(ratios)} if ratios else {}),
+        "load": {
+            "std": statistics.fmean(layer["load"]["std"] for layer in layers),
+            "cv": statistics.fmean(layer["load"]["cv"] for layer in layers),
+            "dead": sum(len(layer["load"]["dead"]) for layer in layers),
+        },
+        "experts_per_token": {"mean": statistics.fmean(layer["experts_per_token"]["mean"] for layer in layers)},
+        "weight_sum": {"mean": statistics.fmean(layer["weight_sum"]["mean"] for layer in layers)},
+        "near_ties": {
+            "strips": strips,
+            "explained": statistics.fmean(layer["near_ties"]["explained"] for layer in layers),
+        },
+        "instability": statistics.fmean(instability) if instability else None,
+        "co_selection": {"spectral_gap": statistics.fmean(layer["co_selection"]["spectral_gap"] for layer in layers)},
+    }
+
+
+def layer_name(names: Sequence[str], layer: int) -> dict[str, str]:
+    return {"name": names[layer]} if layer < len(names) else {}
+
+
+def plain(data: Any) -> Any:
+    """The same with None in place of NaN and infinities, which JSON does not know."""
+    if isinstance(data, dict):
+        return {key: plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
