@@ -41,6 +41,7 @@ def test_importing_holdfast_imports_no_extra() -> None:
         "triton",
         "datasets",
         "accelerate",
+        "PIL",
         "sklearn",
         "scipy",
         "rich",

@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Callable
 
+from holdfast.cli.compare import Compare
 from holdfast.cli.routers import Routers
 
-COMMANDS: dict[str, Callable[..., Routers]] = {"routers": Routers}
+COMMANDS: dict[str, Callable[..., Compare | Routers]] = {"compare": Compare, "routers": Routers}
 
 
 def main(arguments: list[str] | None = None) -> int:

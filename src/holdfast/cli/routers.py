@@ -128,11 +128,11 @@ def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[T
     """Batches `(sequences, LENGTH, dim)` of unit-variance vectors: each word's random vector plus half of the one before."""
     import torch
 
-    from holdfast.data import Vocabulary, python_docs
+    from holdfast.data import Vocabulary, python_topics
 
     if sequences < 1 or dim < HEADS or dim % HEADS:
         raise ValueError(f"{sequences} sequences of width {dim}: at least 1, and a width that is a multiple of {HEADS}.")
-    text = "\n".join(python_docs().values())
+    text = "\n".join(python_topics().values())
     numbers = Vocabulary([text], VOCABULARY).encode(text)
     if batches * sequences * LENGTH > len(numbers):
         most = len(numbers) // (batches * LENGTH)

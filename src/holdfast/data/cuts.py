@@ -1,14 +1,13 @@
-"""Word-level tokens: what a text is cut into, and numbers for the pieces."""
+"""Word level: what a text is cut into. Two conventions, and the words of both count the same whatever model reads them."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import final
 
 _PIECE = re.compile(r"\w+|[^\w\s]")
 UNKNOWN = "<unk>"
+END = "<eos>"
 
 
 def words(text: str) -> list[str]:
@@ -16,19 +15,38 @@ def words(text: str) -> list[str]:
     return _PIECE.findall(text.lower())
 
 
-class Vocabulary:
-    """The `size` most frequent words of the texts, ties by alphabet; everything else is one unknown word, number 0."""
+@final
+@dataclass(frozen=True)
+class Cut:
+    """A convention. No piece spans two lines, so a text may be cut line by line."""
 
-    def __init__(self, texts: Iterable[str], size: int) -> None:
-        if size < 2:
-            raise ValueError(f"a vocabulary of {size} holds no words; it needs at least 2 places.")
-        counts = Counter(word for text in texts for word in words(text))
-        ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        self.words = [UNKNOWN, *ranked[: size - 1]]
-        self._numbers = {word: number for number, word in enumerate(self.words)}
+    name: str
+    about: str
+    line: Callable[[str], list[str]]
+    end_of_line: bool  # `<eos>` after every line, or after every document
 
-    def __len__(self) -> int:
-        return len(self.words)
+    def pieces(self, lines: Iterable[str]) -> Iterator[str]:
+        """The words of lines, without the end of a document."""
+        for line in lines:
+            yield from self.line(line)
+            if self.end_of_line:
+                yield END
 
-    def encode(self, text: str) -> Tensor:
-        return torch.tensor([self._numbers.get(word, 0) for word in words(text)], dtype=torch.int64)
+    def ends(self) -> tuple[str, ...]:
+        """What follows the last line of a document."""
+        return () if self.end_of_line else (END,)
+
+
+CUTS = {
+    cut.name: cut
+    for cut in (
+        Cut("words", "words and punctuation marks in lower case, <eos> after a document", words, end_of_line=False),
+        Cut("lines", "what lies between spaces, <eos> after every line: WikiText's convention", str.split, end_of_line=True),
+    )
+}
+
+
+def count_words(lines: Iterable[str], cut: Cut) -> int:
+    """The words of a document, its ends included: exactly the tokens that a word-level model has to predict."""
+    per_line = int(cut.end_of_line)
+    return sum(len(cut.line(line)) + per_line for line in lines) + len(cut.ends())

@@ -1,0 +1,63 @@
+"""Files, plain or packed with xz or gzip. Whatever is wrong with one is a sentence that names it."""
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+_BOM = b"\xef\xbb\xbf"  # some editors put it before a text
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes, unpacked as they are read."""
+    try:
+        with PACKED.get(path.suffix, open)(path, "rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist.") from error
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged, or not what its ending says: {error}.") from error
+    except OSError as error:
+        raise ValueError(f"{path} could not be read: {error.strerror or error}.") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    with opened(path) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> bytes:
+    """The bytes of a text, known to be UTF-8 and not to be blank."""
+    data = read_bytes(path).removeprefix(_BOM)
+    if not data.strip():
+        raise ValueError(f"{path} holds no text.")
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
+    return data
+
+
+def find(folder: Path, names: Iterable[str]) -> Path | None:
+    """The first of the names that the folder holds, plain or packed."""
+    for name in names:
+        for ending in ("", *PACKED):
+            if (path := folder / f"{name}{ending}").is_file():
+                return path
+    return None
+
+
+def places(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Where a source may lie: in a folder of its own under any of its names. The folder itself may be that one."""
+    known = list(names)
+    return [*(folder / name for name in known), *([folder] if folder.resolve().name in known else [])]
+
+
+def plain_name(path: Path) -> str:
+    """The file's name without the ending of its packing."""
+    return path.name.removesuffix(path.suffix) if path.suffix in PACKED else path.name

@@ -1,0 +1,57 @@
+"""Any tokeniser of Hugging Face, from a folder or the hub."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from holdfast.data.checksum import checksum
+from holdfast.data.documents import Document
+from holdfast.data.tokens import Tokenizer, numbers
+
+
+@final
+class HubTokenizer(Tokenizer):
+    """A tokeniser that belongs to a model. Documents end with its end-of-text token, where it has one."""
+
+    def __init__(self, place: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            # A tokeniser with code of its own is refused: data is not run.
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        except Exception as error:  # as many types as there are tokenisers
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{place} holds no tokeniser that transformers can read: {reason}") from error
+        self.name = place
+        self.end = self.tokenizer.eos_token_id
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def encode(self, text: str) -> Tensor:
+        return torch.tensor(self._encode(text), dtype=torch.int64)
+
+    def decode(self, ids: Iterable[int] | Tensor) -> str:
+        text: str = self.tokenizer.decode(numbers(ids), clean_up_tokenization_spaces=False)
+        return text
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "hub", "place": self.name, "checksum": self.checksum()}
+
+    def checksum(self) -> str:
+        """Of what it does: two folders with the same tokeniser have the same."""
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
+        state = fast.to_str() if fast is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        return checksum([state.encode()])
+
+    def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
+        end = [] if self.end is None else [self.end]
+        for document in documents:
+            yield torch.tensor([*self._encode(document.text), *end], dtype=torch.int32)
+
+    def _encode(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found

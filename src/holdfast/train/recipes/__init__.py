@@ -1,0 +1,1 @@
+"""The shipped recipes: the papers' configurations, and `tiny`."""

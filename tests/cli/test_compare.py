@@ -1,0 +1,74 @@
+"""`holdfast compare` as a user runs it: in a process, with its mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = [
+    "training.steps=6",
+    "training.batch=4",
+    "data.length=16",
+    "data.vocabulary=200",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=32",
+    "sparse.hidden=16",
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.cli.main", "compare", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    from holdfast.data import python_topics
+
+    path = tmp_path / "some.txt"
+    path.write_text("\n\n".join(list(python_topics().values())[:8])[:40_000])
+    return path
+
+
+def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out), "--match-compute"]
+    done = run(*given, "--set", f"data.source={text}", *SMALL)
+    assert done.returncode == 0, done.stderr
+    rows = {cells[1].strip(): cells for cells in (line.split("│") for line in done.stdout.splitlines()) if len(cells) > 5}
+    assert {"smoe", "smooth", "smoe, top 3"} <= set(rows)
+    assert "results.json" in done.stdout
+    found = json.loads((out / "results.json").read_text())
+    assert [row["router"] for row in found["rows"]] == ["smoe", "smooth", "smoe, top 3"]
+    assert found["rows"][2]["more_compute"] == pytest.approx(0.5)
+    assert "interval" in found["rows"][1]["clean, difference"]["words"]
+    assert len(found["cells"]) == 6
+    assert found["run"]["text"]["checksum"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--recipe", "tinny"], "did you mean 'tiny'?"),
+        (["--routers", "smoe,smoth"], "did you mean 'smooth'?"),
+        (["--routers", ","], "at least one"),
+        (["--seeds", "0"], "seeds is 0"),
+        (["--set", "training.stpes=3"], "did you mean 'steps'?"),
+        (["--set", "training.steps"], "section.key=value"),
+        (["--set", "training.steps=0"], "training.steps"),
+        (["--set", "data.source=nothing.txt"], "does not exist"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = run(*arguments, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert says in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_has_an_example() -> None:
+    assert "holdfast compare --routers" in run("--help").stdout.replace("\n", " ")

@@ -1,0 +1,118 @@
+"""The English that Python carries."""
+
+import ast
+import gc
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.data import corpus, embedded, python_docs, python_topics
+
+
+def test_it_is_about_300000_words_of_english_in_a_fixed_order() -> None:
+    documents = python_docs()
+    assert list(documents) == sorted(documents)
+    text = " ".join(documents.values())
+    assert 200_000 < len(text.split()) < 400_000
+    assert text.count(" the ") > 10_000
+    assert "topics/assert" in documents and "modules/json.decoder" in documents
+
+
+def test_it_has_the_language_reference_alone_too() -> None:
+    topics = python_topics()
+    assert list(topics) == sorted(topics)
+    assert len(" ".join(topics.values()).split()) > 50_000
+
+
+def test_it_loads_in_a_few_seconds_and_leaves_the_collector_as_it_was() -> None:
+    """In processor time, because others may be at work on this machine."""
+    assert gc.isenabled()
+    embedded._python_docs.cache_clear()
+    start = time.process_time()
+    python_docs()
+    assert time.process_time() - start < 5
+    assert gc.isenabled()
+
+
+def test_another_process_sees_the_same_and_imports_no_module_for_its_docstrings() -> None:
+    """Python's own hash differs between processes; nothing may hang on it. `antigravity` opens a browser, `this` prints."""
+    code = "from holdfast.data import corpus; import sys; print(corpus('python-docs').checksum, *sys.modules)"
+    command = [sys.executable, "-c", code]
+    other = subprocess.run(command, check=True, capture_output=True, text=True, env={"PYTHONHASHSEED": "7"})
+    checksum, *loaded = other.stdout.split()
+    assert checksum == corpus("python-docs").checksum
+    assert {"antigravity", "this", "tkinter", "turtle", "smtplib"}.isdisjoint(loaded)
+    assert {"transformers", "datasets", "sklearn", "PIL"}.isdisjoint(loaded)  # the default needs none of them
+
+
+def test_neither_tests_nor_other_peoples_packages_are_in_it() -> None:
+    parts = {part for title in python_docs() for part in title.split("/")[1].split(".")}
+    assert parts.isdisjoint({"test", "tests", "idlelib", "pip", "setuptools", "torch", "site-packages"})
+
+
+def test_docstrings_come_in_the_order_of_the_source_wherever_a_definition_hides() -> None:
+    source = '''
+"""one"""
+class A:
+    """two"""
+    def f(self):
+        """three"""
+        async def inner():
+            """four"""
+try:
+    def g():
+        """five"""
+except ImportError:
+    def g():
+        """six"""
+else:
+    class B:
+        """seven"""
+if True:
+    def h():
+        "eight"
+def nothing():
+    x = """not a docstring"""
+'''
+    expected = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    assert list(embedded.docstrings(ast.parse(source))) == expected
+
+
+def test_no_longer_paragraph_is_said_twice_and_headings_stay() -> None:
+    long = "a paragraph of nine words that is said twice"
+    documents = [("a", f"Notes\n\n{long}"), ("b", f"Notes\n\n{long.replace(' ', '   ')}\n\nanother"), ("c", long)]
+    assert dict(embedded.without_repetition(documents)) == {"a": f"Notes\n\n{long}\n", "b": "Notes\n\nanother\n"}
+
+
+def test_test_documents_say_nothing_that_training_documents_say() -> None:
+    source = corpus("python-docs")
+    paragraphs = {
+        split: {" ".join(p.split()) for document in source.splits[split] for p in document.text.split("\n\n")}
+        for split in source.splits
+    }
+    common = (paragraphs["valid"] | paragraphs["test"]) & paragraphs["train"]
+    assert max(len(paragraph.split()) for paragraph in common) < embedded.REPEATED
+
+
+def test_the_splits_are_of_whole_documents_and_four_fifths_train() -> None:
+    source = corpus("python-docs")
+    titles = {split: {document.title for document in source.splits[split]} for split in source.splits}
+    assert sum(map(len, titles.values())) == len(set.union(*titles.values())) == len(python_docs())
+    total = sum(source.count_words(split) for split in source.splits)
+    assert 0.78 < source.count_words("train") / total < 0.82
+    assert all(0.08 < source.count_words(split) / total < 0.13 for split in ("valid", "test"))
+
+
+def test_the_result_says_which_python() -> None:
+    record = corpus("python-docs").describe()
+    assert sys.version.split()[0] in record["about"]
+    assert len(record["checksum"]) == 64
+
+
+def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match=r"has no sources of its standard library in .*; give the path of another text"):
+        embedded.python_docstrings()

@@ -1,0 +1,231 @@
+"""Pictures: the embedded digits, IDX files, folders."""
+
+import builtins
+import gzip
+import lzma
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.data import ImageSet, image_set, image_sets
+
+DEBIAN = Path("/usr/share/datasets")
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    def refuse(name: str, *rest: Any, **more: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def sizes(pictures: ImageSet) -> list[int]:
+    return [len(pictures.images(split)) for split in ("train", "valid", "test")]
+
+
+def test_the_digits_look_like_themselves() -> None:
+    """The nearest mean of a class is right for nine in ten: pixels and labels belong together in every split."""
+    pytest.importorskip("sklearn")
+    digits = image_set("digits")
+    assert sizes(digits) == [1437, 180, 180] and len(digits.classes) == 10
+    train = digits.images("train")
+    pixels = train.pixels(range(len(train)))
+    assert pixels.shape == (1437, 1, 8, 8) and train.shape == (1, 8, 8) and pixels.dtype == torch.float32
+    assert float(pixels.min()) == 0 and float(pixels.max()) == 1
+    means = torch.stack([pixels[train.labels == label].mean(0) for label in range(10)]).flatten(1)
+    for split in ("valid", "test"):
+        others = digits.images(split)
+        nearest = torch.cdist(others.pixels(range(len(others))).flatten(1), means).argmin(1)
+        assert float((nearest == others.labels).float().mean()) > 0.85
+    assert digits.checksum == image_set("digits").checksum
+
+
+def test_no_digit_is_in_two_splits() -> None:
+    pytest.importorskip("sklearn")
+    digits = image_set("digits")
+    pictures = [p.numpy().tobytes() for split in digits.splits for p in digits.images(split).pixels(range(180))]
+    assert len(set(pictures)) == len(pictures)
+
+
+def write_idx(path: Path, values: np.ndarray[Any, Any], ending: str) -> None:
+    header = bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
+    opener: Any = {"": open, ".gz": gzip.open, ".xz": lzma.open}[ending]
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with opener(f"{path}{ending}", "wb") as file:
+        file.write(header + values.astype(np.uint8).tobytes())
+
+
+def write_fashion(folder: Path, ending: str = "", joint: str = "-") -> np.ndarray[Any, Any]:
+    """20 and 6 pictures whose first pixel is their number and whose label is the number's last digit."""
+    for part, count in (("train", 20), ("t10k", 6)):
+        pictures = np.zeros((count, 28, 28), dtype=np.uint8)
+        pictures[:, 0, 0] = np.arange(count)
+        write_idx(folder / f"{part}-images{joint}idx3-ubyte", pictures, ending)
+        write_idx(folder / f"{part}-labels{joint}idx1-ubyte", np.arange(count) % 10, ending)
+    return pictures
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".xz"])
+@pytest.mark.parametrize("joint", ["-", "."])
+def test_idx_files_are_read_packed_or_not(tmp_path: Path, ending: str, joint: str) -> None:
+    write_fashion(tmp_path / "fashion-mnist", ending, joint)
+    clothes = image_set("fashion-mnist", folder=tmp_path)
+    assert sizes(clothes) == [18, 2, 6] and clothes.classes[9] == "Ankle boot"
+    numbers = []
+    for split in clothes.splits:
+        images = clothes.images(split)
+        found = (images.pixels(range(len(images)))[:, 0, 0, 0] * 255).round().long()
+        assert torch.equal(found % 10, images.labels)
+        numbers += found.tolist() if split != "test" else []
+    assert sorted(numbers) == list(range(20))
+
+
+def test_fashion_mnist_is_what_zalando_published() -> None:
+    if not (DEBIAN / "fashion-mnist").is_dir():
+        pytest.skip("Debian's package dataset-fashion-mnist is not installed")
+    clothes = image_set("fashion-mnist")
+    assert sizes(clothes) == [54_000, 6_000, 10_000]
+    counts = sum(clothes.images(split).labels.bincount() for split in ("train", "valid"))
+    assert isinstance(counts, torch.Tensor) and counts.tolist() == [6_000] * 10
+    assert clothes.images("test").labels.bincount().tolist() == [1_000] * 10
+    pixels = clothes.images("test").pixels(range(100))
+    assert pixels.shape == (100, 1, 28, 28) and 0.2 < float(pixels.mean()) < 0.4
+
+
+def test_what_is_wrong_with_idx_files_is_a_sentence_that_names_them(tmp_path: Path) -> None:
+    write_fashion(tmp_path / "fashion-mnist")
+    images = tmp_path / "fashion-mnist" / "train-images-idx3-ubyte"
+    right = images.read_bytes()
+    for content, says in (
+        (right[:-1], r"idx3-ubyte announces 15,680 bytes and holds 15,679"),
+        (right + b"x", r"announces 15,680 bytes and holds more"),
+        (right[:7], r"is not an IDX file of bytes with 3 dimensions"),
+        (b"\x00\x00\x0d\x03" + right[4:], r"is not an IDX file of bytes"),
+        (right[:4] + b"\xff" * 12, r"too many for an IDX file"),
+    ):
+        images.write_bytes(content)
+        with pytest.raises(ValueError, match=says):
+            image_set("fashion-mnist", folder=tmp_path)
+    images.write_bytes(right)
+    write_idx(tmp_path / "fashion-mnist" / "train-labels-idx1-ubyte", np.arange(20), "")
+    with pytest.raises(ValueError, match="the labels of train are not labels of its 20 pictures"):
+        image_set("fashion-mnist", folder=tmp_path)
+    (tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte").unlink()
+    write_fashion(tmp_path / "fashion-mnist")
+    (tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(ValueError, match="has no t10k-labels-idx1-ubyte"):
+        image_set("fashion-mnist", folder=tmp_path)
+
+
+def write_pictures(folder: Path, classes: str, count: int) -> None:
+    """Pictures 40x20, red on the left and blue on the right, with their class's number as the green of all."""
+    from PIL import Image
+
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            pixels = np.zeros((20, 40, 3), dtype=np.uint8)
+            pixels[:, :20, 0], pixels[:, 20:, 2], pixels[:, :, 1] = 255, 255, number * 10
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
+
+
+def test_an_image_folder_is_split_by_file(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_pictures(tmp_path, "abc", 10)
+    (tmp_path / "a" / "notes.md").write_text("not a picture")
+    pictures = image_set(tmp_path, size=10)
+    assert pictures.classes == ("a", "b", "c") and sizes(pictures) == [24, 3, 3]
+    for split in pictures.splits:
+        images = pictures.images(split)
+        pixels = images.pixels(range(len(images)))
+        assert pixels.shape == (len(images), 3, 10, 10) and images.shape == (3, 10, 10)
+        assert torch.equal((pixels[:, 1].mean((1, 2)) * 25.5).round().long(), images.labels)
+        assert torch.equal(pixels[:, 0, :, 0], torch.ones_like(pixels[:, 0, :, 0]))  # the middle has both halves
+        assert torch.equal(pixels[:, 2, :, 9], torch.ones_like(pixels[:, 2, :, 9]))
+    assert images.pixels([]).shape == (0, 3, 10, 10)
+
+
+def test_imagenets_layout_is_tested_on_val(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_pictures(tmp_path / "train", "ab", 10)
+    write_pictures(tmp_path / "val", "ab", 3)
+    pictures = image_set(str(tmp_path), size=8)
+    assert sizes(pictures) == [18, 2, 6]
+    write_pictures(tmp_path / "test", "b", 4)
+    with_test = image_set(tmp_path, size=8)
+    assert sizes(with_test) == [20, 6, 4] and with_test.images("test").labels.tolist() == [1] * 4
+    assert with_test.checksum != pictures.checksum
+
+
+def test_pictures_are_decoded_when_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_pictures(tmp_path, "ab", 5)
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"no picture")
+    images = image_set(tmp_path, size=8).images("train")
+    with pytest.raises(ValueError, match=r"\.png is not a picture that can be read"):
+        images.pixels([0])
+
+
+def test_a_picture_that_would_start_another_program_is_refused(tmp_path: Path) -> None:
+    """Pillow runs Ghostscript on PostScript, whatever the file is called."""
+    pytest.importorskip("PIL")
+    write_pictures(tmp_path, "ab", 5)
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(ValueError, match="is not a picture that can be read: cannot identify"):
+        image_set(tmp_path, size=8).images("train").pixels([0])
+
+
+def test_a_class_that_training_does_not_know_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_pictures(tmp_path / "train", "ab", 4)
+    write_pictures(tmp_path / "val", "abz", 2)
+    with pytest.raises(ValueError, match=r"val.z has pictures of a class that is not among those"):
+        image_set(tmp_path)
+
+
+def test_folders_without_pictures_say_what_is_expected(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    with pytest.raises(ValueError, match="has no folders in it"):
+        image_set(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match="holds no pictures in folders of their class"):
+        image_set(tmp_path)
+    write_pictures(tmp_path, "a", 2)
+    with pytest.raises(ValueError, match="holds 2 pictures"):
+        image_set(tmp_path)
+    write_pictures(tmp_path / "train", "ab", 4)
+    with pytest.raises(ValueError, match="no folder val or test"):
+        image_set(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        image_set(tmp_path / "missing")
+
+
+def test_missing_packages_and_files_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="install Debian's package dataset-fashion-mnist, or put its four files"):
+        image_set("fashion-mnist", folder=tmp_path)
+    (tmp_path / "a").mkdir()
+    with monkeypatch.context() as patch:
+        without(patch, "PIL")
+        with pytest.raises(ValueError, match="pip install pillow"):
+            image_set(tmp_path)
+    with monkeypatch.context() as patch:
+        without(patch, "sklearn")
+        with pytest.raises(ValueError, match="pip install scikit-learn"):
+            image_set("digits")
+
+
+def test_unknown_names_and_inert_options_are_refused() -> None:
+    assert list(image_sets()) == ["digits", "fashion-mnist"]
+    with pytest.raises(ValueError, match="unknown picture source 'digit': did you mean 'digits'"):
+        image_set("digit")
+    with pytest.raises(ValueError, match="has a size of its own"):
+        image_set("digits", size=16)

@@ -1,0 +1,238 @@
+"""Text sources by name: the real ones where they are, small copies of their layout elsewhere, no network."""
+
+import builtins
+import gzip
+import json
+import lzma
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.data import Bytes, Vocabulary, corpora, corpus, sources, tokenizer
+
+LINES = {
+    "train": " \n = Title = \n \n The quick <unk> fox . \n",
+    "valid": " \n The fox . \n",
+    "test": " \n A quick fox . \n \n",
+}
+WRITERS: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with WRITERS[path.suffix if path.suffix in WRITERS else ""](path, "wb") as file:
+        file.write(text.encode())
+
+
+def test_every_source_is_listed_with_a_line_of_its_own() -> None:
+    assert list(corpora()) == ["python-docs", "wikitext-2", "wikitext-103", "enwik8", "c4"]
+    assert all(about and "\n" not in about for about in corpora().values())
+
+
+def test_wikitext_2_has_exactly_the_published_tokens(shared: Path) -> None:
+    """And its published vocabulary of 33,278 words covers all of them: what is unknown is written so in the text."""
+    source = corpus("wikitext-2", folder=shared)
+    assert [source.count_words(split) for split in source.splits] == [2_088_628, 217_646, 245_569]
+    words = tokenizer(source)
+    assert len(words) == 33_278 and words.end is not None
+    test = words.stream(source.documents("test"))
+    assert len(test) == 245_569
+    text = next(iter(source.documents("test"))).text
+    assert int((test == 0).sum()) == text.split().count("<unk>")
+    assert int((test == words.end).sum()) == text.count("\n")
+
+
+def test_enwik8_is_cut_at_its_usual_places(shared: Path) -> None:
+    source = corpus("enwik8", folder=shared)
+    tokens = {split: Bytes().stream(source.documents(split)) for split in source.splits}
+    assert [len(tokens[split]) for split in ("train", "valid", "test")] == [90_000_000, 5_000_000, 5_000_000]
+    assert all(part.element_size() == 1 for part in tokens.values())  # 90 million int64 would take 720 MB
+    assert Bytes().decode(tokens["train"][:10]) == "<mediawiki"
+    assert Bytes().decode(tokens["train"][-4:]) + Bytes().decode(tokens["valid"][:3]) == "orthern"
+    assert tokenizer(source).name == "bytes"
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+@pytest.mark.parametrize("layout", ["wikitext2/{}.txt", "wikitext-2/wiki.{}.tokens"])
+def test_wikitext_is_found_in_either_layout_packed_or_not(tmp_path: Path, layout: str, ending: str) -> None:
+    for split, text in LINES.items():
+        write(tmp_path / f"{layout.format(split)}{ending}", text)
+    source = corpus("wikitext-2", folder=tmp_path)
+    assert {split: "".join(d.text for d in source.documents(split)) for split in source.splits} == LINES
+    assert [source.count_words(split) for split in source.splits] == [12, 5, 7]
+    folder = (tmp_path / layout).parent
+    assert corpus("wikitext-2", folder=folder).checksum == source.checksum
+
+
+def test_a_folder_of_another_text_is_not_taken_for_wikitext(tmp_path: Path) -> None:
+    for split, text in LINES.items():
+        write(tmp_path / "wikitext103" / f"{split}.txt", text)
+    with pytest.raises(ValueError, match="wikitext-2 is not in"):
+        corpus("wikitext-2", folder=tmp_path / "wikitext103")
+    assert corpus("wikitext-103", folder=tmp_path / "wikitext103").name == "wikitext-103"
+
+
+def test_through_the_datasets_package_wikitext_is_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package reads a local copy of the hub's layout, whose empty rows have no newline."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "Salesforce" / "wikitext"
+    names = {"train": "train", "valid": "validation", "test": "test"}
+    for split, text in LINES.items():
+        rows = [{"text": line if line.strip() else ""} for line in text.splitlines(keepends=True)]
+        write(folder / f"{names[split]}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in names.values())
+    write(folder / "README.md", f"---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n{files}---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    source = corpus("wikitext-2")
+    for split, text in LINES.items():
+        words = Vocabulary([LINES["train"]], cut="lines")
+        assert words.stream(source.documents(split)).tolist() == words.encode(text).tolist()
+    assert [source.count_words(split) for split in source.splits] == [12, 5, 7]
+
+
+def c4(folder: Path, train: int = 5, valid: int = 4) -> None:
+    for split, count in (("train", train), ("validation", valid)):
+        rows = [
+            json.dumps({"text": f"{split} page {number}\nends", "url": "u", "timestamp": "t"}) for number in range(count)
+        ]
+        half = count // 2
+        for shard, part in enumerate((rows[:half], rows[half:])):
+            write(folder / f"c4-{split}.0000{shard}-of-00002.json.gz", "".join(f"{row}\n" for row in part))
+
+
+def test_c4_is_streamed_and_its_validation_pages_take_turns(tmp_path: Path) -> None:
+    c4(tmp_path / "c4")
+    source = corpus("c4", folder=tmp_path)
+    titles = {split: [document.title for document in source.documents(split)] for split in source.splits}
+    assert titles["train"] == [f"c4/train/{number}" for number in range(5)]
+    assert titles["valid"] == ["c4/validation/0", "c4/validation/2"]
+    assert titles["test"] == ["c4/validation/1", "c4/validation/3"]
+    assert source.streamed and source.checksum is None
+
+
+def test_no_more_of_a_stream_is_read_than_is_asked_for(tmp_path: Path) -> None:
+    """The second shard is broken, and nobody notices who does not get there."""
+    c4(tmp_path)
+    (tmp_path / "c4-train.00001-of-00002.json.gz").write_bytes(b"not gzip")
+    source = corpus("c4", folder=tmp_path)
+    assert Bytes().decode(Bytes().stream(source.documents("train"), limit=20)) == "train page 0\nends\ntr"
+    with pytest.raises(ValueError, match=r"c4-train\.00001-of-00002\.json\.gz is damaged"):
+        list(source.documents("train"))
+
+
+def test_the_head_of_a_stream_has_an_end_a_checksum_and_a_vocabulary(tmp_path: Path) -> None:
+    c4(tmp_path)
+    source = corpus("c4", folder=tmp_path)
+    with pytest.raises(ValueError, match="no end to count words to"):
+        tokenizer(source)
+    with pytest.raises(ValueError, match="no end to count to"):
+        source.count_words("train")
+    head = source.head(2)
+    assert [len(list(head.documents(split))) for split in head.splits] == [2, 2, 2]
+    assert head.checksum and head.checksum != source.head(1).checksum
+    assert "ends" in tokenizer(head).decode(range(len(tokenizer(head))))
+    with pytest.raises(ValueError, match="are none"):
+        source.head(0)
+
+
+def test_through_the_datasets_package_c4_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "allenai" / "c4"
+    c4(folder / "en")
+    files = "".join(f"  - split: {name}\n    path: en/c4-{name}.*.json.gz\n" for name in ("train", "validation"))
+    write(folder / "README.md", f"---\nconfigs:\n- config_name: en\n  data_files:\n{files}---\n")
+    monkeypatch.chdir(tmp_path)
+    source, local = corpus("c4"), corpus("c4", folder=folder / "en")
+    assert source.streamed
+    assert source.head(10).checksum == local.head(10).checksum
+
+
+def test_a_line_of_c4_that_is_no_page_is_named(tmp_path: Path) -> None:
+    c4(tmp_path)
+    write(tmp_path / "c4-train.00000-of-00002.json.gz", '{"text": "fine"}\n{"url": "no text"}\n')
+    with pytest.raises(ValueError, match=r"00000-of-00002\.json\.gz, line 2: not a JSON object with a text"):
+        list(corpus("c4", folder=tmp_path).documents("train"))
+
+
+def test_an_enwik8_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "enwik8", "too short")
+    with pytest.raises(ValueError, match="has 9 bytes; enwik8 has exactly 100,000,000"):
+        list(corpus("enwik8", folder=tmp_path).documents("test"))
+    monkeypatch.setattr(sources, "ENWIK8", {"train": 4, "valid": 3, "test": 2})
+    source = corpus("enwik8", folder=tmp_path)
+    assert [d.data for split in source.splits for d in source.documents(split)] == [b"too ", b"sho", b"rt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("wikitext-2", r"wikitext-2 is not in .*: put train\.txt, .* into a folder wikitext2 there, or give no folder"),
+        ("wikitext-103", r"put train\.txt, .* into a folder wikitext103"),
+        ("enwik8", r"enwik8 is not in .*: get enwik8\.zip from .* into a folder enwik8 there"),
+        ("c4", r"c4 is not in .*: put its files c4-train\.\*\.json\.gz"),
+    ],
+)
+def test_a_missing_source_says_how_to_get_it(tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        corpus(name, folder=tmp_path)
+
+
+def test_half_a_source_says_which_half_is_missing(tmp_path: Path) -> None:
+    write(tmp_path / "wikitext2" / "train.txt", LINES["train"])
+    with pytest.raises(ValueError, match=r"has wikitext-2's train but no valid\.txt"):
+        corpus("wikitext-2", folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["wikitext-2", "c4"])
+def test_without_a_network_a_source_says_what_to_do_instead(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"could not be fetched \(.+\); check the network, or put .* say where that is\."):
+        corpus(name)
+
+
+def test_without_the_datasets_package_a_source_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ValueError, match="pip install datasets, or put train"):
+        corpus("wikitext-2")
+
+
+def test_enwik8_without_a_folder_says_where_it_is_to_be_had() -> None:
+    with pytest.raises(ValueError, match="not in any folder given: get enwik8"):
+        corpus("enwik8")
+
+
+@pytest.mark.parametrize("name", ["wikitext2", "pyton-docs", ""])
+def test_an_unknown_name_is_answered_with_the_nearest(name: str) -> None:
+    nearest = {
+        "wikitext2": "did you mean 'wikitext-2'",
+        "pyton-docs": "did you mean 'python-docs'",
+        "": "expected one of c4",
+    }
+    with pytest.raises(ValueError, match=f"unknown text source .*{nearest[name]}"):
+        corpus(name)
+
+
+@pytest.mark.parametrize("path", ["missing.txt", "missing.txt.xz", f"no{os.sep}where", Path("missing")])
+def test_a_path_that_does_not_exist_is_not_taken_for_a_name(path: str | Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        corpus(path)
+
+
+def test_a_split_that_does_not_exist_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown split 'vald': did you mean 'valid'"):
+        corpus("python-docs").documents("vald")

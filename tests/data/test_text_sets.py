@@ -1,0 +1,106 @@
+"""Labelled texts: Banking77's CSV, GLUE's TSV, and what is wrong with others."""
+
+import csv
+import gzip
+from pathlib import Path
+
+import pytest
+
+from holdfast.data import TextSet, text_set, text_sets
+
+
+def sizes(texts: TextSet) -> list[int]:
+    return [len(texts.texts(split)) for split in ("train", "valid", "test")]
+
+
+def test_banking77_has_its_published_queries_and_intents(shared: Path) -> None:
+    bank = text_set("banking77", folder=shared)
+    assert sizes(bank) == [9_003, 1_000, 3_080]
+    assert len(bank.classes) == 77 and bank.classes[0] == "Refund_not_showing_up"
+    first = bank.texts("test")[0]
+    assert (first.text, bank.classes[first.label]) == ("How do I locate my card?", "card_arrival")
+    assert {text.label for text in bank.texts("test")} == set(range(77))
+    assert not {text.text for text in bank.texts("valid")} & {text.text for text in bank.texts("train")}
+    assert bank.checksum == text_set(shared / "banking77").checksum
+
+
+def glue(folder: Path, *, test: str | None = "index\tsentence\n0\tunlabelled\n") -> None:
+    folder.mkdir(parents=True)
+    rows = "".join(f'" odd film , number {number} \t{number % 2}\n' for number in range(20))
+    (folder / "train.tsv").write_text(f"sentence\tlabel\n{rows}")
+    (folder / "dev.tsv").write_text("sentence\tlabel\nfine\t1\ndull\t0\n")
+    if test is not None:
+        (folder / "test.tsv").write_text(test)
+
+
+def test_glues_layout_is_tested_on_dev_because_its_test_has_no_labels(tmp_path: Path) -> None:
+    glue(tmp_path / "SST-2")
+    reviews = text_set("sst2", folder=tmp_path)
+    assert sizes(reviews) == [18, 2, 2] and reviews.classes == ("0", "1")
+    assert [(text.text, text.label) for text in reviews.texts("test")] == [("fine", 1), ("dull", 0)]
+    assert all(text.text.startswith('" odd film') for text in reviews.texts("train"))  # a lone quote is no quote in a TSV
+
+
+def test_a_labelled_test_is_the_test(tmp_path: Path) -> None:
+    glue(tmp_path / "mine", test="label\tsentence\n1\tgood\n")
+    reviews = text_set(tmp_path / "mine")
+    assert sizes(reviews) == [20, 2, 1] and reviews.texts("test")[0].text == "good"
+    assert reviews.name == "mine"
+
+
+def test_packed_files_are_the_same_texts(tmp_path: Path) -> None:
+    glue(tmp_path / "a")
+    plain = text_set(tmp_path / "a")
+    for name in ("train", "dev"):
+        file = tmp_path / "a" / f"{name}.tsv"
+        (tmp_path / "a" / f"{name}.tsv.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    assert text_set(tmp_path / "a").checksum == plain.checksum
+
+
+def test_labels_that_are_numbers_are_sorted_as_numbers(tmp_path: Path) -> None:
+    rows = "".join(f"text {number},{number % 11}\n" for number in range(40))
+    (tmp_path / "train.csv").write_text(f"text,label\n{rows}")
+    (tmp_path / "test.csv").write_text('text,label\n"two\nlines, one field",10\n')
+    numbers = text_set(tmp_path)
+    assert numbers.classes == tuple(map(str, range(11)))
+    assert (numbers.texts("test")[0].text, numbers.texts("test")[0].label) == ("two\nlines, one field", 10)
+
+
+WRONG = {
+    "columns": ("test.csv", "sentence1,sentence2,label\na,b,0\n", r"test\.csv has the columns sentence1, sentence2, label"),
+    "fields": ("test.csv", "text,label\na,0\nb\n", r"test\.csv, line 3: 1 fields where the header has 2"),
+    "quote": ("test.csv", 'text,label\n"a,0\n', r"test\.csv, line 2: unexpected end of data"),
+    "huge": ("test.csv", f"text,label\n{'a' * (csv.field_size_limit() + 1)},0\n", r"line 2: field larger than field limit"),
+    "header only": ("test.csv", "text,label\n", r"test\.csv has a header and no rows"),
+    "empty": ("test.csv", "", r"test\.csv holds no text"),
+    "stranger": ("test.csv", "text,label\na,9\n", r"test has the label '9', which train has not"),
+    "unlabelled train": ("train.csv", "text\na\nb\n", r"train\.csv has no column category or label"),
+    "unlabelled test": ("test.csv", "text\na\n", r"has a train but no labelled dev or test"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_with_a_table_is_a_sentence_that_names_it(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "train.csv").write_text("text,label\n" + "a,0\nb,1\n" * 5)
+    (tmp_path / "test.csv").write_text("text,label\na,0\n")
+    name, content, says = WRONG[wrong]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=says):
+        text_set(tmp_path)
+
+
+def test_a_missing_source_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"banking77 is not in .*: put train\.csv and test\.csv .* into a folder banking77 there"
+    ):
+        text_set("banking77", folder=tmp_path)
+    with pytest.raises(ValueError, match=r"sst2 is not in any folder given: put GLUE's train\.tsv"):
+        text_set("sst2")
+    with pytest.raises(ValueError, match=r"has no train\.csv or train\.tsv"):
+        text_set(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        text_set(tmp_path / "missing")
+    with pytest.raises(ValueError, match="did you mean 'banking77'"):
+        text_set("banking")
+    assert list(text_sets()) == ["banking77", "sst2"]

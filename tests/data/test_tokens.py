@@ -1,0 +1,233 @@
+"""Tokenisers: words, bytes, and Hugging Face's; out and back, recorded and rebuilt."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.data import (
+    Bytes,
+    Corpus,
+    Document,
+    HubTokenizer,
+    Tokenizer,
+    Vocabulary,
+    tokenizer,
+    tokenizer_from,
+    tokenizers,
+    words,
+)
+
+TEXT = "The quick brown fox jumps over the lazy dog.\nIt isn't <unk>, is it?\n"
+
+
+def source(**texts: str) -> Corpus:
+    splits = {
+        split: (Document(f"{split}/0", text.encode()), Document(f"{split}/1", b"Another one."))
+        for split, text in texts.items()
+    }
+    return Corpus("toy", "a toy", splits)
+
+
+@pytest.fixture(scope="module")
+def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-pair tokeniser as a model's folder holds it."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    )
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>", model_max_length=8).save_pretrained(folder)
+    return folder
+
+
+def every(hub_folder: Path) -> list[Tokenizer]:
+    toy = source(train=TEXT)
+    return [tokenizer(toy, "words"), tokenizer(toy, "lines"), tokenizer(toy, "bytes"), tokenizer(toy, hub_folder)]
+
+
+def test_words_are_lower_case_with_punctuation_apart() -> None:
+    assert words("It's a Test, isn't_it?") == ["it", "'", "s", "a", "test", ",", "isn", "'", "t_it", "?"]
+
+
+def test_a_vocabulary_keeps_the_most_frequent_words_and_breaks_ties_by_alphabet() -> None:
+    vocabulary = Vocabulary(["b b c a", "b a d"], 5)
+    assert vocabulary.words == ["<unk>", "<eos>", "b", "a", "c"]
+    assert vocabulary.encode("a B d c").tolist() == [3, 2, 0, 4]
+    assert len(vocabulary) == 5
+    assert len(Vocabulary(["b b c a", "b a d"])) == 6
+
+
+def test_wikitexts_convention_is_spaces_and_an_end_for_every_line() -> None:
+    vocabulary = Vocabulary([" \n = A B = \n a <unk> . \n"], cut="lines")
+    assert vocabulary.decode(range(2, len(vocabulary))) == "= . A B a"
+    assert vocabulary.encode(" \n a <unk> = \nnew").tolist() == [1, 6, 0, 2, 1, 0, 1]
+    assert vocabulary.encode("a").tolist() == vocabulary.encode("a\n").tolist() == [6, 1]
+    assert vocabulary.encode("").tolist() == []
+
+
+def test_lines_end_at_newlines_only() -> None:
+    """WikiText has separators in its text that `str.splitlines` would take for ends."""
+    assert Vocabulary(["a\x0bb\x85c\u2028d\re"], cut="lines").encode("a\x0bb\x85c\u2028d\re\n").tolist() == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        1,
+    ]
+
+
+@given(st.lists(st.sampled_from(["a", "bb", ",", "é", ".", "12", "x_y", "\n"])))
+def test_what_a_vocabulary_spells_it_reads_again(pieces: list[str]) -> None:
+    for cut in ("words", "lines"):
+        vocabulary = Vocabulary(["a bb , é . 12 x_y"], cut=cut)
+        ids = vocabulary.encode(" ".join(pieces))
+        assert torch.equal(vocabulary.encode(vocabulary.decode(ids)), ids)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_bytes_spell_every_text(text: str) -> None:
+    ids = Bytes().encode(text)
+    assert Bytes().decode(ids) == text
+    assert len(ids) == len(text.encode())
+
+
+def test_half_a_character_does_not_stop_the_spelling() -> None:
+    assert Bytes().decode(Bytes().encode("aé")[:2]) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_every_tokeniser_gives_int64_below_its_length_and_has_a_name(hub_folder: Path) -> None:
+    for each in every(hub_folder):
+        ids = each.encode(TEXT)
+        assert ids.dtype == torch.int64 and ids.dim() == 1
+        assert int(ids.min()) >= 0 and int(ids.max()) < len(each)
+        assert each.name
+        assert each.encode("").tolist() == []
+
+
+def test_a_recorded_tokeniser_is_rebuilt_from_json(hub_folder: Path) -> None:
+    for each in every(hub_folder):
+        again = tokenizer_from(json.loads(json.dumps(each.describe())))
+        assert type(again) is type(each) and again.name == each.name and len(again) == len(each) and again.end == each.end
+        assert torch.equal(again.encode(TEXT + "new words"), each.encode(TEXT + "new words"))
+
+
+def test_documents_are_one_sequence_with_ends_as_each_tokeniser_has_them(hub_folder: Path) -> None:
+    documents = [Document("a", b"One two\nthree"), Document("b", b"two\n")]
+    in_words, in_lines, in_bytes, of_hub = every(hub_folder)
+    in_words, in_lines = (Vocabulary(["one two three One"], cut=cut) for cut in ("words", "lines"))
+    assert in_words.decode(in_words.stream(documents)) == "one two three\ntwo\n"
+    assert in_lines.decode(in_lines.stream(documents)) == "One two\nthree\ntwo\n"
+    assert in_bytes.decode(in_bytes.stream(documents)) == "One two\nthree\ntwo\n"
+    assert of_hub.decode(of_hub.stream(documents)) == "One two\nthree<|end|>two\n<|end|>"
+
+
+def test_a_stream_stops_reading_at_its_limit(hub_folder: Path) -> None:
+    def documents() -> Any:
+        yield Document("a", TEXT.encode())
+        raise AssertionError("read on")
+
+    for each in every(hub_folder):
+        assert torch.equal(each.stream(documents(), limit=5).long(), each.stream([Document("a", TEXT.encode())])[:5].long())
+        assert len(each.stream([])) == 0
+
+
+def test_the_usual_tokeniser_of_a_text_is_its_own_and_words_are_those_of_training() -> None:
+    toy = source(train="a b", test="c d")
+    assert tokenizer(toy).name == "words"
+    assert tokenizer(toy).encode("a d").tolist()[1] == 0
+    assert len(tokenizer(toy, size=4)) == 4
+
+
+def test_words_count_the_same_whatever_reads_them(hub_folder: Path) -> None:
+    """So exp(total nll / words) compares models of words and of pieces of words."""
+    toy = source(train=TEXT, test=TEXT)
+    by_words, by_pieces = tokenizer(toy, "words"), tokenizer(toy, hub_folder)
+    assert toy.count_words("test") == len(by_words.stream(toy.documents("test")))
+    assert len(by_pieces.stream(toy.documents("test"))) > toy.count_words("test")
+    assert toy.count_bytes("test") == len(TEXT.encode()) + len("Another one.")
+    uniform = len(by_words.stream(toy.documents("test"))) * math.log(len(by_words))
+    assert math.exp(uniform / toy.count_words("test")) == pytest.approx(len(by_words))
+
+
+def test_a_hub_tokeniser_adds_nothing_and_is_not_cut_at_the_models_length(hub_folder: Path) -> None:
+    ids = HubTokenizer(str(hub_folder)).encode(TEXT * 3)
+    assert HubTokenizer(str(hub_folder)).decode(ids) == TEXT * 3
+    assert len(ids) > 8
+
+
+def test_a_hub_tokeniser_that_changed_is_not_taken_for_the_one_recorded(hub_folder: Path, tmp_path: Path) -> None:
+    record = HubTokenizer(str(hub_folder)).describe()
+    for file in hub_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert tokenizer_from({**record, "place": str(tmp_path)}).name == str(tmp_path)
+    changed = (tmp_path / "tokenizer.json").read_text().replace('"<|end|>"', '"<|fin|>"')
+    (tmp_path / "tokenizer.json").write_text(changed)
+    with pytest.raises(ValueError, match="its checksum differs"):
+        tokenizer_from({**record, "place": str(tmp_path)})
+
+
+def test_a_tokeniser_that_brings_code_is_refused_and_its_code_not_run(hub_folder: Path, tmp_path: Path) -> None:
+    for file in hub_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    with pytest.raises(ValueError, match="holds no tokeniser that transformers can read"):
+        HubTokenizer(str(tmp_path))
+    assert not ran.exists()
+
+
+def test_every_tokeniser_is_listed() -> None:
+    assert list(tokenizers()) == ["words", "lines", "bytes"]
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "a typo": ({"name": "word"}, "unknown tokeniser 'word': did you mean 'words'"),
+    "no folder": ({"name": "./missing"}, "is not a folder with a tokeniser"),
+    "no room": ({"name": "words", "size": 2}, "a vocabulary of 2 holds no words; it needs at least 3 places"),
+    "an inert size": ({"name": "bytes", "size": 300}, "can be chosen for words and lines only"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clear_sentence(mistake: str) -> None:
+    options, says = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=says):
+        tokenizer(source(train="a b"), **options)
+
+
+def test_a_folder_without_a_tokeniser_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no tokeniser that transformers can read"):
+        tokenizer(source(train="a b"), tmp_path)
+
+
+def test_a_damaged_record_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown kind of tokeniser 'byts': did you mean 'bytes'"):
+        tokenizer_from({"kind": "byts"})
+    with pytest.raises(ValueError, match="damaged"):
+        tokenizer_from({"kind": "words", "words": ["<unk>", "<eos>", "a", "a"]})
+    with pytest.raises(ValueError, match="damaged"):
+        tokenizer_from({"kind": "words", "words": ["a"]})
+    with pytest.raises(ValueError, match="unknown convention for words 'wrds': did you mean 'words'"):
+        Vocabulary(["a"], cut="wrds")
+
+
+def test_a_document_that_is_not_text_names_itself() -> None:
+    with pytest.raises(ValueError, match="odd is not UTF-8"):
+        _ = Document("odd", b"\xff").text

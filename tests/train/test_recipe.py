@@ -1,0 +1,65 @@
+"""Recipes: what ships is valid, what is changed is checked, what is wrong gets one sentence."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from holdfast.hub import DENSE_FAMILIES
+from holdfast.train import Recipe, load_recipe, recipes
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_a_shipped_recipe_is_valid_and_says_what_it_is(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.about == recipes()[name]
+    assert recipe.model.family in DENSE_FAMILIES
+    assert recipe.sparse.k <= recipe.sparse.experts
+
+
+def test_the_papers_figures_are_in_their_recipes() -> None:
+    small, medium = load_recipe("switch-small"), load_recipe("switch-medium")
+    assert [small.model.config[key] for key in ("n_layer", "n_embd", "n_head", "resid_pdrop")] == [3, 128, 8, 0.7]
+    assert [medium.model.config[key] for key in ("n_layer", "n_embd", "n_head", "resid_pdrop")] == [6, 352, 8, 0.1]
+    assert (small.training.steps, small.training.batch, small.training.warmup) == (60_000, 96, 3000)
+    assert (medium.training.steps, medium.training.batch, medium.training.warmup) == (80_000, 48, 4000)
+    assert all(recipe.sparse.balance == 0.01 and recipe.sparse.experts == 16 for recipe in (small, medium))
+    assert load_recipe("glam-small").sparse.layers == "alternate"
+
+
+def test_values_are_changed_by_their_path() -> None:
+    recipe = load_recipe("tiny", {"training.steps": 7, "model.config.num_hidden_layers": 1, "data.source": "x.txt"})
+    assert (recipe.training.steps, recipe.model.config["num_hidden_layers"], recipe.data.source) == (7, 1, "x.txt")
+    with pytest.raises(ValidationError):
+        recipe.about = "changed in place"
+
+
+def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("about: [")
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    mistakes = [
+        (lambda: load_recipe("tinny"), "tiny"),
+        (lambda: load_recipe("tiny", {"training.stpes": 3}), "steps"),
+        (lambda: load_recipe("tiny", {"traning.steps": 3}), "training"),
+        (lambda: load_recipe("tiny", {"training.steps": 0}), "training.steps"),
+        (lambda: load_recipe("tiny", {"training.precision": "fp8"}), "precision"),
+        (lambda: load_recipe("tiny", {"about.x": 1}), "no section"),
+        (lambda: load_recipe(str(tmp_path / "none.yaml")), "no recipe"),
+        (lambda: load_recipe(str(tmp_path / "broken.yaml")), "not YAML"),
+        (lambda: load_recipe(str(tmp_path / "empty.yaml")), "no keys"),
+        (lambda: load_recipe(str(tmp_path / "binary.yaml")), "cannot be read"),
+    ]
+    for mistake, sentence in mistakes:
+        with pytest.raises(ValueError, match=sentence) as caught:
+            mistake()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    import yaml
+
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(load_recipe("tiny").model_dump(mode="json")))
+    assert load_recipe(str(path)) == load_recipe("tiny")
+    assert isinstance(load_recipe(str(path)), Recipe)
