@@ -145,8 +145,8 @@ class Surroundings:
             packed = options.get("cu_seq_lens_q") is not None
             if self.sequence_aware and packed and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 raise ValueError(
-                    "sequences are packed into one row without a mask between them, where a sequence-aware router cannot tell "
-                    'them apart; set the model\'s attention to "sdpa" or "eager".'
+                    "sequences are packed into one row without a mask between them, where a sequence-aware router cannot "
+                    'tell them apart; set the model\'s attention to "sdpa" or "eager".'
                 )
             past = options.get("past_key_values")
             self._heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
