@@ -120,7 +120,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(text: Path, tmp_path:
     )
     import yaml
 
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(text, **{"training.steps": 40}).model_dump(mode="json")))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(text, **{"training.steps": 40}).describe()))
     folder = tmp_path / "killed"
     run = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "recipe.yaml"), str(folder)], stderr=subprocess.DEVNULL

@@ -61,7 +61,7 @@ class Comparison:
         """What must agree for results to be of one comparison."""
         return {
             "holdfast": VERSION,
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": self.recipe.describe(),
             "text": self.task.corpus.describe(),
             "attack": self.task.attack.summary(),
         }

@@ -1,74 +1,80 @@
 """Recipes: everything that makes a training run what it is, typed, from YAML. A key that nobody knows is an error."""
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from holdfast.suggest import unknown
+from holdfast.train.typed import Positive, Share, typed
 
 SHIPPED = "holdfast.train.recipes"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelPart(_Section):
+@dataclass(frozen=True, kw_only=True)
+class ModelPart:
     """A dense Hugging Face model, from its config."""
 
     family: str  # a dense family that holdfast.sparsify knows
-    config: dict[str, Any] = Field(default_factory=dict)  # of the family, as transformers names it
+    config: dict[str, Any] = field(default_factory=dict)  # of the family, as transformers names it
 
 
-class SparsePart(_Section):
+@dataclass(frozen=True, kw_only=True)
+class SparsePart:
     """What `holdfast.sparsify` makes of it."""
 
-    experts: int = Field(gt=0)
-    k: int = Field(default=2, gt=0)
-    hidden: int | None = Field(default=None, gt=0)
+    experts: Positive
+    k: Positive = 2
+    hidden: Positive | None = None
     layers: str | list[int] = "all"
     init: Literal["copy", "random"] = "random"
     balance: float = 0.01  # coefficient of the balance loss
 
 
-class DataPart(_Section):
+@dataclass(frozen=True, kw_only=True)
+class DataPart:
     source: str = "python-docs"  # a name or a path
     tokens: str = "words"  # "words", "bytes", or the folder of a Hugging Face tokenizer
-    vocabulary: int = Field(default=2000, gt=1)  # of words
-    length: int = Field(default=64, gt=1)  # of a block
+    vocabulary: Positive = 2000  # of words
+    length: Positive = 64  # of a block
 
 
-class TrainingPart(_Section):
-    steps: int = Field(gt=0)
-    batch: int = Field(gt=0)
-    learning_rate: float = Field(gt=0)
-    warmup: int = Field(default=0, ge=0)  # steps, linear; constant after
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float = Field(default=1.0, gt=0)  # largest norm of a gradient
-    accumulate: int = Field(default=1, gt=0)  # micro-batches a step
+@dataclass(frozen=True, kw_only=True)
+class TrainingPart:
+    steps: Positive
+    batch: Positive
+    learning_rate: float
+    warmup: int = 0  # steps, linear; constant after
+    weight_decay: float = 0.0
+    clip: float = 1.0  # largest norm of a gradient
+    accumulate: Positive = 1  # micro-batches a step
     precision: Literal["float32", "bf16"] = "float32"
-    save_every: int = Field(default=100, gt=0)  # steps; an interrupted run continues from the last
+    save_every: Positive = 100  # steps; an interrupted run continues from the last
 
 
-class AttackPart(_Section):
+@dataclass(frozen=True, kw_only=True)
+class AttackPart:
     """How the trained model is tried."""
 
-    rate: float = Field(default=0.025, ge=0, le=1)  # of words swapped
+    rate: Share = 0.025  # of words swapped
     token: str = "AAA"
 
 
-class Recipe(_Section):
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
     """A run, but for its router and its seed."""
 
     about: str
     model: ModelPart
     sparse: SparsePart
-    data: DataPart = DataPart()
     training: TrainingPart
+    data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
+
+    def describe(self) -> dict[str, Any]:
+        """As it would be written to YAML."""
+        return asdict(self)
 
 
 def recipes() -> dict[str, str]:
@@ -119,9 +125,10 @@ def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Re
     for key, value in (changes or {}).items():
         _set(values, key, value)
     try:
-        return Recipe.model_validate(values)
-    except ValidationError as problem:
-        raise ValueError(f"recipe {name}: {_sentence(problem)}") from None
+        recipe: Recipe = typed(Recipe, values)
+    except ValueError as mistake:
+        raise ValueError(f"recipe {name}: {mistake}") from None
+    return recipe
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
@@ -132,15 +139,3 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ValueError(f"{key}: {section} is no section of a recipe.")
     values[last] = value
-
-
-def _sentence(problem: ValidationError) -> str:
-    """The first mistake, with the nearest key for one that nobody knows."""
-    error = problem.errors()[0]
-    *place, key = [str(step) for step in error["loc"]]
-    if error["type"] != "extra_forbidden":
-        return f"{'.'.join([*place, key])}: {error['msg'].lower()}."
-    known: Any = Recipe
-    for step in place:
-        known = known.model_fields[step].annotation
-    return f"{'.'.join([*place, key])}: {unknown('key', key, known.model_fields)}"
