@@ -1,0 +1,32 @@
+"""Attacks: on words, pixels and routes. They know records and callables, never a concrete model.
+
+Every result is a frozen record with its budget, seed, what was realised, and flags that say when not to trust it; its
+`summary()` is what to store as JSON.
+
+    text      swap_words, misspell                  how many words really changed, and which
+    inputs    fgsm, pgd, spsa, worst_of             images in [0,1], or embeddings with bounds=None
+    images    corrupt                               fifteen common corruptions; frost needs photographs from elsewhere
+    routes    attack_routes                         the smallest move that sends a token to other experts
+"""
+
+from holdfast.attacks.corruptions import CORRUPTIONS as CORRUPTIONS
+from holdfast.attacks.corruptions import CorruptedImages as CorruptedImages
+from holdfast.attacks.corruptions import corrupt as corrupt
+from holdfast.attacks.flags import AttackWarning as AttackWarning
+from holdfast.attacks.flags import Flag as Flag
+from holdfast.attacks.flags import check_model as check_model
+from holdfast.attacks.inputs import AttackedInputs as AttackedInputs
+from holdfast.attacks.inputs import worst_of as worst_of
+from holdfast.attacks.pixels import PAPER_BUDGET as PAPER_BUDGET
+from holdfast.attacks.pixels import PAPER_STEPS as PAPER_STEPS
+from holdfast.attacks.pixels import fgsm as fgsm
+from holdfast.attacks.pixels import pgd as pgd
+from holdfast.attacks.routes import AttackedRoutes as AttackedRoutes
+from holdfast.attacks.routes import attack_routes as attack_routes
+from holdfast.attacks.spsa import spsa as spsa
+from holdfast.attacks.stop_words import STOP_WORDS as STOP_WORDS
+from holdfast.attacks.text import AttackedText as AttackedText
+from holdfast.attacks.text import Change as Change
+from holdfast.attacks.text import load_text as load_text
+from holdfast.attacks.typos import misspell as misspell
+from holdfast.attacks.words import swap_words as swap_words

@@ -1,0 +1,213 @@
+"""What an attack on text returns, and what counts as a word. A text is only ever changed inside the words it names."""
+
+import bisect
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from holdfast.attacks.flags import Flag, nothing_changed, warn
+from holdfast.attacks.seeds import check_seed, mixed
+from holdfast.attacks.threat import Json, check_rate
+
+Span = tuple[int, int]  # characters, [start, end)
+
+_LETTERS = r"(?:[^\W_]|[\u0300-\u036f])+"  # the accents, so that a decomposed letter stays whole
+_WORD = rf"{_LETTERS}(?:(?:['\u2019_-]|(?<=\d)[.,](?=\d)){_LETTERS})*"
+_SPECIAL = r"<[|\uff5c][^<>\s]*[|\uff5c]>|</?\w+>|\[(?:CLS|SEP|MASK|PAD|UNK|BOS|EOS|INST|/INST)\]"
+_PIECE = re.compile(r"\S+")
+
+
+class Change(NamedTuple):
+    """One changed word: where it was in the clean text, and where its replacement is in the attacked one."""
+
+    before: Span
+    after: Span
+
+
+class Word(NamedTuple):
+    text: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class AttackedText:
+    """The attacked documents, how much of them really changed, and where."""
+
+    attack: str
+    texts: tuple[str, ...]
+    changes: tuple[tuple[Change, ...], ...]  # of each document, in order
+    words: tuple[int, ...]  # how many words each document has, stop words included, special tokens not
+    rate: float  # nominal: the probability with which a word that may be attacked is
+    seed: int
+    options: Mapping[str, Json] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+
+    @property
+    def changed(self) -> int:
+        return sum(map(len, self.changes))
+
+    @property
+    def realised(self) -> float:
+        """Changed words / all words. Stop words and special tokens are never changed, so it is below the nominal rate."""
+        return self.changed / max(sum(self.words), 1)
+
+    @property
+    def realised_of_pieces(self) -> float:
+        """The same over pieces between white space, which are the tokens of WikiText, punctuation included."""
+        pieces = [touched for document in range(len(self.texts)) for touched in self.piece_mask(document)]
+        return sum(pieces) / max(len(pieces), 1)
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the attacked texts, each after its length in bytes."""
+        digest = hashlib.sha256()
+        for text in self.texts:
+            encoded = text.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+        return digest.hexdigest()
+
+    def touched(self, document: int, spans: Sequence[Span]) -> list[bool]:
+        """Which spans of the attacked document overlap a changed word; a tokeniser's offsets, for example.
+
+        A target that was not touched is what perplexity over the targets left clean counts. Empty spans are not touched.
+        """
+        after = [change.after for change in self.changes[document]]
+        ends = [end for _, end in after]
+        found = []
+        for start, end in spans:
+            first = bisect.bisect_right(ends, start)  # the first change that ends behind the start
+            found.append(start < end and first < len(after) and after[first][0] < end)
+        return found
+
+    def piece_mask(self, document: int) -> list[bool]:
+        """For each piece between white space of the attacked document, whether it holds a changed word."""
+        return self.touched(document, [match.span() for match in _PIECE.finditer(self.texts[document])])
+
+    def summary(self) -> dict[str, Json]:
+        """What to store with a result; the texts themselves are `save`d."""
+        return {
+            "attack": self.attack,
+            "rate": self.rate,
+            "realised": self.realised,
+            "realised_of_pieces": self.realised_of_pieces,
+            "seed": self.seed,
+            "documents": len(self.texts),
+            "words": sum(self.words),
+            "changed": self.changed,
+            "checksum": self.checksum,
+            "options": dict(self.options),
+            "flags": [flag.summary() for flag in self.flags],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write once: a file that holds another attacked set is not overwritten."""
+        path = Path(path)
+        if path.exists() and load_text(path).checksum != self.checksum:
+            raise ValueError(f"{path} holds a different attacked set; choose another name, or delete it.")
+        changes = [[[*change.before, *change.after] for change in document] for document in self.changes]
+        stored = {**self.summary(), "words": list(self.words), "changes": changes, "texts": list(self.texts)}
+        path.write_text(json.dumps(stored), encoding="utf-8")
+
+
+def load_text(path: str | Path) -> AttackedText:
+    """An attacked set that was `save`d; a file that does not match its checksum is an error."""
+    stored: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    attacked = AttackedText(
+        attack=stored["attack"],
+        texts=tuple(stored["texts"]),
+        changes=tuple(tuple(Change((a, b), (c, d)) for a, b, c, d in document) for document in stored["changes"]),
+        words=tuple(stored["words"]),
+        rate=stored["rate"],
+        seed=stored["seed"],
+        options=stored["options"],
+        flags=tuple(Flag(flag["kind"], flag["detail"]) for flag in stored["flags"]),
+    )
+    if attacked.checksum != stored["checksum"]:
+        raise ValueError(f"{path} does not match its checksum; it was changed after it was written.")
+    return attacked
+
+
+def words_of(text: str, special: Collection[str] = ()) -> Iterator[Word]:
+    """The words of a text: letters and digits held together by apostrophes, hyphens and underscores; numbers with points.
+
+    Special tokens (`<unk>`, `</s>`, `<|endoftext|>`, `[MASK]`, and those named in `special`) are not words, nor is
+    anything inside them.
+    """
+    for match in _pattern(special).finditer(text):
+        if match["word"]:
+            yield Word(match["word"], match.span())
+
+
+def _pattern(special: Collection[str]) -> re.Pattern[str]:
+    named = [re.escape(token) for token in sorted(special, key=len, reverse=True) if token]
+    return re.compile(f"{'|'.join([*named, _SPECIAL])}|(?P<word>{_WORD})")
+
+
+def change_words(
+    texts: str | Sequence[str],
+    attack: str,
+    replace: Callable[[str, Random], str | None],
+    *,
+    rate: float,
+    seed: int,
+    stop_words: Collection[str],
+    special: Collection[str],
+    keys: Sequence[str] | None,
+    options: Mapping[str, Json],
+) -> AttackedText:
+    """Each word that is no stop word is replaced with probability `rate`; `replace` gives None where it cannot.
+
+    A document's random numbers depend on the seed and its key only, by default its own text, and every word takes the same
+    number of them: other documents change nothing, and a higher rate attacks the same words and more.
+    """
+    check_rate(rate)
+    check_seed(seed)
+    documents = [texts] if isinstance(texts, str) else list(texts)
+    if keys is not None and len(keys) != len(documents):
+        raise ValueError(f"{len(keys)} keys for {len(documents)} documents; expected one each.")
+    results = []
+    for text, key in zip(documents, documents if keys is None else keys, strict=True):
+        results.append(_change(text, Random(mixed(seed, attack, key)), replace, rate, stop_words, special))
+    changed = sum(len(changes) for _, changes, _ in results)
+    return AttackedText(
+        attack=attack,
+        texts=tuple(text for text, _, _ in results),
+        changes=tuple(tuple(changes) for _, changes, _ in results),
+        words=tuple(words for _, _, words in results),
+        rate=rate,
+        seed=seed,
+        options=options,
+        flags=warn(*nothing_changed(rate, changed, "word")),
+    )
+
+
+def _change(
+    text: str,
+    random: Random,
+    replace: Callable[[str, Random], str | None],
+    rate: float,
+    stop_words: Collection[str],
+    special: Collection[str],
+) -> tuple[str, list[Change], int]:
+    pieces: list[str] = []
+    changes: list[Change] = []
+    count = done = length = 0
+    for word, (start, end) in words_of(text, special):
+        count += 1
+        chosen = random.random() < rate
+        own = int(random.random() * 2**53)  # a seed, so that a replacement may draw as it likes
+        if not chosen or word.lower().replace("\u2019", "'") in stop_words:
+            continue
+        new = replace(word, Random(own))
+        if new is None or new == word:
+            continue
+        pieces += [text[done:start], new]
+        length += start - done
+        changes.append(Change((start, end), (length, length + len(new))))
+        done, length = end, length + len(new)
+    return "".join([*pieces, text[done:]]), changes, count

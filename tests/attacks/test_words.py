@@ -1,0 +1,190 @@
+"""Word swap: what it changes, and above all what it does not."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from holdfast.attacks import STOP_WORDS, AttackedText, AttackWarning, load_text, misspell, swap_words
+
+WIKI = (
+    " = Robert <unk> = \n Robert <unk> is an English film , television and theatre actor . He had a guest @-@ starring role "
+)
+RUNNING = "It's  well-known, isn't it?\n\tThe “cat” (2 kg) sat on Ann\u2019s mat; 3.14 times!  "
+# Letters, blanks, punctuation, brackets that make special tokens, accents, apostrophes.
+TEXTS = st.text(st.sampled_from("abcAB the12 \n\t.,<>|[]'\u2019-_\u00e9\u0301\u4e2d") | st.characters(), max_size=80)
+
+
+def rebuilt(clean: str, attacked: AttackedText) -> str:
+    """The attacked document from the clean one and the recorded changes: only the new words are taken over."""
+    pieces, done = [], 0
+    for change in attacked.changes[0]:
+        pieces += [clean[done : change.before[0]], attacked.texts[0][slice(*change.after)]]
+        done = change.before[1]
+    return "".join([*pieces, clean[done:]])
+
+
+@given(text=TEXTS, seed=st.integers())
+def test_a_rate_of_zero_returns_the_text_bit_for_bit(text: str, seed: int) -> None:
+    for attack in (swap_words, misspell):
+        attacked = attack([text], rate=0.0, seed=seed)
+        assert attacked.texts == (text,) and attacked.realised == 0 and attacked.flags == ()
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.attacks.AttackWarning")
+@given(text=TEXTS, rate=st.floats(0, 1), seed=st.integers())
+def test_nothing_but_the_recorded_words_changes(text: str, rate: float, seed: int) -> None:
+    for attack in (swap_words, misspell):
+        attacked = attack(text, rate=rate, seed=seed)
+        assert rebuilt(text, attacked) == attacked.texts[0]
+        assert len(attacked.changes[0]) <= attacked.words[0]
+        assert re.findall(r"\s+", attacked.texts[0]) == re.findall(r"\s+", text)
+
+
+def test_every_word_that_is_no_stop_word_is_swapped_at_a_rate_of_one() -> None:
+    attacked = swap_words([WIKI, RUNNING], rate=1.0)
+    assert attacked.texts[0] == (" = AAA <unk> = \n AAA <unk> is an AAA AAA , AAA and AAA AAA . He had a AAA @-@ AAA AAA ")
+    assert attacked.texts[1] == "It's  AAA, isn't it?\n\tThe “AAA” (AAA AAA) AAA on AAA AAA; AAA AAA!  "
+    assert attacked.words == (16, 14)
+    assert attacked.realised == (10 + 9) / (16 + 14)
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["<unk>", "<eos>", "</s>", "<|endoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[MASK]", "<start_of_turn>"],
+)
+def test_special_tokens_are_left_alone(token: str) -> None:
+    assert swap_words(f"dogs {token}bark{token} loud", rate=1.0).texts == (f"AAA {token}AAA{token} AAA",)
+
+
+def test_special_tokens_can_be_named() -> None:
+    assert swap_words("dogs ##END## bark", rate=1.0).texts == ("AAA ##AAA## AAA",)
+    assert swap_words("dogs ##END## bark", rate=1.0, special=["##END##"]).texts == ("AAA ##END## AAA",)
+
+
+def test_a_word_that_is_the_token_already_does_not_count_as_swapped() -> None:
+    attacked = swap_words("AAA bark", rate=1.0)
+    assert attacked.texts == ("AAA AAA",) and attacked.realised == 0.5
+
+
+def test_a_document_is_attacked_alike_whatever_stands_around_it() -> None:
+    documents = [f"red dogs number{n} bark at green trees" for n in range(20)]
+    together = swap_words(documents, rate=0.5, seed=3)
+    assert len(set(together.changes)) > 5
+    assert swap_words(documents[::-1], rate=0.5, seed=3).texts == together.texts[::-1]
+    assert swap_words(documents[7], rate=0.5, seed=3).texts == (together.texts[7],)
+
+
+def test_keys_decide_the_random_numbers_in_place_of_the_text() -> None:
+    same = ["red dogs bark at green trees"] * 12
+    assert len(set(swap_words(same, rate=0.5).texts)) == 1
+    keyed = swap_words(same, rate=0.5, keys=[str(n) for n in range(12)])
+    assert len(set(keyed.texts)) > 3
+    with pytest.raises(ValueError, match="1 keys for 12 documents"):
+        swap_words(same, rate=0.5, keys=["one"])
+
+
+def test_seeds_differ_and_repeat() -> None:
+    text = " ".join(f"word{n}" for n in range(200))
+    assert swap_words(text, rate=0.3, seed=1).checksum == swap_words(text, rate=0.3, seed=1).checksum
+    assert swap_words(text, rate=0.3, seed=1).checksum != swap_words(text, rate=0.3, seed=2).checksum
+
+
+def test_the_hash_seed_of_python_changes_nothing() -> None:
+    code = (
+        "from holdfast.attacks import misspell, swap_words\n"
+        "text = ' '.join(f'word{n} elephant' for n in range(300))\n"
+        "print(swap_words(text, rate=0.3, seed=5).checksum, misspell(text, rate=0.3, seed=5).checksum)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "77"}, check=True, capture_output=True, text=True
+    ).stdout.split()
+    text = " ".join(f"word{n} elephant" for n in range(300))
+    assert printed == [swap_words(text, rate=0.3, seed=5).checksum, misspell(text, rate=0.3, seed=5).checksum]
+
+
+@pytest.mark.parametrize("rate", [0.025, 0.2, 0.7])
+def test_the_realised_rate_is_the_rate_among_words_that_may_be_swapped(rate: float) -> None:
+    """Half of the words are stop words: of all words rate / 2, give or take five standard deviations."""
+    text = " ".join(f"the word{n}" for n in range(10_000))
+    attacked = swap_words(text, rate=rate, seed=1)
+    assert attacked.words == (20_000,)
+    assert abs(attacked.realised - rate / 2) < 5 * (rate * (1 - rate) / 10_000) ** 0.5 / 2
+    assert attacked.realised == attacked.texts[0].split().count("AAA") / 20_000
+
+
+def test_neighbours_are_swapped_independently() -> None:
+    """The share of pairs swapped together is the rate squared."""
+    text = " ".join(f"word{n}" for n in range(20_000))
+    mask = swap_words(text, rate=0.3, seed=2).piece_mask(0)
+    both = sum(a and b for a, b in pairwise(mask)) / len(mask)
+    assert abs(both - 0.09) < 0.01
+
+
+def test_a_higher_rate_attacks_the_same_words_and_more() -> None:
+    text = " ".join(f"word{n} elephant" for n in range(500))
+    for attack in (swap_words, misspell):
+        changed = [{change.before for change in attack(text, rate=rate).changes[0]} for rate in (0.1, 0.3, 0.9)]
+        assert changed[0] < changed[1] < changed[2]
+
+
+def test_targets_left_clean_are_told_from_swapped_ones() -> None:
+    attacked = swap_words("dogs, bark <unk> at the cats!", rate=1.0)
+    assert attacked.texts == ("AAA, AAA <unk> at the AAA!",)
+    assert attacked.piece_mask(0) == [True, True, False, False, False, True]
+    assert attacked.realised_of_pieces == 3 / 6
+    # Offsets as a subword tokeniser gives them: an empty one for a special token, a word in two halves, punctuation alone.
+    spans = [(0, 0), (0, 1), (1, 3), (3, 4), (4, 8), (8, 14), (22, 25), (25, 26)]
+    assert attacked.touched(0, spans) == [False, True, True, False, True, False, True, False]
+
+
+def test_an_attacked_set_is_written_once_and_read_back_whole(tmp_path: Path) -> None:
+    attacked = swap_words([WIKI, RUNNING, ""], rate=0.5, seed=4)
+    attacked.save(tmp_path / "set.json")
+    attacked.save(tmp_path / "set.json")  # the same again is no harm
+    assert load_text(tmp_path / "set.json") == attacked
+    with pytest.raises(ValueError, match="different attacked set"):
+        swap_words([WIKI], rate=1.0).save(tmp_path / "set.json")
+    (tmp_path / "set.json").write_text((tmp_path / "set.json").read_text().replace("Robert", "Rupert").replace("AAA", "BBB"))
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        load_text(tmp_path / "set.json")
+
+
+def test_a_summary_holds_the_threat_model_and_is_json() -> None:
+    summary = json.loads(json.dumps(swap_words([WIKI], rate=1.0, seed=9, special=["x"]).summary()))
+    assert summary["rate"] == 1.0 and summary["realised"] == 10 / 16 and summary["seed"] == 9
+    assert summary["options"]["token"] == "AAA" and len(summary["checksum"]) == 64
+
+
+def test_a_rate_that_changes_nothing_is_flagged() -> None:
+    with pytest.warns(AttackWarning, match="nothing changed"):
+        attacked = swap_words("the of and", rate=0.9)
+    assert [flag.kind for flag in attacked.flags] == ["nothing changed"]
+
+
+@pytest.mark.parametrize("rate", [None, -0.1, 1.5, float("nan"), "0.5", True])
+def test_a_rate_that_says_nothing_is_an_error(rate: float) -> None:
+    with pytest.raises(ValueError, match="rate is"):
+        swap_words(WIKI, rate=rate)
+
+
+def test_a_missing_rate_is_an_error() -> None:
+    with pytest.raises(TypeError, match="rate"):
+        swap_words(WIKI)  # type: ignore[call-arg]
+
+
+def test_a_token_with_white_space_is_an_error() -> None:
+    with pytest.raises(ValueError, match="without white space"):
+        swap_words(WIKI, rate=0.1, token="A A")
+
+
+def test_stop_words_are_lower_case_and_many() -> None:
+    assert len(STOP_WORDS) > 150 and all(word == word.lower() for word in STOP_WORDS)
+    assert {"the", "of", "don't", "t"} < STOP_WORDS and not {"film", "dogs", "time"} & STOP_WORDS
