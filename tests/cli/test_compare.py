@@ -41,12 +41,15 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
     rows = {cells[1].strip(): cells for cells in (line.split("│") for line in done.stdout.splitlines()) if len(cells) > 5}
     assert {"smoe", "smooth", "smoe, top 3"} <= set(rows)
     assert "results.json" in done.stdout
+    assert f"Report: {out / 'report.html'}" in done.stdout
+    assert "smoe, top 3" in (out / "report.html").read_text(encoding="utf-8")
     found = json.loads((out / "results.json").read_text())
     assert [row["router"] for row in found["rows"]] == ["smoe", "smooth", "smoe, top 3"]
     assert found["rows"][2]["more_compute"] == pytest.approx(0.5)
     assert "interval" in found["rows"][1]["clean, difference"]["words"]
     assert len(found["cells"]) == 6
     assert found["run"]["text"]["checksum"]
+    assert set(found["versions"]) == {"holdfast", "torch", "transformers", "Python"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 
 def to_gpu(context: Context) -> Context:
     attention, previous = context.attention, context.previous
-    assert attention is not None and attention.projection is not None and previous is not None
+    assert attention is not None and isinstance(attention.projection, torch.nn.Linear) and previous is not None
     moved = Attention(
         attention.query.cuda(),
         attention.key.cuda(),

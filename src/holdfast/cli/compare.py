@@ -39,6 +39,7 @@ class Compare:
     def run(self) -> None:
         import transformers
 
+        from holdfast.report import read_results, write_report
         from holdfast.train import Comparison, load_recipe
         from holdfast.train.cells import write_json
         from holdfast.train.summary import summarise
@@ -50,9 +51,11 @@ class Compare:
         comparison = Comparison(recipe, contenders, self.seeds, self.out, data=self.data)
         results = _with_progress(comparison)
         rows = summarise(results, contenders[0].name)
-        write_json(self.out / "results.json", {"run": comparison.identity(), "rows": rows, "cells": results})
+        stored = {"run": comparison.identity(), "versions": versions(), "rows": rows, "cells": results}
+        write_json(self.out / "results.json", stored)
         _print(rows, comparison)
         print(f"\nAll figures: {self.out / 'results.json'}")
+        print(f"Report: {write_report(read_results(self.out), self.out / 'report.html', force=True)}")
 
     def _contenders(self, k: int) -> list[Contender]:
         from holdfast.routing.presets import REGISTRY
@@ -65,6 +68,19 @@ class Compare:
         if self.match_compute and names:
             contenders.append(Contender(f"{names[0]}, top {k + 1}", names[0], k=k + 1))
         return contenders
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on. Not part of a run's identity: an update must not keep a run from continuing."""
+    import platform
+
+    import torch
+    import transformers
+
+    from holdfast.version import VERSION
+
+    python = platform.python_version()
+    return {"holdfast": VERSION, "torch": torch.__version__, "transformers": transformers.__version__, "Python": python}
 
 
 def changes(pairs: tuple[str, ...]) -> dict[str, Any]:

@@ -4,9 +4,10 @@ import sys
 from collections.abc import Callable
 
 from holdfast.cli.compare import Compare
+from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 
-COMMANDS: dict[str, Callable[..., Compare | Routers]] = {"compare": Compare, "routers": Routers}
+COMMANDS: dict[str, Callable[..., Compare | Report | Routers]] = {"compare": Compare, "report": Report, "routers": Routers}
 
 
 def main(arguments: list[str] | None = None) -> int:

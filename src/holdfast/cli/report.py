@@ -1,0 +1,27 @@
+"""`holdfast report`: the HTML report of a comparison, from its stored figures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the report of a finished comparison: one HTML file that works offline.
+
+    Examples: `holdfast report comparison`, `holdfast report runs/smooth --out smooth.html --force`
+    """
+
+    folder: Positional[Path]
+    """Where `holdfast compare` wrote its results.json."""
+    out: Path | None = None
+    """The file to write; report.html in the folder by default."""
+    force: bool = False
+    """Overwrite the file if it is there."""
+
+    def run(self) -> None:
+        from holdfast.report import read_results, write_report
+
+        out = self.out or self.folder / "report.html"
+        print(f"Report: {write_report(read_results(self.folder), out, force=self.force)}")

@@ -1,0 +1,81 @@
+"use strict";
+// Draws the plots, and draws them again when the reader hides a router, chooses a layer, changes theme or prints.
+(() => {
+  const { plots, themes } = JSON.parse(document.getElementById("figures").textContent);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const touch = matchMedia("(pointer: coarse)").matches;
+  const PAPER = 660; // pixels between the margins of a printed page
+  const hidden = new Set();
+  let layer = "all";
+  let printing = false;
+
+  const shown = ({ router, layer: own }) => !hidden.has(router) && (own === undefined || own === layer);
+
+  function coloured(trace, theme) {
+    const color = theme.routers[trace.meta.router % theme.routers.length];
+    const marker = { ...trace.marker, color, line: { ...trace.marker?.line, color } };
+    const copy = { ...trace, visible: shown(trace.meta), marker, line: { ...trace.line, color }, showlegend: false };
+    for (const bar of ["error_x", "error_y"]) if (trace[bar]) copy[bar] = { ...trace[bar], color };
+    return copy;
+  }
+
+  function dressed(layout, theme) {
+    const axis = (own) => ({ gridcolor: theme.line, linecolor: theme.line, zerolinecolor: theme.line, automargin: true, ...own });
+    return {
+      height: 320,
+      hovermode: "closest",
+      dragmode: touch ? false : "zoom", // a finger on a plot scrolls the page
+      ...layout,
+      ...(printing ? { width: PAPER, autosize: false } : { autosize: true }),
+      margin: { l: 10, r: 10, t: 28, b: 10 },
+      paper_bgcolor: theme.ground,
+      plot_bgcolor: theme.ground,
+      font: { family: "system-ui, sans-serif", size: 13, color: theme.ink },
+      xaxis: axis(layout.xaxis),
+      yaxis: axis(layout.yaxis),
+      shapes: (layout.shapes ?? []).map((shape) => ({ ...shape, line: { ...shape.line, color: theme.muted, width: 1.5 } })),
+    };
+  }
+
+  // Of names on an axis, the first on top, with half a row of air on both sides.
+  function rows(data) {
+    const names = new Set(data.filter((trace) => trace.visible).flatMap((trace) => trace.y));
+    return [names.size - 0.5, -0.5];
+  }
+
+  function draw() {
+    const theme = dark.matches && !printing ? themes.dark : themes.light;
+    const options = {
+      responsive: true,
+      displaylogo: false,
+      displayModeBar: touch ? false : "hover",
+      showSendToCloud: false, // plotly offers to upload a plot unless told otherwise
+      plotlyServerURL: "",
+      modeBarButtons: [["toImage", "resetScale2d"]],
+    };
+    for (const [name, plot] of Object.entries(plots)) {
+      const data = plot.data.map((trace) => coloured(trace, theme));
+      const layout = structuredClone(dressed(plot.layout, theme)); // plotly writes into what it is given
+      if (layout.yaxis.type === "category") layout.yaxis.range = rows(data);
+      Plotly.react(`plot-${name}`, data, layout, options);
+    }
+    for (const chip of document.querySelectorAll(".chip")) chip.ariaPressed = String(!hidden.has(Number(chip.dataset.router)));
+    for (const row of document.querySelectorAll("tr[data-router]")) row.hidden = hidden.has(Number(row.dataset.router));
+    for (const note of document.querySelectorAll(".layer")) note.textContent = layer === "all" ? "all layers, mean" : `layer ${layer}`;
+  }
+
+  function toggle(router) {
+    if (!hidden.delete(router)) hidden.add(router);
+    if (hidden.size === document.querySelectorAll(".chip").length) hidden.clear(); // nothing left to see: start over
+    draw();
+  }
+
+  for (const chip of document.querySelectorAll(".chip")) chip.addEventListener("click", () => toggle(Number(chip.dataset.router)));
+  document.getElementById("everything").addEventListener("click", () => { hidden.clear(); draw(); });
+  document.getElementById("layer")?.addEventListener("change", (event) => { layer = event.target.value; draw(); });
+  dark.addEventListener("change", draw);
+  for (const [event, on] of [["beforeprint", true], ["afterprint", false]]) {
+    addEventListener(event, () => { printing = on; draw(); });
+  }
+  draw();
+})();

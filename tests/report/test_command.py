@@ -1,0 +1,58 @@
+"""`holdfast report` as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report.stored import stored
+
+from holdfast.cli.main import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "results.json").write_text(json.dumps(stored()))
+    return tmp_path
+
+
+def test_the_report_is_written_beside_the_results(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"Report: {folder / 'report.html'}\n"
+    assert "made no difference" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_is_not_overwritten_unless_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "mine.html"
+    out.write_text("mine")
+    assert main(["report", str(folder), "--out", str(out)]) == 2
+    assert out.read_text() == "mine"
+    error = capsys.readouterr().err
+    assert "--force" in error and error.count("\n") == 1
+    assert main(["report", str(folder), "--out", str(out), "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "says"),
+    [
+        (None, ".", "holds no results.json"),
+        (None, "nowhere", "holds no results.json"),
+        ("{}", "results.json", "is a file"),
+        ("not json", ".", "is damaged"),
+        ("{}", ".", "is damaged"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(
+    content: str | None, place: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    assert main(["report", str(tmp_path / place)]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.startswith("holdfast: ") and error.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "--help"])
+    assert "holdfast report comparison" in capsys.readouterr().out.replace("\n", " ")

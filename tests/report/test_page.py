@@ -1,0 +1,220 @@
+"""The page without a browser: what it says, what it escapes, what it may fetch."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.offline import get_plotlyjs
+from report.stored import stored
+
+from holdfast.report import read_results, render, write_report
+from holdfast.report.page import MARKS, THEMES
+from holdfast.report.plots import POINTS, SYMBOLS, WIDTH, folded, plots
+from holdfast.report.results import parse
+
+EVIL = "<img src=x onerror=alert(1)></script>%{x}"
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, the text outside of scripts, and the scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.scripts = "", [""]
+        self._inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        self._inside = tag if tag in ("script", "style") else ""
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif not self._inside:
+            self.text += data
+
+
+def page_of(content: dict[str, Any]) -> Tags:
+    return Tags(render(parse(content)))
+
+
+@pytest.fixture(scope="module")
+def page() -> Tags:
+    return page_of(stored())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "smooth lowered the perplexity by 3.12 (95% interval 1.62 to 4.62), using 2.40 experts a token instead of 2.00",
+        "ac made no difference that 3 seeds can show",
+        "46,240",
+        "184.50",
+        "191.25",
+        "187.62",
+        "0.447",
+        "25.00%",
+        "0.0031",
+        "training.learning_rate",
+        "2.13.7",
+        "5.22.9",
+        "744f2cda",
+        "a334100e",
+        "first2 … last2",
+    ],
+)
+def test_the_values_are_there(page: Tags, value: str) -> None:
+    assert value in page.text
+
+
+def test_every_plot_is_there_with_every_router() -> None:
+    made = {plot.name: plot for plot in plots(parse(stored()))}
+    assert set(made) == {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
+    for name, plot in made.items():
+        assert {trace["meta"]["router"] for trace in plot.data} == ({1, 2} if name == "differences" else {0, 1, 2})
+
+
+def test_load_is_ranked_and_relative_to_an_even_load() -> None:
+    load = next(plot for plot in plots(parse(stored())) if plot.name == "load")
+    first = next(trace for trace in load.data if trace["meta"] == {"router": 0, "layer": "all"})
+    assert first["x"] == [1, 2, 3, 4]
+    assert first["y"] == pytest.approx([1.6, 1.2, 0.8, 0.4])
+
+
+def test_a_long_training_curve_is_thinned_by_means() -> None:
+    content = stored(["smoe"], seeds=1)
+    content["cells"][0]["log"] = [{"step": step + 1, "loss": step % 2} for step in range(1000)]
+    (curve,) = next(plot for plot in plots(parse(content)) if plot.name == "training").data
+    assert len(curve["x"]) == POINTS
+    assert curve["y"] == pytest.approx([2 / 5, 3 / 5] * (POINTS // 2))
+
+
+def test_long_names_are_folded_between_words_and_nothing_is_lost() -> None:
+    assert folded("smooth, attacked") == "smooth, attacked"
+    assert folded("symphony+similarity, top 3, clean") == "symphony+similarity, <br>top 3, clean"
+    for name in (EVIL, "a" * 50, " + ,, + a", "attention-posterior+smooth"):
+        lines = folded(name).split("<br>")
+        assert html.unescape("".join(lines)) == name
+        assert all(len(html.unescape(line).rstrip()) <= WIDTH for line in lines)
+
+
+def test_names_from_the_results_are_text_and_nothing_else() -> None:
+    content = stored(["smoe", EVIL])
+    content["run"]["recipe"]["about"] = content["run"]["text"]["name"] = EVIL
+    page = page_of(content)
+    assert page.text.count(EVIL) >= 5
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert len(page.scripts) - 1 == 3
+
+
+def test_nothing_is_fetched(page: Tags) -> None:
+    for tag, attributes in page.tags:
+        assert not attributes.keys() & {"src", "href", "srcset", "action"}, tag
+        assert tag not in ("link", "iframe", "object", "img", "base")
+    ours = render(parse(stored())).replace(get_plotlyjs(), "")
+    assert "://" not in ours and "@import" not in ours and "url(" not in ours
+
+
+def test_only_our_scripts_may_run_and_nothing_may_connect(page: Tags) -> None:
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'")
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    scripts = [hashlib.sha256(script.encode()).digest() for script in page.scripts[2:]]
+    assert [base64.b64decode(checksum) for checksum in allowed] == scripts
+    assert "unsafe" not in policy.split("style-src")[0]
+
+
+def test_a_page_is_a_function_of_its_results() -> None:
+    assert render(parse(stored())) == render(parse(stored()))
+
+
+def test_numbers_that_broke_are_dashes_and_gaps() -> None:
+    content = stored()
+    content["rows"][2]["clean"] = content["cells"][2]["clean"]["perplexity"] = float("nan")
+    content["cells"][2]["log"][3]["loss"] = float("inf")
+    page = page_of(content)
+    assert "–" in page.text  # noqa: RUF001
+    json.loads(page.scripts[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_every_router_of_a_round_of_colours_has_its_own_mark() -> None:
+    assert len(MARKS) == len(SYMBOLS) == len(THEMES["light"]["routers"]) == len(THEMES["dark"]["routers"])
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_colours_can_be_told_from_their_ground(theme: str) -> None:
+    """WCAG 2.1 asks for a contrast of 3 for marks and 4.5 for text."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(colour: str) -> float:
+        light, dark = sorted((luminance(colour), luminance(THEMES[theme]["ground"])), reverse=True)
+        return (light + 0.05) / (dark + 0.05)
+
+    assert min(contrast(THEMES[theme][name]) for name in ("ink", "muted")) > 4.5
+    assert min(contrast(colour) for colour in THEMES[theme]["routers"]) > 3
+
+
+def test_a_file_is_overwritten_only_when_forced(tmp_path: Path) -> None:
+    results, path = parse(stored()), tmp_path / "new" / "page.html"
+    assert write_report(results, path) == path
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="--force"):
+        write_report(results, path)
+    assert path.read_text() == "mine"
+    write_report(results, path, force=True)
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert [file.name for file in path.parent.iterdir()] == ["page.html"]
+
+
+def test_results_are_never_overwritten(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "results.json"):
+        with pytest.raises(ValueError, match=r"name an \.html file"):
+            write_report(parse(stored()), path, force=True)
+
+
+def test_the_checksum_is_that_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(stored()))
+    checksum = hashlib.sha256((tmp_path / "results.json").read_bytes()).hexdigest()
+    assert checksum in Tags(render(read_results(tmp_path))).text
+
+
+def without(content: dict[str, Any], *path: Any) -> dict[str, Any]:
+    place: Any = content
+    for key in path[:-1]:
+        place = place[key]
+    del place[path[-1]]
+    return content
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "no JSON"),
+        ("[]", "damaged"),
+        (json.dumps({**stored(), "rows": []}), "at rows"),
+        (json.dumps(without(stored(), "cells", 1, "clean", "routing")), "at cells.1.clean.routing: field required"),
+    ],
+)
+def test_damaged_results_get_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=r"results\.json is damaged") as caught:
+        read_results(tmp_path)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
