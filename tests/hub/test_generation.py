@@ -81,6 +81,20 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Any:
     return model.generate(input_ids=ids, attention_mask=mask, **chosen)
 
 
+def _skip_unless_the_untouched_model_can(kind: str) -> None:
+    """Take back an assistant's guesses: transformers 5.17 itself cannot, where a window slides."""
+    if kind not in ("sliding", "gpt_oss"):
+        return
+    model, (ids, mask) = sliding("mixtral" if kind == "sliding" else kind), prompts(kind)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.add_(torch.randn_like(other.lm_head.weight), alpha=0.05)
+    try:
+        generate(model, ids[:1], mask[:1], max_new_tokens=30, assistant_model=other)
+    except RuntimeError:
+        pytest.skip("this version of transformers cannot take guesses back in a sliding window")
+
+
 def joined(steps: list[Routing], sequences: int) -> Routing:
     """Of several forwards, each of the next tokens of the same sequences."""
 
@@ -215,6 +229,7 @@ class TestEveryWayToGenerate:
             with torch.no_grad():  # right often, not always
                 other.lm_head.weight.add_(torch.randn_like(other.lm_head.weight), alpha=0.05)
             helper = {"assistant_model": other}
+            _skip_unless_the_untouched_model_can(kind)
         guessed = generate(model, ids[:1], mask[:1], max_new_tokens=30, **helper)
         assert torch.equal(guessed.sequences, plain.sequences)
         assert moved["crop"] > 0
