@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test test-matrix lint bench pretrained clean
 
 demo: .venv/ready
-	$(BIN)/holdfast routers --route
+	$(BIN)/holdfast compare --out results/demo
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto

@@ -62,4 +62,4 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_the_demo_is_what_the_makefile_runs() -> None:
     recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert "holdfast routers --route" in recipe
+    assert "holdfast compare" in recipe

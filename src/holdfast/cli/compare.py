@@ -121,12 +121,22 @@ def _print(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     table = Table(
         title=f"{comparison.recipe.about}; {comparison.task.corpus.name}, {comparison.seeds} seeds",
         caption=f"Perplexity a token on the test text, and under a swap of {attack.realised:.1%} of its words; differences "
-        f"to {rows[0]['router']}, paired by seed. Both texts are scored whole, swapped words included.",
+        f"to {rows[0]['router']}, paired by seed, with 95% intervals. Both texts are scored whole, swapped words included.",
     )
     for column in ("router", "parameters", "experts a token", "clean", "difference", "attacked", "difference"):
         table.add_column(column)
     for row in rows:
-        differences = [row.get(f"{text}, difference", {}).get("words", "baseline") for text in ("clean", "attacked")]
+        differences = [_briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")]
         figures = (f"{row['clean']:.2f}", differences[0], f"{row['attacked']:.2f}", differences[1])
         table.add_row(row["router"], f"{row['parameters']:,}", f"{row['experts_per_token']:.2f}", *figures)
     Console().print(table)
+
+
+def _briefly(difference: dict[str, Any] | None) -> str:
+    if difference is None:
+        return "baseline"
+    if difference["low"] is None:
+        return f"{difference['mean']:+.2f}, one seed"
+    differs = not difference["low"] <= 0 <= difference["high"]
+    found = f"{difference['mean']:+.2f}" if differs else "no difference"
+    return f"{found}\n({difference['low']:+.1f} to {difference['high']:+.1f})"
