@@ -595,3 +595,11 @@ def test_a_folder_with_an_adapter_is_for_peft(tmp_path: Path) -> None:
     (tmp_path / "saved" / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="peft"):
         holdfast.load(tmp_path / "saved")
+
+
+def test_a_single_tower_of_a_changed_model_is_not_made_up(tmp_path: Path) -> None:
+    """A tower's own class would find its section of the config, and new weights for the experts it does not know."""
+    holdfast.save(holdfast.sparsify(tiny_dense("siglip"), experts=4), tmp_path / "saved")
+    for tower in (transformers.SiglipTextModel, transformers.SiglipVisionModel):
+        with pytest.raises(Exception, match=r"holdfast\.load"):
+            tower.from_pretrained(tmp_path / "saved")

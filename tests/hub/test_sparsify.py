@@ -278,3 +278,25 @@ def test_a_router_that_asks_for_token_ids_gets_them() -> None:
             assert torch.equal(routes[2].experts[:, 0], tokens[:, -2] % 4)
     finally:
         REGISTRY.remove("by-number")
+
+
+@pytest.mark.parametrize(("first", "weights"), [("symphony", "switch"), ("smoe", "softmax"), ("top-p", "softmax")])
+def test_experts_keep_their_weights_convention_through_rerouting_and_loading(
+    first: str, weights: str, tmp_path: Path
+) -> None:
+    """Random experts trained under Symphony's raw gates expect raw gates of the next router too, after loading as well."""
+    model, batch = holdfast.sparsify(tiny_dense("llama"), experts=4, router=first, init="random"), inputs("llama")
+    model.train()(**batch)
+    holdfast.reroute(model.eval(), "smooth")
+    with torch.no_grad(), holdfast.trace(model) as routes:
+        before = outputs(model, batch)
+    sums = routes[0].weights.sum(1)
+    assert (sums < 0.99).any() if weights == "switch" else torch.allclose(sums, torch.ones_like(sums))
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "saved")).eval()
+    with torch.no_grad():
+        assert torch.equal(outputs(loaded, batch), before)
+
+
+def test_losses_that_cannot_be_saved_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"holdfast\.Losses"):
+        holdfast.sparsify(tiny_dense("llama"), experts=4, losses=lambda *_: {})  # type: ignore[arg-type, return-value]

@@ -2,7 +2,8 @@
 
 Both keep their class's name and stay instances of it. The file says `"model_type": "holdfast"`, so that `AutoModel` fails,
 rather than make up new weights for what it does not find. A family's own class (`LlamaForCausalLM`) only warns of that name.
-It then takes any section with its own `model_type` for its config, and finds ours, with a dtype that there is not.
+It then takes any section with its own `model_type` for its config, and finds ours, or one of a model with two towers, with a
+dtype that there is not.
 """
 
 from pathlib import Path
@@ -23,7 +24,8 @@ class ChangedConfig:
 
     def to_diff_dict(self) -> dict[str, Any]:
         written: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
-        return {**written, "model_type": MODEL_TYPE, "holdfast": {**written["holdfast"], "dtype": NO_DTYPE}}
+        sections = {name: {**value, "dtype": NO_DTYPE} for name, value in written.items() if _is_config(value)}
+        return {**written, **sections, "model_type": MODEL_TYPE}
 
 
 class ChangedModel:
@@ -43,6 +45,10 @@ class ChangedModel:
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
         if options.get("is_main_process", True):
             write_manifest(Path(save_directory))
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and "model_type" in value
 
 
 def require_unwrapped(model: Any) -> None:

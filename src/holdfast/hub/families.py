@@ -4,7 +4,7 @@ Paths are relative to a transformer layer, a module that holds an attention and,
 family's block holds a gate and experts; the gate returns router logits, weights (T,k) and expert indices (T,k).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -140,22 +140,23 @@ def find(module: nn.Module, path: str) -> nn.Module | None:
 
 def moe_family(model: nn.Module) -> MoEFamily:
     """The row for an MoE model; a sentence about what is missing where there is none."""
-    family = MOE_FAMILIES.get(_model_type(model))
-    if family is None:
-        known = unknown("MoE family", _model_type(model), MOE_FAMILIES)
-        hint = " A dense model becomes an MoE with holdfast.sparsify." if _model_type(model) in DENSE_FAMILIES else ""
-        raise ValueError(f"{known}{hint or ' A new one is a row in holdfast/hub/families.py.'}")
-    return _checked(family)
+    return _row(model, MOE_FAMILIES, "MoE family", DENSE_FAMILIES, "A dense model becomes an MoE with holdfast.sparsify.")
 
 
 def dense_family(model: nn.Module) -> DenseFamily:
     """The row for a dense model; a sentence about what is missing where there is none."""
-    family = DENSE_FAMILIES.get(_model_type(model))
-    if family is None:
-        known = unknown("dense family", _model_type(model), DENSE_FAMILIES)
-        hint = " An MoE changes its routers with holdfast.reroute." if _model_type(model) in MOE_FAMILIES else ""
-        raise ValueError(f"{known}{hint or ' A new one is a row in holdfast/hub/families.py.'}")
-    return _checked(family)
+    return _row(model, DENSE_FAMILIES, "dense family", MOE_FAMILIES, "An MoE changes its routers with holdfast.reroute.")
+
+
+def _row(model: nn.Module, table: Mapping[str, Family], kind: str, others: Mapping[str, Any], instead: str) -> Family:
+    model_type = _model_type(model)
+    if model_type not in table:
+        hint = instead if model_type in others else "A new one is a row in holdfast/hub/families.py."
+        raise ValueError(f"{unknown(kind, model_type, table)} {hint}")
+    family = table[model_type]
+    if _installed() < _version(family.since):
+        raise ValueError(f"{model_type} needs transformers {family.since} or later; this one is older.")
+    return family
 
 
 def record(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Routing:
@@ -181,12 +182,6 @@ def _model_type(model: nn.Module) -> str:
             f"{type(model).__name__} is no Hugging Face model (it has no config.model_type) and holds no Router."
         )
     return str(model_type)
-
-
-def _checked(family: Family) -> Family:
-    if _installed() < _version(family.since):
-        raise ValueError(f"{family.model_type} needs transformers {family.since} or later; this one is older.")
-    return family
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from holdfast.hub.changed import MODEL_TYPE, ChangedConfig, ChangedModel
+from holdfast.hub.changed import MODEL_TYPE, NO_DTYPE, ChangedConfig, ChangedModel
 from holdfast.hub.manifest import check_manifest
 from holdfast.hub.subclasses import with_mixin
 from holdfast.moe import name_layers
@@ -126,10 +126,11 @@ def _config(folder: Path, written: dict[str, Any]) -> Any:
 
 
 def _without_code(written: dict[str, Any]) -> dict[str, Any]:
+    """A config without what names code, and without what keeps other loaders out."""
     return {
         name: _without_code(value) if isinstance(value, dict) else value
         for name, value in written.items()
-        if name not in CODE
+        if name not in CODE and value != NO_DTYPE
     }
 
 

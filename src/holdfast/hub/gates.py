@@ -5,6 +5,7 @@ still records its logits; only its class is now a subclass whose forward asks th
 """
 
 import types
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class ReroutedGate:
             if surroundings.is_read or (self.training and self.losses is not None):
                 routing = record(output, self.rule)
                 if self.training and self.losses is not None:
-                    object.__setattr__(routing, "losses", self.losses(routing, context.padding))
+                    routing = replace(routing, losses=self.losses(routing, context.padding))
                 surroundings.leave(tokens, routing)
             return output
         routing = self.holdfast(tokens, context)

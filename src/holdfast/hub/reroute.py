@@ -1,7 +1,7 @@
 """Change the routers of a model that has experts, and change them back."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +13,13 @@ from holdfast.hub.gates import uninstall
 from holdfast.hub.layers import Layers, choose
 from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
-from holdfast.hub.specs import NATIVE, LayerSpec
+from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import reroute_sites, set_trained
 from holdfast.hub.wiring import own_balance, specs_of, wire, wiring
 from holdfast.losses import Losses
+from holdfast.routing import Router
 from holdfast.routing.presets import REGISTRY
+from holdfast.routing.rules import Softmax
 
 MODEL_BALANCE = "model_balance"  # among the terms, before the number of experts a token is known
 
@@ -54,7 +56,11 @@ def reroute(
         for before in _before(found, fresh):  # that one must speak up
             if before.name not in specs:
                 fresh[before.name] = LayerSpec(NATIVE, _native_k(before))
+    former = {site.name: (site.router, specs.get(site.name)) for site in chosen}
     reroute_sites(found, fresh)
+    for site in chosen:
+        if isinstance(site.block, SparseLayer) and site.block.__dict__["former"] is None:
+            site.block.__dict__["former"] = former[site.name]
     order = {site.name: index for index, site in enumerate(found)}
     wire(model, found, dict(sorted({**specs, **fresh}.items(), key=lambda entry: order[entry[0]])))
     return model
@@ -84,7 +90,7 @@ def _restore_sparse(model: Any, found: list[Site]) -> Any:
     specs = specs_of(model)
     for site, block in zip(found, blocks, strict=True):
         if block.__dict__["former"] is not None:
-            block.router, specs[site.name] = block.__dict__["former"], block.__dict__["former_spec"]
+            block.router, specs[site.name] = block.__dict__["former"]
             block.__dict__["former"] = None
     wire(model, found, specs)
     return model
@@ -97,14 +103,27 @@ def _spec(
         assert current is not None
         if router == NATIVE:
             raise ValueError("a sparsified model has no native router; name one of holdfast.routers().")
-        site.block.__dict__.setdefault("former_spec", current)
-        return current.with_router(router, current.k if k is None else k, options, losses or dict(current.losses))
+        return replace(
+            current,
+            router=router,
+            k=current.k if k is None else k,
+            options=options,
+            losses=losses or current.losses,
+            pretrained=True,
+            weights=_weights(site.block.router) or current.weights or "softmax",
+        )
     own = _native_k(site)
     if router == NATIVE and k not in (None, own):
         raise ValueError(f"the native router of this model takes k = {own}; for another k, use 'smoe'.")
     # Balanced, the model's own loss is k and ours is 1.
     terms = {"balance": losses[MODEL_BALANCE] * own} if MODEL_BALANCE in losses else losses
     return LayerSpec(router, own if k is None else k, options, terms)
+
+
+def _weights(router: Router) -> str | None:
+    """How a sparse layer's experts have been weighted so far; None for a selector that has no such rule."""
+    rule = getattr(router.select, "rule", None)
+    return None if not isinstance(rule, Softmax) else "softmax" if rule.renormalise else "switch"
 
 
 def _native_k(site: Site) -> int:
@@ -114,11 +133,7 @@ def _native_k(site: Site) -> int:
 def _terms(model: Any, losses: Losses | None, layers: int) -> dict[str, float]:
     """Coefficients of the losses; of the model's own balance loss, which is one for all layers, under its own name."""
     if losses is not None:
-        if not isinstance(losses, Losses):
-            raise ValueError(
-                f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model."
-            )
-        return asdict(losses)  # zeros too: they say that the model's own is not wanted
+        return coefficients(losses)
     own = own_balance(model)
     return {MODEL_BALANCE: own / layers} if own else {}
 

@@ -16,7 +16,8 @@ class SparseLayer(nn.Module):
     def __init__(self, router: Router, experts: Experts, dropout: nn.Module | None = None) -> None:
         super().__init__()
         self.router, self.experts, self.dropout = router, experts, dropout
-        self.__dict__["former"] = None  # the router that `reroute` took out, for `restore`; not a part of the model
+        # What `reroute` took out, the router and its spec, for `restore`: not a part of the model any more.
+        self.__dict__["former"] = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         surroundings = self.surroundings

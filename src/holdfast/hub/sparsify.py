@@ -1,6 +1,5 @@
 """Turn a dense model's feed-forward networks into experts."""
 
-from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,7 @@ from holdfast.hub.families import DenseFamily, dense_family, layers_of
 from holdfast.hub.layers import Layers, choose
 from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
-from holdfast.hub.specs import LayerSpec
+from holdfast.hub.specs import LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
 from holdfast.hub.wiring import wire
 from holdfast.losses import Losses
@@ -55,8 +54,10 @@ def sparsify(
     chosen = [found[index] for index in choose(layers, len(found))]
     for name, layer in chosen:
         _require_usable(family, name, layer, hidden, init)
-    weights = {} if losses is None else {name: weight for name, weight in asdict(losses).items() if weight != 0}
-    spec = LayerSpec(router, k, options, weights, init == "copy", experts, hidden)
+    copied = init == "copy"
+    # Copies compute what the dense network did only with weights that sum to 1.
+    weights = "softmax" if copied else None
+    spec = LayerSpec(router, k, options, coefficients(losses), copied, experts, hidden, weights)
     targets = {f"{name}.{family.place}".lstrip("."): layer for name, layer in chosen}
     dense = {name: _dense_weights(family, layer) if init == "copy" else None for name, layer in targets.items()}
     specs = dict.fromkeys(targets, spec)

@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from holdfast.losses import Losses
+from holdfast.routing.rules import Rule, Softmax
 from holdfast.version import VERSION
 
 FORMAT = 1
@@ -24,6 +25,7 @@ class LayerSpec:
     pretrained: bool = True  # the router entered a model that works
     experts: int | None = None  # of a layer that was dense
     hidden: int | None = None
+    weights: str | None = None  # of such a layer: "softmax" or "switch" as of TopK; None is what the router's name says
 
     def __post_init__(self) -> None:
         try:
@@ -37,8 +39,16 @@ class LayerSpec:
     def loss_terms(self) -> Losses | None:
         return Losses(**self.losses) if self.losses else None
 
-    def with_router(self, router: str, k: int, options: Mapping[str, Any], losses: Mapping[str, float]) -> "LayerSpec":
-        return replace(self, router=router, k=k, options=options, losses=losses, pretrained=True)
+    def rule(self) -> Rule | None:
+        """The convention of a layer that was dense: its experts expect it whatever router comes."""
+        return None if self.weights is None else Softmax(renormalise=self.weights == "softmax")
+
+
+def coefficients(losses: Losses | None) -> dict[str, float]:
+    """Of each loss, zeros too: said outright, they mean that a model's own balance loss is not wanted."""
+    if losses is not None and not isinstance(losses, Losses):
+        raise ValueError(f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model.")
+    return {} if losses is None else asdict(losses)
 
 
 def describe(model_type: str, specs: Mapping[str, LayerSpec]) -> dict[str, Any]:
@@ -67,6 +77,8 @@ def _read_layer(name: str, values: Any) -> LayerSpec:
     for entry in ("experts", "hidden"):
         if values[entry] is not None and (not isinstance(values[entry], int) or values[entry] < 1):
             raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a positive number.")
+    if values["weights"] not in (None, "softmax", "switch"):
+        raise ValueError(f"layer {name!r}: weights is {values['weights']!r}, not softmax or switch.")
     for term, weight in values["losses"].items():
         if term not in {entry.name for entry in fields(Losses)} or not isinstance(weight, int | float) or math.isnan(weight):
             raise ValueError(f"layer {name!r}: there is no loss {term!r} of weight {weight!r}.")

@@ -18,7 +18,6 @@ from holdfast.moe import Experts
 from holdfast.moe.activations import ACTIVATIONS, Activation
 from holdfast.routing import Clustered, LinearScore, Router
 from holdfast.routing.registry import Host
-from holdfast.routing.rules import Softmax
 
 SAME_ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # under transformers' names
 
@@ -46,7 +45,9 @@ def _require_known(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) ->
 
 def reroute_sites(found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
     """Give each layer that `specs` names the router it says, or change nothing."""
-    built = build_routers(places(found), specs, {site.name: host_of(site) for site in found if site.name in specs})
+    built = build_routers(
+        places(found), specs, {site.name: host_of(site, specs[site.name]) for site in found if site.name in specs}
+    )
     for site in found:
         if site.name in built:
             _require_ragged_experts(site, built[site.name])
@@ -55,7 +56,7 @@ def reroute_sites(found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
             _place_router(site, specs[site.name], built[site.name])
 
 
-def host_of(site: Site) -> Host:
+def host_of(site: Site, spec: LayerSpec) -> Host:
     """What the layer as it is brings along: its scores, and its rule for weights."""
     if site.family is not None:
         family, gate = site.family, site.gate
@@ -65,16 +66,13 @@ def host_of(site: Site) -> Host:
     router = site.router
     assert router is not None
     own = router.score.base if isinstance(router.score, Clustered) else router.score
-    rule = getattr(router.select, "rule", None) or Softmax(renormalise=True)
-    return Host(True, own if isinstance(own, LinearScore) else None, rule, router.scale)
+    return Host(True, own if isinstance(own, LinearScore) else None, spec.rule())
 
 
 def _place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
     """Put a router where the layer has one; None is the family's own rule."""
     if isinstance(site.block, SparseLayer):
         assert router is not None
-        if site.block.__dict__["former"] is None:
-            site.block.__dict__["former"] = site.block.router
         site.block.router = router.to(**_like(site.block.experts.down_proj)).train(site.block.training)
         return
     family, gate = site.family, site.gate
@@ -119,7 +117,7 @@ def make_sparse(
         dim, _ = _shape(layer.get_submodule(family.down))
         heads = None if family.windowed else int(config.num_attention_heads)
         where.append(Place(name, dim, specs[name].experts or 0, heads))
-    hosts = {name: Host(rule=Softmax(renormalise=True) if specs[name].pretrained else None) for name in layers}
+    hosts = {name: Host(rule=specs[name].rule()) for name in layers}
     routers = build_routers(in_order(where), specs, hosts)
     experts = {name: _experts(family, layer, specs[name]) for name, layer in layers.items()}
     made = {}
