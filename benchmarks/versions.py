@@ -1,13 +1,12 @@
-"""What a measurement was made with."""
+"""What a measurement was made with, and on."""
 
 import platform
 
 import torch
 
+from holdfast.version import versions as of_packages
+
 
 def versions() -> dict[str, str]:
-    import transformers
-
-    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-    found["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return found
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {**of_packages(), "machine": machine}

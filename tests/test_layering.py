@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "holdfast"
 LAYERS = [
     "version",
     "suggest",
+    "writing",
     "ops",
     "routing",
     "moe",

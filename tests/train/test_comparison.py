@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(text: Path, tmp_path:
 
 def test_folders_and_routers_that_do_not_fit_get_one_sentence(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Comparison(recipe(text), contenders("smoe"), 1, folder)
+    Comparison(recipe(text), contenders("smoe"), 1, folder).run()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note.txt").write_text("mine")
     (tmp_path / "empty.txt").write_text("")
@@ -157,6 +157,7 @@ def test_folders_and_routers_that_do_not_fit_get_one_sentence(text: Path, tmp_pa
         (lambda: Comparison(recipe(text), contenders("smoe", "smoe"), 1, tmp_path / "x"), "each once"),
         (lambda: Comparison(recipe(text), [], 1, tmp_path / "x"), "none"),
         (lambda: Comparison(recipe(text), contenders("smoe"), 0, tmp_path / "x"), "seeds is 0"),
+        (lambda: Comparison(recipe(text), [Contender("smoe", "smoe", k=3)], 1, folder).run(), "other options"),
         (lambda: Comparison(recipe(text), contenders("smoth"), 1, tmp_path / "x").run(), "smooth"),
         (lambda: Comparison(recipe(tmp_path / "empty.txt"), contenders("smoe"), 1, tmp_path / "x"), "empty"),
         (lambda: Comparison(recipe(tmp_path / "none.txt"), contenders("smoe"), 1, tmp_path / "x"), "does not exist"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from holdfast.attacks.flags import Flag, nothing_changed, warn
 from holdfast.attacks.seeds import check_seed, mixed
 from holdfast.attacks.threat import Json, check_rate
+from holdfast.writing import write_whole
 
 Span = tuple[int, int]  # characters, [start, end)
 
@@ -111,7 +112,7 @@ class AttackedText:
             raise ValueError(f"{path} holds a different attacked set; choose another name, or delete it.")
         changes = [[[*change.before, *change.after] for change in document] for document in self.changes]
         stored = {**self.summary(), "words": list(self.words), "changes": changes, "texts": list(self.texts)}
-        path.write_text(json.dumps(stored), encoding="utf-8")
+        write_whole(path, json.dumps(stored))
 
 
 def load_text(path: str | Path) -> AttackedText:

@@ -43,6 +43,7 @@ class Compare:
         from holdfast.train import Comparison, load_recipe
         from holdfast.train.cells import write_json
         from holdfast.train.summary import summarise
+        from holdfast.version import versions
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -51,6 +52,7 @@ class Compare:
         comparison = Comparison(recipe, contenders, self.seeds, self.out, data=self.data)
         results = _with_progress(comparison)
         rows = summarise(results, contenders[0].name)
+        # Versions are not part of a run's identity: an update must not keep a run from continuing.
         stored = {"run": comparison.identity(), "versions": versions(), "rows": rows, "cells": results}
         write_json(self.out / "results.json", stored)
         _print(rows, comparison)
@@ -68,19 +70,6 @@ class Compare:
         if self.match_compute and names:
             contenders.append(Contender(f"{names[0]}, top {k + 1}", names[0], k=k + 1))
         return contenders
-
-
-def versions() -> dict[str, str]:
-    """Of what the figures depend on. Not part of a run's identity: an update must not keep a run from continuing."""
-    import platform
-
-    import torch
-    import transformers
-
-    from holdfast.version import VERSION
-
-    python = platform.python_version()
-    return {"holdfast": VERSION, "torch": torch.__version__, "transformers": transformers.__version__, "Python": python}
 
 
 def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -114,22 +103,32 @@ def _with_progress(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _print(rows: list[dict[str, Any]], comparison: Comparison) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     attack = comparison.task.attack
     table = Table(
+        box=box.SIMPLE_HEAD,  # without lines between columns: intervals and all, it fits a terminal of 80
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
         title=f"{comparison.recipe.about}; {comparison.task.corpus.name}, {comparison.seeds} seeds",
         caption=f"Perplexity a token on the test text, and under a swap of {attack.realised:.1%} of its words; differences "
-        f"to {rows[0]['router']}, paired by seed, with 95% intervals. Both texts are scored whole, swapped words included.",
+        f"to {rows[0]['router']}, paired by seed, with 95% intervals. Both texts are scored whole, swapped words included; "
+        "experts are those used a token.",
     )
-    for column in ("router", "parameters", "experts a token", "clean", "difference", "attacked", "difference"):
-        table.add_column(column)
+    for column in ("router", "weights", "experts", "clean", "difference", "attacked", "difference"):
+        table.add_column(column, no_wrap=column == "router", min_width=14 if column == "difference" else None)
     for row in rows:
         differences = [_briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")]
         figures = (f"{row['clean']:.2f}", differences[0], f"{row['attacked']:.2f}", differences[1])
-        table.add_row(row["router"], f"{row['parameters']:,}", f"{row['experts_per_token']:.2f}", *figures)
+        table.add_row(row["router"], _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
     Console().print(table)
+
+
+def _in_thousands(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 10_000_000 else f"{count / 1e3:.1f} k"
 
 
 def _briefly(difference: dict[str, Any] | None) -> str:

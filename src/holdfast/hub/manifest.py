@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from holdfast.writing import write_whole
 
 NAME = "holdfast.json"
 FORMAT = 1
@@ -13,9 +14,7 @@ FORMAT = 1
 def write_manifest(folder: Path) -> None:
     """Write the checksums of the weights in `folder` and of what its config says about routers."""
     content = {"format": FORMAT, "description": _description(folder), "weights": _weights(folder)}
-    partial = folder / f".{NAME}.{os.getpid()}"
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(folder / NAME)
+    write_whole(folder / NAME, json.dumps(content, indent=2) + "\n")
 
 
 def check_manifest(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from holdfast.report.plots import by_layer, mean_of, plots
 from holdfast.report.results import NAME, Cell, Results
 from holdfast.report.verdict import figure, verdict
+from holdfast.writing import write_whole
 
 PAGE = Path(__file__).parent / "page"  # template, style and script
 MARKS = "●◆■▲▼✚✖★"  # as plots.SYMBOLS
@@ -43,14 +43,7 @@ def write_report(results: Results, path: Path, *, force: bool = False) -> Path:
         raise ValueError(f"{path} is {what}; name an .html file to write to.")
     if path.exists() and not force:
         raise ValueError(f"{path} exists; choose another file with --out, or overwrite it with --force.")
-    page = render(results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(page, encoding="utf-8", newline="\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, render(results))
     return path
 
 

@@ -1,9 +1,8 @@
 """A comparison: one cell for each router and seed, each trained, scored and stored once."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from holdfast.train.recipe import Recipe
 from holdfast.train.start import start
 from holdfast.train.text_task import TextTask
 from holdfast.version import VERSION
+from holdfast.writing import write_whole
 
 Progress = Callable[["Cell", int], None]  # a cell and how many of its steps are done
 
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.contender.name.replace('+', '-')}-seed{self.seed}"
+        return f"{self.contender.name}-seed{self.seed}"
 
 
 class Comparison:
@@ -51,7 +51,7 @@ class Comparison:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name each once, and at least one.")
         self.recipe, self.contenders, self.seeds, self.folder = recipe, list(contenders), seeds, folder
         self.task = TextTask(recipe, data)
-        self._claim()
+        self._require_own_folder()
 
     @property
     def cells(self) -> list[Cell]:
@@ -76,24 +76,31 @@ class Comparison:
             if (stored := self._stored(cell)) is not None:
                 yield stored
 
-    def _claim(self) -> None:
-        """The folder is ours from now on, unless it is another run's."""
-        path, mine = self.folder / "run.json", self.identity()
-        if path.exists():
-            if json.loads(path.read_text()) != json.loads(json.dumps(mine)):
-                raise ValueError(
-                    f"{self.folder} belongs to another run (recipe, text or version differ); choose another folder."
-                )
-        elif self.folder.exists() and any(self.folder.iterdir()):
+    def _require_own_folder(self) -> None:
+        if not _agrees(self.folder / "run.json", self.identity()):
+            raise ValueError(
+                f"{self.folder} belongs to another run (recipe, text or version differ); choose another folder."
+            )
+        if not (self.folder / "run.json").exists() and self.folder.exists() and any(self.folder.iterdir()):
             raise ValueError(f"{self.folder} is not empty and holds no comparison; choose another folder.")
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, mine)
+
+    def _claim(self, cell: Cell) -> None:
+        """The folder is this run's from now on, and the cell's this router's."""
+        write_json(self.folder / "run.json", self.identity())
+        write_json(self._path(cell) / "router.json", asdict(cell.contender))
+
+    def _require_own_cell(self, cell: Cell) -> None:
+        """Neither a result nor a checkpoint of a router that was told otherwise is this one's."""
+        if not _agrees(self._path(cell) / "router.json", asdict(cell.contender)):
+            raise ValueError(
+                f"{self._path(cell)} is of a {cell.contender.name} with other options; give this one another name."
+            )
 
     def _path(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
 
     def _stored(self, cell: Cell) -> dict[str, Any] | None:
+        self._require_own_cell(cell)
         path = self._path(cell) / "result.json"
         return json.loads(path.read_text()) if path.exists() else None
 
@@ -107,6 +114,7 @@ class Comparison:
         model = start(
             self.recipe, contender.router, contender.options, seed=cell.seed, tokens=len(self.task.tokenizer), k=contender.k
         )
+        self._claim(cell)  # only now: a mistake in the recipe leaves no folder behind
         tick = None if progress is None else lambda steps: progress(cell, steps)
         log = train(model, batches, self.recipe.training, path / "training", seed=cell.seed, tick=tick)
         result = {
@@ -117,9 +125,7 @@ class Comparison:
             "last_batch": batches.at(self.recipe.training.steps - 1).hash,
             "log": log,
             "clean": score(model, self.task.clean, byte_count=self.task.corpus.count_bytes("test")),
-            "attacked": score(
-                model, self.task.attacked, byte_count=sum(len(text.encode()) for text in self.task.attack.texts)
-            ),
+            "attacked": score(model, self.task.attacked, byte_count=self.task.attacked_bytes),
         }
         save(model, path / "model", force=True)
         write_json(path / "result.json", result)
@@ -127,11 +133,9 @@ class Comparison:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def _agrees(path: Path, content: Any) -> bool:
+    """Does the file say the same, or is there none?"""
+    return not path.exists() or json.loads(path.read_text()) == json.loads(json.dumps(content))

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from holdfast.data import TrainingBatches
 from holdfast.hub import progress_callback
 from holdfast.train.recipe import TrainingPart
+from holdfast.writing import write_whole
 
 LOGGED = ("step", "loss", "grad_norm", "learning_rate")  # what a log holds: no times, so that two runs can be compared
 
@@ -106,7 +107,4 @@ def _lines(history: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def _write(path: Path, history: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in _lines(history)))
-    partial.replace(path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in _lines(history)))
