@@ -24,8 +24,9 @@ def test_attacked_inputs_stay_in_the_ball_on_a_gpu(
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).cuda().to(dtype).eval()
     images = torch.rand(32, 1, 8, 8, device="cuda").to(dtype)
     labels = model(images).argmax(-1)
-    result = attack(model, images, labels, budget=0.1, norm=norm, **options)
-    assert result.inputs.is_cuda and result.inputs.dtype == dtype and result.realised <= 0.1 and result.rate > 0
+    budget = 0.1 if norm == "linf" else 0.5  # within 0.1 in l2 hardly any of these is wrong
+    result = attack(model, images, labels, budget=budget, norm=norm, **options)
+    assert result.inputs.is_cuda and result.inputs.dtype == dtype and result.realised <= budget and result.rate > 0
     assert (result.inputs >= 0).all() and (result.inputs <= 1).all()
 
 

@@ -103,11 +103,11 @@ def measured(name: str, *parts: tuple[Data, Tensor | None]) -> Any:
     return metric
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(one: Any, other: Any, rel: float = 1e-9) -> None:
     got, expected = leaves(one.result()), leaves(other.result())
     assert len(got) == len(expected) > 0
     for a, b in zip(got, expected, strict=True):
-        assert (a is None and b is None) or a == pytest.approx(b, rel=1e-9, abs=1e-12)
+        assert (a is None and b is None) or a == pytest.approx(b, rel=rel, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -168,12 +168,13 @@ def test_results_do_not_depend_on_gradients_being_recorded(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_gpu_gives_the_results_of_a_cpu_wherever_the_padding_is(name: str) -> None:
     data, real = whole().padded()
+    rel = 1e-6  # float32 rounds differently there
     for padding in (real, real.cuda()):
-        assert_same(measured(name, (data.to("cuda"), padding)), measured(name, (data, real)))
+        assert_same(measured(name, (data.to("cuda"), padding)), measured(name, (data, real)), rel)
     apart = Data(moved(data.one, "cuda"), data.other, data.classes.cuda(), data.targets.cuda())  # layers on two devices
-    assert_same(measured(name, (apart, real)), measured(name, (data, real)))
+    assert_same(measured(name, (apart, real)), measured(name, (data, real)), rel)
     together = measured(name, (data.to("cuda"), real.cuda())).merge(measured(name, (data, real)))
-    assert_same(together, measured(name, (data, real), (data, real)))
+    assert_same(together, measured(name, (data, real), (data, real)), rel)
 
 
 def test_metrics_of_different_kinds_or_settings_do_not_merge() -> None:

@@ -36,7 +36,7 @@ def explicit(query: Tensor, key: Tensor, scale: float, causal: bool, real: Tenso
 def test_blocks_equal_the_explicit_matrix(
     causal: bool, padded: bool, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", {"cpu": block})
     monkeypatch.setattr(mix, "FEWEST_ROWS", 5)
     torch.manual_seed(0)
     query = torch.randn(2, QUERIES, 5, requires_grad=True)

@@ -138,7 +138,7 @@ def test_a_mask_that_only_broadcasts_lets_no_future_in_and_survives_blocks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Key padding as (B,1,1,M), in a causal context, more queries than fit into one block."""
-    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", {"cpu": 1})
     monkeypatch.setattr(mix, "FEWEST_ROWS", 4)
     mask = torch.ones(2, 1, 1, 11, dtype=torch.bool)
     mask[1, ..., 3] = False

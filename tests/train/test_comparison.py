@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.train import Comparison, Contender, Recipe, load_recipe, start
+from holdfast.train import Comparison, Contender, Recipe, load_recipe, make_task, start
+from holdfast.train.text_task import TextTask
 
 SMALL = {
     "training.steps": 12,
@@ -63,7 +64,9 @@ def test_a_comparison_gives_the_same_numbers_every_time(text: Path, tmp_path: Pa
 def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(text: Path, tmp_path: Path) -> None:
     comparison = Comparison(recipe(text), contenders("smoe", "similarity", "ac"), 1, tmp_path / "run")
     results = comparison.run()
-    tokens = sum(len(piece) for piece in comparison.task.tokenizer.pieces(comparison.task.corpus.documents("test")))
+    task = comparison.task
+    assert isinstance(task, TextTask)
+    tokens = sum(len(piece) for piece in task.tokenizer.pieces(task.corpus.documents("test")))
     assert {result["clean"]["tokens"] for result in results} == {tokens - 1}
     assert len({(result["first_batch"], result["last_batch"]) for result in results}) == 1
     assert results[0]["first_batch"] != results[0]["last_batch"]
@@ -91,13 +94,14 @@ def test_an_attack_at_rate_zero_changes_nothing(text: Path, tmp_path: Path) -> N
 
 
 def test_what_routers_have_in_common_starts_equal(text: Path) -> None:
-    models = {name: start(recipe(text), name, {}, seed=3, tokens=200) for name in ("smoe", "ac", "symphony+smooth", "xmoe")}
+    task = make_task(recipe(text))
+    models = {name: start(task, name, {}, seed=3) for name in ("smoe", "ac", "symphony+smooth", "xmoe")}
     plain = dict(models["smoe"].named_parameters())
     for name, model in models.items():
         for key, parameter in model.named_parameters():
             twin = plain.get(key.replace(".score.base.", ".score."))
             assert twin is None or torch.equal(parameter, twin), (name, key)
-    other = dict(start(recipe(text), "smoe", {}, seed=4, tokens=200).named_parameters())
+    other = dict(start(task, "smoe", {}, seed=4).named_parameters())
     assert not torch.equal(plain["model.layers.0.mlp.experts.down_proj"], other["model.layers.0.mlp.experts.down_proj"])
     assert not torch.equal(plain["model.layers.0.mlp.router.score.weight"], other["model.layers.0.mlp.router.score.weight"])
 

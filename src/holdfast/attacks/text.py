@@ -1,6 +1,5 @@
 """What an attack on text returns, and what counts as a word. A text is only ever changed inside the words it names."""
 
-import bisect
 import hashlib
 import json
 import re
@@ -10,12 +9,16 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from holdfast.attacks.flags import Flag, nothing_changed, warn
 from holdfast.attacks.seeds import check_seed, mixed
 from holdfast.attacks.threat import Json, check_rate
 from holdfast.writing import write_whole
 
 Span = tuple[int, int]  # characters, [start, end)
+Spans = npt.NDArray[np.int64]  # (T,2)
 
 _LETTERS = r"(?:[^\W_]|[\u0300-\u036f])+"  # the accents, so that a decomposed letter stays whole
 _WORD = rf"{_LETTERS}(?:(?:['\u2019_-]|(?<=\d)[.,](?=\d)){_LETTERS})*"
@@ -72,22 +75,23 @@ class AttackedText:
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
         return digest.hexdigest()
 
-    def touched(self, document: int, spans: Sequence[Span]) -> list[bool]:
-        """Which spans of the attacked document overlap a changed word; a tokeniser's offsets, for example.
+    def touched(self, document: int, spans: Sequence[Span] | Spans, *, clean: bool = False) -> npt.NDArray[np.bool_]:
+        """Which spans of the attacked document overlap a changed word, or of the clean one; a tokeniser's offsets, say.
 
         A target that was not touched is what perplexity over the targets left clean counts. Empty spans are not touched.
         """
-        after = [change.after for change in self.changes[document]]
-        ends = [end for _, end in after]
-        found = []
-        for start, end in spans:
-            first = bisect.bisect_right(ends, start)  # the first change that ends behind the start
-            found.append(start < end and first < len(after) and after[first][0] < end)
+        changed = np.array([change.before if clean else change.after for change in self.changes[document]], dtype=np.int64)
+        changed, wanted = changed.reshape(-1, 2), np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+        starts, ends = wanted[:, 0], wanted[:, 1]
+        first = np.searchsorted(changed[:, 1], starts, side="right")  # the first change that ends behind the start
+        begins = np.append(changed[:, 0], np.iinfo(np.int64).max)[first]
+        found: npt.NDArray[np.bool_] = (starts < ends) & (begins < ends)
         return found
 
     def piece_mask(self, document: int) -> list[bool]:
         """For each piece between white space of the attacked document, whether it holds a changed word."""
-        return self.touched(document, [match.span() for match in _PIECE.finditer(self.texts[document])])
+        spans = [match.span() for match in _PIECE.finditer(self.texts[document])]
+        return [bool(touched) for touched in self.touched(document, spans)]
 
     def summary(self) -> dict[str, Json]:
         """What to store with a result; the texts themselves are `save`d."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.train import Comparison, Contender
+    from holdfast.train import Cell, Comparison, Contender
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Compare:
     recipe: str = "tiny"
     """A shipped recipe, or the path of a .yaml file."""
     routers: str = "smoe,symphony,similarity,ac,smooth"
-    """Names joined by commas; the first is the baseline. A plus sign inside a name joins parts."""
+    """Names joined by commas; the first is the baseline. A plus sign joins parts, brackets hold options:
+    smoe,symphony+smooth,similarity[causal=false]."""
     seeds: int = 3
     """How many times each router is trained, each time with other weights and another order of the data."""
     out: Path = Path("comparison")
@@ -35,41 +36,30 @@ class Compare:
     """Changes to the recipe, as training.steps=50."""
     match_compute: bool = False
     """Add the baseline with one expert more a token, for routers that use more than k."""
+    jobs: int = 1
+    """How many models are trained at a time; several keep one GPU busy."""
 
     def run(self) -> None:
-        import transformers
-
         from holdfast.report import read_results, write_report
         from holdfast.train import Comparison, load_recipe
-        from holdfast.train.cells import write_json
-        from holdfast.train.summary import summarise
-        from holdfast.version import versions
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
         recipe = load_recipe(self.recipe, changes(self.set))
-        contenders = self._contenders(recipe.sparse.k)
-        comparison = Comparison(recipe, contenders, self.seeds, self.out, data=self.data)
-        results = _with_progress(comparison)
-        rows = summarise(results, contenders[0].name)
-        # Versions are not part of a run's identity: an update must not keep a run from continuing.
-        stored = {"run": comparison.identity(), "versions": versions(), "rows": rows, "cells": results}
-        write_json(self.out / "results.json", stored)
-        _print(rows, comparison)
+        routers = self._contenders(recipe.sparse.k)
+        comparison = Comparison(recipe, routers, self.seeds, self.out, data=self.data)
+        quiet()
+        rows = comparison.finish(_with_progress(comparison, self.jobs))
+        print_table(rows, comparison)
         print(f"\nAll figures: {self.out / 'results.json'}")
         print(f"Report: {write_report(read_results(self.out), self.out / 'report.html', force=True)}")
 
     def _contenders(self, k: int) -> list[Contender]:
-        from holdfast.routing.presets import REGISTRY
-        from holdfast.train import Contender
+        from holdfast.train.contenders import contenders
 
-        names = [name.strip() for name in self.routers.split(",") if name.strip()]
-        for name in names:
-            REGISTRY.parse(name)
-        contenders = [Contender(name, name) for name in names]
-        if self.match_compute and names:
-            contenders.append(Contender(f"{names[0]}, top {k + 1}", names[0], k=k + 1))
-        return contenders
+        found = contenders(self.routers)
+        if self.match_compute and found:
+            more = f"{found[0].name}, top {k + 1}"
+            found.append(replace(found[0], name=more, k=k + 1))
+        return found
 
 
 def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -85,44 +75,54 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _with_progress(comparison: Comparison) -> list[dict[str, Any]]:
+def quiet() -> None:
+    """What transformers says while it works is not for the users of this command."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    steps = comparison.recipe.training.steps
+    steps, cells = comparison.recipe.training.steps, comparison.cells
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    done = dict.fromkeys((cell.name for cell in cells), 0)
+
+    def tell(cell: Cell, finished: int) -> None:
+        done[cell.name] = finished
+        words = f"{cell.contender.name}, seed {cell.seed}: step {finished} of {steps}"
+        bars.update(bar, completed=sum(done.values()), description=words)
+
     with Progress(*columns) as bars:
-        bar = bars.add_task("", total=steps * len(comparison.cells))
-        done = {cell.name: index for index, cell in enumerate(comparison.cells)}
-        return comparison.run(
-            lambda cell, finished: bars.update(
-                bar,
-                completed=done[cell.name] * steps + finished,
-                description=f"{cell.contender.name}, seed {cell.seed}: step {finished} of {steps}",
-            )
-        )
+        bar = bars.add_task("", total=steps * len(cells))
+        return comparison.run(tell, jobs=jobs)
 
 
-def _print(rows: list[dict[str, Any]], comparison: Comparison) -> None:
+def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    attack = comparison.task.attack
+    measure, data = comparison.task.measure, comparison.task.describe()["data"]
     table = Table(
         box=box.SIMPLE_HEAD,  # without lines between columns: intervals and all, it fits a terminal of 80
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        title=f"{comparison.recipe.about}; {comparison.task.corpus.name}, {comparison.seeds} seeds",
-        caption=f"Perplexity a token on the test text, and under a swap of {attack.realised:.1%} of its words; differences "
-        f"to {rows[0]['router']}, paired by seed, with 95% intervals. Both texts are scored whole, swapped words included; "
-        "experts are those used a token.",
+        title=f"{comparison.recipe.about}; {data['name']}, {comparison.seeds} seeds",
+        caption=f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
+        f"{rows[0]['router']}, paired by seed, with 95% intervals; experts are those used a token.",
     )
     for column in ("router", "weights", "experts", "clean", "difference", "attacked", "difference"):
         table.add_column(column, no_wrap=column == "router", min_width=14 if column == "difference" else None)
     for row in rows:
-        differences = [_briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")]
-        figures = (f"{row['clean']:.2f}", differences[0], f"{row['attacked']:.2f}", differences[1])
+        baseline = row is rows[0]
+        differences = [
+            "baseline" if baseline else _briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")
+        ]
+        figures = (_figure(row["clean"]), differences[0], _figure(row["attacked"]), differences[1])
         table.add_row(row["router"], _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
     Console().print(table)
 
@@ -131,9 +131,13 @@ def _in_thousands(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 10_000_000 else f"{count / 1e3:.1f} k"
 
 
+def _figure(value: float | None) -> str:
+    return "broke" if value is None else f"{value:.2f}"
+
+
 def _briefly(difference: dict[str, Any] | None) -> str:
     if difference is None:
-        return "baseline"
+        return "none known"
     if difference["low"] is None:
         return f"{difference['mean']:+.2f}, one seed"
     differs = not difference["low"] <= 0 <= difference["high"]

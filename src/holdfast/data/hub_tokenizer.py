@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.data.checksum import checksum
 from holdfast.data.documents import Document
-from holdfast.data.tokens import Tokenizer, numbers
+from holdfast.data.tokens import Spans, Tokenizer, numbers
 
 
 @final
@@ -51,6 +52,14 @@ class HubTokenizer(Tokenizer):
         end = [] if self.end is None else [self.end]
         for document in documents:
             yield torch.tensor([*self._encode(document.text), *end], dtype=torch.int32)
+
+    def spans(self, document: Document, *, first: bool) -> Spans:
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"{self.name} has a slow tokeniser, which does not say where its tokens are in a text.")
+        text = document.text
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)["offset_mapping"]
+        end = [] if self.end is None else [(len(text), len(text))]
+        return np.array([*found, *end], dtype=np.int64).reshape(-1, 2)
 
     def _encode(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -3,7 +3,7 @@
 So an interrupted run goes on with the batches it would have seen, and every router of a comparison sees the same ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import numpy as np
@@ -52,8 +52,17 @@ class Order:
         """(size,) int64: the examples of a step."""
         if step < 0:
             raise ValueError(f"there is no step {step}; the first is 0.")
-        places = range(step * self.size, (step + 1) * self.size)
-        return torch.stack([self._shuffled(place // self.count)[place % self.count] for place in places])
+        return self.at(range(step * self.size, (step + 1) * self.size))
+
+    def at(self, places: Iterable[int]) -> Tensor:
+        """The examples at these places of the endless sequence, counted from the first example of the first step."""
+        place = torch.tensor(list(places))
+        epoch = place // self.count
+        found = torch.empty_like(place)
+        for number in epoch.unique().tolist():
+            there = epoch == number
+            found[there] = self._shuffled(number)[place[there] % self.count]
+        return found
 
     def _shuffled(self, epoch: int) -> Tensor:
         if epoch not in self._epochs:

@@ -5,10 +5,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from holdfast.data.documents import Document
+
+Spans = npt.NDArray[np.int64]  # (T,2) characters, [start, end)
 
 
 class Tokenizer(ABC):
@@ -33,6 +36,13 @@ class Tokenizer(ABC):
     @abstractmethod
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
         """The tokens of the documents with what stands between them, piece by piece, in a small integer type."""
+
+    @abstractmethod
+    def spans(self, document: Document, *, first: bool) -> Spans:
+        """(T,2): the characters of each token that `pieces` gives for the document, empty for what stands between documents.
+
+        Whether it is the first of them matters to a tokeniser that puts something in between.
+        """
 
     def stream(self, documents: Iterable[Document], limit: int | None = None) -> Tensor:
         """All documents as one sequence, or its first `limit` tokens: no further document is read. A small integer type."""
@@ -69,6 +79,12 @@ class Bytes(Tokenizer):
             if place:
                 yield _tensor(b"\n")
             yield _tensor(document.data)
+
+    def spans(self, document: Document, *, first: bool) -> Spans:
+        data = np.frombuffer(document.data, dtype=np.uint8)
+        character = np.cumsum((data & 0xC0) != 0x80) - 1  # all bytes of a character but its first begin with the bits 10
+        spans = np.stack([character, character + 1], axis=1)
+        return spans if first else np.concatenate([np.zeros((1, 2), dtype=np.int64), spans])
 
 
 def numbers(ids: Iterable[int] | Tensor) -> list[int]:

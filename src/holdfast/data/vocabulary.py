@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.data.cuts import CUTS, END, UNKNOWN, Cut
 from holdfast.data.documents import Document
-from holdfast.data.tokens import Tokenizer, numbers
+from holdfast.data.tokens import Spans, Tokenizer, numbers
 from holdfast.suggest import unknown
 
 SPECIAL = (UNKNOWN, END)
@@ -68,6 +68,9 @@ class Vocabulary(Tokenizer):
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
         for document in documents:
             yield self._encode(itertools.chain(self._cut.pieces(document.lines()), self._cut.ends()))
+
+    def spans(self, document: Document, *, first: bool) -> Spans:
+        return np.array(list(self._cut.spans(document.lines())), dtype=np.int64).reshape(-1, 2)
 
     def _encode(self, words: Iterable[str]) -> Tensor:
         found = array("i", (self._numbers.get(word, 0) for word in words))  # a list would take eight times the room

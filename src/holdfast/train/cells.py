@@ -1,31 +1,24 @@
 """A comparison: one cell for each router and seed, each trained, scored and stored once."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.hub import save
-from holdfast.train.evaluation import score
+from holdfast.metrics.report import plain
+from holdfast.train.contenders import Contender
 from holdfast.train.loop import train
 from holdfast.train.recipe import Recipe
+from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
 from holdfast.train.start import start
-from holdfast.train.text_task import TextTask
-from holdfast.version import VERSION
+from holdfast.train.summary import summarise
+from holdfast.train.trained import make_task, save_trained
+from holdfast.train.workers import run_side_by_side
+from holdfast.version import VERSION, versions
 from holdfast.writing import write_whole
 
 Progress = Callable[["Cell", int], None]  # a cell and how many of its steps are done
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A router as it enters a comparison."""
-
-    name: str  # for people
-    router: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    k: int | None = None  # another number of experts than the recipe's
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ class Comparison:
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name each once, and at least one.")
         self.recipe, self.contenders, self.seeds, self.folder = recipe, list(contenders), seeds, folder
-        self.task = TextTask(recipe, data)
+        self.data, self.task = data, make_task(recipe, data)
         self._require_own_folder()
 
     @property
@@ -59,21 +52,28 @@ class Comparison:
 
     def identity(self) -> dict[str, Any]:
         """What must agree for results to be of one comparison."""
-        return {
-            "holdfast": VERSION,
-            "recipe": self.recipe.describe(),
-            "text": self.task.corpus.describe(),
-            "attack": self.task.attack.summary(),
-        }
+        return {"holdfast": VERSION, "recipe": self.recipe.describe(), **self.task.describe()}
 
-    def run(self, progress: Progress | None = None) -> list[dict[str, Any]]:
-        """The results of all cells, those that are there already included."""
-        return [self._result(cell, progress) for cell in self.cells]
+    def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[dict[str, Any]]:
+        """The results of all cells, those that are there already included; so many of them trained at a time."""
+        if jobs < 1:
+            raise ValueError(f"jobs is {jobs}; at least 1 cell is trained at a time.")
+        if jobs > 1:
+            run_side_by_side(self, jobs, progress)
+        return [self.result(cell, progress) for cell in self.cells]
+
+    def finish(self, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows that put the routers side by side; with all that was found, they are written to results.json."""
+        rows = summarise(results, self.contenders[0].name)
+        # Versions are not part of a run's identity: an update must not keep a run from continuing.
+        run = {**self.identity(), "measure": asdict(self.task.measure)}
+        write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": results})
+        return rows
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Those that are there already."""
         for cell in self.cells:
-            if (stored := self._stored(cell)) is not None:
+            if (stored := self.stored(cell)) is not None:
                 yield stored
 
     def _require_own_folder(self) -> None:
@@ -99,37 +99,42 @@ class Comparison:
     def _path(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
 
-    def _stored(self, cell: Cell) -> dict[str, Any] | None:
+    def stored(self, cell: Cell) -> dict[str, Any] | None:
         self._require_own_cell(cell)
         path = self._path(cell) / "result.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def _result(self, cell: Cell, progress: Progress | None) -> dict[str, Any]:
-        stored = self._stored(cell)
+    def result(self, cell: Cell, progress: Progress | None = None) -> dict[str, Any]:
+        """Of one cell: what is stored, or what training it gives."""
+        stored = self.stored(cell)
         if stored is not None:
             if progress is not None:
                 progress(cell, self.recipe.training.steps)
             return stored
-        contender, path, batches = cell.contender, self._path(cell), self.task.batches(cell.seed)
-        model = start(
-            self.recipe, contender.router, contender.options, seed=cell.seed, tokens=len(self.task.tokenizer), k=contender.k
-        )
+        contender, path = cell.contender, self._path(cell)
+        k = contender.k or self.recipe.sparse.k
+        model = start(self.task, contender.router, contender.options, seed=cell.seed, k=k)
         self._claim(cell)  # only now: a mistake in the recipe leaves no folder behind
         tick = None if progress is None else lambda steps: progress(cell, steps)
-        log = train(model, batches, self.recipe.training, path / "training", seed=cell.seed, tick=tick)
+        log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick)
+        examples, probe = self.task.examples(cell.seed), self.task.probe()
+        steps = snapshot_steps(self.recipe.training.steps)
+        names = routes_of(model, probe).names
         result = {
             "router": contender.name,
             "seed": cell.seed,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "first_batch": batches.at(0).hash,
-            "last_batch": batches.at(self.recipe.training.steps - 1).hash,
+            "first_batch": examples.hash(0),
+            "last_batch": examples.hash(self.recipe.training.steps - 1),
             "log": log,
-            "clean": score(model, self.task.clean, byte_count=self.task.corpus.count_bytes("test")),
-            "attacked": score(model, self.task.attacked, byte_count=self.task.attacked_bytes),
+            **self.task.score(model),
+            "snapshots": evolution(path / "training" / "snapshots", steps, names, learned=learns_a_graph(model)),
+            "consistency": consistency(model, probe, k),
+            "view": self.task.view(model.eval()),
         }
-        save(model, path / "model", force=True)
-        write_json(path / "result.json", result)
-        return result
+        save_trained(model, self.task, path)
+        write_json(path / "result.json", plain(result))
+        return plain(result)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -1,42 +1,71 @@
-"""A trained model scored on a text: how well it predicts, and what its routers did meanwhile."""
+"""A model scored on a text: how well it predicts, and what its routers did meanwhile."""
 
 import math
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdfast.hub import trace
 from holdfast.metrics import RoutingReport, boundary_of, token_nll
 from holdfast.routing import Router
-from holdfast.train.text_task import Trial
 
-BATCH = 32  # blocks
+if TYPE_CHECKING:
+    from holdfast.train.text_task import Trial
+
+TOKENS = {"cpu": 2048, "cuda": 32768}  # in a batch, about; more only where one block has more
+LOGITS = 2**28  # numbers in a batch's logits, at most: 1 GiB
+
+
+def routing_report(model: Any) -> RoutingReport:
+    """For `trace(model, each=...)`, knowing the borders of the model's own routers."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return RoutingReport(boundaries={layer: boundary_of(router) for layer, router in enumerate(routers)})
 
 
 @torch.no_grad()
-def score(model: Any, trial: Trial, *, byte_count: int) -> dict[str, Any]:
-    """Every token but the first is scored once, in blocks of the training length. `byte_count` is that of the text."""
+def score_text(model: Any, trial: "Trial", *, routing: bool = True) -> dict[str, Any]:
+    """Every token but the first is scored once, in blocks of the training length.
+
+    "figure" is the perplexity over all targets, "figure_of_kept" over those that the attack leaves alone: the same words in
+    the clean text and in the attacked one.
+    """
     was_training = model.training
     model.eval()
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    report = RoutingReport(boundaries={layer: boundary_of(router) for layer, router in enumerate(routers)})
-    total = left_clean = 0.0
-    tokens = clean_tokens = 0
+    total = of_kept = 0.0
+    tokens = kept_tokens = 0
     place = 1  # the first token is not predicted
-    with trace(model, each=report.each) as routes:
-        for batch in trial.blocks.batches(BATCH):
+    tokens_at_once = min(TOKENS.get(model.device.type, TOKENS["cpu"]), LOGITS // model.config.vocab_size)
+    batch_size = max(1, tokens_at_once // trial.blocks.length)
+    with ExitStack() as stack:
+        report = routing_report(model) if routing else None
+        routes = stack.enter_context(trace(model, each=report.each)) if report is not None else None
+        for batch in trial.blocks.batches(batch_size):
             device = model.device
             out = model(input_ids=batch.inputs.to(device), attention_mask=batch.mask.long().to(device), use_cache=False)
             nll = token_nll(out.logits, batch.labels.to(device)).cpu()[batch.mask].double()
+            kept = trial.kept[place : place + nll.numel()]
             total, tokens = total + float(nll.sum()), tokens + nll.numel()
-            if trial.touched is not None:
-                kept = ~trial.touched[place : place + nll.numel()]
-                left_clean, clean_tokens = left_clean + float(nll[kept].sum()), clean_tokens + int(kept.sum())
+            of_kept, kept_tokens = of_kept + float(nll[kept].sum()), kept_tokens + int(kept.sum())
             place += nll.numel()
     model.train(was_training)
-    found = {"nll": total, "tokens": tokens, "perplexity": math.exp(total / tokens)}
-    found["bits_per_byte"] = total / math.log(2) / byte_count
-    if trial.touched is not None:
-        found["perplexity_of_clean_targets"] = math.exp(left_clean / clean_tokens)
-    report.names = routes.names
-    return {**found, "routing": report.result()}
+    found: dict[str, Any] = {
+        "figure": perplexity(total, tokens),
+        "figure_of_kept": perplexity(of_kept, kept_tokens) if kept_tokens else None,
+        "nll": total,
+        "tokens": tokens,
+        "kept_tokens": kept_tokens,
+        "bits_per_byte": total / math.log(2) / trial.bytes,
+    }
+    if report is not None and routes is not None:
+        report.names = routes.names
+        found["routing"] = report.result()
+    return found
+
+
+def perplexity(nll: float, tokens: int) -> float:
+    """Infinite where a model is so bad that no float holds it."""
+    try:
+        return math.exp(nll / tokens)
+    except OverflowError:
+        return math.inf

@@ -1,48 +1,74 @@
-"""Training on the Hugging Face Trainer: resumable, with a log of JSON lines."""
+"""Training on the Hugging Face Trainer: resumable, with a log of JSON lines; one process or many."""
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 
-from holdfast.data import TrainingBatches
 from holdfast.hub import progress_callback
 from holdfast.train.recipe import TrainingPart
+from holdfast.train.snapshots import snapshot_steps, take_snapshot
+from holdfast.train.task import Inputs, Task
 from holdfast.writing import write_whole
 
-LOGGED = ("step", "loss", "grad_norm", "learning_rate")  # what a log holds: no times, so that two runs can be compared
+LOGGED = ("step", "loss", "eval_loss", "grad_norm", "learning_rate")  # no times, so that two runs can be compared
 
 Tick = Callable[[int], None]  # called with the number of steps done
 
 
-class _InOrder(Dataset[dict[str, torch.Tensor]]):
-    """The blocks of all steps, one after the other."""
-
-    def __init__(self, batches: TrainingBatches, steps: int) -> None:
-        self.batches, self.steps = batches, steps
-
-    def __len__(self) -> int:
-        return self.steps * self.batches.order.size
-
-    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-        step, row = divmod(place, self.batches.order.size)
-        block = self.batches.blocks.batch(self.batches.order.numbers(step)[row : row + 1])
-        return {"input_ids": block.inputs[0], "labels": block.labels[0], "shift_labels": block.labels[0]}
-
-
 def train(
-    model: Any, batches: TrainingBatches, how: TrainingPart, folder: Path, *, seed: int, tick: Tick | None = None
+    model: Any,
+    task: Task,
+    folder: Path,
+    *,
+    seed: int,
+    k: int,
+    tick: Tick | None = None,
+    report_to: tuple[str, ...] = (),
 ) -> list[dict[str, float]]:
-    """Train `model` in place; returns its log. What is found in `folder` is continued, to the same numbers."""
+    """Train `model` in place; returns its log. What is found in `folder` is continued, to the same numbers.
+
+    k           experts a token, for the snapshots of its routes
+    report_to   "tensorboard", "wandb": the Trainer's own callbacks
+    """
     import transformers
 
-    arguments = transformers.TrainingArguments(
+    how = task.recipe.training
+    trainer = _trainer_class()(
+        model=model,
+        args=_arguments(how, folder, seed, report_to),
+        train_dataset=task.examples(seed),
+        eval_dataset=task.validation() if how.keep == "best" else None,
+        data_collator=_as_it_is,
+        callbacks=[progress_callback(), _callback(task.probe(), k, folder, tick)],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(
+        resume_from_checkpoint=transformers.trainer_utils.get_last_checkpoint(str(folder)) if folder.exists() else None
+    )
+    return _lines(trainer.state.log_history)
+
+
+def _arguments(how: TrainingPart, folder: Path, seed: int, report_to: tuple[str, ...]) -> Any:
+    import transformers
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and accelerate launch say it
+    if how.batch % processes:
+        raise ValueError(
+            f"a batch of {how.batch} does not part among {processes} processes; set training.batch to a multiple."
+        )
+    best: dict[str, Any] = {}
+    if how.keep == "best":
+        best = {"eval_strategy": "steps", "eval_steps": how.save_every, "load_best_model_at_end": True}
+        best |= {"metric_for_best_model": "eval_loss", "per_device_eval_batch_size": how.batch // processes}
+    return transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=how.steps,
-        per_device_train_batch_size=how.batch,
+        per_device_train_batch_size=how.batch // processes,
         gradient_accumulation_steps=how.accumulate,
         learning_rate=how.learning_rate,
         lr_scheduler_type="constant_with_warmup",
@@ -55,22 +81,18 @@ def train(
         logging_steps=1,  # the Trainer's means over more steps would begin anew where a run is resumed
         remove_unused_columns=False,
         seed=seed,
-        report_to=[],
+        report_to=list(report_to),
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+        **best,
     )
-    trainer = _trainer_class()(
-        model=model,
-        args=arguments,
-        train_dataset=_InOrder(batches, how.steps),
-        callbacks=[progress_callback(), _log_callback(folder / "log.jsonl", tick)],
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train(
-        resume_from_checkpoint=transformers.trainer_utils.get_last_checkpoint(str(folder)) if folder.exists() else None
-    )
-    return _lines(trainer.state.log_history)
+
+
+def _as_it_is(batch: Inputs) -> Inputs:
+    """Examples are fetched by the batch."""
+    return batch
 
 
 def _trainer_class() -> Any:
@@ -83,28 +105,34 @@ def _trainer_class() -> Any:
     return InOrderTrainer
 
 
-def _log_callback(path: Path, tick: Tick | None) -> Any:
+def _callback(probe: Inputs, k: int, folder: Path, tick: Tick | None) -> Any:
+    """Writes the log, takes the snapshots, tells how far training has come."""
     from transformers import TrainerCallback
 
-    class Log(TrainerCallback):  # type: ignore[misc]
+    path = folder / "log.jsonl"
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            _write(path, state.log_history)  # of a resumed run, what came before
+            if state.is_world_process_zero:  # of a resumed run, what came before
+                write_whole(path, "".join(json.dumps(line) + "\n" for line in _lines(state.log_history)))
+            self.due = set(snapshot_steps(state.max_steps))
             if tick is not None:
                 tick(state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            _write(path, state.log_history)
+            if state.is_world_process_zero:
+                with path.open("a", encoding="utf-8") as log:
+                    log.writelines(json.dumps(line) + "\n" for line in _lines(state.log_history[-1:]))
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step in self.due and state.is_world_process_zero:
+                take_snapshot(model, probe, k, state.global_step, folder / "snapshots")
             if tick is not None:
                 tick(state.global_step)
 
-    return Log()
+    return Watch()
 
 
-def _lines(history: list[dict[str, Any]]) -> list[dict[str, float]]:
-    return [{key: line[key] for key in LOGGED if key in line} for line in history if "loss" in line]
-
-
-def _write(path: Path, history: list[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in _lines(history)))
+def _lines(history: list[Mapping[str, Any]]) -> list[dict[str, float]]:
+    logged = (line for line in history if "loss" in line or "eval_loss" in line)
+    return [{key: line[key] for key in LOGGED if key in line} for line in logged]

@@ -35,9 +35,11 @@ class SparsePart:
 @dataclass(frozen=True, kw_only=True)
 class DataPart:
     source: str = "python-docs"  # a name or a path
-    tokens: str = "words"  # "words", "bytes", or the folder of a Hugging Face tokenizer
-    vocabulary: Positive = 2000  # of words
+    tokens: str = "words"  # "words", "lines" (WikiText's words), "bytes", or the folder of a Hugging Face tokenizer
+    vocabulary: Positive | None = 2000  # of words; empty: every word
     length: Positive = 64  # of a block
+    test_bytes: Positive | None = None  # only so much of the test text
+    size: Positive | None = None  # pixels a side that pictures from a folder are scaled to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +53,18 @@ class TrainingPart:
     accumulate: Positive = 1  # micro-batches a step
     precision: Literal["float32", "bf16"] = "float32"
     save_every: Positive = 100  # steps; an interrupted run continues from the last
+    keep: Literal["last", "best"] = "last"  # "best": of the saved ones, by the loss on held-out data
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackPart:
-    """How the trained model is tried."""
+    """How the trained model is tried: texts by swapped words, pictures by PGD (and FGSM, SPSA and corruptions)."""
 
     rate: Share = 0.025  # of words swapped
     token: str = "AAA"
+    budget: Share = 1 / 255  # l_inf, of pixels between 0 and 1
+    steps: Positive = 20
+    examples: Positive = 512  # test pictures that are attacked, the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,7 @@ class Recipe:
     model: ModelPart
     sparse: SparsePart
     training: TrainingPart
+    task: Literal["text", "pictures"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
 

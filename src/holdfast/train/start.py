@@ -11,18 +11,18 @@ from torch import nn
 from holdfast.hub import sparsify
 from holdfast.losses import Losses
 from holdfast.routing import Router
-from holdfast.train.recipe import Recipe
+from holdfast.train.task import Task
 
 
-def start(recipe: Recipe, router: str, options: Mapping[str, Any], *, seed: int, tokens: int, k: int | None = None) -> Any:
+def start(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: int | None = None) -> Any:
     """A fresh model with a router. What two routers have in common starts equal, to the bit."""
     import transformers
 
+    recipe = task.recipe
     if recipe.model.family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers knows no model family {recipe.model.family!r}.")
-    config = transformers.AutoConfig.for_model(recipe.model.family, vocab_size=tokens, **recipe.model.config)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = task.dense()
     sparse = recipe.sparse
     sparsify(
         model,
@@ -36,7 +36,7 @@ def start(recipe: Recipe, router: str, options: Mapping[str, Any], *, seed: int,
         **options,
     )
     if sparse.init == "random":
-        _start_equal(model, seed, float(getattr(config, "initializer_range", 0.02)))
+        _start_equal(model, seed, float(getattr(model.config, "initializer_range", 0.02)))
     return model
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from holdfast.metrics import paired
 
-FIGURES = {
-    "clean": ("clean", "perplexity"),
-    "attacked": ("attacked", "perplexity"),
+FIGURES = {  # a row's figure: where it is in a result
+    "clean": ("clean", "figure"),
+    "attacked": ("attacked", "figure"),
+    "clean, kept": ("clean", "figure_of_kept"),
+    "attacked, kept": ("attacked", "figure_of_kept"),
     "clean, bits per byte": ("clean", "bits_per_byte"),
     "attacked, bits per byte": ("attacked", "bits_per_byte"),
 }
@@ -33,15 +35,23 @@ def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str,
     row["experts_per_token"] = statistics.fmean(_experts(result) for result in mine.values())
     shared = sorted(mine.keys() & theirs.keys())
     for figure, (text, key) in FIGURES.items():
-        row[figure] = statistics.fmean(result[text][key] for result in mine.values())
+        if not all(key in result[text] for result in mine.values()):
+            continue
+        row[figure] = _mean([result[text][key] for result in mine.values()])
         if not is_baseline and shared:
-            before, after = ([seeds[seed][text][key] for seed in shared] for seeds in (theirs, mine))
-            difference = paired(before, after)
-            row[f"{figure}, difference"] = {**asdict(difference), "words": difference.words}
+            before, after = ([seeds[seed][text].get(key) for seed in shared] for seeds in (theirs, mine))
+            if None not in (*before, *after):  # a run that broke has no figure
+                difference = paired(before, after)
+                row[f"{figure}, difference"] = {**asdict(difference), "words": difference.words}
     if not is_baseline:
         usual = statistics.fmean(_experts(result) for result in theirs.values())
         row["more_compute"] = row["experts_per_token"] / usual - 1
     return row
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if len(numbers) == len(values) else None
 
 
 def _experts(result: dict[str, Any]) -> float:

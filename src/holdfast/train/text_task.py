@@ -1,80 +1,167 @@
 """A text to learn and to be tried on: its blocks for training and testing, clean and attacked."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from holdfast.attacks import AttackedText, swap_words
-from holdfast.data import Blocks, Document, Tokenizer, TrainingBatches, corpus, tokenizer
+from holdfast.attacks import AttackedText, misspell, swap_words
+from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, tokenizer
 from holdfast.data.cuts import CUTS
+from holdfast.hub import trace
+from holdfast.train.evaluation import score_text
 from holdfast.train.recipe import Recipe
+from holdfast.train.task import Examples, Inputs, Measure, Task, first_experts, on
 
 ATTACK_SEED = 0  # one attacked set for all: it is the routers that are compared
+WATCHED = 2048  # tokens of the probe, about
+SHOWN = 160  # tokens of the view
+CHOSEN_BY = 65_536  # tokens of the validation text at most
 
 
+@final
 @dataclass(frozen=True)
 class Trial:
-    """A text that a trained model is scored on; `touched` marks targets that the attack put there."""
+    """A text that a trained model is scored on. `kept` marks the tokens that the attack leaves, or will leave, alone."""
 
-    name: str
     blocks: Blocks
-    touched: Tensor | None = None  # (T,) bool, of each token
+    bytes: int
+    kept: Tensor  # (T,) bool, of each token
 
 
-class TextTask:
-    """The text of a recipe, cut as the recipe says. `folder` is where named sources are looked for."""
+@final
+class TextTask(Task):
+    """The text of a recipe. `folder` is where named sources are looked for; `known` a tokeniser that is there already."""
 
-    def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
+    def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
-        self.corpus = corpus(recipe.data.source, folder=folder)
+        self.corpus: Corpus = corpus(recipe.data.source, folder=folder)
         size = recipe.data.vocabulary if recipe.data.tokens in CUTS else None
-        self.tokenizer: Tokenizer = tokenizer(self.corpus, recipe.data.tokens, size=size)
+        self.tokenizer: Tokenizer = known or tokenizer(self.corpus, recipe.data.tokens, size=size)
+
+    @property
+    def measure(self) -> Measure:
+        attack = f"a swap of {self.attack.realised:.1%} of its words"
+        return Measure("perplexity", "perplexity a token on the test text", attack)
+
+    def describe(self) -> dict[str, Any]:
+        return {"data": self.corpus.describe(), "attack": self.attack.summary()}
+
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer.describe()}
+
+    def dense(self) -> Any:
+        import transformers
+
+        part = self.recipe.model
+        config = transformers.AutoConfig.for_model(part.family, vocab_size=len(self.tokenizer), **part.config)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    def examples(self, seed: int) -> Examples:
+        blocks, training = self.training, self.recipe.training
+        if not blocks.whole:
+            raise ValueError(f"a text of {len(blocks.tokens)} tokens does not fill one block of {blocks.length}.")
+        order = Order(blocks.whole, training.batch * training.accumulate, seed)  # without the padded block at the end
+        return Examples(order, partial(_inputs, blocks), training.steps)
+
+    def validation(self) -> Dataset[Inputs]:
+        return _Blocks(self._blocks(self.corpus.documents("valid"), CHOSEN_BY))
 
     @cached_property
     def training(self) -> Blocks:
         return self._blocks(self.corpus.documents("train"))
 
-    def batches(self, seed: int) -> TrainingBatches:
-        """The training batches of a seed, the same for every router."""
-        return TrainingBatches(self.training, self.recipe.training.batch * self.recipe.training.accumulate, seed)
-
     @cached_property
     def clean(self) -> Trial:
-        return Trial("clean", self._blocks(self.corpus.documents("test")))
-
-    @cached_property
-    def attack(self) -> AttackedText:
-        documents = list(self.corpus.documents("test"))
-        return swap_words(
-            [document.text for document in documents],
-            rate=self.recipe.attack.rate,
-            token=self.recipe.attack.token,
-            seed=ATTACK_SEED,
-            keys=[document.title for document in documents],
-        )
+        return self._trial(self._test, partial(self.attack.touched, clean=True))
 
     @cached_property
     def attacked(self) -> Trial:
-        titles = [document.title for document in self.corpus.documents("test")]
-        documents = [Document(title, text.encode()) for title, text in zip(titles, self.attack.texts, strict=True)]
-        touched = torch.cat(list(self._touched(documents))) if self.tokenizer.name in CUTS else None
-        return Trial("attacked", self._blocks(documents), touched)
+        return self._trial(self._changed(self.attack), self.attack.touched)
 
-    @property
-    def attacked_bytes(self) -> int:
-        return sum(len(text.encode()) for text in self.attack.texts)
+    @cached_property
+    def attack(self) -> AttackedText:
+        return self._attack(swap_words, token=self.recipe.attack.token)
 
-    def _blocks(self, documents: object) -> Blocks:
-        return Blocks(self.tokenizer.stream(documents), self.recipe.data.length)  # type: ignore[arg-type]
+    @cached_property
+    def misspelt(self) -> Trial:
+        typos = self._attack(misspell)
+        return self._trial(self._changed(typos), typos.touched)
 
-    def _touched(self, documents: list[Document]) -> Iterator[Tensor]:
-        """For each token of the attacked documents, whether it is the attack's."""
-        cut = CUTS[self.tokenizer.name]
-        token = next(iter(cut.pieces([self.recipe.attack.token])))
-        for document in documents:
-            pieces = [*cut.pieces(document.lines()), *cut.ends()]
-            yield torch.tensor([piece == token for piece in pieces], dtype=torch.bool)
+    def score(self, model: Any) -> dict[str, Any]:
+        found = {"clean": score_text(model, self.clean), "attacked": score_text(model, self.attacked)}
+        if self.recipe.attack.rate:
+            found["trials"] = {"typos": score_text(model, self.misspelt, routing=False)}
+        return found
+
+    def probe(self) -> Inputs:
+        blocks = self.clean.blocks
+        batch = blocks.batch(range(min(len(blocks), -(-WATCHED // blocks.length))))
+        return {"input_ids": batch.inputs, "attention_mask": batch.mask.long()}
+
+    def view(self, model: Any) -> Mapping[str, Any]:
+        inputs = {name: tensor[:1, :SHOWN] for name, tensor in self.probe().items()}
+        with torch.no_grad(), trace(model) as routes:
+            model(**on(model, inputs), use_cache=False)
+        count = int(inputs["attention_mask"].sum())
+        pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"][0, :count].tolist()]
+        return {"kind": "text", "pieces": pieces, "experts": [layer[:count].tolist() for layer in first_experts(routes)]}
+
+    @cached_property
+    def _test(self) -> list[Document]:
+        return list(_beginning(self.corpus.documents("test"), self.recipe.data.test_bytes))
+
+    def _attack(self, attack: Callable[..., AttackedText], **options: Any) -> AttackedText:
+        keys, texts = [document.title for document in self._test], [document.text for document in self._test]
+        return attack(texts, rate=self.recipe.attack.rate, seed=ATTACK_SEED, keys=keys, **options)
+
+    def _changed(self, attacked: AttackedText) -> list[Document]:
+        return [Document(old.title, new.encode()) for old, new in zip(self._test, attacked.texts, strict=True)]
+
+    def _trial(self, documents: list[Document], touched: Callable[..., Any]) -> Trial:
+        masks = [
+            touched(place, self.tokenizer.spans(document, first=place == 0)) for place, document in enumerate(documents)
+        ]
+        kept = ~torch.cat([torch.from_numpy(mask) for mask in masks])
+        blocks = self._blocks(documents)
+        assert len(kept) == len(blocks.tokens), "every token has a place in the text"
+        return Trial(blocks, sum(len(document.data) for document in documents), kept)
+
+    def _blocks(self, documents: Iterable[Document], limit: int | None = None) -> Blocks:
+        return Blocks(self.tokenizer.stream(documents, limit), self.recipe.data.length)
+
+
+class _Blocks(Dataset[Inputs]):
+    """Every block but a padded one at the end."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return self.blocks.whole
+
+    def __getitems__(self, places: list[int]) -> Inputs:
+        return _inputs(self.blocks, torch.tensor(places))
+
+
+def _inputs(blocks: Blocks, numbers: Tensor) -> Inputs:
+    batch = blocks.batch(numbers)
+    return {"input_ids": batch.inputs, "labels": batch.labels, "shift_labels": batch.labels}
+
+
+def _beginning(documents: Iterable[Document], limit: int | None) -> Iterable[Document]:
+    """So many bytes of the documents, the last cut after a line."""
+    left = limit
+    for document in documents:
+        if left is None or len(document.data) <= left:
+            yield document
+        elif cut := document.data.rfind(b"\n", 0, left) + 1:
+            yield Document(document.title, document.data[:cut])
+        left = None if left is None else left - len(document.data)
+        if left is not None and left <= 0:
+            return

@@ -1,0 +1,83 @@
+"""The papers' claims, checked with `holdfast.train.Comparison` on one GPU: enwik8 bytes and WikiText-2 words, three seeds.
+
+    PYTHONPATH=src python benchmarks/claims.py enwik8 --data DATA --out results/enwik8 --steps 1000 --jobs 10
+
+What is there already is not run again, so a list of routers can be run in parts. docs/results.md has what came out.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from holdfast.train import Cell, Comparison, contenders, load_recipe
+from holdfast.train.contenders import Contender
+
+# The slow ones first, so that none is left alone at the end.
+ROUTERS = "smoe,attention,similarity,similarity[causal=false],symphony+smooth,smooth,ac,symphony,xmoe"
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    # SPEC section 11: 6 layers, d 352, 64 x 512 bytes a step; a million bytes of the test text
+    "enwik8": (
+        "enwik8",
+        {
+            "model.config.n_layer": 6,
+            "model.config.n_positions": 512,
+            "data.length": 512,
+            "data.test_bytes": 1_000_000,
+            "training.batch": 64,
+            "training.warmup": 100,
+        },
+    ),
+    # switch-small's shape on WikiText-2, whose vocabulary is taken whole
+    "wikitext-2": ("switch-small", {"data.source": "wikitext-2", "data.vocabulary": None, "training.warmup": 100}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", choices=SETTINGS)
+    parser.add_argument("--data", type=Path, required=True, help="folder with enwik8/ and wikitext2/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--routers", default=ROUTERS)
+    parser.add_argument("--top-3", action="store_true", help="add the baseline with three experts a token")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--set", nargs="*", default=[], help="key=value, further changes of the recipe")
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("high")  # routing opts out of it
+    name, changes = SETTINGS[given.setting]
+    more = dict(pair.split("=", 1) for pair in given.set)
+    numbers = {key: json.loads(value) for key, value in more.items()}
+    recipe = load_recipe(
+        name, {**changes, "training.steps": given.steps, "training.save_every": max(1, given.steps // 4), **numbers}
+    )
+    routers = contenders(given.routers)
+    if given.top_3:
+        routers.append(Contender("smoe, top 3", "smoe", k=3))
+    comparison = Comparison(recipe, routers, given.seeds, given.out, data=given.data)
+    begun = time.monotonic()
+    last: dict[str, int] = {}
+    ticks: list[float] = []
+
+    def tell(cell: Cell, steps: int) -> None:
+        last[cell.name] = steps
+        ticks.append(time.monotonic() - begun)
+        if steps in (1, recipe.training.steps):
+            print(f"{ticks[-1]:.0f} s, {cell.name}: step {steps}", flush=True)
+
+    rows = comparison.finish(comparison.run(tell, jobs=given.jobs))
+    print(f"rate {sum(last.values()) / (ticks[-len(last) - 1] - ticks[0]):.2f} steps a second with {given.jobs} jobs")
+    print(f"all {time.monotonic() - begun:.0f} s")
+    for row in rows:
+        print(json.dumps({key: value for key, value in row.items() if key != "seeds"}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Where the attention posterior of a trained model looks: how much at a token itself, at the first token, how widely.
+
+PYTHONPATH=src python benchmarks/posterior.py results/enwik8/cells/attention-seed0 --data DATA
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.ops.mix import softmax_mix
+from holdfast.routing import token_graph
+from holdfast.routing.token_graph import AttentionPosterior
+from holdfast.train import load_trained
+from holdfast.train.snapshots import routes_of
+
+
+def weights_of(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
+    scores = scale * query.float() @ key.float().transpose(1, 2)
+    if causal:
+        later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores.softmax(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cell", type=Path)
+    parser.add_argument("--data", type=Path, default=None)
+    given = parser.parse_args()
+    trained = load_trained(given.cell)
+    model = trained.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    found: list[dict[str, Any]] = []
+    plain = softmax_mix
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        weights = weights_of(query, key, how["scale"], how["causal"])
+        late = weights[:, 64:]  # tokens that have something to look at
+        mixed = plain(query, key, value, **how)
+        places = torch.arange(64, weights.shape[1], device=weights.device)
+        found.append(
+            {
+                "self": float(late[:, torch.arange(len(places)), places].mean()),
+                "first": float(late[:, :, 0].mean()),
+                "last 8": float(sum(late[:, torch.arange(len(places)), places - back].mean() for back in range(8))),
+                "tokens looked at": float(torch.special.entr(late).sum(-1).exp().mean()),
+                "entropy of p": float(torch.special.entr(value[:, 64:]).sum(-1).mean()),
+                "entropy of g": float(torch.special.entr(mixed[:, 64:]).sum(-1).mean()),
+                "std over tokens of p": float(value[:, 64:].std(1).mean()),
+                "std over tokens of g": float(mixed[:, 64:].std(1).mean()),
+            }
+        )
+        return mixed
+
+    token_graph.softmax_mix = watched  # type: ignore[attr-defined]
+    with torch.no_grad():
+        routes_of(model, trained.task(given.data).probe())
+    heads = [module.entropy.tolist() for module in model.modules() if isinstance(module, AttentionPosterior)]
+    for layer, (figures, entropies) in enumerate(zip(found, heads, strict=True)):
+        print(json.dumps({"layer": layer, **{k: round(v, 4) for k, v in figures.items()}}))
+        print("   entropies of the heads:", [round(value, 2) for value in entropies])
+
+
+if __name__ == "__main__":
+    main()

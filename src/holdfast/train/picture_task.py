@@ -1,0 +1,202 @@
+"""Pictures to be classified: for training and testing, clean and attacked."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from holdfast.attacks import CORRUPTIONS, AttackedInputs, AttackWarning, corrupt, fgsm, pgd, spsa
+from holdfast.data import Images, ImageSet, Order, image_set
+from holdfast.hub import trace
+from holdfast.metrics.accuracy import hits
+from holdfast.train.evaluation import routing_report
+from holdfast.train.recipe import Recipe
+from holdfast.train.task import Examples, Inputs, Measure, Task, first_experts
+
+ATTACK_SEED = 0
+BATCH = 64  # pictures in a forward
+WATCHED = 64  # pictures of the probe
+SHOWN = 8  # pictures of the view
+CHOSEN_BY = 2048  # pictures of the validation set at most
+SEVERITY = 5
+SPSA_SAMPLES = 16  # pairs of probes a step
+
+
+@final
+class PictureTask(Task):
+    """The pictures of a recipe. `folder` is where named sources are looked for."""
+
+    def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
+        self.recipe = recipe
+        self.pictures: ImageSet = image_set(recipe.data.source, folder=folder, size=recipe.data.size)
+
+    @property
+    def measure(self) -> Measure:
+        attack = self.recipe.attack
+        long = "share of test pictures that are classified wrongly, in percent"
+        return Measure("error, %", long, f"PGD, l_inf {attack.budget:.3g}, {attack.steps} steps")
+
+    def describe(self) -> dict[str, Any]:
+        attack = self.recipe.attack
+        how = {"attack": "PGD", "norm": "linf", "budget": attack.budget, "steps": attack.steps, "seed": ATTACK_SEED}
+        return {"data": self.pictures.describe(), "attack": {**how, "examples": len(self._attacked_numbers())}}
+
+    def state(self) -> dict[str, Any]:
+        return {"classes": list(self.pictures.classes)}
+
+    def dense(self) -> Any:
+        import transformers
+
+        part, (channels, height, width) = self.recipe.model, self.pictures.images("train").shape
+        if height != width:
+            raise ValueError(f"{self.pictures.name} has pictures of {height} x {width}; a model here takes squares.")
+        given = {"image_size": height, "num_channels": channels, "num_labels": len(self.pictures.classes)}
+        config = transformers.AutoConfig.for_model(part.family, **given, **part.config)
+        return transformers.AutoModelForImageClassification.from_config(config)
+
+    def examples(self, seed: int) -> Examples:
+        images, training = self.pictures.images("train"), self.recipe.training
+        order = Order(len(images), training.batch * training.accumulate, seed)
+        return Examples(order, partial(_inputs, images), training.steps)
+
+    def validation(self) -> Dataset[Inputs]:
+        return _Pictures(self.pictures.images("valid"), CHOSEN_BY)
+
+    def score(self, model: Any) -> dict[str, Any]:
+        was_training = model.training
+        model.eval()
+        images, budget = self.pictures.images("test"), self.recipe.attack.budget
+        clean = self._clean(model, images)
+        some = self._attacked_numbers()
+        pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
+        classify = partial(_logits, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AttackWarning)  # they are stored with the result
+            steps = self.recipe.attack.steps
+            strong = pgd(classify, pixels, labels, budget=budget, steps=steps, seed=ATTACK_SEED, batch=BATCH)
+            blind = spsa(
+                classify, pixels, labels, budget=budget, steps=steps, samples=SPSA_SAMPLES, seed=ATTACK_SEED, batch=BATCH
+            )
+            trials = {
+                "FGSM": _attacked(fgsm(classify, pixels, labels, budget=budget, batch=BATCH)),
+                "PGD": _attacked(strong),
+                "SPSA": _attacked(blind),
+                "corruptions": self._corrupted(classify, pixels, labels),
+            }
+        attacked = {**trials["PGD"], "routing": self._routing(model, strong.inputs)}
+        model.train(was_training)
+        return {"clean": clean, "attacked": attacked, "trials": trials}
+
+    def probe(self) -> Inputs:
+        images = self.pictures.images("test")
+        return {"pixel_values": normalised(images.pixels(range(min(WATCHED, len(images)))))}
+
+    def view(self, model: Any) -> Mapping[str, Any]:
+        images = self.pictures.images("test")
+        numbers = range(min(SHOWN, len(images)))
+        pixels = images.pixels(numbers)
+        with torch.no_grad(), trace(model) as routes:
+            said = model(pixel_values=normalised(pixels).to(model.device)).logits.argmax(-1).cpu()
+        layers = [_on_grid(experts.view(len(numbers), -1)) for experts in first_experts(routes)]
+        side = max(layer.shape[-1] for layer in layers)
+        layers = [_enlarged(layer, side) for layer in layers]  # of Swin, later layers see larger patches
+        names = self.pictures.classes
+        return {
+            "kind": "pictures",
+            "pictures": [
+                {
+                    "label": names[int(images.labels[number])],
+                    "said": names[int(said[number])],
+                    "pixels": [[round(value, 3) for value in row] for row in pixels[number].mean(0).tolist()],
+                    "grid": [side, side],
+                    "experts": [layer[number].flatten().tolist() for layer in layers],
+                }
+                for number in numbers
+            ],
+        }
+
+    def _attacked_numbers(self) -> range:
+        return range(min(self.recipe.attack.examples, len(self.pictures.images("test"))))
+
+    @torch.no_grad()
+    def _clean(self, model: Any, images: Images) -> dict[str, Any]:
+        report, right, among_five = routing_report(model), 0, 0
+        with trace(model, each=report.each) as routes:
+            for start in range(0, len(images), BATCH):
+                numbers = range(start, min(start + BATCH, len(images)))
+                logits, labels = _logits(model, images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
+                right += int(hits(logits, labels).sum())
+                among_five += int(hits(logits, labels, 5).sum())
+        report.names = routes.names
+        found = {"figure": error(right, len(images)), "top5": error(among_five, len(images)), "examples": len(images)}
+        return {**found, "routing": report.result()}
+
+    @torch.no_grad()
+    def _routing(self, model: Any, pixels: Tensor) -> dict[str, Any]:
+        report = routing_report(model)
+        with trace(model, each=report.each) as routes:
+            for part in pixels.split(BATCH):
+                _logits(model, part)
+        report.names = routes.names
+        return report.result()
+
+    @torch.no_grad()
+    def _corrupted(self, classify: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> dict[str, Any]:
+        """The mean error over the corruptions that need no files, at the worst severity."""
+        errors = {}
+        for name in (name for name, corruption in CORRUPTIONS.items() if not corruption.files):
+            changed = corrupt(pixels.cpu(), name, severity=SEVERITY, seed=ATTACK_SEED).images.to(pixels)
+            logits = torch.cat([classify(part) for part in changed.split(BATCH)])
+            errors[name] = error(int(hits(logits, labels).sum()), len(labels))
+        return {"figure": sum(errors.values()) / len(errors), "severity": SEVERITY, "each": errors}
+
+
+class _Pictures(Dataset[Inputs]):
+    """The first few of a set."""
+
+    def __init__(self, images: Images, limit: int) -> None:
+        self.images, self.count = images, min(limit, len(images))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, places: list[int]) -> Inputs:
+        return _inputs(self.images, torch.tensor(places))
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """From [0,1] to [-1,1]: what vision models in transformers are given."""
+    return (pixels - 0.5) / 0.5
+
+
+def error(right: int, count: int) -> float:
+    """In percent."""
+    return 100 * (1 - right / count)
+
+
+def _inputs(images: Images, numbers: Tensor) -> Inputs:
+    return {"pixel_values": normalised(images.pixels(numbers)), "labels": images.labels[numbers]}
+
+
+def _logits(model: Any, pixels: Tensor) -> Tensor:
+    logits: Tensor = model(pixel_values=normalised(pixels)).logits
+    return logits
+
+
+def _attacked(result: AttackedInputs) -> dict[str, Any]:
+    return {"figure": 100 * (1 - result.accuracy), **result.summary()}
+
+
+def _enlarged(grid: Tensor, side: int) -> Tensor:
+    return torch.nn.functional.interpolate(grid[:, None].float(), side, mode="nearest")[:, 0].long()
+
+
+def _on_grid(experts: Tensor) -> Tensor:
+    """(B,N) as (B,side,side), without what stands before the patches: a class token."""
+    side = int(experts.shape[1] ** 0.5)
+    return experts[:, experts.shape[1] - side * side :].view(-1, side, side)

@@ -1,0 +1,138 @@
+"""Routes watched while a model trains: on the same few examples, at the same steps, for every router.
+
+Each snapshot is a file, so that a run that was interrupted goes on with those it has.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.hub import trace
+from holdfast.metrics import CoSelection
+from holdfast.routing import Router, Routing
+from holdfast.routing.expert_graph import ExpertGraph
+from holdfast.train.task import Inputs, on
+from holdfast.writing import write_whole
+
+COUNT = 5
+NOISE = 0.05  # of the length of each embedding
+
+
+def snapshot_steps(steps: int) -> list[int]:
+    """After which steps: evenly, the last among them."""
+    return sorted({max(1, round(steps * part / COUNT)) for part in range(1, COUNT + 1)})
+
+
+@torch.no_grad()
+def take_snapshot(model: Any, probe: Inputs, k: int, step: int, folder: Path) -> None:
+    """Which k experts each token goes to, and the graph of the experts, in every layer."""
+    layers = []
+    routings = routes_of(model, probe)
+    for routing, padding, graph in zip(routings.layers, routings.padding, _graphs(model, routings.layers), strict=True):
+        masks = core(routing, k)[padding] if padding is not None else core(routing, k)
+        rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
+        layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
+    write_whole(folder / f"{step:08d}.json", json.dumps({"step": step, "layers": layers}))
+
+
+def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool) -> dict[str, Any]:
+    """How sets fluctuated between snapshots (Mutual-Inform, Figure 2) and graphs grew (Symphony, Figure 4)."""
+    taken = [json.loads((folder / f"{step:08d}.json").read_text()) for step in steps]
+    layers = []
+    for layer, name in enumerate(names):
+        sets = [snapshot["layers"][layer]["sets"] for snapshot in taken]
+        pairs = pairwise(sets)
+        layers.append(
+            {
+                "layer": layer,
+                "name": name,
+                "fluctuation": [_changed(before, after) for before, after in pairs],
+                "graphs": [snapshot["layers"][layer]["graph"] for snapshot in taken],
+            }
+        )
+    return {"steps": steps, "graph": "learned" if learned else "co-selection", "layers": layers}
+
+
+@torch.no_grad()
+def consistency(model: Any, probe: Inputs, k: int) -> dict[str, Any]:
+    """The share of tokens whose k experts survive a little noise on the model's embeddings, in every layer."""
+    before = routes_of(model, probe)
+    handle = model.get_input_embeddings().register_forward_hook(_add_noise)
+    try:
+        after = routes_of(model, probe)
+    finally:
+        handle.remove()
+    shares = []
+    for old, new, padding in zip(before.layers, after.layers, before.padding, strict=True):
+        same = (core(old, k).sort(1).values == core(new, k).sort(1).values).all(1)
+        shares.append(float((same if padding is None else same[padding]).double().mean()))
+    return {"what": f"noise of {NOISE:.0%} of each embedding's length", "layers": shares}
+
+
+class RoutesOfProbe:
+    def __init__(self) -> None:
+        self.layers: list[Routing] = []
+        self.padding: list[Tensor | None] = []
+        self.names: list[str] = []
+
+
+def routes_of(model: Any, probe: Inputs) -> RoutesOfProbe:
+    """In evaluation; the model is left in the mode it was in."""
+    found, was_training = RoutesOfProbe(), model.training
+
+    def each(layer: int, routing: Routing, padding: Tensor | None) -> None:
+        found.layers.append(Routing(routing.logits.cpu(), routing.gates.cpu(), routing.experts.cpu(), routing.weights.cpu()))
+        found.padding.append(None if padding is None else padding.flatten().cpu())
+
+    model.eval()
+    options = {"use_cache": False} if "input_ids" in probe else {}
+    with trace(model, each=each) as routes:
+        model(**on(model, probe), **options)
+    model.train(was_training)
+    found.names = routes.names
+    return found
+
+
+def core(routing: Routing, k: int) -> Tensor:
+    """(T,k): the k experts with the largest weights, the sentinel where there are fewer. Smooth routers let others in and
+    out at weight 0, which is no switch.
+    """
+    return routing.experts[:, :k]
+
+
+def learns_a_graph(model: Any) -> bool:
+    return any(isinstance(module, ExpertGraph) for module in model.modules())
+
+
+def _graphs(model: Any, routings: list[Routing]) -> Iterator[Tensor]:
+    """Of each layer: the graph a router has learned, or which experts are chosen together, row by row in shares."""
+    learned = [_learned(module) for module in model.modules() if isinstance(module, Router)]
+    for layer, routing in enumerate(routings):
+        graph = learned[layer] if layer < len(learned) else None
+        if graph is None:
+            counts = CoSelection()
+            counts.update(routing)
+            found = torch.tensor(counts.result().counts, dtype=torch.float64)
+            graph = found / found.sum(1, keepdim=True).clamp_min(1)
+        yield graph
+
+
+def _learned(router: Router) -> Tensor | None:
+    return next((module.effective().cpu() for module in router.modules() if isinstance(module, ExpertGraph)), None)
+
+
+def _changed(before: list[list[int]], after: list[list[int]]) -> float:
+    return sum(old != new for old, new in zip(before, after, strict=True)) / len(before)
+
+
+def _add_noise(module: Any, inputs: Any, output: Any) -> Any:
+    rows = output[0] if isinstance(output, tuple) else output  # Swin's embeddings come with their size
+    source = torch.Generator().manual_seed(0)
+    noise = torch.randn(rows.shape, generator=source).to(rows)
+    noisy = rows + noise * (NOISE * rows.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
+    return (noisy, *output[1:]) if isinstance(output, tuple) else noisy

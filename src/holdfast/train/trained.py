@@ -1,0 +1,65 @@
+"""A trained model with what is needed to try it again: its recipe, its seed, its tokeniser or classes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from holdfast.data import tokenizer_from
+from holdfast.hub import load, save
+from holdfast.train.picture_task import PictureTask
+from holdfast.train.recipe import Recipe
+from holdfast.train.task import Task
+from holdfast.train.text_task import TextTask
+from holdfast.train.typed import typed
+from holdfast.writing import write_whole
+
+MODEL, TASK = "model", "task.json"
+
+
+def make_task(recipe: Recipe, data: Path | None = None) -> Task:
+    """The task of a recipe; `data` is where its named source is looked for."""
+    return TextTask(recipe, data) if recipe.task == "text" else PictureTask(recipe, data)
+
+
+@final
+@dataclass(frozen=True)
+class Trained:
+    model: Any
+    recipe: Recipe
+    state: dict[str, Any]  # of its task
+
+    def task(self, data: Path | None = None) -> Task:
+        """What it was trained for, with its own tokeniser."""
+        if self.recipe.task == "text":
+            return TextTask(self.recipe, data, known=tokenizer_from(self.state["tokenizer"]))
+        task = PictureTask(self.recipe, data)
+        if list(task.pictures.classes) != self.state["classes"]:
+            raise ValueError(f"the classes of {task.pictures.name} are not those that this model was trained on.")
+        return task
+
+
+def save_trained(model: Any, task: Task, folder: Path) -> None:
+    save(model, folder / MODEL, force=True)
+    write_whole(folder / TASK, json.dumps({"recipe": task.recipe.describe(), **task.state()}) + "\n")
+
+
+def is_trained(folder: Path) -> bool:
+    return _home(folder) is not None
+
+
+def load_trained(folder: Path) -> Trained:
+    """From the folder of a cell or of `holdfast train`, or from the folder of the model inside it."""
+    home = _home(folder)
+    if home is None:
+        raise ValueError(f"{folder} holds no trained model: there is no {TASK} with a folder {MODEL} beside it.")
+    try:
+        stored = json.loads((home / TASK).read_text(encoding="utf-8"))
+        recipe = typed(Recipe, stored.pop("recipe"))
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"{home / TASK} is damaged: {problem}") from None
+    return Trained(load(home / MODEL), recipe, stored)
+
+
+def _home(folder: Path) -> Path | None:
+    return next((place for place in (folder, folder.parent) if (place / TASK).is_file() and (place / MODEL).is_dir()), None)

@@ -1,0 +1,74 @@
+"""Cells of a comparison trained side by side: processes of their own, which leave their results in the folder.
+
+A small model keeps a GPU busy for a fraction of the time; several at once use the rest. What a cell computes does not depend
+on how many run beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.train.cells import Comparison, Progress
+
+POLL = 0.5  # seconds between two looks at the progress
+
+_worker: tuple[Comparison, Any] | None = None  # of a worker process: the comparison, and where progress is reported to
+
+
+def run_side_by_side(comparison: Comparison, jobs: int, progress: Progress | None) -> None:
+    """Train the cells that are missing, so many at a time."""
+    cells = comparison.cells
+    missing = [number for number, cell in enumerate(cells) if comparison.stored(cell) is None]
+    names = [contender.name for contender in comparison.contenders]
+    missing.sort(key=lambda number: names.index(cells[number].contender.name))  # who names slow routers first waits less
+    context = get_context("spawn")  # a fork would share threads and the GPU's state
+    with context.Manager() as manager:
+        done = manager.Queue()
+        given = (comparison.recipe, comparison.contenders, comparison.seeds, comparison.folder, comparison.data)
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(given, done, threads)) as pool:
+            waiting = {pool.submit(_train, number) for number in missing}
+            try:
+                while waiting:
+                    finished, waiting = wait(waiting, timeout=POLL, return_when=FIRST_COMPLETED)
+                    _tell(done, cells, progress)
+                    for future in finished:
+                        future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+
+def _tell(done: Any, cells: list[Any], progress: Progress | None) -> None:
+    while True:
+        try:
+            number, steps = done.get_nowait()
+        except queue.Empty:
+            return
+        if progress is not None:
+            progress(cells[number], steps)
+
+
+def _begin(given: tuple[Any, ...], done: Any, threads: int) -> None:
+    import torch
+    import transformers
+
+    from holdfast.train.cells import Comparison
+
+    global _worker
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    *most, data = given
+    _worker = Comparison(*most, data=data), done
+
+
+def _train(number: int) -> None:
+    assert _worker is not None
+    comparison, done = _worker
+    comparison.result(comparison.cells[number], lambda cell, steps: done.put((number, steps)))
