@@ -1,10 +1,13 @@
-"""A small comparison as `holdfast compare` stores it, made by hand."""
+"""Small comparisons as `holdfast compare` stores them, made by hand: of texts, of pictures, and as they were once stored."""
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
 
 STEPS, LAYERS, EXPERTS = 12, 2, 4
+SNAPSHOTS = (4, 8, 12)
+PIECES = ["Return", "the", "smallest", "of", "its", "arguments"]
 
 
 def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
@@ -19,13 +22,46 @@ def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) ->
                 "training": {"steps": STEPS, "learning_rate": 0.0031},
                 "attack": {"rate": 0.025},
             },
-            "text": {"name": "python-docs", "checksum": "744f2cda"},
+            "data": {"name": "python-docs", "checksum": "744f2cda"},
+            "measure": {"name": "perplexity", "long": "perplexity a token", "attack": "a swap of 1.5% of its words"},
             "attack": {"attack": "word swap", "changed": 439, "checksum": "a334100e", "flags": []},
         },
         "versions": {"holdfast": "0.1.0", "torch": "2.13.7", "transformers": "5.22.9", "Python": "3.11.7"},
         "rows": rows,
         "cells": cells,
     }
+
+
+def stored_pictures(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
+    """The same of pictures, where the attack leaves the labels alone."""
+    content = stored(routers, seeds)
+    content["run"]["measure"] = {
+        "name": "error, %",
+        "long": "share of test pictures that are classified wrongly, in percent",
+        "attack": "PGD, l_inf 8/255, 20 steps",
+    }
+    for cell in content["cells"]:
+        for score in (cell["clean"], cell["attacked"]):
+            del score["figure_of_kept"]
+            score["top5"] = 1.5
+        cell["trials"] = {"PGD": {"figure": 40.0}, "FGSM": {"figure": 30.0}}
+        cell["view"] = {"kind": "pictures", "pictures": [_picture("3", "3", 0), _picture("8", "5", 1)]}
+    return content
+
+
+def stored_once(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
+    """As it was before there were measures, trials, snapshots and views."""
+    content = copy.deepcopy(stored(routers, seeds))
+    del content["run"]["measure"]
+    content["run"]["text"] = content["run"].pop("data")
+    for cell in content["cells"]:
+        for key in ("trials", "snapshots", "consistency", "view"):
+            del cell[key]
+        for score in (cell["clean"], cell["attacked"]):
+            score.update(perplexity=score.pop("figure"), bits_per_byte=1.7)
+        del cell["clean"]["figure_of_kept"]
+        cell["attacked"]["perplexity_of_clean_targets"] = cell["attacked"].pop("figure_of_kept")
+    return content
 
 
 def _row(place: int, name: str, seeds: int) -> dict[str, Any]:
@@ -54,12 +90,51 @@ def _cell(place: int, name: str, seed: int) -> dict[str, Any]:
         "first_batch": f"first{seed}",
         "last_batch": f"last{seed}",
         "log": log,
-        "clean": _score(184.5, place, seed),
-        "attacked": {**_score(191.25, place, seed), "perplexity_of_clean_targets": 187.625},
+        "clean": {**_score(184.5, place, seed), "figure_of_kept": 183.375},
+        "attacked": {**_score(191.25, place, seed), "figure_of_kept": 187.625},
+        "trials": {
+            "words": {"figure": 191.25 + seed - place, "changed": 439},
+            "typos": {"figure": 210.5 + 2 * seed - place},
+        },
+        "snapshots": {
+            "steps": list(SNAPSHOTS),
+            "graph": "learned" if place == 1 else "co-selection",
+            "layers": [_snapshots(layer, place, seed) for layer in range(LAYERS)],
+        },
+        "consistency": {
+            "what": "noise of 5% of each embedding's length",
+            "layers": [0.9 - 0.1 * layer - 0.02 * place + 0.01 * seed**2 for layer in range(LAYERS)],
+        },
+        "view": {
+            "kind": "text",
+            "pieces": PIECES,
+            "experts": [[(at + layer + place + seed) % EXPERTS for at in range(len(PIECES))] for layer in range(LAYERS)],
+        },
     }
 
 
-def _score(perplexity: float, place: int, seed: int) -> dict[str, Any]:
+def _snapshots(layer: int, place: int, seed: int) -> dict[str, Any]:
+    """The graph of a snapshot has its number in the first corner, and 0.25 elsewhere."""
+    graphs = [[[0.25] * EXPERTS for _ in range(EXPERTS)] for _ in SNAPSHOTS]
+    for at, graph in enumerate(graphs):
+        graph[0][0] = 0.1 * at + 0.3 * layer + 0.01 * place + 0.00049
+    return {
+        "layer": layer,
+        "name": f"layers.{layer}.mlp",
+        "fluctuation": [0.4 - 0.1 * layer + 0.01 * seed, 0.2 - 0.1 * layer + 0.01 * seed],
+        "graphs": graphs,
+    }
+
+
+def _picture(label: str, said: str, shift: int) -> dict[str, Any]:
+    """4 x 6 pixels, black but for a white corner, in 2 x 3 patches."""
+    pixels = [[0.0] * 6 for _ in range(4)]
+    pixels[0][shift] = 1.0
+    experts = [[(patch + layer + shift) % EXPERTS for patch in range(6)] for layer in range(LAYERS)]
+    return {"label": label, "said": said, "pixels": pixels, "grid": [2, 3], "experts": experts}
+
+
+def _score(figure: float, place: int, seed: int) -> dict[str, Any]:
     layers = [
         {
             "layer": layer,
@@ -71,4 +146,4 @@ def _score(perplexity: float, place: int, seed: int) -> dict[str, Any]:
         }
         for layer in range(LAYERS)
     ]
-    return {"perplexity": perplexity + seed - place, "bits_per_byte": 1.7, "routing": {"layers": layers}}
+    return {"figure": figure + seed - place, "routing": {"layers": layers}}

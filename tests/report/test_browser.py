@@ -8,36 +8,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.stored import stored
+from report.stored import SNAPSHOTS, stored, stored_once, stored_pictures
 
 from holdfast.report import write_report
 from holdfast.report.results import parse
+from holdfast.report.views import COLOURS
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
 EVIL = '<img src=x onerror="alert(1)">%{x}<b>'
 ROUTERS = ("smoe", "smooth", EVIL)
+PIECES = ["Return", "<script>alert(1)</script>", EVIL, "</script>", "\"'", "שלום\u202e", "two\nlines\r\n", "", "a" * 500]
+SHOWN_PIECES = [*PIECES[:6], "two↵lines↵", *PIECES[7:]]
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="there is no chromium with its chromedriver")
 
 # Visible traces by plot: how many plotly has drawn, and of which routers.
 DRAWN = """
 const shown = (plot) => plot._fullData.filter((trace) => trace.visible === true);
-return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [plot.dataset.plot, {
+return Object.fromEntries([...document.querySelectorAll(".plot:not(#plot-graph)")].map((plot) => [plot.dataset.plot, {
   drawn: plot.querySelectorAll(".scatterlayer .trace").length,
   shapes: plot.querySelectorAll(".scatterlayer .point, .scatterlayer .js-line").length,
   routers: [...new Set(shown(plot).map((trace) => trace.meta.router))],
   colours: [...new Set(shown(plot).map((trace) => trace.meta.router + " " + (trace.marker ?? trace.line).color))],
 }]));
 """
-PLOTS = {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
+OLD_PLOTS = {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
+PLOTS = OLD_PLOTS | {"every-attack", "fluctuation", "consistency"}
+
+
+def texts() -> dict[str, Any]:
+    """In the second layer, experts have numbers beyond the colours."""
+    content = stored(ROUTERS)
+    for cell in content["cells"]:
+        first = [at + ROUTERS.index(cell["router"]) for at in range(len(PIECES))]
+        second = [len(COLOURS) + expert for expert in first]
+        cell["view"] = {"kind": "text", "pieces": PIECES, "experts": [first, second]}
+    return content
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(parse(stored(ROUTERS)), tmp_path_factory.mktemp("report") / "report.html")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("report")
+    kinds = {"texts": texts(), "pictures": stored_pictures(ROUTERS), "once": stored_once(ROUTERS)}
+    return {name: write_report(parse(content), folder / f"{name}.html") for name, content in kinds.items()}
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +71,36 @@ def chromium() -> Iterator[Any]:
     browser.quit()
 
 
-@pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["desktop", "phone"])
-def browser(chromium: Any, path: Path, request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=[(1280, "light"), (360, "dark")], ids=["desktop", "phone"])
+def screen(chromium: Any, request: pytest.FixtureRequest) -> Any:
     width, theme = request.param
     screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     scheme = {"name": "prefers-color-scheme", "value": theme}
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    chromium.get("about:blank")  # so that no test takes the page of the last one for its own
     for kind in ("browser", "performance"):
         chromium.get_log(kind)
-    chromium.get(path.as_uri())
     return chromium
+
+
+def visit(browser: Any, page: Path) -> None:
+    """On a busy machine the driver comes back while a page is still loading."""
+    browser.get(page.as_uri())
+    ready = "return location.href === arguments[0] && document.readyState === 'complete'"
+    WebDriverWait(browser, 30).until(lambda browser: browser.execute_script(ready, page.as_uri()))
+
+
+@pytest.fixture
+def browser(screen: Any, pages: dict[str, Path]) -> Any:
+    visit(screen, pages["texts"])
+    return screen
+
+
+@pytest.fixture
+def pictures(screen: Any, pages: dict[str, Path]) -> Any:
+    visit(screen, pages["pictures"])
+    return screen
 
 
 def drawn(browser: Any) -> dict[str, dict[str, Any]]:
@@ -104,7 +140,7 @@ def test_a_click_on_a_router_hides_it_everywhere_and_another_brings_it_back(brow
         assert 1 not in after[name]["routers"] and 2 in after[name]["routers"], name
         assert after[name]["drawn"] < before[name]["drawn"], name
     rows = browser.find_elements("css selector", "tr[data-router]")
-    assert [row.is_displayed() for row in rows] == [True, False, True] * 2
+    assert [row.is_displayed() for row in rows] == [True, False, True] * 3
     assert browser.find_element("css selector", ".chip[data-router='1']").get_attribute("aria-pressed") == "false"
     click(browser, ".chip[data-router='1']")
     assert drawn(browser) == before
@@ -132,11 +168,17 @@ def test_a_router_has_one_colour_in_all_plots(browser: Any) -> None:
     assert len(colours) == len(ROUTERS)
 
 
-def test_nothing_is_wider_than_the_screen(browser: Any) -> None:
-    width = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+@pytest.mark.parametrize("page", ["texts", "pictures", "once"])
+def test_nothing_is_wider_than_the_screen(screen: Any, pages: dict[str, Path], page: str) -> None:
+    browser = screen
+    visit(browser, pages[page])
+    # not innerWidth: a phone zooms out until all fits, and says that its window is that wide
+    width = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert width[0] <= width[1]
-    edges = "return [...document.querySelectorAll('.plot .main-svg')].map((svg) => svg.getBoundingClientRect().right)"
+    parts = ".plot .main-svg, .piece, .patch, .picture, canvas, select:not(nav *)"
+    edges = f"return [...document.querySelectorAll('{parts}')].map((part) => part.getBoundingClientRect().right)"
     assert max(browser.execute_script(edges)) <= width[1]
+    assert browser.get_log("browser") == []
 
 
 def test_no_axis_title_is_cut_off(browser: Any) -> None:
@@ -160,9 +202,162 @@ def test_a_name_is_shown_as_it_is_written(browser: Any) -> None:
 
 def test_it_prints_light_and_within_the_page(browser: Any) -> None:
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
-    plot = "const plot = document.getElementById('plot-training')._fullLayout; return [plot.paper_bgcolor, plot.width]"
-    assert browser.execute_script(plot) == ["#ffffff", 660]
+    look = "const plot = document.getElementById('plot-{}')._fullLayout; return [plot.paper_bgcolor, plot.width]"
+    plots = [look.format("training"), look.format("graph")]
+    assert [browser.execute_script(plot) for plot in plots] == [["#ffffff", 660]] * 2
     browser.execute_script("dispatchEvent(new Event('afterprint'))")
     ground = browser.execute_script("return getComputedStyle(document.documentElement).getPropertyValue('--ground')")
-    assert browser.execute_script(plot)[0] == ground.strip()
+    assert [browser.execute_script(plot)[0] for plot in plots] == [ground.strip()] * 2
     assert browser.get_log("browser") == []
+
+
+def test_results_as_they_were_once_stored_are_drawn(screen: Any, pages: dict[str, Path]) -> None:
+    visit(screen, pages["once"])
+    found = drawn(screen)
+    assert set(found) == OLD_PLOTS
+    assert all(plot["drawn"] > 0 for plot in found.values())
+    assert screen.find_elements("css selector", "#graph, #views, .piece") == []
+    click(screen, ".chip[data-router='1']")
+    click(screen, "#layer option[value='1']")
+    assert screen.get_log("browser") == []
+
+
+def corners(browser: Any) -> list[float]:
+    """The first entries of the heat maps, once plotly has drawn them."""
+    plot = "document.getElementById('plot-graph')"
+    found: list[float] = browser.execute_script(f"return {plot}._fullData.map((trace) => trace.z[0][0])")
+    images = f"return {plot}.querySelectorAll('.heatmaplayer image').length"
+    WebDriverWait(browser, 10).until(lambda browser: browser.execute_script(images) == len(found))
+    return found
+
+
+def note(browser: Any, section: str) -> str:
+    return str(browser.find_element("css selector", f"#{section} .shown-layer").text)
+
+
+def test_there_is_a_heat_map_for_each_snapshot_on_one_scale(browser: Any) -> None:
+    assert corners(browser) == [0.0, 0.1, 0.2] and note(browser, "graph") == "layer 0"
+    ask = "return document.getElementById('plot-graph')._fullLayout.annotations.map((title) => title.text)"
+    assert browser.execute_script(ask) == [f"step {step}" for step in SNAPSHOTS]
+    scale = "const {cmin, cmax} = document.getElementById('plot-graph')._fullLayout.coloraxis; return [cmin, cmax]"
+    assert browser.execute_script(scale) == [0, 0.5]
+    square = "const {xaxis, yaxis} = document.getElementById('plot-graph')._fullLayout; return xaxis._length - yaxis._length"
+    assert abs(browser.execute_script(square)) < 1
+
+
+def test_heat_maps_do_not_overlap(browser: Any) -> None:
+    corners(browser)  # once they are drawn
+    overlapping = """
+    const maps = document.querySelectorAll("#plot-graph .heatmaplayer image");
+    const boxes = [...maps].map((map) => map.getBoundingClientRect());
+    return boxes.flatMap((one, at) => boxes.slice(at + 1).filter((other) =>
+      one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom)).length;
+    """
+    assert browser.execute_script(overlapping) == 0
+
+
+def test_the_layer_and_the_router_choose_the_graph(browser: Any) -> None:
+    click(browser, "#layer option[value='1']")
+    assert corners(browser) == [0.3, 0.4, 0.5] and note(browser, "graph") == "layer 1"
+    click(browser, "#graph-router option[value='1']")
+    assert corners(browser) == [0.31, 0.41, 0.51]
+    assert "the graph that smooth learnt" in browser.find_element("css selector", "#graph .caption").text
+    assert browser.get_log("browser") == []
+
+
+def test_the_graph_of_a_hidden_router_gives_way_and_comes_back(browser: Any) -> None:
+    click(browser, "#graph-router option[value='1']")
+    click(browser, ".chip[data-router='1']")
+    assert corners(browser) == [0.0, 0.1, 0.2]
+    assert not browser.find_element("css selector", "#graph-router option[value='1']").is_enabled()
+    assert browser.find_element("css selector", "#graph-router").get_attribute("value") == "0"
+    click(browser, ".chip[data-router='1']")
+    assert corners(browser) == [0.01, 0.11, 0.21]
+
+
+def test_a_window_without_width_leaves_the_console_silent(browser: Any) -> None:
+    browser.execute_script("document.body.hidden = true; dispatchEvent(new Event('resize')); document.body.hidden = false")
+    browser.execute_script("dispatchEvent(new Event('resize'))")
+    assert corners(browser) == [0.0, 0.1, 0.2]
+    assert browser.get_log("browser") == []
+
+
+def painted(browser: Any, router: int, kind: str) -> list[list[str]]:
+    """What a view's parts say, their tooltips, grounds and borders."""
+    ask = """
+    return [...document.querySelectorAll(arguments[0])].map((part) => {
+      const style = getComputedStyle(part);
+      return [part.textContent, part.title, style.backgroundColor, style.borderTopStyle];
+    });
+    """
+    found: list[list[str]] = browser.execute_script(ask, f".view[data-router='{router}'] .{kind}")
+    return found
+
+
+def rgb(expert: int) -> str:
+    colour = COLOURS[expert % len(COLOURS)]
+    return f"rgb({', '.join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5))})"
+
+
+def test_every_piece_is_text_in_the_colour_of_its_expert(browser: Any) -> None:
+    for router in range(len(ROUTERS)):
+        found = painted(browser, router, "piece")
+        assert [text for text, *_ in found] == SHOWN_PIECES
+        experts = [at + router for at in range(len(PIECES))]
+        assert [title for _, title, *_ in found] == [f"expert {expert}" for expert in experts]
+        assert [ground for *_, ground, _ in found] == [rgb(expert) for expert in experts]
+    assert browser.find_elements("css selector", "img") == []
+    assert browser.get_log("browser") == []
+
+
+def test_another_layer_has_other_experts_and_repeated_colours_get_a_border(browser: Any) -> None:
+    assert {border for *_, border in painted(browser, 1, "piece")} == {"solid"} and note(browser, "views") == "layer 0"
+    click(browser, "#layer option[value='1']")
+    found = painted(browser, 1, "piece")
+    assert found[2][1:] == [f"expert {len(COLOURS) + 3}", rgb(3), "dashed"] and note(browser, "views") == "layer 1"
+    click(browser, "#layer option[value='all']")
+    assert painted(browser, 1, "piece")[2][1:] == ["expert 3", rgb(3), "solid"]
+
+
+def test_the_legend_shows_every_expert_in_its_colour(browser: Any) -> None:
+    ask = """return [...document.querySelectorAll(".legend .piece")].map((part) =>
+      [part.textContent, getComputedStyle(part).backgroundColor, getComputedStyle(part).borderTopStyle])"""
+    assert browser.execute_script(ask) == [
+        [str(expert), rgb(expert), "solid" if expert < len(COLOURS) else "dashed"] for expert in (*range(11), *range(16, 27))
+    ]
+
+
+@pytest.mark.parametrize("kind", ["texts", "pictures"])
+def test_hiding_a_router_hides_its_view(screen: Any, pages: dict[str, Path], kind: str) -> None:
+    visit(screen, pages[kind])
+    views = screen.find_elements("css selector", ".view")
+    click(screen, ".chip[data-router='1']")
+    assert [view.is_displayed() for view in views] == [True, False, True]
+    click(screen, "#everything")
+    assert [view.is_displayed() for view in views] == [True, True, True]
+
+
+def test_a_picture_is_drawn_under_the_colours_of_its_patches(pictures: Any) -> None:
+    grey = """return [...document.querySelectorAll(".view[data-router='2'] canvas")].map((canvas) =>
+      [canvas.width, canvas.height, ...canvas.getContext("2d").getImageData(0, 0, 3, 1).data])"""
+    black, white = [0, 0, 0, 255], [255, 255, 255, 255]
+    assert pictures.execute_script(grey) == [[6, 4, *white, *black, *black], [6, 4, *black, *white, *black]]
+    found = painted(pictures, 2, "patch")
+    assert [title for _, title, *_ in found] == [f"expert {at}" for at in (0, 1, 2, 3, 0, 1, 1, 2, 3, 0, 1, 2)]
+    assert [ground for *_, ground, _ in found][:4] == [rgb(expert) for expert in range(4)]
+    click(pictures, "#layer option[value='1']")
+    assert [title for _, title, *_ in painted(pictures, 2, "patch")][:3] == ["expert 1", "expert 2", "expert 3"]
+    captions = [found.text for found in pictures.find_elements("css selector", ".view[data-router='0'] figcaption")]
+    assert captions == ["3", "8, taken for 5"]
+    assert pictures.get_log("browser") == []
+
+
+def test_patches_cover_the_picture_row_by_row(pictures: Any) -> None:
+    ask = """
+    const box = (part) => part.getBoundingClientRect(), picture = document.querySelector(".patches");
+    const whole = box(picture.querySelector("canvas"));
+    return [...picture.querySelectorAll(".patch")].map(box).map(({ left, top, width, height }) => [
+      (left - whole.left) / whole.width, (top - whole.top) / whole.height, width / whole.width, height / whole.height]);
+    """
+    boxes = [[column / 3, row / 2, 1 / 3, 1 / 2] for row in range(2) for column in range(3)]
+    assert pictures.execute_script(ask) == [pytest.approx(box, abs=0.02) for box in boxes]

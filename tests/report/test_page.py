@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs
-from report.stored import stored
+from report.stored import stored, stored_once, stored_pictures
 
 from holdfast.report import read_results, render, write_report
-from holdfast.report.page import MARKS, THEMES
-from holdfast.report.plots import POINTS, SYMBOLS, WIDTH, folded, plots
+from holdfast.report.page import MARKS, SCRIPTS, THEMES
+from holdfast.report.plots import POINTS, plots
 from holdfast.report.results import parse
+from holdfast.report.traces import SYMBOLS, WIDTH, folded
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
@@ -65,6 +66,7 @@ def page() -> Tags:
         "184.50",
         "191.25",
         "187.62",
+        "183.38",
         "0.447",
         "25.00%",
         "0.0031",
@@ -74,17 +76,68 @@ def page() -> Tags:
         "744f2cda",
         "a334100e",
         "first2 … last2",
+        "Perplexity a token; lower is better.",
+        "The attack: a swap of 1.5% of its words.",
     ],
 )
 def test_the_values_are_there(page: Tags, value: str) -> None:
     assert value in page.text
 
 
+def test_results_of_pictures_do_not_talk_of_words() -> None:
+    page = page_of(stored_pictures())
+    columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
+    assert "clean error, %" in columns and "attacked error, %" in columns
+    assert "Share of test pictures that are classified wrongly, in percent; lower is better." in page.text
+    assert "The attack: PGD, l_inf 8/255, 20 steps." in page.text
+    shown = page.text + page.scripts[1] + " ".join(filter(None, columns))
+    for word in ("perplexity", "word", "text", "to be predicted"):
+        assert not re.search(rf"\b{word}", shown.replace('"text":', "").replace("ticktext", ""), re.IGNORECASE), word
+
+
+def test_results_as_they_were_once_stored_give_the_same_figures() -> None:
+    old, new = page_of(stored_once()), page_of(stored())
+    for title in ("Every attack", "The expert graph as it evolved", "Which expert took what", "Fluctuation", "Consistency"):
+        assert title in new.text and title not in old.text
+    for value in ("smooth lowered the perplexity by 3.12", "184.50", "191.25", "187.62", "744f2cda", "untouched words"):
+        assert value in old.text
+    before, after = (json.loads(page.scripts[1])["plots"] for page in (old, new))
+    assert set(before) == {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
+    for name in before:
+        assert before[name]["data"] == after[name]["data"], name
+
+
+def test_clean_figures_of_untouched_words_are_shown_only_where_they_are_stored() -> None:
+    columns = [[attributes["data-column"] for tag, attributes in page_of(content).tags if tag == "td"]
+               for content in (stored(), stored_once(), stored_pictures())]  # fmt: skip
+    assert ["clean, untouched words" in found for found in columns] == [True, False, False]
+    assert ["attacked, untouched words" in found for found in columns] == [True, True, False]
+
+
+def test_rows_have_the_same_columns_although_routers_differ() -> None:
+    content = stored()
+    for cell in content["cells"][::3]:  # the baseline's
+        for layer in cell["clean"]["routing"]["layers"]:
+            layer["near_ties"]["strips"] = []
+    page = page_of(content)
+    assert page.text.count("tokens within 0.01 of a tie") == 1
+    columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
+    assert columns.count("tokens within 0.01 of a tie") == 3
+
+
 def test_every_plot_is_there_with_every_router() -> None:
     made = {plot.name: plot for plot in plots(parse(stored()))}
-    assert set(made) == {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
+    new = {"every-attack", "fluctuation", "consistency"}
+    assert set(made) == {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"} | new
     for name, plot in made.items():
         assert {trace["meta"]["router"] for trace in plot.data} == ({1, 2} if name == "differences" else {0, 1, 2})
+
+
+def test_single_seeds_stand_beside_the_means_of_clean_and_attacked_figures() -> None:
+    plot = next(plot for plot in plots(parse(stored())) if plot.name == "clean-attacked")
+    clean, attacked, line, *means = [trace for trace in plot.data if trace["meta"]["router"] == 1]
+    assert (clean["x"], attacked["x"]) == ([183.5, 184.5, 185.5], [190.25, 191.25, 192.25])
+    assert line["x"] == [mean["x"][0] for mean in means] == [181.375, 188.125]
 
 
 def test_load_is_ranked_and_relative_to_an_even_load() -> None:
@@ -113,12 +166,16 @@ def test_long_names_are_folded_between_words_and_nothing_is_lost() -> None:
 
 def test_names_from_the_results_are_text_and_nothing_else() -> None:
     content = stored(["smoe", EVIL])
-    content["run"]["recipe"]["about"] = content["run"]["text"]["name"] = EVIL
+    content["run"]["recipe"]["about"] = content["run"]["data"]["name"] = EVIL
+    content["run"]["measure"] = {"name": EVIL, "long": EVIL, "attack": EVIL}
+    for cell in content["cells"]:
+        cell["trials"] = {EVIL: {"figure": 1.0}}
+        cell["consistency"]["what"] = EVIL
     page = page_of(content)
     assert page.text.count(EVIL) >= 5
     assert "img" not in {tag for tag, _ in page.tags}
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    assert len(page.scripts) - 1 == 3
+    assert len(page.scripts) - 1 == 2 + len(SCRIPTS)
 
 
 def test_nothing_is_fetched(page: Tags) -> None:
@@ -144,8 +201,12 @@ def test_a_page_is_a_function_of_its_results() -> None:
 
 def test_numbers_that_broke_are_dashes_and_gaps() -> None:
     content = stored()
-    content["rows"][2]["clean"] = content["cells"][2]["clean"]["perplexity"] = float("nan")
+    content["rows"][2]["clean"] = content["cells"][2]["clean"]["figure"] = float("nan")
     content["cells"][2]["log"][3]["loss"] = float("inf")
+    content["cells"][2]["trials"]["typos"]["figure"] = float("nan")
+    content["cells"][2]["consistency"]["layers"][0] = float("nan")
+    content["cells"][2]["snapshots"]["layers"][0]["fluctuation"][1] = float("nan")
+    content["cells"][2]["snapshots"]["layers"][0]["graphs"][1][2][3] = float("nan")
     page = page_of(content)
     assert "–" in page.text  # noqa: RUF001
     json.loads(page.scripts[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -211,6 +272,14 @@ def without(content: dict[str, Any], *path: Any) -> dict[str, Any]:
         ("[]", "damaged"),
         (json.dumps({**stored(), "rows": []}), "at rows"),
         (json.dumps(without(stored(), "cells", 1, "clean", "routing")), "at cells.1.clean.routing: field required"),
+        (json.dumps(without(stored(), "cells", 1, "clean", "figure")), "at cells.1.clean.figure: field required"),
+        (json.dumps(without(stored(), "run", "data")), "at run.data: field required"),
+        (json.dumps(without(stored(), "cells", 1, "snapshots", "steps", 0)), "needs a fluctuation between each of 2 steps"),
+        (json.dumps(without(stored(), "cells", 1, "snapshots", "layers", 1, "graphs", 0)), "needs a graph for each of 3"),
+        (json.dumps(without(stored(), "cells", 1, "snapshots", "layers", 1, "graphs", 0, 2, 1)), "is not square"),
+        (json.dumps(without(stored(), "cells", 0, "view", "experts", 1, 0)), "one expert for each piece"),
+        (json.dumps(without(stored_pictures(), "cells", 0, "view", "pictures", 1, "experts", 1, 0)), "for each patch"),
+        (json.dumps(without(stored_pictures(), "cells", 0, "view", "pictures", 1, "pixels", 1, 0)), "differ in length"),
     ],
 )
 def test_damaged_results_get_one_sentence(text: str, says: str, tmp_path: Path) -> None:

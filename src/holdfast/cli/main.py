@@ -3,11 +3,23 @@
 import sys
 from collections.abc import Callable
 
+from holdfast.cli.attack import Attack
 from holdfast.cli.compare import Compare
+from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
+from holdfast.cli.train import Train
 
-COMMANDS: dict[str, Callable[..., Compare | Report | Routers]] = {"compare": Compare, "report": Report, "routers": Routers}
+Command = Attack | Compare | Evaluate | Report | Routers | Train
+
+COMMANDS: dict[str, Callable[..., Command]] = {
+    "compare": Compare,
+    "train": Train,
+    "evaluate": Evaluate,
+    "attack": Attack,
+    "report": Report,
+    "routers": Routers,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

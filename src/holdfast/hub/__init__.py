@@ -1,5 +1,7 @@
 """Hugging Face models: routers put into them, watched, saved and loaded."""
 
+from holdfast.hub.calls import Call as Call
+from holdfast.hub.calls import calls as calls
 from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
 from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
 from holdfast.hub.folder import load as load
@@ -9,4 +11,5 @@ from holdfast.hub.reroute import reroute as reroute
 from holdfast.hub.reroute import restore as restore
 from holdfast.hub.sparsify import sparsify as sparsify
 from holdfast.hub.trace import Routes as Routes
+from holdfast.hub.trace import has_routers as has_routers
 from holdfast.hub.trace import trace as trace

@@ -48,10 +48,10 @@ def trace(model: nn.Module, *, each: Each | None = None) -> Iterator[Routes]:
     step is a forward. Only the last forward is kept. `each(layer, routing, padding)` is called instead of keeping anything:
     memory is then bounded by one layer.
     """
-    watched = _watched(model)
-    routes = Routes([name for name, _, _ in watched])
+    routers = watched(model)
+    routes = Routes([name for name, _, _ in routers])
     handles = [model.register_forward_pre_hook(partial(_note_padding, routes), with_kwargs=True)]
-    for layer, (_, module, rule) in enumerate(watched):
+    for layer, (_, module, rule) in enumerate(routers):
         handles.append(module.register_forward_hook(partial(_record, routes, rule, each, layer)))
     try:
         yield routes
@@ -60,19 +60,24 @@ def trace(model: nn.Module, *, each: Each | None = None) -> Iterator[Routes]:
             handle.remove()
 
 
-def _watched(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]]:
+def has_routers(model: nn.Module) -> bool:
+    """Is there anything to trace?"""
+    return is_moe(model) or any(isinstance(module, Router) for module in model.modules())
+
+
+def watched(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]]:
     """Name, module and rule of what routes in each MoE layer: a Router of ours, or a family's gate with its rule."""
-    watched: list[tuple[str, nn.Module, Rule | None]] = []
+    found: list[tuple[str, nn.Module, Rule | None]] = []
     if not is_moe(model):
-        watched.extend((name, module, None) for name, module in model.named_modules() if isinstance(module, Router))
-    for site in [] if watched else sites(model):
+        found.extend((name, module, None) for name, module in model.named_modules() if isinstance(module, Router))
+    for site in [] if found else sites(model):
         if site.family is None:
-            watched.append((f"{site.name}.router", site.block.get_submodule("router"), None))
+            found.append((f"{site.name}.router", site.block.get_submodule("router"), None))
         elif site.router is not None:
-            watched.append((f"{site.name}.{site.family.gate}", site.router, None))
+            found.append((f"{site.name}.{site.family.gate}", site.router, None))
         else:
-            watched.append((f"{site.name}.{site.family.gate}", site.gate, site.family.rule(site.gate)))
-    return watched
+            found.append((f"{site.name}.{site.family.gate}", site.gate, site.family.rule(site.gate)))
+    return found
 
 
 def _note_padding(routes: Routes, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -7,13 +7,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.plots import by_layer, mean_of, plots
+from holdfast.report.graphs import evolutions
+from holdfast.report.plots import plots
 from holdfast.report.results import NAME, Cell, Results
-from holdfast.report.verdict import figure, verdict
+from holdfast.report.tables import main_caption, main_table, routing_table
+from holdfast.report.traces import by_layer
+from holdfast.report.trials import every_attack_table
+from holdfast.report.verdict import verdict
+from holdfast.report.views import BORDERS, COLOURS, ink_on, look, views
 from holdfast.writing import write_whole
 
-PAGE = Path(__file__).parent / "page"  # template, style and script
-MARKS = "●◆■▲▼✚✖★"  # as plots.SYMBOLS
+PAGE = Path(__file__).parent / "page"  # template, style and scripts
+SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one calls the others
+MARKS = "●◆■▲▼✚✖★"  # as traces.SYMBOLS
 
 # Okabe and Ito's colours for the colour-blind, darkened or lightened until they can be read on their ground.
 THEMES: dict[str, dict[str, Any]] = {
@@ -23,6 +29,7 @@ THEMES: dict[str, dict[str, Any]] = {
         "ink": "#1b1f24",
         "muted": "#59636e",
         "line": "#d5dae0",
+        "heat": ["#f4f5f7", "#5aaee8", "#08306b"],
         "routers": ["#0072b2", "#c44e00", "#00815e", "#b0558a", "#9a6a00", "#2f8fc4", "#5d5d5d", "#7a6f00"],
     },
     "dark": {
@@ -31,6 +38,7 @@ THEMES: dict[str, dict[str, Any]] = {
         "ink": "#e8eaed",
         "muted": "#a3acb7",
         "line": "#3a424c",
+        "heat": ["#1f242a", "#2a78b5", "#d8efff"],
         "routers": ["#5aaee8", "#ff8f4a", "#2fc79a", "#e59bc8", "#f0b73c", "#9fdcff", "#b5b5b5", "#e6dc62"],
     },
 }
@@ -60,20 +68,35 @@ def render(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "sort_keys": True}
-    drawn = plots(results)
-    scripts = [get_plotlyjs(), (PAGE / "report.js").read_text(encoding="utf-8")]
+    templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "sort_keys": True, "separators": (",", ":")}
+    drawn, graphs, seen = plots(results), evolutions(results), views(results)
+    scripts = [get_plotlyjs(), *((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)]
     assert not any("</script" in script.lower() or "\r" in script for script in scripts)
     return templates.get_template("report.html").render(
         title=str(results.run.recipe.get("about") or "A comparison of routers"),
-        verdict=verdict(results.rows),
+        verdict=verdict(results),
         routers=[{"name": row.router, "mark": mark(place)} for place, row in enumerate(results.rows)],
-        table=list(table(results)),
+        measure=results.run.measure,
+        table=list(main_table(results)),
+        table_caption=main_caption(results),
+        trials=list(every_attack_table(results)),
         routing=list(routing_table(results)),
         plots=drawn,
+        graphs=graphs,
+        views=seen,
         layers=layers(results),
-        data={"plots": {plot.name: asdict(plot) for plot in drawn}, "themes": THEMES},
+        data={
+            "plots": {plot.name: asdict(plot) for plot in drawn},
+            "themes": THEMES,
+            "graphs": [asdict(evolution) for evolution in graphs],
+            "views": seen.shown,
+            "pixels": seen.pixels,
+            "looks": {"colours": len(COLOURS), "borders": len(BORDERS)},
+        },
         themes=THEMES,
+        experts=[{"colour": colour, "ink": ink_on(colour)} for colour in COLOURS],
+        borders=BORDERS,
+        look=look,
         how=how(results),
         colours=len(THEMES["light"]["routers"]),
         style=Markup((PAGE / "report.css").read_text(encoding="utf-8")),
@@ -84,45 +107,6 @@ def render(results: Results) -> str:
 
 def mark(place: int) -> str:
     return MARKS[place % len(MARKS)]
-
-
-def table(results: Results) -> Iterator[dict[str, str]]:
-    """How well each router's models predict, by column."""
-    for place, row in enumerate(results.rows):
-        cells = results.cells_of(row.router)
-        clean, attacked = (
-            "baseline" if place == 0 else found.words if found else "no seed in common"
-            for found in (row.clean_difference, row.attacked_difference)
-        )
-        yield {
-            "router": row.router,
-            "seeds": str(len(row.seeds)),
-            "parameters": f"{row.parameters:,}",
-            "experts a token": figure(row.experts_per_token),
-            "clean perplexity": figure(row.clean),
-            "difference, clean": clean,
-            "attacked perplexity": figure(row.attacked),
-            "difference, attacked": attacked,
-            "attacked, untouched words": figure(mean_of(cells, lambda cell: cell.attacked.perplexity_of_clean_targets)),
-        }
-
-
-def routing_table(results: Results) -> Iterator[dict[str, str]]:
-    """What each router did on the clean text, by column; means over layers and seeds."""
-    for row in results.rows:
-        cells = results.cells_of(row.router)
-        states = [layer for cell in cells for layer in cell.clean.routing.layers]
-        columns = {
-            "router": row.router,
-            "entropy, nats": figure(mean_of(states, lambda layer: layer.entropy), 3),
-            "unevenness of load (CV)": figure(mean_of(states, lambda layer: layer.load.cv), 3),
-            "dead experts a run": figure(mean_of(cells, _dead), 1),
-            "pairs of tokens parted or joined by the next layer": _percent(mean_of(states, lambda layer: layer.instability)),
-        }
-        for width in sorted({strip.width for layer in states for strip in layer.near_ties.strips}):
-            shares = [strip.share for layer in states for strip in layer.near_ties.strips if strip.width == width]
-            columns[f"tokens within {width:g} of a tie"] = _percent(mean_of(shares, lambda share: share))
-        yield columns
 
 
 def layers(results: Results) -> list[str]:
@@ -140,7 +124,7 @@ def how(results: Results) -> dict[str, dict[str, str]]:
     groups = {
         "Versions": results.versions or {"holdfast": run.holdfast},
         "Recipe": dict(_flat(run.recipe)),
-        "Text": dict(_flat(run.text)),
+        "Data": dict(_flat(run.data)),
         "Attack": dict(_flat(run.attack)),
         "Batches, first and last of each seed": batches,
         "Checksum": {f"{NAME}, SHA-256": results.checksum} if results.checksum else {},
@@ -158,11 +142,3 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 def _batches(cell: Cell) -> str:
     return f"{cell.first_batch} … {cell.last_batch}"
-
-
-def _dead(cell: Cell) -> float:
-    return float(sum(len(layer.load.dead) for layer in cell.clean.routing.layers))
-
-
-def _percent(share: float | None) -> str:
-    return figure(share) if share is None else f"{100 * share:.2f}%"

@@ -1,82 +1,87 @@
-"""The plots as plain data for plotly. The page's script adds colours, because these depend on the reader's theme.
+"""The plots as plain data for plotly. The page's script adds colours, because these depend on the reader's theme."""
 
-A trace's `meta` says which router it belongs to, by place among the rows, and where needed which layer; the script shows and
-hides by these.
-"""
-
-import html
 import math
-import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from holdfast.report.results import Cell, Difference, Layer, Results
+from holdfast.report.results import Difference, Layer, Results
+from holdfast.report.stability import consistency, fluctuation
+from holdfast.report.traces import (
+    ALL_LAYERS,
+    Plot,
+    Trace,
+    by_layer,
+    curve_of,
+    dash,
+    every,
+    folded,
+    height,
+    label,
+    layer_axis,
+    names_axis,
+    range_over_layers,
+    symbol,
+    trace,
+)
+from holdfast.report.trials import every_attack
 
 POINTS = 200  # of a training curve; more steps are averaged
-SYMBOLS = ("circle", "diamond", "square", "triangle-up", "triangle-down", "cross", "x", "star")  # plotly's names
-DASHES = ("solid", "dash", "dot", "dashdot")
-WIDTH = 22  # of names on an axis, in characters
-ALL_LAYERS = "all"
-
-Trace = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Plot:
-    name: str
-    title: str
-    caption: str
-    data: list[Trace]
-    layout: dict[str, Any]
-
-    @property
-    def layered(self) -> bool:
-        """Whether it shows one layer at a time."""
-        return any("layer" in trace["meta"] for trace in self.data)
 
 
 def plots(results: Results) -> list[Plot]:
     """Those that have something to show."""
-    made = [clean_and_attacked, differences, training, load, entropy, near_ties]
+    made = [
+        clean_and_attacked,
+        differences,
+        every_attack,
+        training,
+        load,
+        entropy,
+        near_ties,
+        fluctuation,
+        consistency,
+    ]
     return [plot for plot in (make(results) for make in made) if plot.data]
 
 
 def clean_and_attacked(results: Results) -> Plot:
-    data: list[Trace] = []
+    measure, data = results.run.measure, []
     for place, row in enumerate(results.rows):
-        name, symbol = folded(row.router), SYMBOLS[place % len(SYMBOLS)]
+        name, filled, hollow = folded(row.router), symbol(place), f"{symbol(place)}-open"
         if row.clean is None or row.attacked is None:
             continue
-        for text in ("clean", "attacked"):
-            seeds = [getattr(cell, text).perplexity for cell in results.cells_of(row.router)]
-            small = {"size": 5, "symbol": symbol if text == "clean" else f"{symbol}-open"}
+        cells = results.cells_of(row.router)
+        for seeds, shape in (
+            ([cell.clean.figure for cell in cells], filled),
+            ([cell.attacked.figure for cell in cells], hollow),
+        ):
+            small = {"size": 5, "symbol": shape}
             data.append(
                 trace(place, seeds, [name] * len(seeds), mode="markers", marker=small, opacity=0.45, hoverinfo="skip")
             )
         data.append(trace(place, [row.clean, row.attacked], [name] * 2, mode="lines", line={"width": 2}, hoverinfo="skip"))
-        for text, mean, shape in (("clean", row.clean, symbol), ("attacked", row.attacked, f"{symbol}-open")):
+        for text, mean, shape in (("clean", row.clean, filled), ("attacked", row.attacked, hollow)):
             marker = {"size": 12, "symbol": shape, "line": {"width": 2}}
             data.append(
                 trace(place, [mean], [name], hovertemplate=f"%{{y}}, {text}: %{{x:.2f}}", mode="markers", marker=marker)
             )
-    layout = {"xaxis": {"title": {"text": "perplexity"}}, "yaxis": names_axis(), "height": height(data)}
+    layout = {"xaxis": {"title": {"text": label(measure.name)}}, "yaxis": names_axis(), "height": height(data)}
     caption = (
-        "Perplexity a token on the test text, lower is better: filled marks clean, open marks attacked. Large marks are "
-        "means over seeds, small ones single seeds. The attacked text has other words to predict, so compare routers, not "
-        "filled marks with open ones."
+        f"{measure.sentence} Filled marks are clean, open marks attacked: {measure.attack}. Large marks are means over "
+        "seeds, small ones single seeds."
     )
+    if results.targets_are_attacked:
+        caption += " The attack changes what is to be predicted too, so compare routers, not filled marks with open ones."
     return Plot("clean-attacked", "Clean against attacked", caption, data, layout)
 
 
 def differences(results: Results) -> Plot:
     baseline, data = results.rows[0], []
     for place, row in enumerate(results.rows):
-        symbol = SYMBOLS[place % len(SYMBOLS)]
         for text, found, shape in (
-            ("clean", row.clean_difference, symbol),
-            ("attacked", row.attacked_difference, f"{symbol}-open"),
+            ("clean", row.clean_difference, symbol(place)),
+            ("attacked", row.attacked_difference, f"{symbol(place)}-open"),
         ):
             if found is None or found.mean is None:
                 continue
@@ -92,15 +97,16 @@ def differences(results: Results) -> Plot:
                 )
             )
     layout = {
-        "xaxis": {"title": {"text": "difference in perplexity"}},
+        "xaxis": {"title": {"text": "difference"}},
         "yaxis": names_axis(),
         "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
         "height": height(data),
     }
     intervals = sum("array" in trace["error_x"] for trace in data)
     caption = (
-        f"Paired by seed, with 95% intervals: left of 0 is better than {baseline.router}, and an interval that holds 0 is "
-        f"no difference. Each interval stands alone: of {intervals} about {0.05 * intervals:.2g} would miss 0 by chance."
+        f"In {results.run.measure.name}, paired by seed, with 95% intervals: left of 0 is better than {baseline.router}, "
+        f"and an interval that holds 0 is no difference. Each interval stands alone: of {intervals} about "
+        f"{0.05 * intervals:.2g} would miss 0 by chance."
     )
     return Plot("differences", "Difference to the baseline", caption, data, layout)
 
@@ -148,7 +154,7 @@ def load(results: Results) -> Plot:
     }
     caption = (
         "How many tokens chose each expert, over what it would be if all were chosen equally often (1, dotted); 0 is a dead "
-        "expert. Experts have no common names between runs, so they are ranked before the mean over seeds. Clean text."
+        "expert. Experts have no common names between runs, so they are ranked before the mean over seeds. Clean data."
     )
     return Plot("load", "Load per expert", caption, data, layout)
 
@@ -157,35 +163,29 @@ def entropy(results: Results) -> Plot:
     data: list[Trace] = []
     most, layers = set(), 0
     for place, row in enumerate(results.rows):
-        x, y, up, down = [], [], [], []
+        found = []
         for layer, states in by_layer(results.cells_of(row.router)):
             values = [state.entropy for state in states if state.entropy is not None]
             if layer == ALL_LAYERS or not values:
                 continue
-            mean = statistics.fmean(values)
-            # side by side, or the bars of the routers hide each other
-            x.append(states[0].layer + 0.06 * (place - (len(results.rows) - 1) / 2))
-            y.append(mean)
-            up.append(max(values) - mean)
-            down.append(mean - min(values))
+            found.append((states[0].layer, values))
             most.add(math.log(states[0].experts))
             layers = max(layers, states[0].layer + 1)
-        if x:
+        if found:
             hover = f"{label(row.router)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
-            bars = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5, "width": 3}
-            data.append(curve_of(place, None, x, y, hover, error_y=bars))
+            data.append(range_over_layers(place, len(results.rows), found, hover))
     ceiling = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level, "y1": level, "line": {"dash": "dot"}}
         for level in sorted(most)
     ]
     layout = {
-        "xaxis": {"title": {"text": "layer"}, "tick0": 0, "dtick": every(layers), "zeroline": False},
+        "xaxis": layer_axis(layers),
         "yaxis": {"title": {"text": "entropy, nats"}},
         "shapes": ceiling,
     }
     caption = (
         "Entropy of the gates, the mean over tokens and seeds; bars reach from the lowest seed to the highest. The dotted "
-        "line is the logarithm of the number of experts, a router that does not decide at all. Clean text."
+        "line is the logarithm of the number of experts, a router that does not decide at all. Clean data."
     )
     return Plot("entropy", "Routing entropy per layer", caption, data, layout)
 
@@ -211,73 +211,9 @@ def near_ties(results: Results) -> Plot:
         "Near-tie mass: the share of tokens that a change of this size in their scores can send to another expert, "
         "by the gap between the last chosen expert and the next; both "
         "axes are logarithmic, and where no token is that close there is no point. Lower is steadier for routers that "
-        "jump; a smooth one does not jump there. Clean text."
+        "jump; a smooth one does not jump there. Clean data."
     )
     return Plot("near-ties", "Near-tie mass", caption, data, layout)
-
-
-def trace(router: int, x: Sequence[Any], y: Sequence[Any], *, layer: str | None = None, **style: Any) -> Trace:
-    meta = {"router": router} if layer is None else {"router": router, "layer": layer}
-    return {"type": "scatter", "meta": meta, "x": list(x), "y": list(y), "hoverlabel": {"namelength": 0}, **style}
-
-
-def curve_of(
-    router: int, layer: str | None, x: Sequence[float], y: Sequence[float | None], hover: str, **style: Any
-) -> Trace:
-    marker = {"size": 8, "symbol": SYMBOLS[router % len(SYMBOLS)]}
-    line = {"width": 2, "dash": dash(router)}
-    return trace(router, x, y, layer=layer, mode="lines+markers", marker=marker, line=line, hovertemplate=hover, **style)
-
-
-def every(count: int) -> int:
-    """Ticks on whole numbers, about ten of them at most."""
-    return max(1, math.ceil(count / 10))
-
-
-def dash(router: int) -> str:
-    return DASHES[router // len(SYMBOLS) % len(DASHES)]
-
-
-def label(name: str) -> str:
-    """A name as it is: plotly reads tags in its texts, and fields in braces in its templates."""
-    return html.escape(name, quote=False).replace("%", "&#37;")
-
-
-def folded(name: str) -> str:
-    """A label in lines of at most WIDTH, broken between words where it can be: on a phone long names leave no room."""
-    lines = [""]
-    for word in re.findall(rf"[^+, ]{{1,{WIDTH - 2}}}[+, ]{{0,2}}|[+, ]", name):
-        if len(lines[-1]) + len(word.rstrip()) > WIDTH:
-            lines.append("")
-        lines[-1] += word
-    return "<br>".join(map(label, lines))
-
-
-def height(data: Sequence[Trace]) -> int:
-    """For names on the y axis, with room for those of several lines."""
-    names = {name for trace in data for name in trace["y"]}
-    return 100 + sum(22 + 16 * (1 + name.count("<br>")) for name in names)
-
-
-def names_axis() -> dict[str, Any]:
-    return {"type": "category", "automargin": True, "ticksuffix": " "}
-
-
-def by_layer(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Layer]]]:
-    """The routing on the clean text of all seeds: first of all layers together, then of each."""
-    found: dict[int, list[Layer]] = {}
-    for layer in (layer for cell in cells for layer in cell.clean.routing.layers):
-        found.setdefault(layer.layer, []).append(layer)
-    if found:
-        yield ALL_LAYERS, [layer for same in found.values() for layer in same]
-    for place, same in sorted(found.items()):
-        yield str(place), same
-
-
-def mean_of(values: Iterable[Any], read: Callable[[Any], float | None]) -> float | None:
-    """Over those that have one."""
-    numbers = [number for number in map(read, values) if number is not None]
-    return statistics.fmean(numbers) if numbers else None
 
 
 def _relative_load(layer: Layer) -> list[float]:

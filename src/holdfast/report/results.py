@@ -3,10 +3,21 @@
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 NAME = "results.json"
 
@@ -70,10 +81,80 @@ class Routing(_Part):
 
 
 class Score(_Part):
-    perplexity: Number
-    bits_per_byte: Number
-    perplexity_of_clean_targets: Number = None
+    """`figure` is what routers are compared by; results from before there were pictures call it `perplexity`."""
+
+    figure: Number = Field(validation_alias=AliasChoices("figure", "perplexity"))
+    figure_of_kept: Number = Field(  # over the targets that the attack left alone
+        None, validation_alias=AliasChoices("figure_of_kept", "perplexity_of_clean_targets")
+    )
     routing: Routing
+
+
+class Trial(_Part):
+    figure: Number
+
+
+class LayerSnapshots(_Part):
+    layer: int
+    fluctuation: list[Number]  # between each snapshot and the next
+    graphs: list[list[list[Number]]] = []  # of each snapshot, experts x experts
+
+
+class Snapshots(_Part):
+    steps: list[int]
+    graph: Literal["learned", "co-selection"] = "co-selection"
+    layers: list[LayerSnapshots]
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        for layer in self.layers:
+            if len(layer.fluctuation) != max(0, len(self.steps) - 1):
+                raise ValueError(
+                    f"layer {layer.layer} needs a fluctuation between each of {len(self.steps)} steps and the next"
+                )
+            if layer.graphs and len(layer.graphs) != len(self.steps):
+                raise ValueError(f"layer {layer.layer} needs a graph for each of {len(self.steps)} steps")
+            if any(len(row) != len(graph) for graph in layer.graphs for row in graph):
+                raise ValueError(f"layer {layer.layer} has a graph that is not square")
+        return self
+
+
+class Consistency(_Part):
+    what: str
+    layers: list[Number]
+
+
+class TextView(_Part):
+    kind: Literal["text"]
+    pieces: list[str]
+    experts: list[list[NonNegativeInt]]  # the first expert of each piece, for each layer
+
+    @model_validator(mode="after")
+    def _every_piece_has_an_expert(self) -> Self:
+        if any(len(layer) != len(self.pieces) for layer in self.experts):
+            raise ValueError("each layer needs one expert for each piece")
+        return self
+
+
+class Picture(_Part):
+    label: str
+    said: str
+    pixels: list[Annotated[list[float], Field(min_length=1)]] = Field(min_length=1)  # grey, 0 is black and 1 white
+    grid: tuple[PositiveInt, PositiveInt]  # patches down and across
+    experts: list[list[NonNegativeInt]]  # the first expert of each patch, row by row, for each layer
+
+    @model_validator(mode="after")
+    def _every_patch_has_an_expert(self) -> Self:
+        if any(len(layer) != self.grid[0] * self.grid[1] for layer in self.experts):
+            raise ValueError("each layer needs one expert for each patch of the grid")
+        if any(len(row) != len(self.pixels[0]) for row in self.pixels):
+            raise ValueError("the rows of pixels differ in length")
+        return self
+
+
+class PicturesView(_Part):
+    kind: Literal["pictures"]
+    pictures: list[Picture]
 
 
 class Entry(_Part):
@@ -89,13 +170,38 @@ class Cell(_Part):
     log: list[Entry]
     clean: Score
     attacked: Score
+    trials: dict[str, Trial] = {}
+    snapshots: Snapshots | None = None
+    consistency: Consistency | None = None
+    view: Annotated[TextView | PicturesView, Field(discriminator="kind")] | None = None
+
+
+class Measure(_Part):
+    """What `figure` is; lower is better. A name such as "error, %" says its unit behind the comma."""
+
+    name: str = "perplexity"
+    long: str = "perplexity a token"
+    attack: str = "a swap of some of the words"
+
+    @property
+    def noun(self) -> str:
+        return self.name.partition(",")[0].strip()
+
+    @property
+    def unit(self) -> str:
+        return self.name.partition(",")[2].strip()
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.long[:1].upper()}{self.long[1:]}; lower is better."
 
 
 class Run(_Part):
     holdfast: str
     recipe: dict[str, Any]
-    text: dict[str, Any]
+    data: dict[str, Any] = Field(validation_alias=AliasChoices("data", "text"))
     attack: dict[str, Any]
+    measure: Measure = Measure()
 
 
 class Results(_Part):
@@ -109,6 +215,15 @@ class Results(_Part):
 
     def cells_of(self, router: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.router == router]
+
+    def first_seed_of(self, router: str, has: Callable[[Cell], bool]) -> Cell | None:
+        """For what is shown of one run only."""
+        return min(filter(has, self.cells_of(router)), key=lambda cell: cell.seed, default=None)
+
+    @property
+    def targets_are_attacked(self) -> bool:
+        """Whether the attack changes what is to be predicted too, and clean and attacked figures are not of one task."""
+        return any(cell.attacked.figure_of_kept is not None for cell in self.cells)
 
 
 def read_results(folder: Path) -> Results:

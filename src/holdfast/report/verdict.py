@@ -1,17 +1,18 @@
-"""A comparison in two sentences, the first about the clean text and the second about the attacked one."""
+"""A comparison in two sentences, the first about clean data and the second about attacked data."""
 
 from collections.abc import Sequence
 
-from holdfast.report.results import Difference, Row
+from holdfast.report.results import Difference, Measure, Results, Row
 
 
-def verdict(rows: Sequence[Row]) -> tuple[str, str]:
+def verdict(results: Results) -> tuple[str, str]:
     """Says "no difference" where the interval holds 0, and that nothing can be said where there is no interval."""
-    baseline, others = rows[0], rows[1:]
+    measure, baseline, others = results.run.measure, results.rows[0], results.rows[1:]
     if not others:
         return (
             f"Only {baseline.router} was trained, so there is nothing to compare it with.",
-            f"Its perplexity is {figure(baseline.clean)} on the clean text and {figure(baseline.attacked)} under attack.",
+            f"Its {measure.noun} is {_level(baseline.clean, measure)} on clean data and "
+            f"{_level(baseline.attacked, measure)} under attack.",
         )
     differences = [row.clean_difference for row in others] + [row.attacked_difference for row in others]
     if all(_interval(difference) is None for difference in differences):
@@ -20,14 +21,14 @@ def verdict(rows: Sequence[Row]) -> tuple[str, str]:
             "The figures below are those of single runs; train with 2 seeds or more to compare them.",
         )
     return (
-        f"Against {baseline.router}, {_findings(rows, [row.clean_difference for row in others], compute=True)}.",
-        f"Under attack, {_findings(rows, [row.attacked_difference for row in others])}.",
+        f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",
+        f"Under attack, {_findings(results, [row.attacked_difference for row in others])}.",
     )
 
 
-def _findings(rows: Sequence[Row], differences: Sequence[Difference | None], *, compute: bool = False) -> str:
-    """Those that changed the perplexity one by one, then those that did not, then those that cannot be judged."""
-    baseline, others = rows[0], rows[1:]
+def _findings(results: Results, differences: Sequence[Difference | None], *, compute: bool = False) -> str:
+    """Those that changed the figure one by one, then those that did not, then those that cannot be judged."""
+    baseline, others = results.rows[0], results.rows[1:]
     changed, same, unknown = [], [], []
     for row, difference in zip(others, differences, strict=True):
         interval = _interval(difference)
@@ -38,7 +39,8 @@ def _findings(rows: Sequence[Row], differences: Sequence[Difference | None], *, 
             same.append((f"{row.router} ({price})" if price else row.router, difference.seeds))
         else:
             price = _price(row, baseline) if compute else ""
-            changed.append(_change(row, difference.mean, interval) + (f", using {price}" if price else ""))
+            change = _change(row, difference.mean, interval, results.run.measure)
+            changed.append(change + (f", using {price}" if price else ""))
     parts = changed
     for seeds in sorted({seeds for _, seeds in same}):
         names = [name for name, its_seeds in same if its_seeds == seeds]
@@ -48,9 +50,16 @@ def _findings(rows: Sequence[Row], differences: Sequence[Difference | None], *, 
     return "; ".join(parts)
 
 
-def _change(row: Row, mean: float, interval: tuple[float, float]) -> str:
+def _change(row: Row, mean: float, interval: tuple[float, float], measure: Measure) -> str:
     verb, (low, high) = ("lowered", (-interval[1], -interval[0])) if mean < 0 else ("raised", interval)
-    return f"{row.router} {verb} the perplexity by {abs(mean):.3g} (95% interval {low:.3g} to {high:.3g})"
+    # 3% less might be 3% of what it was
+    unit = {"": "", "%": " percentage points"}.get(measure.unit, f" {measure.unit}")
+    return f"{row.router} {verb} the {measure.noun} by {abs(mean):.3g}{unit} (95% interval {low:.3g} to {high:.3g})"
+
+
+def _level(value: float | None, measure: Measure) -> str:
+    unit = {"": "", "%": "%"}.get(measure.unit, f" {measure.unit}")
+    return figure(value) + (unit if value is not None else "")
 
 
 def _price(row: Row, baseline: Row) -> str:

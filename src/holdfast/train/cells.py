@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
 from holdfast.train.loop import train
+from holdfast.train.ownership import agrees, claim, require_own, write_json
 from holdfast.train.recipe import Recipe
 from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
 from holdfast.train.start import start
@@ -16,7 +17,6 @@ from holdfast.train.summary import summarise
 from holdfast.train.trained import make_task, save_trained
 from holdfast.train.workers import run_side_by_side
 from holdfast.version import VERSION, versions
-from holdfast.writing import write_whole
 
 Progress = Callable[["Cell", int], None]  # a cell and how many of its steps are done
 
@@ -44,7 +44,7 @@ class Comparison:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name each once, and at least one.")
         self.recipe, self.contenders, self.seeds, self.folder = recipe, list(contenders), seeds, folder
         self.data, self.task = data, make_task(recipe, data)
-        self._require_own_folder()
+        require_own(folder, self.identity())
 
     @property
     def cells(self) -> list[Cell]:
@@ -76,22 +76,14 @@ class Comparison:
             if (stored := self.stored(cell)) is not None:
                 yield stored
 
-    def _require_own_folder(self) -> None:
-        if not _agrees(self.folder / "run.json", self.identity()):
-            raise ValueError(
-                f"{self.folder} belongs to another run (recipe, text or version differ); choose another folder."
-            )
-        if not (self.folder / "run.json").exists() and self.folder.exists() and any(self.folder.iterdir()):
-            raise ValueError(f"{self.folder} is not empty and holds no comparison; choose another folder.")
-
     def _claim(self, cell: Cell) -> None:
         """The folder is this run's from now on, and the cell's this router's."""
-        write_json(self.folder / "run.json", self.identity())
+        claim(self.folder, self.identity())
         write_json(self._path(cell) / "router.json", asdict(cell.contender))
 
     def _require_own_cell(self, cell: Cell) -> None:
         """Neither a result nor a checkpoint of a router that was told otherwise is this one's."""
-        if not _agrees(self._path(cell) / "router.json", asdict(cell.contender)):
+        if not agrees(self._path(cell) / "router.json", asdict(cell.contender)):
             raise ValueError(
                 f"{self._path(cell)} is of a {cell.contender.name} with other options; give this one another name."
             )
@@ -135,12 +127,3 @@ class Comparison:
         save_trained(model, self.task, path)
         write_json(path / "result.json", plain(result))
         return plain(result)
-
-
-def write_json(path: Path, content: Any) -> None:
-    write_whole(path, json.dumps(content, indent=1) + "\n")
-
-
-def _agrees(path: Path, content: Any) -> bool:
-    """Does the file say the same, or is there none?"""
-    return not path.exists() or json.loads(path.read_text()) == json.loads(json.dumps(content))

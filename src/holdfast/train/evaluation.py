@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast.hub import trace
+from holdfast.hub import has_routers, trace
 from holdfast.metrics import RoutingReport, boundary_of, token_nll
 from holdfast.routing import Router
 
@@ -38,7 +38,7 @@ def score_text(model: Any, trial: "Trial", *, routing: bool = True) -> dict[str,
     tokens_at_once = min(TOKENS.get(model.device.type, TOKENS["cpu"]), LOGITS // model.config.vocab_size)
     batch_size = max(1, tokens_at_once // trial.blocks.length)
     with ExitStack() as stack:
-        report = routing_report(model) if routing else None
+        report = routing_report(model) if routing and has_routers(model) else None
         routes = stack.enter_context(trace(model, each=report.each)) if report is not None else None
         for batch in trial.blocks.batches(batch_size):
             device = model.device

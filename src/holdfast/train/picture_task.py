@@ -1,7 +1,8 @@
 """Pictures to be classified: for training and testing, clean and attacked."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, AttackWarning, corrupt, fgsm, pgd, spsa
 from holdfast.data import Images, ImageSet, Order, image_set
-from holdfast.hub import trace
+from holdfast.hub import has_routers, trace
 from holdfast.metrics.accuracy import hits
 from holdfast.train.evaluation import routing_report
 from holdfast.train.recipe import Recipe
@@ -74,7 +75,7 @@ class PictureTask(Task):
         clean = self._clean(model, images)
         some = self._attacked_numbers()
         pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-        classify = partial(_logits, model)
+        classify = classifier(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AttackWarning)  # they are stored with the result
             steps = self.recipe.attack.steps
@@ -88,7 +89,7 @@ class PictureTask(Task):
                 "SPSA": _attacked(blind),
                 "corruptions": self._corrupted(classify, pixels, labels),
             }
-        attacked = {**trials["PGD"], "routing": self._routing(model, strong.inputs)}
+        attacked = {**trials["PGD"], **self._routing(model, strong.inputs)}
         model.train(was_training)
         return {"clean": clean, "attacked": attacked, "trials": trials}
 
@@ -125,25 +126,22 @@ class PictureTask(Task):
 
     @torch.no_grad()
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
-        report, right, among_five = routing_report(model), 0, 0
-        with trace(model, each=report.each) as routes:
+        right = among_five = 0
+        with _watched(model) as routing:
             for start in range(0, len(images), BATCH):
                 numbers = range(start, min(start + BATCH, len(images)))
                 logits, labels = _logits(model, images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
                 right += int(hits(logits, labels).sum())
                 among_five += int(hits(logits, labels, 5).sum())
-        report.names = routes.names
         found = {"figure": error(right, len(images)), "top5": error(among_five, len(images)), "examples": len(images)}
-        return {**found, "routing": report.result()}
+        return {**found, **routing}
 
     @torch.no_grad()
     def _routing(self, model: Any, pixels: Tensor) -> dict[str, Any]:
-        report = routing_report(model)
-        with trace(model, each=report.each) as routes:
+        with _watched(model) as routing:
             for part in pixels.split(BATCH):
                 _logits(model, part)
-        report.names = routes.names
-        return report.result()
+        return routing
 
     @torch.no_grad()
     def _corrupted(self, classify: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -154,6 +152,20 @@ class PictureTask(Task):
             logits = torch.cat([classify(part) for part in changed.split(BATCH)])
             errors[name] = error(int(hits(logits, labels).sum()), len(labels))
         return {"figure": sum(errors.values()) / len(errors), "severity": SEVERITY, "each": errors}
+
+
+@contextmanager
+def _watched(model: Any) -> Iterator[dict[str, Any]]:
+    """Afterwards it holds what the routers did, under "routing"; nothing for a dense model."""
+    found: dict[str, Any] = {}
+    if not has_routers(model):
+        yield found
+        return
+    report = routing_report(model)
+    with trace(model, each=report.each) as routes:
+        yield found
+    report.names = routes.names
+    found["routing"] = report.result()
 
 
 class _Pictures(Dataset[Inputs]):
@@ -181,6 +193,11 @@ def error(right: int, count: int) -> float:
 
 def _inputs(images: Images, numbers: Tensor) -> Inputs:
     return {"pixel_values": normalised(images.pixels(numbers)), "labels": images.labels[numbers]}
+
+
+def classifier(model: Any) -> Callable[[Tensor], Tensor]:
+    """From pixels between 0 and 1 to logits: what attacks take."""
+    return partial(_logits, model)
 
 
 def _logits(model: Any, pixels: Tensor) -> Tensor:

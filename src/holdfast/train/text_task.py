@@ -18,7 +18,7 @@ from holdfast.train.evaluation import score_text
 from holdfast.train.recipe import Recipe
 from holdfast.train.task import Examples, Inputs, Measure, Task, first_experts, on
 
-ATTACK_SEED = 0  # one attacked set for all: it is the routers that are compared
+ATTACK_SEED = 0
 WATCHED = 2048  # tokens of the probe, about
 SHOWN = 160  # tokens of the view
 CHOSEN_BY = 65_536  # tokens of the validation text at most
@@ -77,21 +77,33 @@ class TextTask(Task):
         return self._blocks(self.corpus.documents("train"))
 
     @cached_property
+    def attack(self) -> AttackedText:
+        """Words swapped, as the recipe says: one attacked text for all, it is the routers that are compared."""
+        return self.attacked_with(swap_words, token=self.recipe.attack.token)
+
+    @cached_property
     def clean(self) -> Trial:
-        return self._trial(self._test, partial(self.attack.touched, clean=True))
+        return self.trials(self.attack)[0]
 
     @cached_property
     def attacked(self) -> Trial:
-        return self._trial(self._changed(self.attack), self.attack.touched)
-
-    @cached_property
-    def attack(self) -> AttackedText:
-        return self._attack(swap_words, token=self.recipe.attack.token)
+        return self.trials(self.attack)[1]
 
     @cached_property
     def misspelt(self) -> Trial:
-        typos = self._attack(misspell)
-        return self._trial(self._changed(typos), typos.touched)
+        return self.trials(self.attacked_with(misspell))[1]
+
+    def attacked_with(
+        self, attack: Callable[..., AttackedText], *, rate: float | None = None, seed: int = ATTACK_SEED, **options: Any
+    ) -> AttackedText:
+        """The test text under an attack, by default at the recipe's rate."""
+        keys, texts = [document.title for document in self._test], [document.text for document in self._test]
+        return attack(texts, rate=self.recipe.attack.rate if rate is None else rate, seed=seed, keys=keys, **options)
+
+    def trials(self, attack: AttackedText) -> tuple[Trial, Trial]:
+        """The clean text and the attacked one; in both, what the attack leaves alone is known."""
+        changed = [Document(old.title, new.encode()) for old, new in zip(self._test, attack.texts, strict=True)]
+        return self._trial(self._test, partial(attack.touched, clean=True)), self._trial(changed, attack.touched)
 
     def score(self, model: Any) -> dict[str, Any]:
         found = {"clean": score_text(model, self.clean), "attacked": score_text(model, self.attacked)}
@@ -115,13 +127,6 @@ class TextTask(Task):
     @cached_property
     def _test(self) -> list[Document]:
         return list(_beginning(self.corpus.documents("test"), self.recipe.data.test_bytes))
-
-    def _attack(self, attack: Callable[..., AttackedText], **options: Any) -> AttackedText:
-        keys, texts = [document.title for document in self._test], [document.text for document in self._test]
-        return attack(texts, rate=self.recipe.attack.rate, seed=ATTACK_SEED, keys=keys, **options)
-
-    def _changed(self, attacked: AttackedText) -> list[Document]:
-        return [Document(old.title, new.encode()) for old, new in zip(self._test, attacked.texts, strict=True)]
 
     def _trial(self, documents: list[Document], touched: Callable[..., Any]) -> Trial:
         masks = [

@@ -1,12 +1,15 @@
 "use strict";
 // Draws the plots, and draws them again when the reader hides a router, chooses a layer, changes theme or prints.
 (() => {
-  const { plots, themes } = JSON.parse(document.getElementById("figures").textContent);
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const { plots, themes, graphs } = figures;
+  const paintViews = buildViews(figures);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const touch = matchMedia("(pointer: coarse)").matches;
   const PAPER = 660; // pixels between the margins of a printed page
   const hidden = new Set();
   let layer = "all";
+  let graphRouter = graphs[0]?.router;
   let printing = false;
 
   const shown = ({ router, layer: own }) => !hidden.has(router) && (own === undefined || own === layer);
@@ -43,9 +46,10 @@
     return [names.size - 0.5, -0.5];
   }
 
-  function draw() {
-    const theme = dark.matches && !printing ? themes.dark : themes.light;
-    const options = {
+  const themeNow = () => (dark.matches && !printing ? themes.dark : themes.light);
+
+  function optionsNow() {
+    return {
       responsive: true,
       displaylogo: false,
       displayModeBar: touch ? false : "hover",
@@ -53,15 +57,51 @@
       plotlyServerURL: "",
       modeBarButtons: [["toImage", "resetScale2d"]],
     };
+  }
+
+  // One router and one layer at a time: the chosen ones, or the first ones where these are hidden or have no graph.
+  function drawGraph() {
+    const section = document.getElementById("graph");
+    if (!section) return;
+    const open = graphs.filter(({ router }) => !hidden.has(router));
+    section.hidden = open.length === 0;
+    if (section.hidden) return;
+    const evolution = open.find(({ router }) => router === graphRouter) ?? open[0];
+    const own = layer in evolution.layers ? layer : Object.keys(evolution.layers)[0];
+    const picker = document.getElementById("graph-router");
+    for (const option of picker.options) option.hidden = option.disabled = hidden.has(Number(option.value));
+    picker.value = evolution.router;
+    section.querySelector(".caption").textContent = evolution.caption;
+    section.querySelector(".shown-layer")?.replaceChildren(`layer ${own}`);
+    const plot = document.getElementById("plot-graph");
+    const width = printing ? PAPER : plot.clientWidth;
+    drawGraphs(plot, evolution, evolution.layers[own], { theme: themeNow(), width, config: optionsNow() });
+  }
+
+  function showViews() {
+    const views = document.querySelectorAll(".view");
+    for (const view of views) view.hidden = hidden.has(Number(view.dataset.router));
+    const section = document.getElementById("views");
+    if (!section) return;
+    section.hidden = [...views].every((view) => view.hidden);
+    const own = layer === "all" ? 0 : Number(layer);
+    section.querySelector(".shown-layer")?.replaceChildren(`layer ${own}`);
+    paintViews(own);
+  }
+
+  function draw() {
+    const theme = themeNow();
     for (const [name, plot] of Object.entries(plots)) {
       const data = plot.data.map((trace) => coloured(trace, theme));
       const layout = structuredClone(dressed(plot.layout, theme)); // plotly writes into what it is given
       if (layout.yaxis.type === "category") layout.yaxis.range = rows(data);
-      Plotly.react(`plot-${name}`, data, layout, options);
+      Plotly.react(`plot-${name}`, data, layout, optionsNow());
     }
     for (const chip of document.querySelectorAll(".chip")) chip.ariaPressed = String(!hidden.has(Number(chip.dataset.router)));
     for (const row of document.querySelectorAll("tr[data-router]")) row.hidden = hidden.has(Number(row.dataset.router));
     for (const note of document.querySelectorAll(".layer")) note.textContent = layer === "all" ? "all layers, mean" : `layer ${layer}`;
+    drawGraph();
+    showViews();
   }
 
   function toggle(router) {
@@ -73,6 +113,11 @@
   for (const chip of document.querySelectorAll(".chip")) chip.addEventListener("click", () => toggle(Number(chip.dataset.router)));
   document.getElementById("everything").addEventListener("click", () => { hidden.clear(); draw(); });
   document.getElementById("layer")?.addEventListener("change", (event) => { layer = event.target.value; draw(); });
+  document.getElementById("graph-router")?.addEventListener("change", (event) => {
+    graphRouter = Number(event.target.value);
+    drawGraph();
+  });
+  addEventListener("resize", drawGraph);
   dark.addEventListener("change", draw);
   for (const [event, on] of [["beforeprint", true], ["afterprint", false]]) {
     addEventListener(event, () => { printing = on; draw(); });

@@ -1,0 +1,115 @@
+"""`holdfast evaluate`: how well a saved model does, and what its routers do meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import Positional
+
+from holdfast.cli.compare import quiet
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Score a saved model on its test data, clean and attacked, and show what each router does.
+
+    Examples: `holdfast evaluate comparison/cells/smoe-seed0`, `holdfast evaluate runs/smooth --out smooth.json`,
+    `holdfast evaluate path/to/olmoe --source wikitext-2 --data ~/data --length 1024`
+    """
+
+    model: Positional[str]
+    """What `holdfast train` or `compare` left, or any Hugging Face folder or name."""
+    source: str | None = None
+    """Another text or set of pictures than the model was trained on: a name or a path."""
+    data: Path | None = None
+    """Where named sources lie, if they are not to be fetched."""
+    length: int | None = None
+    """Tokens of a block of text."""
+    out: Path | None = None
+    """A JSON file for all figures."""
+    force: bool = False
+    """Overwrite that file if it is there."""
+
+    def run(self) -> None:
+        from holdfast.metrics.report import plain
+        from holdfast.train.subject import subject
+        from holdfast.version import versions
+
+        require_free(self.out, self.force)
+        quiet()
+        model, task = subject(self.model, source=self.source, data=self.data, length=self.length)
+        with working(f"scoring {self.model}"):
+            found = plain(task.score(model))
+        print_scores(self.model, {key: found[key] for key in ("clean", "attacked")} | found.get("trials", {}), task)
+        print_routing(found["clean"].get("routing"))
+        stored = {"model": self.model, **task.describe(), "measure": asdict(task.measure), "versions": versions(), **found}
+        write_out(self.out, stored)
+
+
+def require_free(path: Path | None, force: bool) -> None:
+    """Before any work: a file that is there already is overwritten only on request."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{path} is a folder; name a .json file to write to.")
+    if path is not None and path.exists() and not force:
+        raise ValueError(f"{path} exists; choose another file with --out, or overwrite it with --force.")
+
+
+def write_out(path: Path | None, stored: dict[str, Any]) -> None:
+    from holdfast.train.ownership import write_json
+
+    if path is not None:
+        write_json(path, stored)
+        print(f"All figures: {path}")
+
+
+def working(what: str) -> Any:
+    """A sign of life while something takes a while."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
+
+
+def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    measure = task.measure
+    table = Table(title=title, caption=f"{measure.long}; attacked: under {measure.attack}. Lower is better.")
+    columns = {
+        "": None,
+        measure.name: "figure",
+        "of what the attack left alone": "figure_of_kept",
+        "bits a byte": "bits_per_byte",
+    }
+    shown = {name: key for name, key in columns.items() if key is None or any(key in score for score in scores.values())}
+    for name in shown:
+        table.add_column(name)
+    for name, score in scores.items():
+        figures = (score.get(key) for key in shown.values() if key is not None)
+        table.add_row(name, *("" if figure is None else f"{figure:.4f}" for figure in figures))
+    Console().print(table)
+
+
+def print_routing(routing: dict[str, Any] | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if routing is None:
+        print("The model is dense: it has no routers to look at.")
+        return
+    table = Table(title="What its routers do, on the clean data")
+    for column in ("layer", "experts a token", "entropy", "CV of load", "dead experts", "within 0.01 of a tie"):
+        table.add_column(column)
+    for layer in routing["layers"]:
+        close = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
+        table.add_row(
+            str(layer["layer"]),
+            f"{layer['experts_per_token']['mean']:.2f}",
+            f"{layer['entropy']:.3f}",
+            f"{layer['load']['cv']:.3f}",
+            str(len(layer["load"]["dead"])),
+            "" if close is None else f"{close:.2%}",
+        )
+    Console().print(table)

@@ -1,0 +1,94 @@
+"""`holdfast train`: one model with one router, from a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from holdfast.cli.compare import changes, quiet
+
+if TYPE_CHECKING:
+    from holdfast.train.single import Single
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model with a router as a recipe says, on the Hugging Face Trainer. Interrupted, the same command goes on.
+
+    Examples: `holdfast train tiny --router smooth --out runs/smooth`, `holdfast train switch-small --router
+    "similarity[tau=2]" --data ~/data --set data.source=wikitext-2 training.steps=5000 --best --log tensorboard`,
+    `torchrun --nproc-per-node 8 -m holdfast.cli.main train enwik8 --router symphony --data ~/data --bf16`
+    """
+
+    recipe: Positional[str]
+    """A shipped recipe, or the path of a .yaml file."""
+    router: str = "smoe"
+    """A name; a plus sign joins parts, brackets hold options."""
+    out: Path = Path("trained")
+    """The folder for everything that is written."""
+    seed: int = 0
+    """Of the first weights and the order of the data."""
+    data: Path | None = None
+    """Where named sources lie, if they are not to be fetched."""
+    set: tuple[str, ...] = ()
+    """Changes to the recipe, as training.steps=50."""
+    best: bool = False
+    """Keep the checkpoint that does best on held-out data instead of the last."""
+    bf16: bool = False
+    """Compute in bfloat16; routing stays in float32."""
+    log: Annotated[tuple[str, ...], arg(metavar="{tensorboard,wandb}")] = ()
+    """Besides log.jsonl: tensorboard, wandb."""
+
+    def run(self) -> None:
+        from holdfast.train import load_recipe
+        from holdfast.train.contenders import contender
+        from holdfast.train.single import Single, is_first
+
+        _check_loggers(self.log)
+        wanted = changes(self.set)
+        wanted |= {"training.keep": "best"} if self.best else {}
+        wanted |= {"training.precision": "bf16"} if self.bf16 else {}
+        single = Single(
+            load_recipe(self.recipe, wanted),
+            replace(contender(self.router), name=self.router),
+            self.seed,
+            self.out,
+            data=self.data,
+        )
+        quiet()
+        if is_first():
+            _with_progress(single, self.log)
+            print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
+            print(f"Try it: holdfast evaluate {self.out}")
+        else:
+            single.run(None, self.log)
+
+
+def _with_progress(single: Single, log: tuple[str, ...]) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    steps = single.recipe.training.steps
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bars:
+        bar = bars.add_task(single.contender.name, total=steps)
+
+        def tell(done: int) -> None:
+            bars.update(bar, completed=done, description=f"{single.contender.name}: step {done} of {steps}")
+
+        single.run(tell, log)
+
+
+def _check_loggers(names: tuple[str, ...]) -> None:
+    from importlib.util import find_spec
+
+    from holdfast.suggest import unknown
+    from holdfast.train.single import LOGGERS
+
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(unknown("logger", name, LOGGERS))
+        if find_spec(name) is None and not (name == "tensorboard" and find_spec("tensorboardX")):
+            raise ValueError(f"{name} is not installed: pip install {name}.")

@@ -1,0 +1,75 @@
+"""The tables of the page. A table is a row for each router, by column; the page puts the routers in front."""
+
+from collections.abc import Callable, Iterator
+
+from holdfast.report.results import Cell, Results
+from holdfast.report.traces import mean_of
+from holdfast.report.verdict import figure
+
+
+def main_table(results: Results) -> Iterator[dict[str, str]]:
+    """How well each router's models predict."""
+    name = results.run.measure.name
+    kept: dict[str, Callable[[Cell], float | None]] = {
+        "clean, untouched words": lambda cell: cell.clean.figure_of_kept,
+        "attacked, untouched words": lambda cell: cell.attacked.figure_of_kept,
+    }
+    kept = {column: read for column, read in kept.items() if mean_of(results.cells, read) is not None}
+    for place, row in enumerate(results.rows):
+        cells = results.cells_of(row.router)
+        clean, attacked = (
+            "baseline" if place == 0 else found.words if found else "no seed in common"
+            for found in (row.clean_difference, row.attacked_difference)
+        )
+        yield {
+            "seeds": str(len(row.seeds)),
+            "parameters": f"{row.parameters:,}",
+            "experts a token": figure(row.experts_per_token),
+            f"clean {name}": figure(row.clean),
+            "difference, clean": clean,
+            f"attacked {name}": figure(row.attacked),
+            "difference, attacked": attacked,
+            **{column: figure(mean_of(cells, read)) for column, read in kept.items()},
+        }
+
+
+def routing_table(results: Results) -> Iterator[dict[str, str]]:
+    """What each router did on clean data; means over layers and seeds."""
+    widths = sorted(
+        {strip.width for cell in results.cells for layer in cell.clean.routing.layers for strip in layer.near_ties.strips}
+    )
+    for row in results.rows:
+        cells = results.cells_of(row.router)
+        states = [layer for cell in cells for layer in cell.clean.routing.layers]
+        columns = {
+            "entropy, nats": figure(mean_of(states, lambda layer: layer.entropy), 3),
+            "unevenness of load (CV)": figure(mean_of(states, lambda layer: layer.load.cv), 3),
+            "dead experts a run": figure(mean_of(cells, _dead), 1),
+            "pairs of tokens parted or joined by the next layer": _percent(mean_of(states, lambda layer: layer.instability)),
+        }
+        for width in widths:  # of any router, so that all rows have the same columns
+            shares = [strip.share for layer in states for strip in layer.near_ties.strips if strip.width == width]
+            columns[f"tokens within {width:g} of a tie"] = _percent(mean_of(shares, lambda share: share))
+        yield columns
+
+
+def main_caption(results: Results) -> str:
+    measure = results.run.measure
+    caption = (
+        f"{measure.sentence} Means over seeds; differences to {results.rows[0].router}, paired by seed. "
+        f"The attack: {measure.attack}."
+    )
+    if results.targets_are_attacked:
+        caption += (
+            " It changes what is to be predicted too, so compare routers within a column, not columns; only those of "
+            "untouched words are about the same targets."
+        )
+    return caption
+
+
+def _dead(cell: Cell) -> float:
+    return float(sum(len(layer.load.dead) for layer in cell.clean.routing.layers))
+
+
+def _percent(share: float | None) -> str:
+    return figure(share) if share is None else f"{100 * share:.2f}%"

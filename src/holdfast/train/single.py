@@ -1,0 +1,45 @@
+"""One model trained in a folder, on one process or on many: resumable, with what is needed to try it again."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from holdfast.train.contenders import Contender
+from holdfast.train.loop import Tick, train
+from holdfast.train.ownership import claim, require_own
+from holdfast.train.recipe import Recipe
+from holdfast.train.start import start
+from holdfast.train.trained import make_task, save_trained
+from holdfast.version import VERSION
+
+LOGGERS = ("tensorboard", "wandb")
+
+
+class Single:
+    """A recipe, a router and a seed. Interrupted, the same run goes on where it was."""
+
+    def __init__(self, recipe: Recipe, contender: Contender, seed: int, folder: Path, *, data: Path | None = None) -> None:
+        self.recipe, self.contender, self.seed, self.folder = recipe, contender, seed, folder
+        self.task = make_task(recipe, data)
+        require_own(folder, self.identity())
+
+    def identity(self) -> dict[str, Any]:
+        router = {"router": asdict(self.contender), "seed": self.seed}
+        return {"holdfast": VERSION, **router, "recipe": self.recipe.describe(), "data": self.task.describe()["data"]}
+
+    def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> list[dict[str, float]]:
+        """The log; the trained model is saved in the folder."""
+        k = self.contender.k or self.recipe.sparse.k
+        model = start(self.task, self.contender.router, self.contender.options, seed=self.seed, k=k)
+        if is_first():
+            claim(self.folder, self.identity())
+        log = train(model, self.task, self.folder / "training", seed=self.seed, k=k, tick=tick, report_to=report_to)
+        if is_first():
+            save_trained(model, self.task, self.folder)
+        return log
+
+
+def is_first() -> bool:
+    """Of several processes, the one that writes and speaks; as torchrun and accelerate launch count them."""
+    return os.environ.get("RANK", "0") == "0"

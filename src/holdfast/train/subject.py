@@ -1,0 +1,64 @@
+"""A model to be tried, from wherever it is: one that was trained here, or any Hugging Face folder."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.hub import load
+from holdfast.train.picture_task import PictureTask
+from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
+from holdfast.train.task import Task
+from holdfast.train.text_task import TextTask
+from holdfast.train.trained import is_trained, load_trained
+
+LENGTH = 512  # tokens of a block, where neither the user nor the model says less
+
+
+def subject(
+    path: str,
+    *,
+    source: str | None = None,
+    data: Path | None = None,
+    length: int | None = None,
+    attack: AttackPart | None = None,
+) -> tuple[Any, Task]:
+    """The model, in evaluation, and what it is tried on: by default what it was trained for, or the embedded text.
+
+    source      another text or set of pictures
+    data        where named sources are looked for
+    length      of a block of text
+    """
+    if is_trained(Path(path)):
+        trained = load_trained(Path(path))
+        part = trained.recipe.data
+        part = replace(part, source=source or part.source, length=length or part.length)
+        trained = replace(trained, recipe=replace(trained.recipe, data=part, attack=attack or trained.recipe.attack))
+        return trained.model.eval(), trained.task(data)
+    model = load(path)
+    return model.eval(), _task(model, path, source, data, length, attack or AttackPart())
+
+
+def _task(
+    model: Any, path: str, source: str | None, data: Path | None, length: int | None, attack: AttackPart
+) -> TextTask | PictureTask:
+    about = f"{Path(path).name}, as it is"
+    parts = {"model": ModelPart(family=model.config.model_type), "sparse": SparsePart(experts=1, k=1)}
+    fixed: dict[str, Any] = {"about": about, "attack": attack, **parts}
+    training, size = TrainingPart(steps=1, batch=1, learning_rate=0.0), getattr(model.config, "image_size", None)
+    if type(model).__name__.endswith("ForImageClassification"):
+        where = source or "digits"
+        pixels = size if Path(where).is_dir() else None
+        part = DataPart(source=where, size=pixels)
+        return PictureTask(Recipe(**fixed, training=training, task="pictures", data=part), data)
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{path} is a {type(model).__name__}; what can be tried here predicts tokens or classifies pictures."
+        )
+    longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    part = DataPart(source=source or "python-docs", tokens=_as_path(path), length=length or min(LENGTH, longest))
+    return TextTask(Recipe(**fixed, training=training, data=part), data)
+
+
+def _as_path(path: str) -> str:
+    """So that a folder is never taken for the name of a tokeniser."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else path

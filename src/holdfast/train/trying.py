@@ -1,0 +1,140 @@
+"""Single attacks on a model that is there, each as a small table with what is to be stored beside it."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.attacks import (
+    CORRUPTIONS,
+    AttackedInputs,
+    AttackWarning,
+    attack_routes,
+    corrupt,
+    fgsm,
+    misspell,
+    pgd,
+    spsa,
+    swap_words,
+)
+from holdfast.hub import calls
+from holdfast.metrics.accuracy import hits
+from holdfast.routing import Context
+from holdfast.train.evaluation import score_text
+from holdfast.train.picture_task import BATCH, PictureTask, classifier, error
+from holdfast.train.task import Task, on
+from holdfast.train.text_task import TextTask
+
+Found = dict[str, Any]  # "title", "columns", "rows" for people; "flags" and "summary" for the record
+
+
+def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) -> Found:
+    """Words swapped or misspelt."""
+    if not isinstance(task, TextTask):
+        raise ValueError(f"{kind} attacks texts; this model classifies pictures: use fgsm, pgd, spsa or corruptions.")
+    with _silently():
+        attack = task.attacked_with(swap_words if kind == "words" else misspell, rate=rate, seed=seed)
+    clean, attacked = task.trials(attack)
+    scores = [("clean", score_text(model, clean, routing=False)), (kind, score_text(model, attacked, routing=False))]
+    rows = [[name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores]
+    return {
+        "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
+        "columns": ["", "perplexity", "of words left alone", "bits a byte"],
+        "rows": rows,
+        "flags": [flag.summary() for flag in attack.flags],
+        "summary": {"attack": attack.summary(), **dict(scores)},
+    }
+
+
+def attack_pictures(model: Any, task: Task, kind: str, *, budget: float, steps: int, examples: int, seed: int) -> Found:
+    """FGSM, PGD, SPSA within `budget`, or the corruptions at severity `budget`."""
+    if not isinstance(task, PictureTask):
+        raise ValueError(f"{kind} attacks pictures; this model reads text: use words, typos or routes.")
+    images = task.pictures.images("test")
+    some = range(min(examples, len(images)))
+    if not some:
+        raise ValueError(f"examples is {examples}; at least 1 picture is attacked.")
+    pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
+    classify = classifier(model)
+    if kind == "corruptions":
+        return _corruptions(classify, pixels, labels, budget, seed)
+    given: dict[str, Any] = {"budget": budget, "batch": BATCH}
+    attacks: dict[str, Any] = {
+        "fgsm": partial(fgsm, **given),
+        "pgd": partial(pgd, **given, steps=steps, seed=seed),
+        "spsa": partial(spsa, **given, steps=steps, seed=seed),
+    }
+    with _silently():
+        result: AttackedInputs = attacks[kind](classify, pixels, labels)
+    return {
+        "title": f"{result.attack}, {result.norm} {result.budget:.4g}, {len(some)} pictures",
+        "columns": ["", "error, %"],
+        "rows": [["clean", 100 * (1 - result.clean_accuracy)], [result.attack, 100 * (1 - result.accuracy)]],
+        "flags": [flag.summary() for flag in result.flags],
+        "summary": result.summary(),
+    }
+
+
+@torch.no_grad()
+def _corruptions(classify: Any, pixels: torch.Tensor, labels: torch.Tensor, severity: float, seed: int) -> Found:
+    if severity != int(severity):
+        raise ValueError(f"the budget of corruptions is a severity, 1 to 5, not {severity:g}.")
+    rows: list[list[Any]] = [["clean", _error(classify, pixels, labels)]]
+    for name in (name for name, corruption in CORRUPTIONS.items() if not corruption.files):
+        changed = corrupt(pixels.cpu(), name, severity=int(severity), seed=seed).images.to(pixels)
+        rows.append([name, _error(classify, changed, labels)])
+    rows.append(["mean of them", sum(row[1] for row in rows[1:]) / (len(rows) - 1)])
+    left_out = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
+    return {
+        "title": f"Corruptions of severity {severity:g}, {len(labels)} pictures ({left_out} needs files and is left out)",
+        "columns": ["", "error, %"],
+        "rows": rows,
+        "flags": [],
+        "summary": {"severity": int(severity), "seed": seed, "errors": dict(rows)},
+    }
+
+
+def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens: int, seed: int) -> Found:
+    """Each layer's router on its own inputs, of one sequence after the other until there are so many tokens."""
+    if tokens < 1:
+        raise ValueError(f"examples is {tokens}; at least 1 token is attacked.")
+    probe = task.probe()
+    length = next(iter(probe.values())).shape[1] if "input_ids" in probe else 1
+    few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
+    options = {"use_cache": False} if "input_ids" in probe else {}
+    with torch.no_grad(), calls(model) as heard:
+        model(**on(model, few), **options)
+    rows, summaries, flags = [], [], []
+    with _silently():
+        for layer, call in enumerate(heard):
+            context = call.context if isinstance(call.context, Context) else None
+            result = attack_routes(
+                call.route, call.tokens.float(), budget=budget, relative=True, context=context, steps=steps, seed=seed
+            )
+            summary: dict[str, Any] = result.summary()
+            rows.append([layer, summary["tokens"], result.rate, summary["smallest"] or "", summary["median"] or ""])
+            summaries.append({"layer": call.name, **summary})
+            flags += [flag.summary() for flag in result.flags if flag.summary() not in flags]
+    return {
+        "title": f"Routes: router inputs moved by up to {budget:.3g} of their length (l2)",
+        "columns": ["layer", "tokens", "share that changes experts", "smallest move that does", "median of those"],
+        "rows": rows,
+        "flags": flags,
+        "summary": {"layers": summaries},
+    }
+
+
+def _error(classify: Any, pixels: torch.Tensor, labels: torch.Tensor) -> float:
+    logits = torch.cat([classify(part) for part in pixels.split(BATCH)])
+    return error(int(hits(logits, labels).sum()), len(labels))
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    """The flags are in the record; said once more as warnings they would only scroll past."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttackWarning)
+        yield

@@ -1,0 +1,234 @@
+"""`holdfast train`, `evaluate` and `attack`: a model trained from a recipe, scored and attacked again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.cli.main import main
+
+SMALL = [
+    "training.steps=8",
+    "training.batch=4",
+    "training.save_every=4",
+    "data.length=16",
+    "data.vocabulary=200",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=32",
+    "sparse.hidden=16",
+    "attack.rate=0.2",
+]
+PICTURES = ["training.steps=4", "training.batch=16", "model.config.hidden_size=32", "sparse.hidden=32", "attack.examples=16"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from holdfast.data import python_topics
+
+    path = tmp_path_factory.mktemp("text") / "some.txt"
+    path.write_text("\n\n".join(list(python_topics().values())[:12])[:30_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "out"
+    given = ["train", "tiny", "--router", "symphony+smooth", "--out", str(out), "--set", f"data.source={text}", *SMALL]
+    assert main(given) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pictures") / "out"
+    assert main(["train", "vmoe-tiny", "--router", "ac", "--out", str(out), "--set", *PICTURES]) == 0
+    return out
+
+
+def test_training_leaves_a_model_a_log_and_what_is_needed_to_try_it(trained: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "training" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9)) and all(line["loss"] > 0 for line in lines)
+    assert (trained / "model" / "model.safetensors").is_file() and (trained / "task.json").is_file()
+    assert not [file.name for file in (trained / "model").iterdir() if file.suffix not in (".json", ".safetensors")]
+
+
+def test_a_finished_training_goes_on_to_the_same_model(trained: Path, text: Path) -> None:
+    before = (trained / "model" / "model.safetensors").read_bytes()
+    given = ["train", "tiny", "--router", "symphony+smooth", "--out", str(trained), "--set", f"data.source={text}", *SMALL]
+    assert main(given) == 0
+    assert (trained / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_evaluating_a_trained_model_says_what_its_own_task_says(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from holdfast.train import load_trained
+
+    out = tmp_path / "scores.json"
+    assert main(["evaluate", str(trained / "model"), "--out", str(out)]) == 0
+    stored, shown = json.loads(out.read_text()), capsys.readouterr().out
+    known = load_trained(trained)
+    score = known.task().score(known.model.eval())
+    assert stored["clean"]["nll"] == score["clean"]["nll"] and stored["attacked"]["nll"] == score["attacked"]["nll"]
+    assert f"{score['clean']['figure']:.4f}" in shown and "entropy" in shown
+    assert stored["measure"]["name"] == "perplexity" and stored["versions"]["torch"] == torch.__version__
+
+
+def test_an_evaluation_overwrites_nothing_unasked(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.json"
+    out.write_text("mine")
+    assert main(["evaluate", str(trained), "--out", str(out)]) == 2
+    assert "--force" in capsys.readouterr().err and out.read_text() == "mine"
+    assert main(["evaluate", str(trained), "--out", str(out), "--force"]) == 0
+    assert json.loads(out.read_text())["clean"]["figure"] > 1
+
+
+def test_any_hugging_face_folder_is_evaluated_with_its_own_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(["<unk>", "the", "of", "a", "is", "cat"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shared = {**sizes, "vocab_size": 6, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    text = tmp_path / "text.txt"
+    text.write_text("the cat is a cat of the cat\n" * 200)
+    for config in (
+        transformers.MixtralConfig(**shared, num_local_experts=4, num_experts_per_tok=2),
+        transformers.LlamaConfig(**shared),
+    ):
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        assert main(["evaluate", str(tmp_path / "model"), "--source", str(text)]) == 0
+        shown = capsys.readouterr().out
+        assert "perplexity" in shown
+        assert ("entropy" in shown) == (config.model_type == "mixtral")
+        assert ("is dense" in shown) == (config.model_type == "llama")
+    assert main(["attack", str(tmp_path / "model"), "words", "--rate", "0.5", "--source", str(text)]) == 0
+    assert "word swap" in capsys.readouterr().out
+
+
+def test_attacks_on_text_say_their_realised_rate_and_rate_zero_is_clean(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "attack.json"
+    for kind in ("words", "typos"):
+        assert main(["attack", str(trained), kind, "--rate", "0.5", "--out", str(out), "--force"]) == 0
+        found = json.loads(out.read_text())["summary"]
+        assert 0 < found["attack"]["realised"] <= 0.5
+        assert found[kind]["nll"] != found["clean"]["nll"]
+    assert main(["attack", str(trained), "words", "--rate", "0", "--out", str(out), "--force"]) == 0
+    found = json.loads(out.read_text())["summary"]
+    assert found["words"]["nll"] == found["clean"]["nll"]
+
+
+def test_attacked_routes_are_reported_by_layer(trained: Path, tmp_path: Path) -> None:
+    shares = []
+    for budget in ("0", "0.5"):
+        out = tmp_path / f"{budget}.json"
+        given = ["attack", str(trained), "routes", "--budget", budget, "--examples", "32", "--steps", "4", "--out", str(out)]
+        assert main(given) == 0
+        layers = json.loads(out.read_text())["summary"]["layers"]
+        assert len(layers) == 2 and all(layer["tokens"] == 32 for layer in layers)
+        shares.append(sum(layer["rate"] for layer in layers))
+    assert shares[0] == 0 < shares[1]
+
+
+def test_attacks_on_pictures_grow_with_their_budget(pictures: Path, tmp_path: Path) -> None:
+    errors = {}
+    for kind, budget in (("pgd", "0"), ("pgd", "0.3"), ("fgsm", "0.3"), ("corruptions", "5")):
+        out = tmp_path / f"{kind}{budget}.json"
+        given = ["attack", str(pictures), kind, "--budget", budget, "--examples", "32", "--steps", "5", "--out", str(out)]
+        assert main(given) == 0
+        errors[kind, budget] = dict(json.loads(out.read_text())["rows"])
+    clean = errors["pgd", "0"]["clean"]
+    assert errors["pgd", "0"]["PGD"] == clean == errors["corruptions", "5"]["clean"]
+    assert errors["pgd", "0.3"]["PGD"] >= errors["fgsm", "0.3"]["FGSM"] >= clean
+    assert len(errors["corruptions", "5"]) == 16  # clean, fourteen kinds, their mean
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "tinny"], "tiny"),
+        (["train", "tiny", "--router", "smoth"], "smooth"),
+        (["train", "tiny", "--router", "similarity[tua=2]"], "tau"),
+        (["train", "tiny", "--set", "training.step=3"], "steps"),
+        (["train", "tiny", "--set", "training.steps=0"], "training.steps"),
+        (["train", "tiny", "--log", "tensorbord"], "tensorboard"),
+        (["train", "tiny", "--set", "data.source=none.txt"], "does not exist"),
+        (["evaluate", "nowhere/at-all/here"], "nowhere"),
+        (["attack", "TRAINED", "words"], "--rate"),
+        (["attack", "TRAINED", "words", "--budget", "1", "--rate", "0.1"], "--rate and nothing else"),
+        (["attack", "TRAINED", "words", "--rate", "2"], "rate is 2"),
+        (["attack", "TRAINED", "pgd", "--budget", "0.1"], "reads text"),
+        (["attack", "TRAINED", "routes", "--budget", "-1"], "budget"),
+        (["attack", "PICTURES", "words", "--rate", "0.1"], "classifies pictures"),
+        (["attack", "PICTURES", "corruptions", "--budget", "0.5"], "severity"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(
+    arguments: list[str],
+    says: str,
+    trained: Path,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main([{"TRAINED": str(trained), "PICTURES": str(pictures)}.get(word, word) for word in arguments]) == 2
+    told = capsys.readouterr().err.strip()
+    assert says in told and "Traceback" not in told and told.startswith("holdfast: ") and len(told.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_another_training_is_left_alone(trained: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["train", "tiny", "--out", str(trained), "--set", f"data.source={text}", *SMALL]
+    assert main([*given, "--router", "smoe"]) == 2
+    assert "belongs to another run" in capsys.readouterr().err
+
+
+def test_training_logs_to_tensorboard_where_it_is_installed(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    out = tmp_path / "out"
+    given = ["train", "tiny", "--out", str(out), "--log", "tensorboard", "--set", f"data.source={text}", *SMALL]
+    assert main(given) == 0
+    assert list(out.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_two_processes_train_one_model(launcher: str, text: Path, trained: Path, tmp_path: Path) -> None:
+    starts = {
+        "torchrun": [
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            "0",
+            "--rdzv-endpoint",
+            "localhost:0",
+        ],
+        "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"],
+    }
+    out = tmp_path / "out"
+    given = ["-m", "holdfast.cli.main", "train", "tiny", "--router", "symphony+smooth", "--out", str(out)]
+    command = [sys.executable, "-m", *starts[launcher], *given, "--set", f"data.source={text}", *SMALL]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = [[json.loads(line) for line in (run / "training" / "log.jsonl").open()] for run in (trained, out)]
+    assert len(logs[0]) == len(logs[1]) == 8
+    for one, two in zip(*logs, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-4)
