@@ -201,7 +201,7 @@ def test_a_folder_of_another_training_is_left_alone(trained: Path, text: Path, c
 
 
 def test_training_logs_to_tensorboard_where_it_is_installed(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboardX")
     out = tmp_path / "out"
     given = ["train", "tiny", "--out", str(out), "--log", "tensorboard", "--set", f"data.source={text}", *SMALL]
     assert main(given) == 0
@@ -211,24 +211,18 @@ def test_training_logs_to_tensorboard_where_it_is_installed(text: Path, tmp_path
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_two_processes_train_one_model(launcher: str, text: Path, trained: Path, tmp_path: Path) -> None:
     starts = {
-        "torchrun": [
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--master-port",
-            "0",
-            "--rdzv-endpoint",
-            "localhost:0",
-        ],
-        "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        # It has no flag for several processes on one CPU; this one only says that there are several.
+        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
     }
     out = tmp_path / "out"
     given = ["-m", "holdfast.cli.main", "train", "tiny", "--router", "symphony+smooth", "--out", str(out)]
     command = [sys.executable, "-m", *starts[launcher], *given, "--set", f"data.source={text}", *SMALL]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     logs = [[json.loads(line) for line in (run / "training" / "log.jsonl").open()] for run in (trained, out)]
     assert len(logs[0]) == len(logs[1]) == 8
     for one, two in zip(*logs, strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], abs=1e-4)
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-3)  # balance is each process's own
+    assert "group of 2 processes" in done.stdout

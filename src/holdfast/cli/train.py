@@ -45,7 +45,8 @@ class Train:
     def run(self) -> None:
         from holdfast.train import load_recipe
         from holdfast.train.contenders import contender
-        from holdfast.train.single import Single, is_first
+        from holdfast.train.processes import is_first, processes
+        from holdfast.train.single import Single
 
         _check_loggers(self.log)
         wanted = changes(self.set)
@@ -61,6 +62,8 @@ class Train:
         quiet()
         if is_first():
             _with_progress(single, self.log)
+            if processes() > 1:
+                print(f"Trained by a group of {processes()} processes.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
             print(f"Try it: holdfast evaluate {self.out}")
         else:

@@ -56,7 +56,7 @@ class Order:
 
     def at(self, places: Iterable[int]) -> Tensor:
         """The examples at these places of the endless sequence, counted from the first example of the first step."""
-        place = torch.tensor(list(places))
+        place = torch.tensor(list(places), dtype=torch.int64)
         epoch = place // self.count
         found = torch.empty_like(place)
         for number in epoch.unique().tolist():

@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
@@ -103,13 +106,17 @@ class Comparison:
             if progress is not None:
                 progress(cell, self.recipe.training.steps)
             return stored
+        with _one_thread():
+            return self._trained(cell, progress)
+
+    def _trained(self, cell: Cell, progress: Progress | None) -> dict[str, Any]:
         contender, path = cell.contender, self._path(cell)
         k = contender.k or self.recipe.sparse.k
         model = start(self.task, contender.router, contender.options, seed=cell.seed, k=k)
+        examples, probe = self.task.examples(cell.seed), self.task.probe()
         self._claim(cell)  # only now: a mistake in the recipe leaves no folder behind
         tick = None if progress is None else lambda steps: progress(cell, steps)
         log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick)
-        examples, probe = self.task.examples(cell.seed), self.task.probe()
         steps = snapshot_steps(self.recipe.training.steps)
         names = routes_of(model, probe).names
         result = {
@@ -127,3 +134,14 @@ class Comparison:
         save_trained(model, self.task, path)
         write_json(path / "result.json", plain(result))
         return plain(result)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """On a CPU: sums over several threads round differently, and numbers would hang on what else the machine does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if torch.cuda.is_available() else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

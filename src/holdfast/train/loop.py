@@ -1,7 +1,6 @@
 """Training on the Hugging Face Trainer: resumable, with a log of JSON lines; one process or many."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from holdfast.hub import progress_callback
+from holdfast.train.checkpoints import last_whole, writing
+from holdfast.train.processes import processes
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.snapshots import snapshot_steps, take_snapshot
 from holdfast.train.task import Inputs, Task
@@ -47,28 +48,27 @@ def train(
         callbacks=[progress_callback(), _callback(task.probe(), k, folder, tick)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train(
-        resume_from_checkpoint=transformers.trainer_utils.get_last_checkpoint(str(folder)) if folder.exists() else None
-    )
+    begun = last_whole(folder)
+    trainer.train(resume_from_checkpoint=None if begun is None else str(begun))
     return _lines(trainer.state.log_history)
 
 
 def _arguments(how: TrainingPart, folder: Path, seed: int, report_to: tuple[str, ...]) -> Any:
     import transformers
 
-    processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and accelerate launch say it
-    if how.batch % processes:
+    share, left = divmod(how.batch, processes())
+    if left:
         raise ValueError(
-            f"a batch of {how.batch} does not part among {processes} processes; set training.batch to a multiple."
+            f"a batch of {how.batch} does not part among {processes()} processes; set training.batch to a multiple."
         )
     best: dict[str, Any] = {}
     if how.keep == "best":
         best = {"eval_strategy": "steps", "eval_steps": how.save_every, "load_best_model_at_end": True}
-        best |= {"metric_for_best_model": "eval_loss", "per_device_eval_batch_size": how.batch // processes}
-    return transformers.TrainingArguments(
+        best |= {"metric_for_best_model": "eval_loss", "per_device_eval_batch_size": share}
+    arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=how.steps,
-        per_device_train_batch_size=how.batch // processes,
+        per_device_train_batch_size=share,
         gradient_accumulation_steps=how.accumulate,
         learning_rate=how.learning_rate,
         lr_scheduler_type="constant_with_warmup",
@@ -88,6 +88,9 @@ def _arguments(how: TrainingPart, folder: Path, seed: int, report_to: tuple[str,
         ddp_find_unused_parameters=False,
         **best,
     )
+    # On several GPUs without torchrun, DataParallel would take a batch for each and lose what routers learn on the copies.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def _as_it_is(batch: Inputs) -> Inputs:
@@ -101,6 +104,10 @@ def _trainer_class() -> Any:
     class InOrderTrainer(transformers.Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
             return SequentialSampler(self.train_dataset)
+
+        def _save_checkpoint(self, *given: Any) -> None:
+            with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+                super()._save_checkpoint(*given)
 
     return InOrderTrainer
 

@@ -95,11 +95,11 @@ class PictureTask(Task):
 
     def probe(self) -> Inputs:
         images = self.pictures.images("test")
-        return {"pixel_values": normalised(images.pixels(range(min(WATCHED, len(images)))))}
+        return {"pixel_values": normalised(images.pixels(spread(len(images), WATCHED)))}
 
     def view(self, model: Any) -> Mapping[str, Any]:
         images = self.pictures.images("test")
-        numbers = range(min(SHOWN, len(images)))
+        numbers = spread(len(images), SHOWN)
         pixels = images.pixels(numbers)
         with torch.no_grad(), trace(model) as routes:
             said = model(pixel_values=normalised(pixels).to(model.device)).logits.argmax(-1).cpu()
@@ -112,17 +112,17 @@ class PictureTask(Task):
             "pictures": [
                 {
                     "label": names[int(images.labels[number])],
-                    "said": names[int(said[number])],
-                    "pixels": [[round(value, 3) for value in row] for row in pixels[number].mean(0).tolist()],
+                    "said": names[int(said[place])],
+                    "pixels": [[round(value, 3) for value in row] for row in pixels[place].mean(0).tolist()],
                     "grid": [side, side],
-                    "experts": [layer[number].flatten().tolist() for layer in layers],
+                    "experts": [layer[place].flatten().tolist() for layer in layers],
                 }
-                for number in numbers
+                for place, number in enumerate(numbers)
             ],
         }
 
-    def _attacked_numbers(self) -> range:
-        return range(min(self.recipe.attack.examples, len(self.pictures.images("test"))))
+    def _attacked_numbers(self) -> list[int]:
+        return spread(len(self.pictures.images("test")), self.recipe.attack.examples)
 
     @torch.no_grad()
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
@@ -169,16 +169,22 @@ def _watched(model: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Pictures(Dataset[Inputs]):
-    """The first few of a set."""
+    """Some of a set."""
 
     def __init__(self, images: Images, limit: int) -> None:
-        self.images, self.count = images, min(limit, len(images))
+        self.images, self.numbers = images, spread(len(images), limit)
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.numbers)
 
     def __getitems__(self, places: list[int]) -> Inputs:
-        return _inputs(self.images, torch.tensor(places))
+        return _inputs(self.images, torch.tensor([self.numbers[place] for place in places]))
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """So many of `count` pictures, evenly: in folders they are sorted by class, and the first would be of one class only."""
+    wanted = min(wanted, count)
+    return [place * count // wanted for place in range(wanted)]
 
 
 def normalised(pixels: Tensor) -> Tensor:

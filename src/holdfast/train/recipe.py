@@ -64,7 +64,7 @@ class AttackPart:
     token: str = "AAA"
     budget: Share = 1 / 255  # l_inf, of pixels between 0 and 1
     steps: Positive = 20
-    examples: Positive = 512  # test pictures that are attacked, the first
+    examples: Positive = 512  # test pictures that are attacked, evenly spread
 
 
 @dataclass(frozen=True, kw_only=True)

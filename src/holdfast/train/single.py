@@ -1,6 +1,5 @@
 """One model trained in a folder, on one process or on many: resumable, with what is needed to try it again."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from holdfast.train.contenders import Contender
 from holdfast.train.loop import Tick, train
 from holdfast.train.ownership import claim, require_own
+from holdfast.train.processes import is_first
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start
 from holdfast.train.trained import make_task, save_trained
@@ -38,8 +38,3 @@ class Single:
         if is_first():
             save_trained(model, self.task, self.folder)
         return log
-
-
-def is_first() -> bool:
-    """Of several processes, the one that writes and speaks; as torchrun and accelerate launch count them."""
-    return os.environ.get("RANK", "0") == "0"

@@ -33,7 +33,7 @@ def take_snapshot(model: Any, probe: Inputs, k: int, step: int, folder: Path) ->
     """Which k experts each token goes to, and the graph of the experts, in every layer."""
     layers = []
     routings = routes_of(model, probe)
-    for routing, padding, graph in zip(routings.layers, routings.padding, _graphs(model, routings.layers), strict=True):
+    for routing, padding, graph in zip(routings.layers, routings.padding, _graphs(model, routings), strict=True):
         masks = core(routing, k)[padding] if padding is not None else core(routing, k)
         rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
         layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
@@ -109,14 +109,14 @@ def learns_a_graph(model: Any) -> bool:
     return any(isinstance(module, ExpertGraph) for module in model.modules())
 
 
-def _graphs(model: Any, routings: list[Routing]) -> Iterator[Tensor]:
+def _graphs(model: Any, routings: RoutesOfProbe) -> Iterator[Tensor]:
     """Of each layer: the graph a router has learned, or which experts are chosen together, row by row in shares."""
     learned = [_learned(module) for module in model.modules() if isinstance(module, Router)]
-    for layer, routing in enumerate(routings):
+    for layer, (routing, padding) in enumerate(zip(routings.layers, routings.padding, strict=True)):
         graph = learned[layer] if layer < len(learned) else None
         if graph is None:
             counts = CoSelection()
-            counts.update(routing)
+            counts.update(routing, padding)
             found = torch.tensor(counts.result().counts, dtype=torch.float64)
             graph = found / found.sum(1, keepdim=True).clamp_min(1)
         yield graph

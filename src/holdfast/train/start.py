@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ def start(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: 
     recipe = task.recipe
     if recipe.model.family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers knows no model family {recipe.model.family!r}.")
+    for name in options:
+        if name in signature(sparsify).parameters:  # which would take it for its own
+            raise ValueError(f"the option {name} of router {router!r} cannot be given here: sparsify has one of that name.")
     torch.manual_seed(seed)
     model = task.dense()
     sparse = recipe.sparse

@@ -63,14 +63,12 @@ class TextTask(Task):
         return transformers.AutoModelForCausalLM.from_config(config)
 
     def examples(self, seed: int) -> Examples:
-        blocks, training = self.training, self.recipe.training
-        if not blocks.whole:
-            raise ValueError(f"a text of {len(blocks.tokens)} tokens does not fill one block of {blocks.length}.")
+        blocks, training = _filled(self.training), self.recipe.training
         order = Order(blocks.whole, training.batch * training.accumulate, seed)  # without the padded block at the end
         return Examples(order, partial(_inputs, blocks), training.steps)
 
     def validation(self) -> Dataset[Inputs]:
-        return _Blocks(self._blocks(self.corpus.documents("valid"), CHOSEN_BY))
+        return _Blocks(_filled(self._blocks(self.corpus.documents("valid"), CHOSEN_BY), "held-out text"))
 
     @cached_property
     def training(self) -> Blocks:
@@ -152,6 +150,12 @@ class _Blocks(Dataset[Inputs]):
 
     def __getitems__(self, places: list[int]) -> Inputs:
         return _inputs(self.blocks, torch.tensor(places))
+
+
+def _filled(blocks: Blocks, what: str = "text") -> Blocks:
+    if not blocks.whole:
+        raise ValueError(f"a {what} of {len(blocks.tokens)} tokens does not fill one block of {blocks.length}.")
+    return blocks
 
 
 def _inputs(blocks: Blocks, numbers: Tensor) -> Inputs:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from holdfast.data import tokenizer_from
+from holdfast.data import Tokenizer, tokenizer_from
 from holdfast.hub import load, save
+from holdfast.train.checkpoints import UNWRITTEN, unwritten
 from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import Recipe
 from holdfast.train.task import Task
@@ -32,15 +33,24 @@ class Trained:
     def task(self, data: Path | None = None) -> Task:
         """What it was trained for, with its own tokeniser."""
         if self.recipe.task == "text":
-            return TextTask(self.recipe, data, known=tokenizer_from(self.state["tokenizer"]))
+            return TextTask(self.recipe, data, known=self._tokenizer())
         task = PictureTask(self.recipe, data)
-        if list(task.pictures.classes) != self.state["classes"]:
+        if list(task.pictures.classes) != self.state.get("classes"):
             raise ValueError(f"the classes of {task.pictures.name} are not those that this model was trained on.")
         return task
 
+    def _tokenizer(self) -> Tokenizer:
+        try:
+            return tokenizer_from(self.state["tokenizer"])
+        except (AttributeError, KeyError, TypeError) as problem:
+            raise ValueError(f"the {TASK} of this model is damaged: it describes no tokeniser ({problem}).") from None
+
 
 def save_trained(model: Any, task: Task, folder: Path) -> None:
-    save(model, folder / MODEL, force=True)
+    try:
+        save(model, folder / MODEL, force=True)
+    except UNWRITTEN as problem:
+        raise unwritten(folder / MODEL, problem) from problem
     write_whole(folder / TASK, json.dumps({"recipe": task.recipe.describe(), **task.state()}) + "\n")
 
 
@@ -56,10 +66,11 @@ def load_trained(folder: Path) -> Trained:
     try:
         stored = json.loads((home / TASK).read_text(encoding="utf-8"))
         recipe = typed(Recipe, stored.pop("recipe"))
-    except (KeyError, TypeError, ValueError) as problem:
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{home / TASK} is damaged: {problem}") from None
     return Trained(load(home / MODEL), recipe, stored)
 
 
 def _home(folder: Path) -> Path | None:
-    return next((place for place in (folder, folder.parent) if (place / TASK).is_file() and (place / MODEL).is_dir()), None)
+    places = (folder, folder.resolve().parent)
+    return next((place for place in places if (place / TASK).is_file() and (place / MODEL).is_dir()), None)

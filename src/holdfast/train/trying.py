@@ -24,7 +24,7 @@ from holdfast.hub import calls
 from holdfast.metrics.accuracy import hits
 from holdfast.routing import Context
 from holdfast.train.evaluation import score_text
-from holdfast.train.picture_task import BATCH, PictureTask, classifier, error
+from holdfast.train.picture_task import BATCH, PictureTask, classifier, error, spread
 from holdfast.train.task import Task, on
 from holdfast.train.text_task import TextTask
 
@@ -54,7 +54,7 @@ def attack_pictures(model: Any, task: Task, kind: str, *, budget: float, steps: 
     if not isinstance(task, PictureTask):
         raise ValueError(f"{kind} attacks pictures; this model reads text: use words, typos or routes.")
     images = task.pictures.images("test")
-    some = range(min(examples, len(images)))
+    some = spread(len(images), examples)
     if not some:
         raise ValueError(f"examples is {examples}; at least 1 picture is attacked.")
     pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
