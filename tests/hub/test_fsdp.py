@@ -3,14 +3,12 @@
 `fully_shard` directly, because accelerate runs DDP where it is asked for FSDP on a CPU.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fsdp_on_ranks import CASES, STEPS, rows, train_all
+from ranks import on_ranks
 
 import holdfast
 
@@ -18,11 +16,7 @@ SCRIPT = Path(__file__).with_name("fsdp_on_ranks.py")
 
 
 def test_two_processes_with_sharded_weights_learn_what_one_learns(tmp_path: Path) -> None:
-    here = os.pathsep.join([str(SCRIPT.parent), str(SCRIPT.parent.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    run = subprocess.run([*launch, str(tmp_path)], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
+    on_ranks(SCRIPT, str(tmp_path))
     first, second = (torch.load(tmp_path / f"rank.{rank}.pt") for rank in (0, 1))
     alone = train_all(tmp_path, 0, 1)
     for case in CASES:

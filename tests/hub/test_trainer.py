@@ -1,14 +1,12 @@
 """transformers' own Trainer around changed models: it trains, evaluates, saves, and resumes as if it had never stopped."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -166,12 +164,7 @@ def test_two_processes_train_as_one_with_the_whole_batch(tmp_path: Path) -> None
     """DDP: losses, parameters and state as one process has them, the same on both; saved, resumed and loaded there too."""
     from trainer_on_ranks import CASES, train_all
 
-    script = Path(__file__).with_name("trainer_on_ranks.py")
-    here = os.pathsep.join([str(script.parent), str(script.parent.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    run = subprocess.run([*launch, str(tmp_path)], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
+    on_ranks(Path(__file__).with_name("trainer_on_ranks.py"), str(tmp_path))
     first, second = (torch.load(tmp_path / f"rank.{rank}.pt") for rank in (0, 1))
     alone = train_all(tmp_path / "alone", 1)
     for case in CASES:

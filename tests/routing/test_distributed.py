@@ -1,13 +1,11 @@
 """Real processes: two on half of the batch each end with the state of one on the whole."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import on_ranks
 
 SCRIPT = Path(__file__).with_name("train_on_ranks.py")
 
@@ -24,14 +22,8 @@ SCRIPT = Path(__file__).with_name("train_on_ranks.py")
 )
 def test_two_processes_learn_what_one_learns(router: str, states: set[str], tmp_path: Path) -> None:
     """Graph, spreads, entropies, eps and the L1 coefficient, to 1e-6, after five steps of DDP."""
-    here = os.pathsep.join([str(SCRIPT.parent), str(SCRIPT.parent.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for command in ([sys.executable], launch):
-        run = subprocess.run(
-            [*command, str(SCRIPT), router, str(tmp_path / "state")], capture_output=True, text=True, env=environment
-        )
-        assert run.returncode == 0, run.stderr
+    for processes in (1, 2):
+        on_ranks(SCRIPT, router, str(tmp_path / "state"), processes=processes)
     alone, first, second = (json.loads((tmp_path / f"state.{name}.json").read_text()) for name in ("1.0", "2.0", "2.1"))
     assert states <= set(alone)
     for name in (name for name in alone if "staged_" not in name):  # staged sums have been committed: scratch by now
