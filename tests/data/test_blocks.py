@@ -95,6 +95,16 @@ def test_an_epoch_shows_every_example_once_whatever_the_batch(count: int, size: 
     assert order.epoch(0) == 0 and order.epoch(count) == size
 
 
+@given(st.integers(1, 9), st.integers(1, 5), st.lists(st.integers(0, 60), max_size=12))
+def test_any_place_of_the_endless_sequence_can_be_asked_for(count: int, size: int, places: list[int]) -> None:
+    """Over the borders of epochs, in any order."""
+    order = Order(count, size, seed=4)
+    naive = [int(shuffled(count, seed=4, epoch=place // count)[place % count]) for place in places]
+    assert order.at(places).tolist() == naive
+    assert order.at(iter(places)).dtype == torch.int64
+    assert [number for step in range(3) for number in order.numbers(step).tolist()] == order.at(range(3 * size)).tolist()
+
+
 def test_an_interrupted_run_goes_on_with_the_same_batches() -> None:
     def fresh() -> TrainingBatches:
         return TrainingBatches(Blocks(torch.arange(83), 4), 3, seed=5)

@@ -23,8 +23,23 @@ def test_the_papers_figures_are_in_their_recipes() -> None:
     assert [medium.model.config[key] for key in ("n_layer", "n_embd", "n_head", "resid_pdrop")] == [6, 352, 8, 0.1]
     assert (small.training.steps, small.training.batch, small.training.warmup) == (60_000, 96, 3000)
     assert (medium.training.steps, medium.training.batch, medium.training.warmup) == (80_000, 48, 4000)
-    assert all(recipe.sparse.balance == 0.01 and recipe.sparse.experts == 16 for recipe in (small, medium))
-    assert load_recipe("glam-small").sparse.layers == "alternate"
+    every = [load_recipe(name) for name in recipes() if "tiny" not in name]
+    assert all((own.sparse.balance, own.sparse.experts, own.sparse.k) == (0.01, 16, 2) for own in every)
+    texts = [own for own in every if own.task == "text"]
+    assert all(own.training.learning_rate == 7e-4 and own.model.config["activation_function"] == "relu" for own in texts)
+    assert all(own.model.config["tie_word_embeddings"] is False for own in texts)
+    assert all(own.data.vocabulary == 267_735 for own in texts if own.data.tokens == "lines")
+    for recipe, (layers, width) in {"glam-small": (6, 144), "glam-medium": (12, 352), "enwik8": (8, 352)}.items():
+        own = load_recipe(recipe)
+        assert (own.model.config["n_layer"], own.model.config["n_embd"], own.data.length) == (layers, width, 2048)
+        assert own.sparse.layers == ("all" if recipe == "enwik8" else "alternate")
+    vmoe, swin = load_recipe("vmoe"), load_recipe("swin-moe")
+    assert [vmoe.model.config[key] for key in ("num_hidden_layers", "hidden_size")] == [8, 512]
+    assert vmoe.sparse.layers == "last:2"
+    assert (swin.model.config["depths"], swin.model.config["embed_dim"]) == ([2, 2, 18, 2], 96)
+    assert swin.sparse.layers == [*range(5, 22, 2), 23]  # 4 layers before stage 3, 22 before stage 4
+    for own in (vmoe, swin):
+        assert (own.attack.budget, own.attack.steps) == (1 / 255, 20)
 
 
 def test_values_are_changed_by_their_path() -> None:

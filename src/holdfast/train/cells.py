@@ -114,6 +114,8 @@ class Comparison:
         k = contender.k or self.recipe.sparse.k
         model = start(self.task, contender.router, contender.options, seed=cell.seed, k=k)
         examples, probe = self.task.examples(cell.seed), self.task.probe()
+        if self.recipe.training.keep == "best":
+            self.task.validation()
         self._claim(cell)  # only now: a mistake in the recipe leaves no folder behind
         tick = None if progress is None else lambda steps: progress(cell, steps)
         log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick)

@@ -212,7 +212,7 @@ def _logits(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _attacked(result: AttackedInputs) -> dict[str, Any]:
-    return {"figure": 100 * (1 - result.accuracy), **result.summary()}
+    return {"figure": error(int((~result.success).sum()), len(result.success)), **result.summary()}
 
 
 def _enlarged(grid: Tensor, side: int) -> Tensor:

@@ -124,7 +124,10 @@ class TextTask(Task):
 
     @cached_property
     def _test(self) -> list[Document]:
-        return list(_beginning(self.corpus.documents("test"), self.recipe.data.test_bytes))
+        limit = self.recipe.data.test_bytes
+        if not (found := list(_beginning(self.corpus.documents("test"), limit))):
+            raise ValueError(f"data.test_bytes is {limit}, which is less than the first line of the test text.")
+        return found
 
     def _trial(self, documents: list[Document], touched: Callable[..., Any]) -> Trial:
         masks = [

@@ -1,0 +1,22 @@
+"""Training on this process's share of each batch; run by test_training.py.
+
+torchrun on_ranks.py RECIPE FOLDER ROUTER...
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from holdfast.train import load_recipe, make_task, start
+from holdfast.train.loop import train
+
+if __name__ == "__main__":
+    recipe, folder = load_recipe(sys.argv[1]), Path(sys.argv[2])
+    task = make_task(recipe)
+    for router in sys.argv[3:]:
+        model = start(task, router, {}, seed=0)
+        train(model, task, folder / router, seed=0, k=recipe.sparse.k)
+        torch.save(model.eval().state_dict(), folder / f"{router}.{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,104 @@
+"""Routers as they are written on a command line."""
+
+import pytest
+
+from holdfast.train import Contender, contenders
+
+
+def test_names_are_joined_by_commas_and_options_stand_in_brackets() -> None:
+    written = "smoe, similarity[causal=false,tau=2],symphony+smooth[beta=0.5, budget=1e-1 ] ,ac"
+    assert contenders(written) == [
+        Contender("smoe", "smoe"),
+        Contender("similarity[causal=false,tau=2]", "similarity", {"causal": False, "tau": 2}),
+        Contender("symphony+smooth[beta=0.5, budget=1e-1 ]", "symphony+smooth", {"beta": 0.5, "budget": 0.1}),
+        Contender("ac", "ac"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "options"),
+    [
+        ("similarity[causal=false]", {"causal": False}),
+        ("similarity[causal=False]", {"causal": False}),
+        ("similarity[causal=no]", {"causal": False}),
+        ("similarity[ causal = true ]", {"causal": True}),
+        ("similarity[tau=3]", {"tau": 3}),
+        ("similarity[tau=.5]", {"tau": 0.5}),
+        ("similarity[tau=1e-3]", {"tau": 0.001}),
+        ("similarity[tau=2E3]", {"tau": 2000.0}),
+        ("similarity[rank=4]", {"rank": 4}),
+        ("similarity[rank=null]", {"rank": None}),
+        ("smoe[weights=switch]", {"weights": "switch"}),
+        ("smoe[k_final=all]", {"k_final": "all"}),
+        ("smoe[k_final=4]", {"k_final": 4}),
+        ("smoe[]", {}),
+    ],
+)
+def test_values_are_read_as_what_the_router_asks_for(written: str, options: dict[str, object]) -> None:
+    (found,) = contenders(written)
+    assert found.options == options and [type(value) for value in found.options.values()] == [
+        type(value) for value in options.values()
+    ]
+    assert (found.name, found.router) == (written, written.partition("[")[0])
+
+
+def test_two_spellings_of_one_router_are_built_alike_and_told_apart_by_name() -> None:
+    first, second = contenders("similarity[tau=2,causal=false],similarity [causal=False, tau=2]")
+    assert (first.router, first.options) == (second.router, second.options)
+    assert first.name != second.name
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("smoth", "unknown router 'smoth': did you mean 'smooth'"),
+        ("similarity[tua=2]", "unknown option 'tua': did you mean 'tau' for router 'similarity'"),
+        ("smoe[beta=0.5]", "unknown option 'beta'.* for router 'smoe'"),
+        ("similarity[tau=2", "is no router; write a name, or a name and its options"),
+        ("similarity]tau=2[", "is no router"),
+        ("similarity[tau=2]]", "is no router"),
+        ("similarity[[tau=2]]", "is no router"),
+        ("similarity[tau=2]x", "is no router"),
+        ("[tau=2]", "is no router"),
+        ("smoe,similarity[tau=2,causal=false", "is no router"),
+        ("smoe,tau=2]", "is no router"),
+        ("similarity[tau]", "'tau' in 'similarity\\[tau\\]' is no option; write option=value"),
+        ("similarity[=2]", "is no option; write option=value"),
+        ("similarity[tau=2,tau=3]", "gives the option tau twice"),
+        ("similarity[tau={]", "'tau={' in .* has no value that can be read"),
+        ('similarity[tau="2]', "has no value that can be read"),
+        ("similarity[tau=a: b: c]", "has no value that can be read"),
+        ("similarity[tau=*x]", "has no value that can be read"),
+        ("similarity[tau=]", "the option tau is None; expected a number"),
+        ("similarity[tau=two]", "the option tau is 'two'; expected a number"),
+        ("similarity[tau=true]", "the option tau is True; expected a number"),
+        ("similarity[causal=2]", "the option causal is 2; expected true or false"),
+        ("similarity[rank=1.5]", "the option rank is 1.5; expected a whole number or nothing"),
+        ("smoe[weights=swich]", "the option weights is 'swich'; expected 'softmax' or 'switch'"),
+        ("ac[skip=x]", "the option skip is 'x'; expected a whole number"),
+    ],
+)
+def test_a_mistake_is_one_sentence(written: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        contenders(written)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_router_of_ones_own_may_take_what_it_likes() -> None:
+    from holdfast.routing import Informer, register
+    from holdfast.routing.presets import REGISTRY
+
+    class Own(Informer):
+        def __init__(self, *, shift: float = 0.0, names: list[str] | None = None, anything=None) -> None:  # type: ignore[no-untyped-def]
+            super().__init__()
+
+    register("own", slot="token", about="mine", paper="none")(Own)
+    try:
+        (found,) = contenders("own[shift=-1.5,anything=x,names=y]")
+    finally:
+        REGISTRY.remove("own")
+    assert found.options == {"shift": -1.5, "anything": "x", "names": "y"}
+
+
+def test_nothing_is_no_contender() -> None:
+    assert contenders("") == contenders(" , ") == []

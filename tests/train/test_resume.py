@@ -1,0 +1,255 @@
+"""Runs that are interrupted at any moment go on to the same numbers."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import SafetensorError
+
+from holdfast.train import Cell, Comparison, Recipe, contenders, load_recipe
+from holdfast.train.checkpoints import last_whole
+
+ROUTER = "symphony+smooth[beta=0.8]"  # with state of its own, and a name that a pattern of paths would trip over
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny: Callable[..., Recipe]) -> Recipe:
+    return tiny({"model.config.attention_dropout": 0.2})  # random numbers must go on as well
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path_factory.mktemp("whole") / "run").run())
+
+
+def as_text(results: list[dict[str, Any]]) -> str:
+    return json.dumps(results, sort_keys=True)
+
+
+def stop_at(step: int) -> Callable[[Cell, int], None]:
+    def progress(cell: Cell, steps: int) -> None:
+        if steps == step:
+            raise Interrupted
+
+    return progress
+
+
+def interrupt(recipe: Recipe, folder: Path, step: int) -> Path:
+    """Run until a step has begun to be told of; returns the folder of the training."""
+    with pytest.raises(Interrupted):
+        Comparison(recipe, contenders(ROUTER), 1, folder).run(stop_at(step))
+    return folder / "cells" / f"{ROUTER}-seed0" / "training"
+
+
+@pytest.mark.parametrize("step", [0, 3, 4, 5, 10, 12])
+def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
+    step: int, recipe: Recipe, undisturbed: str, tmp_path: Path
+) -> None:
+    training = interrupt(recipe, tmp_path, step)
+    begun = last_whole(training)
+    assert (begun.name if begun else None) == {5: "checkpoint-4", 10: "checkpoint-8", 12: "checkpoint-8"}.get(step)
+    steps: list[int] = []
+    again = Comparison(recipe, contenders(ROUTER), 1, tmp_path).run(lambda cell, done: steps.append(done))
+    assert as_text(again) == undisturbed
+    assert steps == list(range({5: 4, 10: 8, 12: 8}.get(step, 0), 13))  # no step is done again that was saved
+    lines = [json.loads(line) for line in (training / "log.jsonl").read_text().splitlines()]
+    assert lines == again[0]["log"] and [line["step"] for line in lines] == list(range(1, 13))
+
+
+TORN: dict[str, dict[str, int]] = {  # which files are how long; the others are not there
+    "an empty folder": {},
+    "no state": {"config.json": 9999, "model.safetensors": 10**7, "optimizer.pt": 10**7, "rng_state.pth": 10**7},
+    "half a state": {"model.safetensors": 10**7, "optimizer.pt": 10**7, "trainer_state.json": 100},
+    "half the weights": {"config.json": 9999, "model.safetensors": 100},
+}
+
+
+@pytest.mark.parametrize("damage", TORN)
+def test_a_checkpoint_that_was_torn_when_the_run_was_killed_is_passed_over(
+    damage: str, recipe: Recipe, undisturbed: str, tmp_path: Path
+) -> None:
+    training = interrupt(recipe, tmp_path, 12)
+    (training / "checkpoint-12").mkdir()
+    for name, length in TORN[damage].items():
+        (training / "checkpoint-12" / name).write_bytes((training / "checkpoint-8" / name).read_bytes()[:length])
+    assert last_whole(training) == training / "checkpoint-8"
+    assert as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path).run()) == undisturbed
+
+
+def test_with_nothing_but_a_torn_checkpoint_a_run_begins_anew(recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
+    training = interrupt(recipe, tmp_path, 5)
+    (training / "checkpoint-4" / "trainer_state.json").write_text("{")
+    assert last_whole(training) is None
+    assert as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path).run()) == undisturbed
+
+
+def test_the_newest_whole_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
+    assert last_whole(tmp_path / "none") is None
+    for name in ("checkpoint-4", "checkpoint-10", "checkpoint-x", "checkpoint-", "other-99"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-11").mkdir()
+    (tmp_path / "checkpoint-12").write_text("a file")
+    assert last_whole(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """SIGKILL in the middle of a cell, after a checkpoint and a snapshot."""
+    code = (
+        "import sys; from pathlib import Path; from holdfast.train import *;"
+        "Comparison(load_recipe(sys.argv[1]), contenders('symphony+smooth'), 1, Path(sys.argv[2])).run()"
+    )
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny({"training.steps": 40, "training.save_every": 6}).describe()))
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", code, str(tmp_path / "recipe.yaml"), str(folder)]
+    run = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(6000):
+            if list(folder.glob("cells/*/training/snapshots/00000016.json")):
+                break
+            assert run.poll() is None
+            time.sleep(0.01)
+        os.kill(run.pid, signal.SIGKILL)
+    finally:
+        run.kill()
+        run.wait()
+    assert list(folder.glob("cells/*/training/checkpoint-*")) and not list(folder.glob("cells/*/result.json"))
+    own = load_recipe(str(tmp_path / "recipe.yaml"))
+    continued = Comparison(own, contenders("symphony+smooth"), 1, folder).run()
+    assert as_text(continued) == as_text(Comparison(own, contenders("symphony+smooth"), 1, tmp_path / "whole").run())
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def full_disk(where: str) -> Iterator[None]:
+    """Half of what is written arrives, then the disk is full: as Python, torch and safetensors say it."""
+    import transformers
+
+    calls: dict[str, int] = {}
+
+    def due(name: str, when: int) -> bool:
+        calls[name] = calls.get(name, 0) + 1
+        return name == where and calls[name] >= when
+
+    write_text, opened, torch_save = Path.write_text, Path.open, torch.save
+    safe_save, save_state = transformers.modeling_utils.safe_save_file, transformers.TrainerState.save_to_json
+
+    def writing(self: Path, text: str, **options: Any) -> int:
+        for name in ("result.json", "task.json", "00000007.json", "run.json"):
+            if name in self.name and due(name, 1):
+                write_text(self, text[: len(text) // 2], **options)
+                raise full()
+        return write_text(self, text, **options)
+
+    def opening(self: Path, mode: str = "r", *given: Any, **options: Any) -> Any:
+        if self.name == "log.jsonl" and mode == "a" and due("log.jsonl", 6):
+            write_text(self, self.read_text() + '{"step": 6, "lo')
+            raise full()
+        return opened(self, mode, *given, **options)
+
+    def torch_saving(content: Any, file: Any, *given: Any, **options: Any) -> None:
+        if str(file).endswith("optimizer.pt") and due("optimizer.pt", 2):
+            Path(file).write_bytes(b"half of it")
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 65536 vs 65428")
+        torch_save(content, file, *given, **options)
+
+    def safe_saving(weights: Any, file: Any, **options: Any) -> None:
+        if due("model.safetensors", 2) or due("the model", 4):  # three checkpoints come before the model
+            Path(file).write_bytes(b"half of it")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        safe_save(weights, file, **options)
+
+    def state_saving(self: Any, file: str) -> None:
+        if due("trainer_state.json", 2):
+            Path(file).write_bytes(b'{"best_global_step": nu')
+            raise full()
+        save_state(self, file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", writing)
+        patch.setattr(Path, "open", opening)
+        patch.setattr(torch, "save", torch_saving)
+        patch.setattr(transformers.modeling_utils, "safe_save_file", safe_saving)
+        patch.setattr(transformers.TrainerState, "save_to_json", state_saving)
+        yield
+
+
+FULL = ["run.json", "00000007.json", "log.jsonl", "model.safetensors", "optimizer.pt", "trainer_state.json"]
+FULL += ["the model", "task.json", "result.json"]
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    Comparison(recipe, contenders("smoe"), 1, folder).run()
+    return folder
+
+
+@pytest.mark.parametrize("where", FULL)
+def test_a_full_disk_is_one_clear_error_that_costs_nothing_that_was_finished(
+    where: str, recipe: Recipe, undisturbed: str, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    routers = contenders(f"smoe,{ROUTER}")
+    with full_disk(where), pytest.raises(OSError, match=r"No space left|could not be written .* is the disk full") as caught:
+        Comparison(recipe, routers, 1, folder).run()
+    assert "\n" not in str(caught.value)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    cell = folder / "cells" / f"{ROUTER}-seed0"
+    assert not (cell / "result.json").exists()
+    for path in cell.rglob("*.json"):
+        json.loads(path.read_text())
+    left = [path.name for path in cell.rglob("*")]
+    assert not [name for name in left if name.startswith(".")]
+    checkpoints = list((cell / "training").glob("checkpoint-*"))
+    assert checkpoints == [path for path in [last_whole(cell / "training")] if path is not None]
+    assert ("model" in left) == (where in ("task.json", "result.json"))
+    again = Comparison(recipe, routers, 1, folder).run()
+    assert as_text(again[1:]) == undisturbed
+    assert as_text(again[:1]) == as_text(Comparison(recipe, contenders("smoe"), 1, finished).run())
+    lines = (cell / "training" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == again[1]["log"]
+
+
+def test_a_full_disk_while_the_summary_is_written_leaves_the_old_one(
+    recipe: Recipe, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    comparison = Comparison(recipe, contenders("smoe"), 1, folder)
+    rows = comparison.finish(comparison.run())
+    before = (folder / "results.json").read_bytes()
+    write_text = Path.write_text
+
+    def writing(self: Path, text: str, **options: Any) -> int:
+        write_text(self, text[:100], **options)
+        raise full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", writing)
+        with pytest.raises(OSError, match="No space left"):
+            comparison.finish(comparison.run())
+    assert (folder / "results.json").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["cells", "results.json", "run.json"]
+    assert json.dumps(comparison.finish(comparison.run())) == json.dumps(rows)

@@ -1,0 +1,179 @@
+"""A text to be tried on: which targets an attack leaves alone, and every token scored once."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.data import python_topics
+from holdfast.data.cuts import CUTS
+from holdfast.train import Comparison, Recipe, contenders, start
+from holdfast.train.evaluation import score_text
+from holdfast.train.loop import train
+from holdfast.train.text_task import TextTask, Trial
+
+CUTS_AND_BYTES = [*CUTS, "bytes"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several documents, some of them in every split."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(list(python_topics().values())[:24]):
+        (folder / f"{number:02d}.txt").write_text(f"Caf\u00e9 \u0130zmir {number} \U0001f642.\n{text[:3000]}")
+    return folder
+
+
+def task(tiny: Callable[..., Recipe], folder: Path, tokens: str, **changes: Any) -> TextTask:
+    every = {"data.source": str(folder), "data.tokens": tokens, "data.vocabulary": None, **changes}
+    return TextTask(tiny(every))
+
+
+def words(texts: list[str], cut: str) -> list[str]:
+    """What a model of words predicts, an end after each document or line."""
+    if cut == "words":
+        return [word for text in texts for word in [*CUTS[cut].line(text), "<eos>"]]
+    return [word for text in texts for line in text.splitlines(keepends=True) for word in [*line.split(), "<eos>"]]
+
+
+@pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
+def test_the_same_words_are_kept_in_the_clean_text_and_in_the_attacked_one(
+    tokens: str, tiny: Callable[..., Recipe], folder: Path
+) -> None:
+    own = task(tiny, folder, tokens)
+    before = [document.text for document in own._test]
+    assert len(before) > 1 and own.attack.changed > 50
+    kept = []
+    for trial, texts in ((own.clean, before), (own.attacked, list(own.attack.texts))):
+        pieces = list("\n".join(texts).encode()) if tokens == "bytes" else words(texts, tokens)
+        assert len(pieces) == len(trial.kept) == len(trial.blocks.tokens)
+        kept.append([piece for piece, stays in zip(pieces, trial.kept.tolist(), strict=True) if stays])
+        assert trial.bytes == sum(len(text.encode()) for text in texts)
+    assert kept[0] == kept[1]
+    lost = (~own.clean.kept).sum() / len(own.clean.kept)
+    assert 0.02 < lost < 0.5  # a fifth of the words that are no stop words
+
+
+def test_the_words_that_are_lost_are_the_changed_ones(tiny: Callable[..., Recipe], folder: Path) -> None:
+    own = task(tiny, folder, "words")
+    texts = list(own.attack.texts)
+    lost = [word for word, stays in zip(words(texts, "words"), own.attacked.kept.tolist(), strict=True) if not stays]
+    assert sum(word.count("aaa") for word in lost) == own.attack.changed
+    assert lost == [word for word in words(texts, "words") if "aaa" in word]  # "__aaa__" too
+
+
+@pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
+def test_at_rate_0_every_token_is_kept_and_both_figures_are_one(
+    tokens: str, tiny: Callable[..., Recipe], folder: Path
+) -> None:
+    own = task(tiny, folder, tokens, **{"attack.rate": 0.0, "data.test_bytes": 2500})
+    model = start(own, "smooth", {}, seed=0)
+    found = own.score(model)
+    assert "trials" not in found
+    for name in ("clean", "attacked"):
+        assert found[name]["kept_tokens"] == found[name]["tokens"] > 0
+        assert found[name]["figure_of_kept"] == found[name]["figure"] == found["clean"]["figure"]
+
+
+@torch.no_grad()
+def naive(model: Any, trial: Trial) -> tuple[list[float], list[bool]]:
+    """The negative log-likelihood of each token but the first, block by block, and whether it is kept."""
+    tokens, length = trial.blocks.tokens.long(), trial.blocks.length
+    found: list[float] = []
+    for first in range(0, len(tokens) - 1, length):
+        block = tokens[first : first + length + 1]
+        logits: Tensor = model.eval()(input_ids=block[None, :-1], use_cache=False).logits
+        found += [-float(row.log_softmax(-1)[target]) for row, target in zip(logits[0].double(), block[1:], strict=True)]
+    return found, trial.kept.tolist()[1:]
+
+
+def test_figures_are_those_of_a_naive_loop_over_the_tokens(
+    tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
+) -> None:
+    own = task(tiny, folder, "words", **{"data.test_bytes": 4000, "data.vocabulary": 200})
+    model = start(own, "symphony+smooth", {}, seed=0)
+    train(model, own, tmp_path, seed=0, k=2)  # of an untrained one all targets are equally hard
+    scores = own.score(model)
+    for trial, score in (
+        (own.clean, scores["clean"]),
+        (own.attacked, scores["attacked"]),
+        (own.misspelt, scores["trials"]["typos"]),
+    ):
+        losses, kept = naive(model, trial)
+        assert score["tokens"] == len(losses) == trial.blocks.scored
+        assert score["figure"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+        of_kept = [loss for loss, stays in zip(losses, kept, strict=True) if stays]
+        assert score["kept_tokens"] == len(of_kept) < len(losses)
+        assert score["figure_of_kept"] == pytest.approx(math.exp(sum(of_kept) / len(of_kept)), rel=1e-5)
+        assert score["bits_per_byte"] == pytest.approx(sum(losses) / math.log(2) / trial.bytes, rel=1e-5)
+    assert abs(scores["clean"]["figure"] / scores["clean"]["figure_of_kept"] - 1) > 1e-3
+
+
+def test_batches_of_any_size_give_the_same_figures(
+    tiny: Callable[..., Recipe], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = task(tiny, folder, "words", **{"data.test_bytes": 4000, "data.vocabulary": 200})
+    model = start(own, "similarity", {}, seed=0)
+    usual = score_text(model, own.attacked)
+    monkeypatch.setattr("holdfast.train.evaluation.TOKENS", {"cpu": 40})
+    few = score_text(model, own.attacked)
+    assert (few["tokens"], few["kept_tokens"]) == (usual["tokens"], usual["kept_tokens"])
+    assert [few[key] for key in ("figure", "figure_of_kept")] == pytest.approx([usual["figure"], usual["figure_of_kept"]])
+
+
+@pytest.mark.parametrize("limit", [700, 2900, 3100, 5000])
+def test_only_so_many_bytes_are_tested_cut_after_a_line(limit: int, tiny: Callable[..., Recipe], folder: Path) -> None:
+    whole = [document.data for document in task(tiny, folder, "words")._test]
+    own = task(tiny, folder, "words", **{"data.test_bytes": limit})
+    cut = [document.data for document in own._test]
+    last, full = cut[-1], whole[len(cut) - 1]
+    assert cut[:-1] == whole[: len(cut) - 1] and full.startswith(last)
+    assert last == full or last.endswith(b"\n")
+    size = sum(map(len, cut))
+    rest = [full[len(last) :], *whole[len(cut) :]]
+    next_line = next(line for data in rest for line in data.splitlines(keepends=True))
+    assert 0 < size <= limit < size + len(next_line)
+    texts = [data.decode() for data in cut]
+    score = score_text(start(own, "smoe", {}, seed=0), own.clean)
+    assert score["tokens"] == len(words(texts, "words")) - 1
+    assert own.clean.bytes == size
+    assert [each.data for each in task(tiny, folder, "words", **{"data.test_bytes": sum(map(len, whole))})._test] == whole
+
+
+def test_the_view_shows_the_pieces_of_the_text_and_an_expert_of_each_layer_for_each(
+    tiny: Callable[..., Recipe], folder: Path
+) -> None:
+    own = task(
+        tiny, folder, "words", **{"data.length": 40, "data.test_bytes": 150, "model.config.max_position_embeddings": 64}
+    )
+    view = own.view(start(own, "smoe", {}, seed=0).eval())
+    expected = words([document.text for document in own._test], "words")
+    count = len(expected) - 1 if len(expected) <= 40 else 40
+    known = set(own.tokenizer.describe()["words"])
+    shown = [word if word in known else "<unk>" for word in expected[:count]]
+    assert [piece.replace("\n", "<eos>") for piece in view["pieces"]] == shown
+    assert [len(layer) for layer in view["experts"]] == [count, count]  # padding has no expert
+    assert all(0 <= expert < 8 for layer in view["experts"] for expert in layer)
+
+
+def test_a_text_that_fills_no_block_gets_one_sentence_and_leaves_no_folder(
+    tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
+) -> None:
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"data.length": 99_999}, "a text of .* tokens does not fill one block of 99999"),
+        (
+            {"data.length": 2_500, "training.keep": "best", "training.batch": 1},
+            "a held-out text of .* does not fill one block",
+        ),
+        ({"data.test_bytes": 1}, "test_bytes is 1, which is less than the first line"),
+    ]
+    for changes, sentence in mistakes:
+        own = tiny({"data.source": str(folder), "model.config.max_position_embeddings": 2_500, **changes})
+        with pytest.raises(ValueError, match=sentence) as caught:
+            Comparison(own, contenders("smoe"), 1, tmp_path / "run").run()
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "run").exists()

@@ -1,0 +1,103 @@
+"""A trained model is tried again to the same scores, from the folder of its cell or of its model."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.metrics.report import plain
+from holdfast.train import Comparison, Recipe, contenders, load_trained
+from holdfast.train.trained import is_trained
+
+
+@pytest.fixture(scope="module")
+def cells(
+    tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    few = {"training.steps": 6, "training.save_every": 3}
+    text = tiny({**few, "data.tokens": "words"})
+    by_bytes = tiny({**few, "data.tokens": "bytes", "data.test_bytes": 1500})
+    pictures = digits({**few, "attack.examples": 8, "attack.steps": 1})
+    for name, recipe in (("text", text), ("bytes", by_bytes), ("pictures", pictures)):
+        Comparison(recipe, contenders("symphony+smooth[beta=0.5]"), 1, folder / name).run()
+    return {name: folder / name / "cells" / "symphony+smooth[beta=0.5]-seed0" for name in ("text", "bytes", "pictures")}
+
+
+@pytest.mark.parametrize("kind", ["text", "bytes", "pictures"])
+def test_stored_scores_are_found_again_to_the_last_digit(kind: str, cells: dict[str, Path]) -> None:
+    stored = json.loads((cells[kind] / "result.json").read_text())
+    for folder in (cells[kind], cells[kind] / "model"):
+        assert is_trained(folder)
+        trained = load_trained(folder)
+        scores = json.loads(json.dumps(plain(trained.task().score(trained.model))))
+        assert scores == {key: stored[key] for key in ("clean", "attacked", "trials")}
+
+
+def test_a_model_is_found_from_inside_its_folder(cells: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (cells["text"], cells["text"] / "model"):
+        monkeypatch.chdir(place)
+        assert load_trained(Path(".")).recipe.task == "text"
+
+
+def test_the_tokeniser_is_the_models_own_whatever_the_text_has_become(
+    tiny: Callable[..., Recipe], tmp_path: Path, text: Path
+) -> None:
+    """The words of a source may change; the numbers a model knows them by may not."""
+    source = tmp_path / "text.txt"
+    source.write_text(text.read_text())
+    recipe = tiny({"data.source": str(source), "training.steps": 1})
+    Comparison(recipe, contenders("smoe"), 1, tmp_path / "run").run()
+    before = load_trained(tmp_path / "run" / "cells" / "smoe-seed0").task().state()
+    source.write_text("Other words altogether.\n\n" * 900)
+    trained = load_trained(tmp_path / "run" / "cells" / "smoe-seed0")
+    assert trained.task().state() == before
+    assert trained.task().score(trained.model)["clean"]["tokens"] > 0
+
+
+DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "cut short": (lambda stored: json.dumps(stored)[:200], "is damaged"),
+    "no JSON": (lambda stored: "nothing", "is damaged"),
+    "not UTF-8": (lambda stored: b"\xff\xfe", "is damaged"),
+    "a list": (lambda stored: [stored], "is damaged"),
+    "a number": (lambda stored: 3, "is damaged"),
+    "no recipe": (lambda stored: {"tokenizer": stored["tokenizer"]}, "is damaged"),
+    "another recipe": (lambda stored: {**stored, "recipe": {"about": "x"}}, "is damaged: .*missing"),
+    "a typo": (lambda stored: {**stored, "recipe": {**stored["recipe"], "taks": "text"}}, "did you mean 'task'"),
+    "no tokeniser": (lambda stored: {"recipe": stored["recipe"]}, "damaged: it describes no tokeniser"),
+    "half a tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "words"}}, "damaged: it describes no tokeniser"),
+    "no words": (
+        lambda stored: {**stored, "tokenizer": {"kind": "words", "words": 3}},
+        "damaged: it describes no tokeniser",
+    ),
+    "a text for a tokeniser": (lambda stored: {**stored, "tokenizer": "words"}, "damaged: it describes no tokeniser"),
+    "a strange tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "wrds"}}, "did you mean 'words'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_record_gets_one_sentence(damage: str, cells: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "cell"
+    folder.mkdir()
+    shutil.copytree(cells["text"] / "model", folder / "model")
+    change, sentence = DAMAGED[damage]
+    written = change(json.loads((cells["text"] / "task.json").read_text()))
+    content = (
+        written if isinstance(written, bytes) else (written if isinstance(written, str) else json.dumps(written)).encode()
+    )
+    (folder / "task.json").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        load_trained(folder).task()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_trained_model_says_so(tmp_path: Path, cells: dict[str, Path]) -> None:
+    assert not is_trained(tmp_path) and not is_trained(tmp_path / "none")
+    for folder in (tmp_path, tmp_path / "none", cells["text"].parent):
+        with pytest.raises(ValueError, match=r"holds no trained model: there is no task\.json with a folder model"):
+            load_trained(folder)
+    (tmp_path / "task.json").write_bytes((cells["text"] / "task.json").read_bytes())
+    assert not is_trained(tmp_path)

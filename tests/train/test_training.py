@@ -1,0 +1,223 @@
+"""Training: what a recipe says is what is done, no knob is inert, the best checkpoint is kept, two processes are one."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from holdfast.hub import load
+from holdfast.train import Cell, Comparison, Recipe, Task, contenders, make_task, start
+from holdfast.train.loop import train
+
+ROUTERS = ("smoe", "symphony", "similarity", "attention", "ac", "smooth")
+Log = list[dict[str, float]]
+
+
+def trained(recipe: Recipe, folder: Path, router: str = "smoe") -> tuple[Any, Log]:
+    task = make_task(recipe)
+    model = start(task, router, {}, seed=0)
+    return model, train(model, task, folder, seed=0, k=recipe.sparse.k)
+
+
+def test_the_balance_coefficient_is_inert_in_no_router_of_a_comparison(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The papers' own code never switches it on."""
+    found = {}
+    for balance in (0.0, 0.3):
+        few = {"training.steps": 3, "training.warmup": 0, "training.learning_rate": 0.01, "data.test_bytes": 800}
+        comparison = Comparison(
+            tiny({**few, "sparse.balance": balance}), contenders(",".join(ROUTERS)), 1, tmp_path / str(balance)
+        )
+        found[balance] = {result["router"]: result for result in comparison.run()}
+    for router in ROUTERS:
+        without, with_it = found[0.0][router], found[0.3][router]
+        assert [line["loss"] for line in without["log"]] != [line["loss"] for line in with_it["log"]]
+        # Not only the sum that is logged: gradients, and so what is learnt.
+        assert without["log"][1]["grad_norm"] != with_it["log"][1]["grad_norm"], router
+        assert without["clean"]["nll"] != with_it["clean"]["nll"], router
+        assert without["first_batch"] == with_it["first_batch"]
+
+
+KNOBS: dict[str, Any] = {
+    "training.learning_rate": 0.02,
+    "training.warmup": 2,
+    "training.weight_decay": 0.5,
+    "training.clip": 0.01,
+    "training.accumulate": 2,
+    "training.batch": 8,
+    "training.precision": "bf16",
+    "sparse.k": 1,
+    "sparse.init": "copy",
+}
+
+
+def test_no_knob_of_training_is_inert(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    usual = {"training.steps": 3, "training.warmup": 0, "sparse.hidden": None}
+    _, plain = trained(tiny(usual), tmp_path / "plain")
+    for knob, value in KNOBS.items():
+        _, changed = trained(tiny({**usual, knob: value}), tmp_path / knob)
+        assert [line["step"] for line in changed] == [1, 2, 3]
+        assert [line["loss"] for line in changed] != [line["loss"] for line in plain], knob
+
+
+def test_micro_batches_add_up_to_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Without the balance loss, which is of each micro-batch."""
+    few = {"training.steps": 4, "training.warmup": 0, "sparse.balance": 0.0}
+    _, whole = trained(tiny({**few, "training.batch": 8}), tmp_path / "whole")
+    _, parts = trained(tiny({**few, "training.batch": 2, "training.accumulate": 4}), tmp_path / "parts")
+    for line, twin in zip(whole, parts, strict=True):
+        assert line == pytest.approx(twin, rel=2e-4)
+
+
+def test_the_learning_rate_warms_up_and_stays(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    changes = {"training.warmup": 4, "training.learning_rate": 0.01, "training.steps": 6}
+    _, log = trained(tiny(changes), tmp_path)
+    assert [line["learning_rate"] for line in log] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_bf16_trains_on_a_cpu_with_finite_figures(
+    kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    few = {
+        "training.precision": "bf16",
+        "training.steps": 3,
+        "data.test_bytes": 800,
+        "attack.examples": 4,
+        "attack.steps": 1,
+    }
+    recipe = tiny(few) if kind == "text" else digits(few)
+    for result in Comparison(recipe, contenders("smoe,ac+symphony+smooth,similarity"), 1, tmp_path / "run").run():
+        figures = [line[key] for line in result["log"] for key in ("loss", "grad_norm")]
+        figures += [result[trial]["figure"] for trial in ("clean", "attacked")]
+        assert all(math.isfinite(figure) for figure in figures)
+        assert all(0 <= share <= 1 for share in result["consistency"]["layers"])
+
+
+def rising(tiny: Callable[..., Recipe], **changes: Any) -> Recipe:
+    """A learning rate that grows until the loss rises."""
+    usual = {"training.learning_rate": 3.0, "training.warmup": 12, "training.keep": "best", "training.save_every": 3}
+    return tiny({**usual, **changes})
+
+
+def held_out(log: Log) -> dict[int, float]:
+    return {int(line["step"]): line["eval_loss"] for line in log if "eval_loss" in line}
+
+
+def loss_on(task: Task, model: Any) -> float:
+    """Of the held-out blocks, one after the other."""
+    held: Any = task.validation()
+    losses = []
+    with torch.no_grad():
+        for place in range(len(held)):
+            inputs = held.__getitems__([place])
+            logits = model.eval()(input_ids=inputs["input_ids"]).logits
+            losses.append(torch.nn.functional.cross_entropy(logits[0], inputs["labels"][0]))
+    return float(torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("router", ["smoe", "symphony+smooth"])
+def test_the_checkpoint_that_does_best_on_held_out_data_is_kept(
+    router: str, tiny: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    recipe = rising(tiny)
+    model, log = trained(recipe, tmp_path / "best", router)
+    losses = held_out(log)
+    assert list(losses) == [3, 6, 9, 12]
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 12 and losses[12] > 2 * losses[best]
+    assert [line["step"] for line in log if "loss" in line] == list(range(1, 13))  # and yet all of training was done
+    assert loss_on(make_task(recipe), model) == pytest.approx(losses[best], rel=1e-4)
+    kept, mine = load(tmp_path / "best" / f"checkpoint-{best}").state_dict(), model.eval().state_dict()
+    assert kept.keys() == mine.keys()
+    assert [name for name in kept if "staged_" not in name and not torch.equal(kept[name], mine[name])] == []
+    last, usual = trained(rising(tiny, **{"training.keep": "last"}), tmp_path / "last", router)
+    assert held_out(usual) == {}
+    assert [line for line in log if "loss" in line] == usual  # looking at held-out data changes nothing
+    assert loss_on(make_task(recipe), last) == pytest.approx(losses[12], rel=1e-4)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", [7, 13])
+def test_the_best_checkpoint_survives_an_interruption(step: int, tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """In the middle, and when all steps are done: only the best checkpoint is left then."""
+    recipe = rising(tiny, **{"model.config.attention_dropout": 0.2})
+    whole = Comparison(recipe, contenders("symphony+smooth"), 1, tmp_path / "whole").run()
+
+    def stop(cell: Cell, steps: int) -> None:
+        if steps == step:
+            raise Interrupted
+
+    def stop_saving(*_: Any) -> None:
+        raise Interrupted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdfast.train.cells.save_trained", stop_saving)
+        with pytest.raises(Interrupted):
+            Comparison(recipe, contenders("symphony+smooth"), 1, tmp_path / "run").run(stop)
+    left = sorted(path.name for path in tmp_path.glob("run/cells/*/training/checkpoint-*"))
+    assert left == (["checkpoint-3"] if step == 13 else ["checkpoint-3", "checkpoint-6"])
+    again = Comparison(recipe, contenders("symphony+smooth"), 1, tmp_path / "run").run()
+    assert json.dumps(again, sort_keys=True) == json.dumps(whole, sort_keys=True)
+
+
+def test_the_best_of_pictures_is_kept_too(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+    changes = {"training.keep": "best", "training.learning_rate": 0.2, "training.steps": 8, "training.save_every": 2}
+    model, log = trained(digits(changes), tmp_path)
+    losses = held_out(log)
+    best = min(losses, key=lambda step: losses[step])
+    assert list(losses) == [2, 4, 6, 8]
+    kept = load(tmp_path / f"checkpoint-{best}").state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+
+
+def test_a_batch_that_does_not_part_among_the_processes_gets_one_sentence(
+    tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"a batch of 4 does not part among 3 processes; set training.batch to a multiple"):
+        trained(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+RANKS = ("smoe", "symphony")
+
+
+def test_two_processes_train_as_one_with_the_whole_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Without the balance loss, which is of each process's part. Logs and snapshots are written once."""
+    changes = {"training.steps": 6, "training.save_every": 3, "training.warmup": 0, "sparse.balance": 0.0}
+    recipe = tiny({**changes, "training.accumulate": 2})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))
+    script = str(Path(__file__).with_name("on_ranks.py"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = [str(tmp_path / "recipe.yaml"), str(tmp_path / "two"), *RANKS]
+    run = subprocess.run([*launch, *given], capture_output=True, text=True, env=environment, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for router in RANKS:
+        model, alone = trained(recipe, tmp_path / "one" / router, router)
+        lines = [json.loads(line) for line in (tmp_path / "two" / router / "log.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone], abs=1e-4)
+        both = [torch.load(tmp_path / "two" / f"{router}.{rank}.pt") for rank in (0, 1)]
+        for name, value in model.eval().state_dict().items():
+            assert torch.equal(both[0][name], both[1][name])
+            if "staged_" not in name:
+                torch.testing.assert_close(both[0][name], value, atol=2e-3, rtol=0.01, msg=f"{router}: {name}")
+        for path in (tmp_path / "one" / router / "snapshots").iterdir():
+            one, two = (
+                json.loads((tmp_path / which / router / "snapshots" / path.name).read_text()) for which in ("one", "two")
+            )
+            for layer, twin in zip(one["layers"], two["layers"], strict=True):
+                same = [old == new for old, new in zip(layer["sets"], twin["sets"], strict=True)]
+                assert sum(same) / len(same) > 0.98

@@ -1,0 +1,108 @@
+"""The vision recipes with their own tables of layers, on small pictures in narrow models."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.hub import trace
+from holdfast.train import Recipe, load_recipe, make_task, start
+from holdfast.train.loop import train
+from holdfast.train.picture_task import PictureTask
+
+SMALL: dict[str, dict[str, Any]] = {
+    "swin-moe": {
+        "model.config.embed_dim": 8,
+        "model.config.num_heads": [1, 2, 2, 4],
+        "model.config.window_size": 2,
+        "model.config.patch_size": 2,
+    },
+    "vmoe": {
+        "model.config.hidden_size": 16,
+        "model.config.intermediate_size": 16,
+        "model.config.num_attention_heads": 2,
+        "sparse.hidden": 16,
+    },
+}
+SPARSE = {
+    "swin-moe": [f"swin.encoder.layers.2.blocks.{block}" for block in range(1, 18, 2)] + ["swin.encoder.layers.3.blocks.1"],
+    "vmoe": ["vit.layers.6", "vit.layers.7"],
+}
+SIDES = {"swin-moe": [4, 2], "vmoe": [2]}  # patches a side at the sparse layers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise of three colours, in train/CLASS and val/CLASS as ImageNet lies."""
+    from PIL import Image
+
+    folder, source = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for channel, name in enumerate(("blue", "green", "red")):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = source.integers(0, 80, (40, 48, 3), dtype=np.uint8)
+                pixels[:, :, 2 - channel] += 120
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+def small(name: str, folder: Path, **changes: Any) -> Recipe:
+    step = {"training.steps": 1, "training.batch": 6, "training.warmup": 0, "training.precision": "float32"}
+    return load_recipe(
+        name, {**step, "sparse.experts": 4, "data.size": 32, **SMALL[name], "data.source": f"{folder}/", **changes}
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_papers_layers_are_sparse_and_a_step_of_training_works(name: str, folder: Path, tmp_path: Path) -> None:
+    task = make_task(small(name, folder))
+    assert isinstance(task, PictureTask) and task.pictures.classes == ("blue", "green", "red")
+    model = start(task, "smoe", {}, seed=0)
+    probe = task.probe()
+    assert probe["pixel_values"].shape == (12, 3, 32, 32)
+    with torch.no_grad(), trace(model.eval()) as routes:
+        model(**probe)
+    assert [place.rpartition(".mlp")[0] for place in routes.names] == SPARSE[name]
+    before = {key: value.clone() for key, value in model.named_parameters()}
+    (line,) = train(model, task, tmp_path / "run", seed=0, k=2)
+    assert line["step"] == 1 and 0.5 < line["loss"] < 2.5
+    moved = {key for key, value in model.named_parameters() if not torch.equal(value, before[key])}
+    assert any(".experts." in key for key in moved) and any("router.score" in key for key in moved)
+    view = task.view(model.eval())
+    assert len(view["pictures"]) == 8 and {shown["label"] for shown in view["pictures"]} == {"blue", "green", "red"}
+    side = max(SIDES[name])
+    for shown in view["pictures"]:
+        assert shown["grid"] == [side, side] and len(shown["pixels"]) == 32
+        assert [len(layer) for layer in shown["experts"]] == [side * side] * len(SPARSE[name])
+
+
+def test_of_a_later_stage_each_larger_patch_covers_the_smaller_ones_beneath(folder: Path) -> None:
+    task = make_task(small("swin-moe", folder))
+    model = start(task, "smoe", {}, seed=0).eval()
+    shown = task.view(model)["pictures"][0]["experts"]
+    with torch.no_grad(), trace(model) as routes:
+        model(pixel_values=task.probe()["pixel_values"][:1])
+    early, late = routes[0].experts[:, 0].tolist(), routes[9].experts[:, 0].tolist()
+    assert (len(early), len(late)) == (16, 4)
+    assert shown[0] == early
+    assert shown[9] == [late[2 * (row // 2) + column // 2] for row in range(4) for column in range(4)]
+
+
+def test_attacked_and_watched_pictures_are_of_every_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.picture_task.WATCHED", 6)
+    task = make_task(small("vmoe", folder, **{"attack.examples": 3}))
+    assert isinstance(task, PictureTask)
+    labels = task.pictures.images("test").labels
+    assert labels.tolist() == sorted(labels.tolist())
+    assert set(labels[task._attacked_numbers()].tolist()) == {0, 1, 2}
+    watched = task.probe()["pixel_values"].mean((2, 3)).argmax(1)
+    assert set(watched.tolist()) == {0, 1, 2}
+    assert task.describe()["attack"]["examples"] == 3
+
+
+def test_pictures_that_are_not_there_get_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder; pictures lie in one folder a class"):
+        make_task(small("vmoe", tmp_path / "none"))
