@@ -121,15 +121,3 @@ def sigmoid_gate(
 ) -> Gate:
     weight = torch.randn(experts, dim, generator=generator(seed + 1)) / dim**0.5
     return Gate(weight, k, rule=grouped_sigmoid(experts, groups, kept, seed, spread))
-
-
-def sets(gate: Gate, tokens: Tensor) -> Tensor:
-    """(T,E) bool: what a native gate chooses in float32."""
-    from holdfast.certify.reading import _ranks
-    from holdfast.ops.topk import top
-
-    logits = torch.nn.functional.linear(
-        tokens.float(), gate.weight.float(), None if gate.bias is None else gate.bias.float()
-    )
-    ranks = logits.softmax(-1) if gate.rule is None else _ranks(gate.rule, logits)
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(ranks, gate.k), True)

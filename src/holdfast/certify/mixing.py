@@ -111,13 +111,12 @@ class Mixed(Problem):
     def radii(self, errors: Tensor | None) -> Tensor:
         """(T,M): by how much, relative to the most there is, each condition may lose. Not yet radii."""
         ahead, behind = (side[..., 0] for side in self.pairs[:2])
-        margins = self.margins
-        if errors is not None:
+        margins, ranges = self.margins, self.ranges[ahead, behind]
+        if errors is not None:  # once in the gates that margins were read from, once at the moved tokens
             roundings = SOFTMAX_ROUNDINGS + 3 * self.graph.shape[0] + 2 * self.mixing.real.shape[1]
-            relative = torch.expm1(2 * errors + roundings * unit(torch.float32))
             largest_gates = self.graph.amax(1)
-            margins = margins - 2 * relative * (largest_gates[ahead] + largest_gates[behind]) - 1e-30
-        ranges = self.ranges[ahead, behind]
+            rounded = torch.tensor(roundings * unit(torch.float32)).expm1() * (largest_gates[ahead] + largest_gates[behind])
+            margins = margins - 2 * (ranges * torch.tanh(errors / 2) + rounded) - 1e-30
         never = (margins > 0) | ((margins == 0) & self.pairs.ties_hold)
         return (margins / ranges.clamp_min(TINY)).where(ranges > 0, torch.where(never, torch.inf, 0.0))
 

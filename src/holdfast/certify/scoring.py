@@ -134,7 +134,8 @@ class LinearScoring(Scoring):
         far = reach.unsqueeze(1)
         stored = 2 * arithmetic.output * (self.planes.logits.abs() + self.planes.bias.abs() + far * self.planes.slopes)
         summed = products * (sizes + self.planes.bias.abs() + far * growth)
-        return summed * (1 + 2 * arithmetic.output) + stored + arithmetic.underflow(self.terms)
+        lost = (growth > 0) * arithmetic.underflow(self.terms)  # sums of 0 are 0
+        return summed * (1 + 2 * arithmetic.output) + stored + lost
 
     def value_errors(self, arithmetic: Arithmetic, reach: Tensor) -> Tensor:
         return self.plane_errors(arithmetic, reach)
