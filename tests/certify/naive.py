@@ -77,6 +77,24 @@ def symphony_radii(graph: Tensor, weight: Tensor, tokens: Tensor, k: int) -> tup
     return pairwise, proposition
 
 
+def mixed_radii(weight: Tensor, sequence: Tensor, gates: Tensor, k: int, tau: float) -> list[float]:
+    """Of similarity on its own tokens, in l2: the largest r with range (tanh(r D / 4) + tanh(change(r) / 2)) < margin."""
+    apart = max(float((one - other).norm()) for one in weight for other in weight)
+    lengths = [float(x.norm()) for x in sequence.double()]
+    radii = []
+    for length, row in zip(lengths, gates.double().tolist(), strict=True):
+        order = sorted(range(len(row)), key=lambda e: (-row[e], e))
+        margin = row[order[k - 1]] - row[order[k]]
+        low, high = 0.0, 10.0
+        for _ in range(100):
+            r = (low + high) / 2
+            change = max(r * length + r * other + r * r for other in lengths) / tau
+            good = 2 * (math.tanh(r * apart / 4) + math.tanh(change / 2)) < margin
+            low, high = (r, high) if good else (low, r)
+        radii.append(low)
+    return radii
+
+
 def nearest_flip(chosen: Tensor, distances: Tensor) -> float:
     """Of points with their sets (P,E) and distances from the first one: how near the nearest with another set is."""
     other = distances[(chosen != chosen[0]).any(1)]

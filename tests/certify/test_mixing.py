@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from certify.naive import mixed_radii
 from certify.subjects import attention, build, generator
 
 from holdfast.certify import NoBound, Smoothing, certify
@@ -29,6 +30,31 @@ def test_two_tokens_with_equal_weights_by_hand() -> None:
     assert found.kind == "lower bound"
     assert found.margin.flatten().tolist() == pytest.approx([mean, mean], rel=1e-6)
     assert found.distance.flatten().tolist() == pytest.approx([2 * math.atanh(mean / 2)] * 2, rel=1e-6)
+
+
+def test_distances_are_what_loops_say_for_every_sequence() -> None:
+    """Sequences of short and of long tokens: the longest of its own counts, not that of another."""
+    made, tokens, _ = build("similarity", length=7)
+    tokens = tokens * torch.tensor([0.1, 1.0, 3.0, 0.5]).view(4, 1, 1)
+    assert isinstance(made.score, Linear)
+    weight, routing = made.score.weight.detach().double(), made(tokens)
+    found = certify(made, tokens)
+    for sequence, gates, distances in zip(tokens, routing.gates.view(4, 7, -1), found.distance, strict=True):
+        expected = mixed_radii(weight, sequence, gates, 2, 1.0)
+        torch.testing.assert_close(distances, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-12)
+
+
+def test_the_token_that_is_easiest_to_turn_counts_for_all() -> None:
+    """Of cosines the shortest projection turns fastest: with one in the sequence, the others are certified for less."""
+    torch.manual_seed(0)
+    made = router("xmoe+similarity", dim=12, experts=8, k=2).eval()
+    seen = Context(attention=attention(1, 5, 12, seed=0))
+    tokens = torch.randn(1, 5, 12, generator=generator(0))
+    short = tokens.clone()
+    short[:, 2] *= 0.05  # the same direction, and so the same gates
+    before, after = certify(made, tokens, seen), certify(made, short, seen)
+    torch.testing.assert_close(before.margin, after.margin, rtol=1e-3, atol=1e-6)
+    assert (after.distance[:, :2] < 0.2 * before.distance[:, :2]).all()
 
 
 def test_an_inert_token_graph_is_the_plain_router() -> None:

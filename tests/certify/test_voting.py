@@ -65,7 +65,6 @@ def test_a_token_s_result_depends_on_seed_and_index_only() -> None:
 
 
 def test_selection_and_estimation_use_different_noise() -> None:
-    vote = MajorityVote(two_experts(), Smoothing(sigma=1.0))
     tokens = torch.zeros(5, 2)
     seen: list[Tensor] = []
 
@@ -73,9 +72,7 @@ def test_selection_and_estimation_use_different_noise() -> None:
         seen.append(rows)
         return two_experts()(rows)
 
-    vote = MajorityVote(route, Smoothing(sigma=1.0))
-    list(vote.draws(tokens, 20, skip=1))
-    list(vote.draws(tokens, 20))
+    certify_vote(MajorityVote(route, Smoothing(sigma=1.0, samples=20, selection=20)), tokens)
     assert len(seen) == 40 and len({row.sum().item() for row in seen}) == 40
     noise = torch.stack(seen)
     assert noise.std().item() == pytest.approx(1.0, abs=0.1)

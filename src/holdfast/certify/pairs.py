@@ -79,11 +79,6 @@ def crossings(chosen: Tensor) -> Pairs:
     return Pairs(ahead.unsqueeze(-1), behind.unsqueeze(-1), valid, torch.zeros_like(each), chosen.shape[1])
 
 
-def only(pairs: Pairs, valid: Tensor) -> Pairs:
-    """Those conditions that are also `valid (T,M)`, or (T,1)."""
-    return pairs._replace(valid=pairs.valid & valid)
-
-
 def along(pairs: Pairs, way: Tensor | int) -> Pairs:
     """The conditions as a part of an alternative, `way (T,M)`."""
     return pairs._replace(way=torch.zeros_like(pairs.way) + way)

@@ -21,7 +21,6 @@ from holdfast.certify.pairs import (
     crossings,
     joined,
     kept_groups,
-    only,
     swaps,
 )
 from holdfast.certify.planes import Planes, Supports
@@ -197,9 +196,8 @@ class Reading:
             return chosen, swaps(chosen)
         first, above = best(keys, 1), keys > self.threshold
         chosen = above | first
-        # An expert that is alone stays so while no other is above the threshold and, either, it is itself or stays the best.
-        alone = chosen.sum(1, keepdim=True) == 1
-        return chosen, joined(along(crossings(chosen), 1 * (alone & first)), only(along(swaps(first), 2), alone))
+        # The best expert is chosen while it is above the threshold, and also while it is the best.
+        return chosen, joined(along(crossings(chosen), first.long()), along(swaps(first), 2))
 
 
 def read_router(router: Router, tokens: Tensor, context: Context, norm: Norm) -> Reading:
