@@ -47,9 +47,10 @@ def certify(
     except NoBound as reason:
         if smoothing is not None and isinstance(subject, Router):
             return certify_vote(MajorityVote(subject, smoothing, context=context), tokens, norm)
-        raise NoBound(
-            f"{reason}, so no radius is known for this router; say smoothing=Smoothing(sigma=...) to certify its vote."
-        ) from None
+        instead = (
+            "say smoothing=Smoothing(sigma=...)" if isinstance(subject, Router) else "give its callable to MajorityVote"
+        )
+        raise NoBound(f"{reason}, so no radius is known for it; {instead} to certify its majority vote.") from None
     return _collected(reading, tokens, real, norm, computed)
 
 

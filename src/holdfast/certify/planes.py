@@ -45,7 +45,7 @@ class Planes(Problem):
         errors = self.scoring.plane_errors(arithmetic, reach)
         if self.read == "softmax":
             errors = errors + (SOFTMAX_ROUNDINGS + planes.experts) * unit(torch.float32)
-        if self.read == "sigmoid":  # as flat as exp(-|l|)/4 at l: a rounding of the gate is as many logits as that
+        if self.read == "sigmoid":  # as flat as exp(-|l|)/4 at l: a rounding of the gate is that many logits
             errors = errors + 64 * unit(torch.float32) * (planes.logits.abs() + reach.unsqueeze(1) * planes.slopes).exp()
         return errors
 

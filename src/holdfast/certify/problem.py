@@ -84,9 +84,9 @@ def tightened(cheap: Tensor, pairs: Pairs, tighten: Callable[[Tensor], Tensor]) 
         if not rows.any():
             break
         values, which = candidates.topk(min(AT_A_TIME, cheap.shape[1]), dim=1, largest=False)
-        now = radii.gather(1, which)
-        radii = radii.scatter(1, which, tighten(which).maximum(now).where(values.isfinite(), now))
-        left = left.scatter(1, which, left.gather(1, which) & ~values.isfinite())
+        now, wanted = radii.gather(1, which), values.isfinite() & rows.unsqueeze(1)  # not for tokens that are done
+        radii = radii.scatter(1, which, tighten(which).maximum(now).where(wanted, now))
+        left = left.scatter(1, which, left.gather(1, which) & ~wanted)
     return radii
 
 

@@ -161,7 +161,8 @@ class Reading:
 
     def _sigmoids(self, scoring: Scoring) -> Problem:
         correction = self.correction or Correction(torch.zeros_like(scoring.planes.bias))
-        plain = not correction.grouped and bool((correction.bias == correction.bias[0]).all())
+        same = bool((correction.bias == correction.bias[0]).all()) and float(correction.bias[0].abs()) <= 1
+        plain = same and not correction.grouped
         if plain and self.graph is None and isinstance(scoring, LinearScoring):
             chosen = best(scoring.planes.logits, self.k)
             return Planes(scoring, swaps(chosen), chosen, "sigmoid")

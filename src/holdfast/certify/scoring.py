@@ -190,10 +190,9 @@ class CosineScoring(Scoring):
         shortest = (length - reach * speed).clamp_min(torch.finfo(torch.float64).tiny)
         sizes, growth = self.planes.magnitudes(self.matrix.abs())
         of_length = self._products(arithmetic) * (sizes.norm(dim=-1) + reach * growth.norm(dim=-1)) / shortest
+        of_length = of_length + arithmetic.output * (length + reach * speed) / shortest
         of_products = self.plane_errors(arithmetic, reach) / shortest.unsqueeze(1)
-        return (
-            of_products + (of_length + arithmetic.output + self.finishing * unit(torch.float32)).unsqueeze(1)
-        ) / self.temperature
+        return (of_products + (of_length + self.finishing * unit(torch.float32)).unsqueeze(1)) / self.temperature
 
     @property
     def finishing(self) -> int:
@@ -217,7 +216,7 @@ def read_score(score: Score, tokens: Tensor, context: Context, norm: Norm) -> Sc
         raise NoBound(f"the score {type(score).__name__} is neither linear in the token nor a cosine")
     matrix = score.matrix.detach().to(rows.device).double()
     inputs = sum(given.dtype == torch.float64 for given in (tokens, score.matrix))
-    if isinstance(score, Cosine):
+    if type(score) is Cosine:  # not a subclass, which may do anything with the product
         units = torch.nn.functional.normalize(score.embeddings.detach().double(), dim=-1)
         planes = Affine(rows.double(), units @ matrix, torch.zeros_like(units[:, 0]), norm, scales)
         return CosineScoring(planes, matrix, inputs, units, float(score.log_temperature.double().exp()))
@@ -238,7 +237,7 @@ def _added(score: LinearScore, rows: Tensor) -> Tensor:
     zeros = torch.zeros(1, 1, score.matrix.shape[0], device=rows.device)
     with torch.no_grad():
         bias = score.finish(zeros).flatten().detach()
-        if not isinstance(score, Linear | Frozen):
+        if type(score) not in (Linear, Frozen):
             projected = (rows.float() @ score.matrix.float().t()).unsqueeze(0)
             if bias.numel() != projected.shape[-1] or not all(
                 torch.equal(score.finish(projected * times), projected * times + bias) for times in PROBES

@@ -97,7 +97,7 @@ class MajorityVote:
         for start in range(0, count, BLOCK):
             block = next(noise)
             for sample in block[: count - start]:
-                yield self.route((rows + sample).view(tokens.shape))
+                yield self.route((rows.float() + sample).to(tokens.dtype).view(tokens.shape))
 
     def coordinates(self, tokens: Tensor) -> int:
         """How many numbers a token's set depends on."""
@@ -128,7 +128,7 @@ class Noise:
     def __next__(self) -> Tensor:
         width = self.like.shape[1]
         block = torch.stack([torch.randn(BLOCK, width, generator=source) for source in self.sources], dim=1)
-        return block.to(self.like) * self.sigma
+        return block.to(self.like.device) * self.sigma
 
 
 @torch.no_grad()
