@@ -9,7 +9,7 @@ from certify.probing import sets_of
 from certify.subjects import EXACT, build, generator
 from torch import Tensor
 
-from holdfast.certify import NORMS, Gate, Norm, certify
+from holdfast.certify import NORMS, Gate, Norm, certify, undecided
 from holdfast.routing import Linear, Router, SmoothTopK, TopK, router
 from holdfast.routing.rules import Softmax
 
@@ -57,6 +57,20 @@ def test_relu_switches_where_a_logit_is_zero() -> None:
 def test_with_all_experts_chosen_nothing_can_change() -> None:
     found = certify(by_hand([[1.0, 0.0], [0.0, 1.0]], k=2), torch.tensor([[2.0, 1.0]]))
     assert found.radius.item() == math.inf and found.relative.item() == math.inf and found.pair.tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize("name", ["ac", "symphony row", "symphony+smooth", "xmoe+symphony", "similarity", "attention"])
+def test_every_router_with_all_experts_chosen_is_certified_everywhere(name: str) -> None:
+    made, tokens, context = build(name, batch=1, experts=5, k=5)
+    found = certify(made, tokens, context)
+    assert found.radius.isinf().all() and (found.pair == 5).all()
+    assert not undecided(made, tokens, torch.bfloat16, context).any()
+
+
+@pytest.mark.parametrize("name", ["linear", "symphony row", "top-p", "xmoe+top-p"])
+def test_a_single_expert_is_always_chosen(name: str) -> None:
+    made, tokens, context = build(name, batch=1, experts=1, k=1)
+    assert (certify(made, tokens, context).relative > 0.3).all()  # cosines only up to where z could become 0
 
 
 def test_equal_experts_have_no_plane_between_them() -> None:

@@ -15,7 +15,7 @@ from holdfast.routing import Context, Router, SmoothTopK
 from holdfast.routing.parts import TINY
 
 ALONE = [name for name in ROUTERS if name not in SEQUENCES]
-TRIES = 48
+TRIES = 40
 SIGMOIDS: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "sigmoid without bias": {"spread": 0.0},
@@ -48,7 +48,7 @@ def test_no_perturbation_inside_the_radius_changes_a_set(name: str, norm: Norm) 
     normal = steepest(slopes(keys_of(made, context, name), tokens, found), norm)
     tries = chain([normal], directions(tokens, norm, TRIES))
     tried, changed = probe(sets_of(made, context, core_of(made)), tokens, found.radius, norm, tries)
-    assert tried > 0.9 * TRIES * found.radius.numel()  # 3,000 pairs; 3,000 x 2 norms x the routers: more than 100,000
+    assert tried > 0.9 * TRIES * found.radius.numel()  # 2,500 pairs, for 23 routers in 2 norms: with the tests below far more than 100,000
     assert changed == 0
     assert found.kind == ("exact" if name in EXACT else "lower bound")
     assert (found.radius > 0).float().mean() > 0.95
@@ -109,7 +109,7 @@ def test_no_attack_on_routes_succeeds_inside_the_radius(name: str) -> None:
             context=context,
             k=core_of(made),
             steps=20,
-            restarts=2,
+            restarts=1,
             pairs=1,
             candidates=2,
             rounds=0,

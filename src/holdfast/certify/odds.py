@@ -24,7 +24,7 @@ from holdfast.certify.arithmetic import unit
 from holdfast.certify.norms import ABOVE
 from holdfast.certify.pairs import Pairs
 from holdfast.certify.planes import SOFTMAX_ROUNDINGS
-from holdfast.certify.problem import Problem, largest, tightened
+from holdfast.certify.problem import Problem, largest, least, tightened
 from holdfast.certify.scoring import Scoring
 
 NEGLIGIBLE = 1e-7  # relative to a gate: what it must exceed underflow by
@@ -113,7 +113,4 @@ class Odds(Problem):
         rho = float(torch.linalg.matrix_norm(centred, ord=2))
         proposition = self.margins / (2 * max(rho, TINY) * lipschitz * ABOVE)
         found = {"pairwise": pairwise, "proposition 1": proposition}
-        return {name: self._least(radii) for name, radii in found.items()}
-
-    def _least(self, radii: Tensor) -> Tensor:
-        return self.outward(radii.where(self.pairs.valid, torch.inf).amin(1).clamp_min(0))
+        return {name: self.outward(least(radii, self.pairs).radius) for name, radii in found.items()}
