@@ -48,7 +48,8 @@ def test_no_perturbation_inside_the_radius_changes_a_set(name: str, norm: Norm) 
     normal = steepest(slopes(keys_of(made, context, name), tokens, found), norm)
     tries = chain([normal], directions(tokens, norm, TRIES))
     tried, changed = probe(sets_of(made, context, core_of(made)), tokens, found.radius, norm, tries)
-    assert tried > 0.9 * TRIES * found.radius.numel()  # 2,500 pairs, for 23 routers in 2 norms: with the tests below far more than 100,000
+    # 2,500 pairs, for 23 routers in 2 norms: with the tests below far more than 100,000.
+    assert tried > 0.9 * TRIES * found.radius.numel()
     assert changed == 0
     assert found.kind == ("exact" if name in EXACT else "lower bound")
     assert (found.radius > 0).float().mean() > 0.95
