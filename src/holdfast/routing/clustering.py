@@ -76,9 +76,19 @@ class Clustered(Score, StatefulPart):
         return {"spreads": (MEMORY * self.spreads + (1 - MEMORY) * mean).where(counts >= FEWEST_TOKENS, self.spreads)}
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        features = self.features(tokens, context)
+        if features is None:
+            return self.base(tokens, context)
+        return self.base.finish(scaled_linear_float32(tokens, *features, self.base.matrix))
+
+    def features(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
+        """Mixture (T,C) and scales (C,d), whose product is what each token's features are multiplied with.
+
+        A row of 0 in the mixture leaves a token as it is; None leaves all. In training this stages the batch's spreads.
+        """
         previous = context.previous
         if previous is None or self.plain:
-            return self.base(tokens, context)
+            return None
         self._check(previous)
         members = self._members(previous)
         spreads = self.spreads.clone()
@@ -88,10 +98,7 @@ class Clustered(Score, StatefulPart):
                 spreads = (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
             else:
                 self.stage(deviations=deviations, counts=counts)
-        projected = scaled_linear_float32(
-            tokens, self._mixture(previous, members), feature_scales(spreads), self.base.matrix
-        )
-        return self.base.finish(projected)
+        return self._mixture(previous, members), feature_scales(spreads)
 
     def _check(self, previous: Previous) -> None:
         width, experts = previous.tokens.shape[-1], previous.routing.gates.shape[-1]
