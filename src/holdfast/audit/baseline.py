@@ -104,9 +104,7 @@ class Baseline:
             flips = ask_rounded(self.audited, layer, seen, dtype)[real]
             self.undecided[layer][name].update(alarm, flips)
 
-    def _note_risk(
-        self, layer: int, found: Certificates, real: Tensor, sample: Sample, reader: Reader | None
-    ) -> None:
+    def _note_risk(self, layer: int, found: Certificates, real: Tensor, sample: Sample, reader: Reader | None) -> None:
         relative = found.relative.reshape(-1)[real]
         radius, pair = found.radius.reshape(-1)[real], found.pair.reshape(-1, 2)[real]
         worst = relative.argsort(stable=True)[: self.keep].tolist()
@@ -168,7 +166,7 @@ def _where(sample: Sample, row: int, reader: Reader | None) -> dict[str, Any]:
     sequence, position = divmod(row, ids.shape[1])
     mask = sample.inputs.get("attention_mask")
     line = ids[sequence].tolist()
-    near = [place for place in range(max(0, position - AROUND), min(len(line), position + AROUND + 1))]
+    near = list(range(max(0, position - AROUND), min(len(line), position + AROUND + 1)))
     if mask is not None and mask.dim() == 2:
         near = [place for place in near if mask[sequence, place]]
     text = None if reader is None else reader.decode([line[position]])

@@ -24,8 +24,8 @@ class Alone(Perturbation):
     harmless: ClassVar[bool] = True
 
     def unavailable(self, audited: Audited, sample: Sample) -> str | None:
-        padded = clean_mask(sample) is not None and not bool(clean_mask(sample).all())  # type: ignore[union-attr]
-        if sample.size == 1 and not padded:
+        mask = clean_mask(sample)
+        if sample.size == 1 and (mask is None or bool(mask.all())):
             return "every batch is one sequence without padding, which is alone already."
         return None
 
@@ -72,7 +72,7 @@ class Padded(Perturbation):
 
     def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
         assert sample.ids is not None
-        size, length = sample.ids.shape
+        length = sample.ids.shape[1]
         mask = torch.ones_like(sample.ids) if clean_mask(sample) is None else sample.inputs["attention_mask"]
         inputs = {name: self._pad(tensor, 0) for name, tensor in sample.inputs.items()}
         inputs |= {"input_ids": self._pad(sample.ids, audited.pad), "attention_mask": self._pad(mask, 0)}

@@ -1,4 +1,4 @@
-"""Two forwards over the same tokens, compared: routes, gate weights, outputs, predictions, losses. Sums that can be merged."""
+"""Two forwards over the same tokens, compared: routes, gate weights, outputs, predictions, losses, as sums that merge."""
 
 import statistics
 from dataclasses import dataclass
@@ -75,7 +75,10 @@ class Tally:
         return max(changes.tokens for changes in self.routes)
 
     def compare(self, before: Observation, after: Observation, rows: list[Rows] | None = None) -> None:
-        """`rows` of each layer that are the same tokens; by default all that are real. Inside the perturbation: experts run."""
+        """`rows` of each layer that are the same tokens; by default all that are real.
+
+        To be called while the model is still perturbed, because experts are run.
+        """
         rows = [(before.real(layer),) * 2 for layer in range(len(before.layers))] if rows is None else rows
         for layer, pair in enumerate(rows):
             self.compare_layer(layer, before, after, pair)
@@ -104,8 +107,9 @@ class Tally:
         self.losses.update(one.nll[first][scored], two.nll[second][scored])
 
     def merge(self, other: Self) -> Self:
-        for mine, theirs in zip([*self.routes, *self.outputs], [*other.routes, *other.outputs], strict=True):
-            mine.merge(theirs)  # type: ignore[arg-type]
+        for layer in range(len(self.routes)):
+            self.routes[layer].merge(other.routes[layer])
+            self.outputs[layer].merge(other.outputs[layer])
         self.predictions.merge(other.predictions)
         self.losses.merge(other.losses)
         self.details += other.details
@@ -130,7 +134,8 @@ class Tally:
 
     def _overall(self, layers: list[dict[str, Any]]) -> dict[str, Any]:
         """Means over layers; the predictions and losses are the model's."""
-        means = {name: statistics.fmean(layer[name] for layer in layers) for name in ("flips", "first_flips", "weight_change")}
+        routes = ("flips", "first_flips", "weight_change")
+        means = {name: statistics.fmean(layer[name] for layer in layers) for name in routes}
         parts = ("total", "flip", "rest", "flip_share")
         output = {name: statistics.fmean(layer["output"][name] for layer in layers) for name in parts}
         compared = "predictions" in self.predictions._sums and float(self.predictions._sums["predictions"]) > 0

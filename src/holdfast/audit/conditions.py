@@ -35,7 +35,7 @@ class Condition:
             raise ValueError(unknown("number of the audit", self.name, numbers))
         value = numbers[self.name]
         if value is None:
-            raise ValueError(f"{self.name} was not measured in this audit; there is nothing to compare with {self.number:g}.")
+            raise ValueError(f"{self.name} was not measured in this audit; there is nothing to compare.")
         return SIGNS[self.sign](value, self.number), value
 
 
