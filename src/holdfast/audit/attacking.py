@@ -2,13 +2,14 @@
 
 import warnings
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from holdfast.attacks import AttackWarning, attack_routes
 from holdfast.audit.comparing import Tally
-from holdfast.audit.observing import Observation
+from holdfast.audit.observing import Observation, observe
 from holdfast.audit.perturbation import Perturbation
 from holdfast.audit.rounding import ask
 from holdfast.audit.samples import Sample
@@ -33,47 +34,45 @@ class Attack(Perturbation):
     def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
         if sample.number:
             return
-        for layer, record in enumerate(clean.layers):
-            moved, summary = self._moved(clean, layer)
-            routing = ask(clean.calls[layer], moved)
-            site, tokens = audited.sites[layer], record.tokens
+        seen = observe(audited, self._few(sample, clean))
+        for layer, record in enumerate(seen.layers):
+            moved, summary = self._moved(seen, layer)
+            routing = ask(seen.calls[layer], moved)
+            tokens = record.tokens
             experts, weights = routing.experts.to(tokens.device), routing.weights.to(tokens.device, record.weights)
-            routed = site.experts(tokens, experts, weights)
+            routed = audited.sites[layer].experts(tokens, experts, weights)
             after = replace(record, routing=routing, routed=routed, output=record.output + (routed - record.routed))
-            there = replace(clean, layers=[*clean.layers[:layer], after, *clean.layers[layer + 1 :]])
-            rows = clean.real(layer)
-            rows = rows[rows < self._attacked(clean, layer)]
-            into.compare_layer(layer, clean, there, (rows, rows))
+            there = replace(seen, layers=[*seen.layers[:layer], after, *seen.layers[layer + 1 :]])
+            into.compare_layer(layer, seen, there, (seen.real(layer), seen.real(layer)))
             into.details.append({"layer": layer, **summary})
 
-    def _attacked(self, clean: Observation, layer: int) -> int:
-        """How many rows: whole sequences, the first of them, since tokens may inform each other."""
-        length = len(clean.layers[layer].tokens) // clean.sequences
-        return length * min(clean.sequences, max(1, self.tokens // length))
+    def _few(self, sample: Sample, clean: Observation) -> Sample:
+        """Whole sequences, the first of them, since tokens may inform each other."""
+        length = len(clean.layers[0].tokens) // clean.sequences
+        count = max(1, self.tokens // length)
+        inputs = {name: tensor[:count] for name, tensor in sample.inputs.items()}
+        return replace(sample, inputs=inputs, labels=None if sample.labels is None else sample.labels[:count])
 
-    def _moved(self, clean: Observation, layer: int) -> tuple[torch.Tensor, dict[str, object]]:
-        call, tokens = clean.calls[layer], clean.calls[layer].tokens
-        flat = tokens.reshape(-1, tokens.shape[-1])
-        count = self._attacked(clean, layer)
-        budgets = self.budget * flat.double().norm(dim=-1)
-        real = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
-        real[clean.real(layer)] = True
-        budgets = budgets.where(real & (torch.arange(len(flat), device=flat.device) < count), 0.0)
-        lead = tokens.shape[:-1]
-        options = {"context": call.context} if isinstance(call.route, Router) else {"joint": False}
+    def _moved(self, seen: Observation, layer: int) -> tuple[Tensor, dict[str, Any]]:
+        call, tokens = seen.calls[layer], seen.calls[layer].tokens
+        real = torch.zeros(tokens.shape[:-1].numel(), dtype=torch.bool, device=tokens.device)
+        real[seen.real(layer)] = True
+        # A family's gate looks at one token at a time; of a router of ours its traits tell.
+        options: dict[str, Any] = {"context": call.context} if isinstance(call.route, Router) else {"joint": False}
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore", AttackWarning)
             found = attack_routes(
                 call.route,
                 tokens.float(),
-                budget=budgets.view(lead).float().double(),
-                padding=(budgets > 0).view(lead),
+                budget=self.budget,
+                relative=True,
+                padding=real.view(tokens.shape[:-1]),
                 steps=STEPS,
                 rounds=0,
                 bisections=4,
                 seed=self.seed,
-                **options,  # type: ignore[arg-type]
+                **options,
             )
+        kept = ("rate", "tokens", "smallest", "median", "budget", "norm", "relative", "joint", "steps", "seed", "flags")
         summary = found.summary()
-        kept = {name: summary[name] for name in ("rate", "tokens", "smallest", "median", "flags")}
-        return found.inputs.to(tokens.dtype), {**kept, "budget": self.budget, "norm": "l2", "relative": True}
+        return found.inputs.to(tokens.dtype), {name: summary[name] for name in kept}

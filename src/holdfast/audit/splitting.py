@@ -85,4 +85,9 @@ def kept_weights(site: Site, experts: Tensor, after: Routing) -> Tensor:
 def _weighed(rule: Rule, after: Routing, slots: Tensor, in_use: Tensor, *, informed: bool) -> Tensor:
     logits, gates = after.logits.unsqueeze(0), after.gates.unsqueeze(0)
     scores = Scores.from_gates(gates, logits) if informed else Scores(logits, gates, informed=False, raw=logits)
-    return rule.weigh(scores, slots.unsqueeze(0), in_use.unsqueeze(0), None, slots.shape[1]).squeeze(0)
+    slots, in_use = slots.unsqueeze(0), in_use.unsqueeze(0)
+    # Rules take slots ranked: Phi-MoE's weight of an expert depends on which went before.
+    ranks = rule.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
+    order = ranks.argsort(dim=-1, descending=True, stable=True)
+    weights = rule.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
+    return torch.zeros_like(weights).scatter(-1, order, weights).squeeze(0)

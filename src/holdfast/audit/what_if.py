@@ -29,6 +29,7 @@ class WhatIf:
             "cost": {name: _pair(one[name], two[name]) for name in ("loss", "perplexity", "experts_per_token")},
             "flips": {name: _pair(one["flips"][name], two["flips"][name]) for name in names},
             "flip_output": {name: _pair(one["output"][name]["flip"], two["output"][name]["flip"]) for name in names},
+            "output": {name: _pair(one["output"][name]["total"], two["output"][name]["total"]) for name in names},
             "prediction_flips": {
                 name: _pair(one["prediction_flips"][name], two["prediction_flips"][name]) for name in names
             },

@@ -54,9 +54,11 @@ def _layers(report: AuditReport) -> Table:
     title = (
         f"{report.model['name']}: {report.overall['tokens']} tokens, {report.overall['experts_per_token']:.2f} experts each"
     )
-    columns = ("layer", "entropy", "CV of load", "dead", "near ties", "undecided, bf16", "radius", "below 0.001")
+    columns = ("layer", "entropy", "load CV", "dead", "near ties", "undecided", "radius", "< 0.001")
     table = _table(
-        title, *columns, caption="Entropy: of log E. Near ties: within 0.01. Radius: median, of a token's length."
+        title,
+        *columns,
+        caption="Entropy: of log E. Near ties: within 0.01. Undecided: in bf16. Radius: median, of a token's length.",
     )
     for layer in report.layers:
         ties = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
@@ -74,7 +76,7 @@ def _layers(report: AuditReport) -> Table:
 
 
 def _perturbations(report: AuditReport) -> Table:
-    columns = ("perturbation", "sets", "first", "weights", "output", "by flips", "predictions", "loss")
+    columns = ("", "sets", "first", "weights", "output", "by flips", "predicted", "loss")
     caption = (
         "Sets, first experts and predictions that change; change of gate weights (L1), of layers' outputs, of the loss."
     )
@@ -130,9 +132,9 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        table.add_column(column)
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        table.add_column(column, no_wrap=place == 0)
     return table
 
 
