@@ -11,16 +11,24 @@ import holdfast
 from holdfast.audit import what_if
 
 
-@pytest.mark.parametrize("make", [lambda: tiny("mixtral"), lambda: tiny("deepseek_v3"), sparse])
+def mixtral() -> Any:
+    return tiny("mixtral")
+
+
+@pytest.mark.parametrize("make", [mixtral, sparse])
 def test_smooth_routes_lower_what_flips_do_and_the_model_is_restored(make: Any) -> None:
+    """With a strip that is wide against the noise. The narrow one of an untrained model gains little: docs/audit.md."""
     model = make()
     kept, hooked, size = state(model), hooks(model), model.config.vocab_size
     with torch.no_grad():
         before = model(**next(batches(1))).logits
-    found = what_if(model, list(batches(6, vocabulary=size)), "smooth", perturb=["none", "noise"])
+    inputs = list(batches(6, vocabulary=size))
+    found = what_if(model, inputs, "smooth", options={"eps": 1.0}, perturb=["none", "noise"])
     summary = found.summary()
-    flips = summary["flip_output"]["noise.0.01"]
-    assert flips["after"] < 0.7 * flips["before"]
+    for level in ("noise.0.01", "noise.0.05"):
+        flips = summary["flip_output"][level]
+        assert flips["after"] < 0.3 * flips["before"]
+        assert summary["output"][level]["after"] < summary["output"][level]["before"]  # and nothing is lost elsewhere
     assert summary["cost"]["experts_per_token"]["before"] == 2 < summary["cost"]["experts_per_token"]["after"]
     assert summary["cost"]["loss"]["before"] != summary["cost"]["loss"]["after"]
     with torch.no_grad():
@@ -38,7 +46,7 @@ def test_the_model_is_restored_when_the_second_audit_fails() -> None:
     model = tiny("mixtral")
 
     def refuse(done: int, what: str) -> None:
-        if holdfast.trace and getattr(model.model.layers[0].mlp.gate, "holdfast", None) is not None:
+        if getattr(model.model.layers[0].mlp.gate, "holdfast", None) is not None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

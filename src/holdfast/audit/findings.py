@@ -124,11 +124,11 @@ def _graph(layer: dict[str, Any]) -> Iterator[Finding]:
 
 def _of_perturbation(name: str, one: dict[str, Any]) -> Iterator[Finding]:
     """One finding for each perturbation, about the layer where it is worst."""
-    worst = max(one["layers"], key=lambda layer: float(layer["flips"]))
+    worst = max(one["layers"], key=lambda layer: (layer["flips"], layer["weight_change"], layer["output"]["total"]))
     flips, threshold = float(worst["flips"]), _threshold(name, one)
     again = name == "none"
-    if again and (flips or worst["weight_change"] or one["overall"]["output"]["total"]):
-        text = f"layer {worst['layer']}: {flips:.1%} of tokens change experts when the same forward is run twice"
+    if again and (flips or worst["weight_change"] or worst["output"]["total"]):
+        text = f"layer {worst['layer']} changes when the same forward is run twice, {flips:.1%} of tokens their experts"
         yield Finding("evaluation", worst["layer"], "severe", flips, 0, text, "nothing measured here can be trusted", 3.0)
     elif flips > threshold and not again:
         severity: Severity = "severe" if one["harmless"] else "serious" if name.split(".")[0] != "attack" else "minor"

@@ -91,10 +91,8 @@ def layers_table(audit: Audit) -> Sheet:
     rows = []
     for layer, dtype, reason in zip(audit.layers, undecided, reasons, strict=True):
         ties = {strip.width: strip.share for strip in layer.near_ties.strips}
-        known = isinstance(layer.radius, Radii)
         rows.append(
             {
-                "router": layer.name,
                 "experts": str(layer.experts),
                 "entropy, nats": figure(layer.entropy, 3),
                 "of the most there can be": share(layer.entropy_share),
@@ -102,9 +100,7 @@ def layers_table(audit: Audit) -> Sheet:
                 "dead experts": str(len(layer.load.dead)),
                 **{f"tokens within {width:g} of a tie": share(ties.get(width)) for width in widths},
                 **{f"undecided in {name}": share(dtype[name].share if name in dtype else None) for name in dtypes},
-                "median relative radius": number(layer.radius.median if isinstance(layer.radius, Radii) else None)
-                if not known or layer.radius.median is not None  # type: ignore[union-attr]
-                else "beyond all bins",
+                "median relative radius": _median(layer.radius),
                 **({"no certificate, because": reason} if any(reasons) else {}),
             }
         )
@@ -200,7 +196,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def signed(value: float | None) -> str:
-    return figure(value) if value is None else f"{value:+.2g}"
+    return figure(value) if value is None else f"{value:+.4f}"
+
+
+def _median(found: Radii | Skipped) -> str:
+    if isinstance(found, Skipped):
+        return number(None)
+    return f"above {found.edges[-1]:g}" if found.median is None else number(found.median)
 
 
 def _times(text: str, within: str) -> int:

@@ -7,10 +7,23 @@ from itertools import pairwise
 from typing import Any
 
 from holdfast.report.audits import Audit, Radii, Skipped
-from holdfast.report.traces import ALL_LAYERS, Plot, Trace, curve_of, every, folded, height, label, layer_axis, names_axis, trace
+from holdfast.report.traces import (
+    ALL_LAYERS,
+    Plot,
+    Trace,
+    curve_of,
+    every,
+    folded,
+    height,
+    label,
+    layer_axis,
+    names_axis,
+    trace,
+)
 
 DECADES = (-5, 0)  # of the shares that change: from what stands for 0 to all
 LEAST = -4.5  # the logarithm that the smallest change above 0 is drawn with
+MOST_GAPS = 32  # cells in a row with a pixel between them; with more there would be little else on a phone
 LOW = 1e-3  # a relative radius that nobody would notice
 
 
@@ -30,11 +43,11 @@ def flips(audit: Audit) -> Plot:
     ticks = list(range(DECADES[0], DECADES[1] + 1))
     bar = {
         "tickvals": ticks,
-        "ticktext": ["0", *(f"{100 * 10.0**decade:g}%" for decade in ticks[1:])],
-        **_bar("tokens whose experts change"),
+        "ticktext": ["0", *(f"{100 * 10.0**decade:g}" for decade in ticks[1:])],
+        **_bar("% of the tokens"),
     }
     data = [_heat(layers, names, shares, texts, zmin=DECADES[0], zmax=DECADES[1], colorbar=bar)] if names else []
-    layout = {"xaxis": _cells(layers), "yaxis": names_axis(), "height": 90 + height(data)}
+    layout = {"xaxis": _cells(layers, "layer"), "yaxis": names_axis(), "height": 90 + height(data)}
     caption = (
         "The share of tokens whose set of experts changes, by perturbation and layer, on a logarithmic scale. "
         "What has no effect on a token should be at 0 in every layer; a gap is a layer without such tokens."
@@ -81,7 +94,8 @@ def undecided(audit: Audit) -> Plot:
     data = []
     for place, (name, shares) in enumerate(found.items()):
         hover = f"{label(name)}, layer %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
-        data.append(curve_of(place, None, *map(list, zip(*shares, strict=True)), hover, name=label(name)))  # type: ignore[arg-type]
+        x, y = [layer for layer, _ in shares], [share for _, share in shares]
+        data.append(curve_of(place, None, x, y, hover, name=label(name)))
     layout = {
         "xaxis": layer_axis(1 + max(layer.layer for layer in audit.layers)),
         "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
@@ -92,7 +106,7 @@ def undecided(audit: Audit) -> Plot:
 
 
 def load(audit: Audit) -> Plot:
-    layers = [layer.layer for layer in audit.layers]
+    layers = [str(layer.layer) for layer in audit.layers]
     most = max(len(layer.load.percent) for layer in audit.layers)
     rows, texts = [], []
     for layer in audit.layers:
@@ -106,8 +120,8 @@ def load(audit: Audit) -> Plot:
     data = [_heat(experts, layers, rows, texts, zmin=0, zmax=max(2.0, highest), colorbar=_bar("load / even load"))]
     tall = max(320, min(900, 150 + 18 * len(layers)))
     layout = {
-        "xaxis": {**_cells(experts), "title": {"text": "expert"}},
-        "yaxis": {**_cells(layers), "autorange": "reversed"},
+        "xaxis": _cells(experts, "expert"),
+        "yaxis": {**names_axis(), "title": {"text": "layer"}},
         "height": tall,
     }
     caption = (
@@ -138,17 +152,20 @@ def _bins(edges: Sequence[float]) -> Iterator[str]:
 
 def _heat(x: Sequence[Any], y: Sequence[Any], z: list[Any], texts: list[list[str]], **style: Any) -> Trace:
     hover = {"text": texts, "hovertemplate": "%{text}<extra></extra>", "hoverongaps": False}
-    return {"type": "heatmap", "meta": {}, "x": list(x), "y": list(y), "z": z, "xgap": 1, "ygap": 1, **hover, **style}
+    gaps = {"xgap": int(len(x) <= MOST_GAPS), "ygap": int(len(y) <= MOST_GAPS)}
+    return {"type": "heatmap", "meta": {}, "x": list(x), "y": list(y), "z": z, **gaps, **hover, **style}
 
 
 def _bar(title: str) -> dict[str, Any]:
     """A colour scale above the plot: beside it, a phone would have no room."""
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 1}
-    return {**place, "thickness": 10, "outlinewidth": 0, "title": {"text": title, "side": "top"}}
+    return {**place, "thickness": 10, "outlinewidth": 0, "tickangle": 0, "title": {"text": title, "side": "top"}}
 
 
-def _cells(numbers: Sequence[int]) -> dict[str, Any]:
-    return {**layer_axis(len(numbers)), "tick0": 0, "dtick": every(len(numbers)), "showgrid": False}
+def _cells(numbers: Sequence[int], title: str) -> dict[str, Any]:
+    """The title begins with an empty line, or plotly sets it between two numbers where they are far apart."""
+    ticks = {"tick0": 0, "dtick": every(len(numbers))}
+    return {"title": {"text": f"<br>{title}"}, **ticks, "zeroline": False, "showgrid": False}
 
 
 def _logarithm(share: float | None) -> float | None:

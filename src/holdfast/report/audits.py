@@ -4,14 +4,25 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from holdfast.audit.findings import Finding, diagnose
-from holdfast.audit.report import SCHEMA, AuditReport
 from holdfast.report.results import Number
 from holdfast.report.shell import AUDIT
+
+if TYPE_CHECKING:  # audits need models, and a page of a comparison does not
+    from holdfast.audit import Finding
 
 
 class _Part(BaseModel):
@@ -22,6 +33,14 @@ class _Part(BaseModel):
 
 class Skipped(_Part):
     skipped: str
+
+
+def _kind(found: Any) -> str:
+    """Tells what was left out from what was found, so that a mistake in one is not told as one in the other."""
+    return "skipped" if isinstance(found, Skipped) or (isinstance(found, dict) and "skipped" in found) else "found"
+
+
+_IfSkipped = Annotated[Skipped, Tag("skipped")]
 
 
 class Radii(_Part):
@@ -72,7 +91,6 @@ class CoSelection(_Part):
 
 class Layer(_Part):
     layer: NonNegativeInt
-    name: str = ""
     tokens: int
     experts: PositiveInt
     entropy: Number
@@ -81,8 +99,8 @@ class Layer(_Part):
     near_ties: NearTies
     experts_per_token: Usage
     co_selection: CoSelection
-    radius: Skipped | Radii
-    undecided: Skipped | dict[str, Undecided]
+    radius: Annotated[_IfSkipped | Annotated[Radii, Tag("found")], Discriminator(_kind)]
+    undecided: Annotated[_IfSkipped | Annotated[dict[str, Undecided], Tag("found")], Discriminator(_kind)]
 
 
 class Output(_Part):
@@ -196,6 +214,8 @@ def read_audit(path: Path) -> dict[str, Any]:
 
 def checked(stored: Any, source: str = AUDIT) -> dict[str, Any]:
     """Itself, or one sentence about the first thing that is wrong. `source` is what the sentence calls it."""
+    from holdfast.audit.report import SCHEMA
+
     if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
         found = stored.get("schema") if isinstance(stored, Mapping) else None
         raise ValueError(f"{source} is no audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
@@ -212,7 +232,12 @@ def parse_audit(stored: Mapping[str, Any], source: str = AUDIT) -> Audit:
         raise ValueError(f"{source} is damaged at {place}: {first['msg'].lower()}; audit the model again.") from None
 
 
-def findings(stored: Mapping[str, Any]) -> list[Finding]:
+def findings(stored: Mapping[str, Any], source: str = AUDIT) -> "list[Finding]":
     """What is wrong with the model, the most harmful first."""
+    from holdfast.audit import AuditReport, diagnose
+
     names = AuditReport.__dataclass_fields__
-    return diagnose(AuditReport(**{name: value for name, value in stored.items() if name in names}))
+    try:
+        return diagnose(AuditReport(**{name: value for name, value in stored.items() if name in names}))
+    except (KeyError, TypeError, ValueError) as problem:  # such as a perturbation that this version has never heard of
+        raise ValueError(f"{source} holds what this version does not know ({problem}); audit the model again.") from None
