@@ -10,7 +10,8 @@ from torch import Tensor
 
 import holdfast
 
-WORDS = "the of a is to cat sat on mat dog ran over river green house small window friend letter garden winter apple".split()
+SENTENCE = "the of a is to cat sat on mat dog ran over river green house small window friend letter garden winter apple"
+WORDS = SENTENCE.split()
 ALL = ("none", "noise", "routing", "model", "batch", "backend", "words", "typos", "attack")
 
 

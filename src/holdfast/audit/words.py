@@ -79,5 +79,5 @@ def _places(spans: Spans, kept: np.ndarray) -> dict[tuple[int, int, int], int]: 
     for place, (start, end) in enumerate(spans.tolist()):
         if kept[place] and start < end:
             found[start, end, seen[start, end]] = place
-        seen[start, end] += 1
+            seen[start, end] += 1  # of those left alone: a replaced word's old characters are others now
     return found
