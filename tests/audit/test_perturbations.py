@@ -39,6 +39,17 @@ def test_every_family_is_audited_under_every_perturbation(model_type: str) -> No
         assert ran(found)[name]["overall"]["output"]["total"] < 1e-5, name
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_a_model_in_bfloat16_is_compared_with_itself_in_float32(model_type: str) -> None:
+    model = tiny(model_type).bfloat16()
+    kept = state(model)
+    found = audit(model, batches())
+    assert {name for name, one in found.perturbations.items() if one["skipped"]} == {"words", "typos"}
+    assert ran(found)["model.fp32"]["overall"]["output"]["total"] > 0.001 and found.model["dtype"] == "bfloat16"
+    assert ran(found)["attack"]["overall"]["flips"] > 0 == ran(found)["none"]["overall"]["output"]["total"]
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+
+
 def test_a_model_whose_routers_are_constant_flips_under_nothing() -> None:
     found = audit(constant(), texts(), tokenizer=tokenizer(), batch=3, noise=(0.01, 0.5), budget=0.5)
     assert len(ran(found)) == 13

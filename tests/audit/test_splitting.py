@@ -113,7 +113,8 @@ def test_the_flip_part_of_a_smooth_router_vanishes_with_the_noise_and_that_of_to
     """Per token that flips: a jump does not shrink, a fade does."""
 
     def size(router: str, level: float) -> float:
-        model = holdfast.reroute(tiny("mixtral"), router, **({"eps": 1.0} if router == "smooth" else {}))
+        options: dict[str, Any] = {"eps": 1.0} if router == "smooth" else {}
+        model = holdfast.reroute(tiny("mixtral"), router, **options)
         many = torch.randint(3, 64, (32, 40), generator=torch.Generator().manual_seed(5))
         audited, before, after, _ = pair(model, level, [{"input_ids": many}])
         found = []

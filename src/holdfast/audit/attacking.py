@@ -1,7 +1,9 @@
 """The perturbation that looks for the worst: each router's inputs moved, within a budget, so that tokens change experts."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -14,7 +16,7 @@ from holdfast.audit.perturbation import Perturbation
 from holdfast.audit.rounding import ask
 from holdfast.audit.samples import Sample
 from holdfast.audit.subject import Audited
-from holdfast.routing import Router
+from holdfast.routing import Router, Routing
 
 STEPS = 5
 
@@ -57,12 +59,14 @@ class Attack(Perturbation):
         call, tokens = seen.calls[layer], seen.calls[layer].tokens
         real = torch.zeros(tokens.shape[:-1].numel(), dtype=torch.bool, device=tokens.device)
         real[seen.real(layer)] = True
-        # A family's gate looks at one token at a time; of a router of ours its traits tell.
-        options: dict[str, Any] = {"context": call.context} if isinstance(call.route, Router) else {"joint": False}
+        route: Any = call.route
+        options: dict[str, Any] = {"context": call.context}
+        if not isinstance(route, Router):  # a family's gate: looks at one token at a time, in its own dtype
+            route, options = partial(_ask_in, call.route, tokens.dtype), {"joint": False}
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore", AttackWarning)
             found = attack_routes(
-                call.route,
+                route,
                 tokens.float(),
                 budget=self.budget,
                 relative=True,
@@ -76,3 +80,7 @@ class Attack(Perturbation):
         kept = ("rate", "tokens", "smallest", "median", "budget", "norm", "relative", "joint", "steps", "seed", "flags")
         summary = found.summary()
         return found.inputs.to(tokens.dtype), {name: summary[name] for name in kept}
+
+
+def _ask_in(gate: Callable[[Tensor], Routing], dtype: torch.dtype, tokens: Tensor) -> Routing:
+    return gate(tokens.to(dtype))
