@@ -14,6 +14,7 @@ PUBLIC = {
     "MoE",
     "Router",
     "Routing",
+    "audit",
     "load",
     "register",
     "reroute",

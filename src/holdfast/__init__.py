@@ -1,5 +1,6 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast.audit.running import audit as audit
 from holdfast.hub import load as load
 from holdfast.hub import reroute as reroute
 from holdfast.hub import restore as restore
@@ -27,6 +28,7 @@ __all__ = [
     "MoE",
     "Router",
     "Routing",
+    "audit",
     "load",
     "register",
     "reroute",

@@ -1,30 +1,23 @@
 """The page in headless Chromium: does it draw, filter, fit, and stay quiet?"""
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report.browsing import visit
 from report.stored import SNAPSHOTS, stored, stored_once, stored_pictures
 
 from holdfast.report import write_report
 from holdfast.report.results import parse
 from holdfast.report.views import COLOURS
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
 EVIL = '<img src=x onerror="alert(1)">%{x}<b>'
 ROUTERS = ("smoe", "smooth", EVIL)
 PIECES = ["Return", "<script>alert(1)</script>", EVIL, "</script>", "\"'", "שלום\u202e", "two\nlines\r\n", "", "a" * 500]
 SHOWN_PIECES = [*PIECES[:6], "two↵lines↵", *PIECES[7:]]
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="there is no chromium with its chromedriver")
 
 # Visible traces by plot: how many plotly has drawn, and of which routers.
 DRAWN = """
@@ -55,40 +48,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("report")
     kinds = {"texts": texts(), "pictures": stored_pictures(ROUTERS), "once": stored_once(ROUTERS)}
     return {name: write_report(parse(content), folder / f"{name}.html") for name, content in kinds.items()}
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service(DRIVER, env={**os.environ, "SE_OFFLINE": "true"}))
-    yield browser
-    browser.quit()
-
-
-@pytest.fixture(params=[(1280, "light"), (360, "dark")], ids=["desktop", "phone"])
-def screen(chromium: Any, request: pytest.FixtureRequest) -> Any:
-    width, theme = request.param
-    screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    scheme = {"name": "prefers-color-scheme", "value": theme}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    chromium.get("about:blank")  # so that no test takes the page of the last one for its own
-    for kind in ("browser", "performance"):
-        chromium.get_log(kind)
-    return chromium
-
-
-def visit(browser: Any, page: Path) -> None:
-    """On a busy machine the driver comes back while a page is still loading."""
-    browser.get(page.as_uri())
-    ready = "return location.href === arguments[0] && document.readyState === 'complete'"
-    WebDriverWait(browser, 30).until(lambda browser: browser.execute_script(ready, page.as_uri()))
 
 
 @pytest.fixture

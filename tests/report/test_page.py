@@ -5,13 +5,13 @@ import hashlib
 import html
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs
 from report.stored import stored, stored_once, stored_pictures
+from report.tags import Tags
 
 from holdfast.report import read_results, render, write_report
 from holdfast.report.page import MARKS, SCRIPTS, THEMES
@@ -20,32 +20,6 @@ from holdfast.report.results import parse
 from holdfast.report.traces import SYMBOLS, WIDTH, folded
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
-
-
-class Tags(HTMLParser):
-    """Every tag with its attributes, the text outside of scripts, and the scripts."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text, self.scripts = "", [""]
-        self._inside = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attributes)))
-        self._inside = tag if tag in ("script", "style") else ""
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif not self._inside:
-            self.text += data
 
 
 def page_of(content: dict[str, Any]) -> Tags:

@@ -4,19 +4,21 @@ import sys
 from collections.abc import Callable
 
 from holdfast.cli.attack import Attack
+from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.train import Train
 
-Command = Attack | Compare | Evaluate | Report | Routers | Train
+Command = Attack | Audit | Compare | Evaluate | Report | Routers | Train
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
     "train": Train,
     "evaluate": Evaluate,
     "attack": Attack,
+    "audit": Audit,
     "report": Report,
     "routers": Routers,
 }
@@ -36,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as mistake:
         print(f"holdfast: {mistake}", file=sys.stderr)
         return 2
+    except ConditionHolds as condition:
+        print(f"holdfast: {condition}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("holdfast: stopped.", file=sys.stderr)
         return 130

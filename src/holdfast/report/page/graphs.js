@@ -1,4 +1,7 @@
 "use strict";
+// From the theme's lowest colour to its highest, as plotly wants it.
+const heatScale = ({ heat }) => heat.map((colour, place) => [place / (heat.length - 1), colour]);
+
 // The expert graphs of one router and layer: a heat map for each snapshot, as many in a row as there is room for.
 const drawGraphs = (() => {
   const ROOM = { least: 150, most: 260 }; // pixels across, for a heat map with its labels
@@ -43,7 +46,6 @@ const drawGraphs = (() => {
   return (element, { steps, low, high }, graphs, { theme, width: given, config }) => {
     const width = Math.max(given, ROOM.least); // a window may have no width at all for a moment
     const { traces, layout } = arranged(graphs, steps, width, theme);
-    const last = theme.heat.length - 1;
     Plotly.react(element, traces, {
       ...layout,
       width,
@@ -54,7 +56,7 @@ const drawGraphs = (() => {
       plot_bgcolor: theme.ground,
       font: { family: "system-ui, sans-serif", size: 13, color: theme.ink },
       coloraxis: {
-        cmin: low, cmax: high, colorscale: theme.heat.map((colour, place) => [place / last, colour]),
+        cmin: low, cmax: high, colorscale: heatScale(theme),
         colorbar: {
           orientation: "h", x: 0, xanchor: "left", xpad: AROUND.left, y: 0, yanchor: "bottom", ypad: 4,
           lenmode: "pixels", len: Math.min(width, ROOM.most), thickness: 10, outlinewidth: 0, tickfont: font, nticks: 5,

@@ -15,9 +15,10 @@
   const shown = ({ router, layer: own }) => !hidden.has(router) && (own === undefined || own === layer);
 
   function coloured(trace, theme) {
+    if (trace.type === "heatmap") return { ...trace, visible: shown(trace.meta), colorscale: heatScale(theme) };
     const color = theme.routers[trace.meta.router % theme.routers.length];
     const marker = { ...trace.marker, color, line: { ...trace.marker?.line, color } };
-    const copy = { ...trace, visible: shown(trace.meta), marker, line: { ...trace.line, color }, showlegend: false };
+    const copy = { ...trace, visible: shown(trace.meta), marker, line: { ...trace.line, color }, showlegend: "name" in trace };
     for (const bar of ["error_x", "error_y"]) if (trace[bar]) copy[bar] = { ...trace[bar], color };
     return copy;
   }
@@ -99,7 +100,7 @@
     }
     for (const chip of document.querySelectorAll(".chip")) chip.ariaPressed = String(!hidden.has(Number(chip.dataset.router)));
     for (const row of document.querySelectorAll("tr[data-router]")) row.hidden = hidden.has(Number(row.dataset.router));
-    for (const note of document.querySelectorAll(".layer")) note.textContent = layer === "all" ? "all layers, mean" : `layer ${layer}`;
+    for (const note of document.querySelectorAll(".layer")) note.textContent = layer === "all" ? note.dataset.every : `layer ${layer}`;
     drawGraph();
     showViews();
   }
@@ -111,7 +112,7 @@
   }
 
   for (const chip of document.querySelectorAll(".chip")) chip.addEventListener("click", () => toggle(Number(chip.dataset.router)));
-  document.getElementById("everything").addEventListener("click", () => { hidden.clear(); draw(); });
+  document.getElementById("everything")?.addEventListener("click", () => { hidden.clear(); draw(); });
   document.getElementById("layer")?.addEventListener("change", (event) => { layer = event.target.value; draw(); });
   document.getElementById("graph-router")?.addEventListener("change", (event) => {
     graphRouter = Number(event.target.value);

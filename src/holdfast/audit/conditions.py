@@ -1,0 +1,46 @@
+"""Conditions on a report, for scripts: "undecided.bf16>0.05". A name of its overall numbers, a sign, a number."""
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from holdfast.audit.report import AuditReport
+from holdfast.suggest import unknown
+
+SIGNS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_WRITTEN = re.compile(r"\s*([\w.]+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+
+
+@final
+@dataclass(frozen=True)
+class Condition:
+    name: str
+    sign: str
+    number: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sign} {self.number:g}"
+
+    def holds(self, report: AuditReport) -> tuple[bool, float]:
+        """Whether it does, and the number it is about; a `ValueError` where the report has none of that name."""
+        numbers = report.numbers()
+        if self.name not in numbers:
+            raise ValueError(unknown("number of the audit", self.name, numbers))
+        value = numbers[self.name]
+        if value is None:
+            raise ValueError(f"{self.name} was not measured in this audit; there is nothing to compare.")
+        return SIGNS[self.sign](value, self.number), value
+
+
+def parse(written: str) -> Condition:
+    found = _WRITTEN.fullmatch(written)
+    if found is None:
+        raise ValueError(f"{written!r} is no condition; write a name, one of > >= < <=, and a number: undecided.bf16>0.05.")
+    return Condition(found[1], found[2], float(found[3]))

@@ -1,0 +1,72 @@
+"""What an audit found, as plain data. docs/audit.md explains every key."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, final
+
+from holdfast.metrics.report import plain
+from holdfast.writing import write_whole
+
+SCHEMA = 1
+
+
+@final
+@dataclass(frozen=True)
+class AuditReport:
+    """Dicts, lists, numbers, strings and None only. Two audits of one model on one data differ in "seconds" alone."""
+
+    status: Literal["complete", "interrupted"]
+    model: dict[str, Any]  # name, type, class, dtype, parameters, layers, experts, routers
+    data: dict[str, Any]  # kind, checksum, batches, sequences, tokens
+    settings: dict[str, Any]  # all that decides what was done, seeds included
+    versions: dict[str, str]
+    seconds: float
+    overall: dict[str, Any]  # means over layers; what conditions are about
+    layers: list[dict[str, Any]]  # the model as it is, layer by layer
+    perturbations: dict[str, dict[str, Any]]  # by name: changes, or "skipped" and why
+    at_risk: list[dict[str, Any]]  # the tokens with the smallest relative radii
+    what_if: dict[str, Any] | None = None
+    schema: int = field(default=SCHEMA)
+
+    def numbers(self) -> dict[str, float | None]:
+        """The numbers of `overall` by dotted name: "undecided.bf16", "flips.noise.0.01"."""
+        return dict(_flat(self.overall))
+
+    def to_json(self) -> str:
+        return json.dumps(plain(asdict(self)), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the file whole or not at all."""
+        write_whole(Path(path), self.to_json())
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "AuditReport":
+        try:
+            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            raise ValueError(f"{path} cannot be read as an audit: {problem}") from None
+        if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+            found = stored.get("schema") if isinstance(stored, dict) else None
+            raise ValueError(f"{path} is no audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
+        names = {entry.name for entry in fields(cls)}
+        if stored.keys() != names:
+            raise ValueError(f"{path} is no whole audit: {', '.join(sorted(stored.keys() ^ names))} do not fit.")
+        return cls(**stored)
+
+
+def _flat(found: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float | None]]:
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        elif value is None or isinstance(value, int | float):
+            yield f"{before}{name}", value
+
+
+def differences(before: AuditReport, after: AuditReport) -> list[tuple[str, float | None, float | None]]:
+    """The overall numbers in which two audits differ, or which only one has."""
+    one, two = before.numbers(), after.numbers()
+    names = [*one, *(name for name in two if name not in one)]
+    return [(name, one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)]

@@ -1,0 +1,144 @@
+"""`holdfast audit`: the routing health of a model that is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tyro.conf import Positional
+
+from holdfast.cli.audit_tables import print_differences, print_report, print_what_if
+from holdfast.cli.compare import quiet
+
+if TYPE_CHECKING:
+    from holdfast.audit import AuditReport
+
+NAME = "audit.json"
+
+
+class ConditionHolds(Exception):
+    """A condition of --fail-if: no mistake of the user's, but an exit code of its own."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """See how much of a model hangs on near-ties: its routers as they are, and what changes under each perturbation.
+
+    Examples: `holdfast audit comparison/cells/smoe-seed0`, `holdfast audit path/to/olmoe --out audits/olmoe`,
+    `holdfast audit path/to/olmoe --what-if smooth`, `holdfast audit path/to/olmoe --fail-if "undecided.bf16>0.05"`,
+    `holdfast audit --compare before/audit.json after/audit.json`
+    """
+
+    model: Positional[str | None] = None
+    """What `holdfast train` or `compare` left, or any Hugging Face folder or name."""
+    source: str | None = None
+    """Another text or set of pictures than the model was trained on: a name or a path."""
+    data: Path | None = None
+    """Where named sources lie, if they are not to be fetched."""
+    tokens: int = 4096
+    """How much of a text is read."""
+    length: int = 128
+    """Tokens of a sequence."""
+    batch: int = 8
+    """Sequences of a batch."""
+    perturb: str | None = None
+    """Names joined by commas, of none, noise, routing, model, batch, backend, words, typos, attack; by default all."""
+    noise: tuple[float, ...] = (0.01, 0.05)
+    """Levels of noise, as shares of each router input's length."""
+    seed: int = 0
+    """Of everything random."""
+    what_if: str | None = None
+    """Another router: the same audit with it in place, without training. The saved model is not changed."""
+    out: Path | None = None
+    """A folder for audit.json."""
+    force: bool = False
+    """Overwrite that file if it is there."""
+    fail_if: tuple[str, ...] = ()
+    """Conditions on the overall numbers; exit code 1 where one holds."""
+    compare: tuple[Path, Path] | None = None
+    """Two files audit.json: show in which overall numbers they differ, audit nothing."""
+
+    def run(self) -> None:
+        from holdfast.audit import AuditReport, parse
+
+        if self.compare is not None:
+            if self.model is not None:
+                raise ValueError("--compare reads two audits that are there; it takes no model.")
+            print_differences(*(AuditReport.load(path) for path in self.compare))
+            return
+        conditions = [parse(written) for written in self.fail_if]
+        target = None if self.out is None else self.out / NAME
+        _require_free(self.out, target, self.force)
+        report = self._audit()
+        print_report(report)
+        if target is not None:
+            # The page comes here: `holdfast.report` will render audit.json to audit.html beside it.
+            print(f"All figures: {report.save(target)}")
+        if report.status == "interrupted":
+            raise KeyboardInterrupt
+        met = [(condition, value) for condition in conditions for holds, value in [condition.holds(report)] if holds]
+        if met:
+            raise ConditionHolds("; ".join(f"{condition} holds: it is {value:.4g}" for condition, value in met))
+
+    def _audit(self) -> AuditReport:
+        from holdfast.audit import PERTURBATIONS, audit, what_if
+        from holdfast.audit.tasks import Material
+        from holdfast.train.subject import subject
+
+        if self.model is None:
+            raise ValueError("say which model to audit: a folder or a name on the hub.")
+        quiet()
+        model, task = subject(self.model, source=self.source, data=self.data)
+        material = Material(task, self.tokens)
+        names = tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
+        settings: dict[str, Any] = {
+            "tokenizer": material.tokenizer,
+            "perturb": names,
+            "noise": self.noise,
+            "name": self.model,
+            "seed": self.seed,
+            "batch": self.batch,
+            "length": self.length,
+            "tokens": self.tokens,
+        }
+        total = self.tokens if material.tokenizer is not None else None
+        with _Bar(self.model, total) as bar:
+            report = audit(model, material, progress=bar.tell, **settings)
+        report = replace(report, data={**report.data, "source": material.source})
+        if self.what_if is None or report.status == "interrupted":
+            return report
+        with _Bar(f"{self.model} with {self.what_if}", total) as bar:
+            found = what_if(model, material, self.what_if, before=report, progress=bar.tell, **settings).summary()
+        print_what_if(found)
+        return replace(report, what_if=found)
+
+
+class _Bar:
+    """How far an audit is."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._title, self._bars = title, Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar = self._bars.add_task(title, total=total)
+
+    def __enter__(self) -> _Bar:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def tell(self, done: int, what: str) -> None:
+        self._bars.update(self._bar, completed=done, description=f"{self._title}: {what}")
+
+
+def _require_free(folder: Path | None, target: Path | None, force: bool) -> None:
+    """Before any work."""
+    if folder is not None and folder.is_file():
+        raise ValueError(f"{folder} is a file; name a folder for {NAME}.")
+    if target is not None and target.exists() and not force:
+        raise ValueError(f"{target} exists; choose another folder with --out, or overwrite it with --force.")

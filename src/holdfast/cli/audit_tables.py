@@ -1,0 +1,152 @@
+"""An audit as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from holdfast.audit import AuditReport
+
+SHOWN_FINDINGS, SHOWN_TOKENS = 10, 5
+
+
+def print_report(report: AuditReport) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_layers(report))
+    console.print(_perturbations(report))
+    _print_skipped(report)
+    _print_tokens(report)
+    _print_findings(report)
+    if report.status == "interrupted":
+        print(f"Interrupted: these are the figures of the {report.data['batches']} batches that were finished.")
+
+
+def print_what_if(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    table = _table(f"With {found['router']} instead, untrained", "", "as it is", f"with {found['router']}")
+    for name, pair in found["cost"].items():
+        table.add_row(name.replace("_", " "), _number(pair["before"]), _number(pair["after"]))
+    for name, pair in found["flip_output"].items():
+        table.add_row(f"output change by flips, {name}", _number(pair["before"]), _number(pair["after"]))
+    Console().print(table)
+
+
+def print_differences(before: AuditReport, after: AuditReport) -> None:
+    from rich.console import Console
+
+    from holdfast.audit import differences
+
+    found = differences(before, after)
+    if before.data["checksum"] != after.data["checksum"]:
+        print("The two audits are of different data: what differs need not be the model's.")
+    table = _table(f"{before.model['name']} and {after.model['name']}", "number", "first", "second")
+    for name, one, two in found:
+        table.add_row(name, _number(one), _number(two))
+    Console().print(table if found else "The overall numbers are the same.")
+
+
+def _layers(report: AuditReport) -> Table:
+    title = (
+        f"{report.model['name']}: {report.overall['tokens']} tokens, {report.overall['experts_per_token']:.2f} experts each"
+    )
+    columns = ("layer", "entropy", "load CV", "dead", "near ties", "undecided", "radius", "< 0.001")
+    table = _table(
+        title,
+        *columns,
+        caption="Entropy: of log E. Near ties: within 0.01. Undecided: in bf16. Radius: median, of a token's length.",
+    )
+    for layer in report.layers:
+        ties = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
+        table.add_row(
+            str(layer["layer"]),
+            _share(layer["entropy_share"]),
+            _number(layer["load"]["cv"]),
+            str(len(layer["load"]["dead"])),
+            _share(ties),
+            _share(layer["undecided"].get("bf16", {}).get("share")),
+            _number(layer["radius"].get("median")),
+            _share(layer["radius"].get("below_0.001")),
+        )
+    return table
+
+
+def _perturbations(report: AuditReport) -> Table:
+    columns = ("", "sets", "first", "weights", "output", "by flips", "predicted", "loss")
+    caption = (
+        "Sets, first experts and predictions that change; change of gate weights (L1), of layers' outputs, of the loss."
+    )
+    table = _table("What changes", *columns, caption=caption)
+    for name, one in report.perturbations.items():
+        if one["skipped"] is None:
+            found = one["overall"]
+            table.add_row(
+                name,
+                _share(found["flips"]),
+                _share(found["first_flips"]),
+                _number(found["weight_change"]),
+                _share(found["output"]["total"]),
+                _share(found["output"]["flip"]),
+                _share(found["prediction_flips"]),
+                "" if found["loss"] is None else f"{found['loss']['change']:+.2g}",
+            )
+    return table
+
+
+def _print_skipped(report: AuditReport) -> None:
+    for name, one in report.perturbations.items():
+        if one["skipped"] is not None:
+            print(f"{name} was skipped: {one['skipped']}")
+
+
+def _print_tokens(report: AuditReport) -> None:
+    from rich.console import Console
+
+    known = [entry for entry in report.at_risk if entry["text"] is not None][:SHOWN_TOKENS]
+    if not known:
+        return
+    table = _table("Tokens most at risk", "token", "in", "layer", "radius", "from", "to")
+    for entry in known:
+        # Written as Python writes it, and not as markup: a text may hold anything.
+        cells = (repr(entry["text"]), repr(entry["context"]), entry["layer"], f"{entry['relative']:.2g}")
+        table.add_row(*(_plain(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
+    Console().print(table)
+
+
+def _print_findings(report: AuditReport) -> None:
+    from holdfast.audit import diagnose
+
+    found = diagnose(report)
+    print("Findings, the most harmful first:" if found else "Nothing to complain about.")
+    for number, finding in enumerate(found[:SHOWN_FINDINGS], 1):
+        print(f"{number:3}. {finding.severity}: {finding}.")
+    if len(found) > SHOWN_FINDINGS:
+        print(f"     and {len(found) - SHOWN_FINDINGS} more.")
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        table.add_column(column, no_wrap=place == 0)
+    return table
+
+
+def _plain(cell: object) -> Any:
+    from rich.text import Text
+
+    return Text(str(cell))
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

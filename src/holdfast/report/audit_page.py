@@ -1,0 +1,215 @@
+"""The page of an audit: what is wrong with a model, from the stored JSON alone."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.report.audit_plots import audit_plots
+from holdfast.report.audits import AtRisk, Audit, Pair, Radii, Skipped, WhatIf, checked, findings, parse_audit, read_audit
+from holdfast.report.shell import coloured, filled, flat, write_page
+from holdfast.report.traces import ALL_LAYERS
+from holdfast.report.verdict import figure, listed
+
+SHOWN = 10  # findings; more are folded away
+RISKS = {1e-5: "#7f0000", 1e-4: "#c8321e", 1e-3: "#f07f4f", 1e-2: "#fdbb84"}  # below these relative radii
+SAFE = "#fee8c8"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table: what stands in front of each row, and its columns."""
+
+    names: list[str]
+    rows: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Token:
+    """With what is around it, or, where it cannot be told which one of its context it is, with its context beside it."""
+
+    text: str
+    level: int
+    radius: str
+    where: str
+    before: str = ""
+    after: str = ""
+    context: str | None = None
+
+
+def write_audit(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
+    """The page of a stored audit, of its file, or of the folder it is in. Overwrites nothing unless forced."""
+    target = Path(path)
+    if isinstance(stored, str | Path):
+        source = Path(stored)
+        if target.exists() and source.exists() and target.samefile(source):
+            raise ValueError(f"{target} is the audit itself; name an .html file to write to.")
+        stored = read_audit(source)
+    content = stored
+    return write_page(target, lambda: render_audit(content), force=force)
+
+
+def render_audit(stored: Mapping[str, Any]) -> str:
+    """The page. A `ValueError` says in one sentence what is wrong with what is stored."""
+    found = findings(checked(stored))
+    audit = parse_audit(stored)
+    drawn = audit_plots(audit)
+    return filled(
+        "audit.html",
+        {"plots": {plot.name: asdict(plot) for plot in drawn}},
+        title=audit.title,
+        verdict=verdict(audit, [finding.severity for finding in found]),
+        findings=found,
+        shown=SHOWN,
+        table=layers_table(audit),
+        perturbed=perturbations_table(audit),
+        skipped=skipped_table(audit),
+        what_if=None if audit.what_if is None else what_if_tables(audit.what_if),
+        plots=drawn,
+        layers=[ALL_LAYERS, *(str(layer.layer) for layer in audit.layers)],
+        tokens=[token(entry) for entry in audit.at_risk],
+        risks=risks(),
+        how=how(audit),
+    )
+
+
+def verdict(audit: Audit, severities: Sequence[str]) -> str:
+    counts = Counter(severities)
+    said = listed([f"{count} {name}" for name, count in counts.items()]) if counts else ""
+    few = "finding" if len(severities) == 1 else "findings"
+    found = f"{len(severities)} {few}, the most harmful first: {said}." if said else "Nothing to complain about."
+    return found if audit.status == "complete" else f"The audit was interrupted; this is of what it had seen. {found}"
+
+
+def layers_table(audit: Audit) -> Sheet:
+    """Layers without a certificate have dashes, and say why in the last column; all rows have the same columns."""
+    widths = list(dict.fromkeys(strip.width for layer in audit.layers for strip in layer.near_ties.strips))
+    undecided = [{} if isinstance(layer.undecided, Skipped) else layer.undecided for layer in audit.layers]
+    dtypes = list(dict.fromkeys(name for one in undecided for name in one))
+    reasons = [layer.radius.skipped if isinstance(layer.radius, Skipped) else "" for layer in audit.layers]
+    rows = []
+    for layer, dtype, reason in zip(audit.layers, undecided, reasons, strict=True):
+        ties = {strip.width: strip.share for strip in layer.near_ties.strips}
+        rows.append(
+            {
+                "experts": str(layer.experts),
+                "entropy, nats": figure(layer.entropy, 3),
+                "of the most there can be": share(layer.entropy_share),
+                "unevenness of load (CV)": figure(layer.load.cv, 3),
+                "dead experts": str(len(layer.load.dead)),
+                **{f"tokens within {width:g} of a tie": share(ties.get(width)) for width in widths},
+                **{f"undecided in {name}": share(dtype[name].share if name in dtype else None) for name in dtypes},
+                "median relative radius": _median(layer.radius),
+                **({"no certificate, because": reason} if any(reasons) else {}),
+            }
+        )
+    return Sheet([str(layer.layer) for layer in audit.layers], rows)
+
+
+def perturbations_table(audit: Audit) -> Sheet:
+    rows = [
+        {
+            "what it is": one.about,
+            "sets that change": share(found.flips),
+            "first experts": share(found.first_flips),
+            "output": share(found.output.total),
+            "output, by flips": share(found.output.flip),
+            "output, the rest": share(found.output.rest),
+            "predictions": share(found.prediction_flips),
+            "loss": signed(None if found.loss is None else found.loss.change),
+        }
+        for one, found in audit.ran.values()
+    ]
+    return Sheet(list(audit.ran), rows)
+
+
+def skipped_table(audit: Audit) -> Sheet:
+    skipped = {name: one for name, one in audit.perturbations.items() if one.skipped is not None}
+    rows = [{"what it is": one.about, "why": one.skipped or ""} for one in skipped.values()]
+    return Sheet(list(skipped), rows)
+
+
+def what_if_tables(found: WhatIf) -> dict[str, Any]:
+    cost = Sheet(
+        [name.replace("_", " ") for name in found.cost],
+        [{"before": number(pair.before, 4), "after": number(pair.after, 4)} for pair in found.cost.values()],
+    )
+    columns = {
+        "sets that change": found.flips,
+        "output, by flips": found.flip_output,
+        "predictions": found.prediction_flips,
+    }
+    missing = Pair(before=None, after=None)
+    rows = [
+        {
+            f"{column}, {when}": share(getattr(pairs.get(name, missing), when))
+            for column, pairs in columns.items()
+            for when in ("before", "after")
+        }
+        for name in found.flips
+    ]
+    return {"router": found.router, "cost": cost, "changes": Sheet(list(found.flips), rows)}
+
+
+def risks() -> list[dict[str, str]]:
+    """The legend, the worst first. A token's level is a place in it."""
+    named = [{"name": f"below {bound:g}", **coloured(colour)} for bound, colour in RISKS.items()]
+    return [*named, {"name": f"{max(RISKS):g} and more", **coloured(SAFE)}]
+
+
+def token(entry: AtRisk) -> Token:
+    level = sum(entry.relative is None or entry.relative >= bound for bound in RISKS)
+    if entry.position is None:
+        where = f"row {entry.place} of batch {entry.batch}"
+    else:
+        where = f"position {entry.position} of sequence {entry.sequence}, batch {entry.batch}"
+    where = f"layer {entry.layer}, expert {entry.leaves} gives way to {entry.enters}; {where}"
+    radius = number(entry.relative, 2)
+    if entry.text is None:
+        return Token(f"row {entry.place}" if entry.token is None else f"token {entry.token}", level, radius, where)
+    text, context = entry.text, entry.context or ""
+    if text and _times(text, context) == 1:  # otherwise nobody knows which one it is
+        before, _, after = context.partition(text)
+        return Token(_lines(text), level, radius, where, _lines(before), _lines(after))
+    return Token(_lines(text), level, radius, where, context=_lines(context) if context else None)
+
+
+def how(audit: Audit) -> dict[str, dict[str, str]]:
+    """How it was run, in groups."""
+    groups: dict[str, Mapping[str, Any]] = {
+        "Model": audit.model,
+        "Data": audit.data,
+        "Settings": audit.settings,
+        "Versions": audit.versions,
+        "Run": {"status": audit.status, "seconds": figure(audit.seconds, 1)},
+    }
+    return {title: dict(flat(group)) for title, group in groups.items() if group}
+
+
+def share(value: float | None) -> str:
+    return figure(value) if value is None else f"{100 * value:.2f}%"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return figure(value) if value is None else f"{value:.{digits}g}"
+
+
+def signed(value: float | None) -> str:
+    return figure(value) if value is None else f"{value:+.4f}"
+
+
+def _median(found: Radii | Skipped) -> str:
+    if isinstance(found, Skipped):
+        return number(None)
+    return f"above {found.edges[-1]:g}" if found.median is None else number(found.median)
+
+
+def _times(text: str, within: str) -> int:
+    """How often it occurs, overlapping itself or not."""
+    return sum(within.startswith(text, place) for place in range(len(within)))
+
+
+def _lines(text: str) -> str:
+    """Ends of lines are marked, since a token may be nothing else."""
+    return "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))

@@ -1,0 +1,41 @@
+"""A headless Chromium, as a desktop and as a phone, for pages of comparisons and of audits."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    from selenium.webdriver.chrome.service import Service
+
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("there is no chromium with its chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(DRIVER, env={**os.environ, "SE_OFFLINE": "true"}))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(params=[(1280, "light"), (360, "dark")], ids=["desktop", "phone"])
+def screen(chromium: Any, request: pytest.FixtureRequest) -> Any:
+    width, theme = request.param
+    screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    scheme = {"name": "prefers-color-scheme", "value": theme}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    chromium.get("about:blank")  # so that no test takes the page of the last one for its own
+    for kind in ("browser", "performance"):
+        chromium.get_log(kind)
+    return chromium

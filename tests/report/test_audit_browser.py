@@ -1,0 +1,111 @@
+"""The page of an audit in headless Chromium: does it draw, fit, and stay quiet?"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.audited import at_risk, layer, perturbed, stored_audit
+from report.browsing import visit
+
+from holdfast.report import write_audit
+
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
+
+EVIL = '<img src=x onerror="alert(1)"></script>%{x}<b>'
+LAYERS = 12
+DRAWN = """
+return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [plot.dataset.plot,
+  plot.querySelectorAll(".heatmaplayer image, .barlayer .point, .scatterlayer .point").length]));
+"""
+
+
+def large() -> dict[str, Any]:
+    """Many layers, names that are long or evil, tokens that are one long word."""
+    stored = stored_audit()
+    stored["layers"] = [layer(number) for number in range(LAYERS)]
+    stored["model"]["name"] = EVIL
+    stored["perturbations"]["noise.0.01"] = perturbed("noise", *(0.05 * number for number in range(LAYERS)))
+    stored["perturbations"][f"batch.{EVIL}{'x' * 80}"] = perturbed(EVIL, *[0.5] * LAYERS, harmless=True)
+    stored["at_risk"] += [at_risk(0.0, EVIL, f"a {EVIL} b"), at_risk(0.0, "a" * 500, "b" * 300 + "a" * 500)]
+    return stored
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("audit")
+    kinds = {"small": stored_audit(), "large": large()}
+    return {name: write_audit(stored, folder / f"{name}.html") for name, stored in kinds.items()}
+
+
+@pytest.fixture(params=["small", "large"])
+def browser(screen: Any, pages: dict[str, Path], request: pytest.FixtureRequest) -> Any:
+    visit(screen, pages[request.param])
+    return screen
+
+
+def drawn(browser: Any) -> dict[str, int]:
+    """Heat maps are drawn a moment after the rest."""
+    WebDriverWait(browser, 10).until(lambda browser: all(browser.execute_script(DRAWN).values()))
+    found: dict[str, int] = browser.execute_script(DRAWN)
+    return found
+
+
+def test_every_plot_is_drawn_and_the_console_is_silent(browser: Any) -> None:
+    assert set(drawn(browser)) == {"flips", "radii", "undecided", "load"}
+    names = "return [...document.querySelectorAll('#plot-undecided .legendtext')].map((text) => text.textContent)"
+    assert browser.execute_script(names) == ["bf16", "fp16"]
+    assert browser.find_elements("css selector", "img") == []
+    assert browser.get_log("browser") == []
+
+
+def test_nothing_but_the_file_is_asked_for(browser: Any) -> None:
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert len([url for url in asked if url.startswith("file:")]) == 1
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_nothing_is_wider_than_the_screen(browser: Any) -> None:
+    drawn(browser)
+    width = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert width[0] <= width[1]
+    parts = ".plot .main-svg, .piece, .context, .findings li"
+    edges = f"return [...document.querySelectorAll('{parts}')].map((part) => part.getBoundingClientRect().right)"
+    assert max(browser.execute_script(edges)) <= width[1]
+
+
+def test_no_title_is_cut_off_or_lies_over_numbers(browser: Any) -> None:
+    drawn(browser)
+    outside = """
+    return [...document.querySelectorAll(".plot .xtitle, .plot .ytitle, .plot .cbtitle text")].filter((title) => {
+      const inner = title.getBoundingClientRect(), outer = title.closest(".plot").getBoundingClientRect();
+      return inner.left < outer.left || inner.right > outer.right || inner.top < outer.top || inner.bottom > outer.bottom;
+    }).map((title) => title.textContent);
+    """
+    assert browser.execute_script(outside) == []
+    over = """
+    return [...document.querySelectorAll(".plot")].filter((plot) => {
+      const title = plot.querySelector(".xtitle").getBoundingClientRect();
+      const ticks = [...plot.querySelectorAll(".xtick text")].map((tick) => tick.getBoundingClientRect().bottom);
+      return title.bottom < Math.max(...ticks) + 2;
+    }).map((plot) => plot.id);
+    """
+    assert browser.execute_script(over) == []
+
+
+def test_a_layer_can_be_chosen(browser: Any) -> None:
+    ask = "return document.getElementById('plot-radii')._fullData.filter((t) => t.visible).map((t) => t.meta.layer)"
+    assert browser.execute_script(ask) == ["all"]
+    browser.find_element("css selector", "#layer option[value='1']").click()
+    assert browser.execute_script(ask) == ["1"]
+    assert browser.find_element("css selector", ".layer").text == "layer 1"
+    assert browser.get_log("browser") == []
+
+
+def test_it_prints_light_and_within_the_page(browser: Any) -> None:
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    look = "const plot = document.getElementById('plot-flips')._fullLayout; return [plot.paper_bgcolor, plot.width]"
+    assert browser.execute_script(look) == ["#ffffff", 660]
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.get_log("browser") == []

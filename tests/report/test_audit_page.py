@@ -1,0 +1,312 @@
+"""The page of an audit without a browser: its figures, what it escapes, what it refuses."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.offline import get_plotlyjs
+from report.audited import at_risk, perturbed, stored_audit
+from report.tags import Tags
+
+from holdfast.audit import AuditReport, diagnose
+from holdfast.report import render_audit, write_audit
+from holdfast.report.audit_page import SHOWN, risks, token
+from holdfast.report.audit_plots import LEAST, audit_plots
+from holdfast.report.audits import AtRisk, parse_audit
+from holdfast.report.shell import SCRIPTS
+from holdfast.report.traces import Plot
+from holdfast.report.views import luminance
+
+EVIL = "<img src=x onerror=alert(1)></script>%{x}"
+
+
+def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
+    return {plot.name: plot for plot in audit_plots(parse_audit(stored))}
+
+
+@pytest.fixture(scope="module")
+def page() -> Tags:
+    return Tags(render_audit(stored_audit()))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "tiny-mixtral",
+        "layer 1: 30.0% of tokens are undecided in bf16. Training and serving will disagree there.",
+        "number 0.3, threshold 0.02",
+        "layer 0: 1 of 4 experts are dead. Their weights are paid for and never used.",
+        "number 1, threshold 0",
+        "3 findings, the most harmful first: 1 severe and 2 serious.",
+        "0.612",  # CV
+        "36.00%",  # of the most entropy
+        "4.00%",  # near ties
+        "1.50%",  # undecided in bf16
+        "0.10%",  # undecided in fp16
+        "0.0123",  # the median
+        "above 0.1",
+        "5.50%",  # sets that change
+        "2.75%",  # first experts
+        "7.00%",
+        "6.25%",
+        "1.10%",
+        "3.10%",
+        "+0.2500",
+        "there are no texts, only inputs.",
+        "With the router smooth instead, untrained",
+        "8.373",
+        "experts per token",
+        "2.10%",
+        "f70d1419",
+        "2.13.7",
+    ],
+)
+def test_the_values_are_there(page: Tags, value: str) -> None:
+    assert value in page.text
+
+
+def test_findings_are_those_of_diagnose_in_their_order(page: Tags) -> None:
+    found = diagnose(AuditReport(**stored_audit()))
+    places = [page.text.index(finding.text) for finding in found]
+    assert len(found) == 3 and places == sorted(places)
+
+
+def test_many_findings_are_folded_but_all_there() -> None:
+    stored = stored_audit()
+    for level in range(12):
+        stored["perturbations"][f"noise.0.00{level + 1}"] = perturbed(f"noise number {level}", 0.9, 0.9)
+    page = Tags(render_audit(stored))
+    starts = [attributes.get("start") for tag, attributes in page.tags if tag == "ol" and attributes["class"] == "findings"]
+    assert starts == [None, str(SHOWN + 1)]
+    assert all(f"with noise number {level}." in page.text for level in range(12))
+
+
+def test_a_healthy_model_has_nothing_to_complain_about() -> None:
+    stored = stored_audit()
+    stored["layers"] = [stored["layers"][0]]
+    stored["layers"][0]["load"]["dead"] = []
+    del stored["perturbations"]["noise.0.01"]
+    stored["what_if"], stored["at_risk"], stored["status"] = None, [], "interrupted"
+    page = Tags(render_audit(stored))
+    assert "The audit was interrupted; this is of what it had seen. Nothing to complain about." in page.text
+    assert not {"what-if", "tokens", "layer"} & {attributes.get("id") for _, attributes in page.tags}
+
+
+def test_the_heat_map_is_of_the_flips_of_each_perturbation_and_layer() -> None:
+    (heat,) = plots_of(stored_audit())["flips"].data
+    assert heat["x"] == [0, 1] and heat["y"] == ["none", "noise.0.01"]
+    assert heat["z"] == [[-5.0, -5.0], [pytest.approx(-2), pytest.approx(-1)]]
+    assert heat["text"][1] == ["noise.0.01, layer 0: 1%", "noise.0.01, layer 1: 10%"]
+
+
+def test_the_least_change_is_no_zero_and_a_layer_without_tokens_is_a_gap() -> None:
+    stored = stored_audit()
+    stored["perturbations"]["noise.0.01"] = perturbed("a little", 1e-9)
+    (heat,) = plots_of(stored)["flips"].data
+    assert heat["z"][1] == [LEAST, None]
+    assert heat["text"][1][1].endswith("nothing to compare")
+
+
+def test_radii_are_shares_of_the_tokens_in_logarithmic_bins_by_layer_and_together() -> None:
+    bars = {trace["meta"]["layer"]: trace for trace in plots_of(stored_audit())["radii"].data}
+    assert list(bars) == ["all", "0", "1"]
+    assert bars["0"]["y"] == [0.25, 0.75, 24.0, 50.0, 25.0]
+    assert bars["1"]["y"] == [0.0, 0.0, 0.0, 25.0, 75.0]
+    assert bars["all"]["y"] == [0.125, 0.375, 12.0, 37.5, 50.0]
+    assert bars["0"]["x"] == pytest.approx([-4.5, -3.5, -2.5, -1.5, -0.5]) and bars["0"]["width"] == pytest.approx([1] * 5)
+    assert [text.split(":")[0] for text in bars["0"]["text"]] == [
+        "below 0.0001", "0.0001 to 0.001", "0.001 to 0.01", "0.01 to 0.1", "above 0.1",
+    ]  # fmt: skip
+    layout = plots_of(stored_audit())["radii"].layout
+    assert layout["xaxis"]["tickvals"] == [-4, -3, -2, -1] and layout["shapes"][0]["x0"] == math.log10(0.001)
+
+
+def test_undecided_shares_are_percent_by_layer_for_each_dtype() -> None:
+    lines = {trace["name"]: trace for trace in plots_of(stored_audit())["undecided"].data}
+    assert lines["bf16"]["x"] == [0, 1] and lines["bf16"]["y"] == pytest.approx([1.5, 30])
+    assert lines["fp16"]["y"] == pytest.approx([0.1, 1])
+
+
+def test_load_is_over_an_even_load_and_layers_may_differ_in_experts() -> None:
+    stored = stored_audit()
+    stored["layers"][1]["load"]["percent"] = [50.0, 150.0]
+    (heat,) = plots_of(stored)["load"].data
+    assert heat["y"] == ["0", "1"] and heat["x"] == [0, 1, 2, 3]
+    assert heat["z"] == [pytest.approx([1.6, 1.2, 1.2, 0.0]), [0.5, 1.5, None, None]]
+    assert heat["text"][0][0] == "layer 0, expert 0: 1.60 times the even load"
+
+
+def test_a_layer_without_a_certificate_says_why_and_has_no_radii() -> None:
+    stored = stored_audit()
+    stored["layers"][0]["radius"] = stored["layers"][0]["undecided"] = {"skipped": "no bound is known."}
+    bars, lines = plots_of(stored)["radii"].data, plots_of(stored)["undecided"].data
+    assert [trace["meta"]["layer"] for trace in bars] == ["all", "1"] and lines[0]["x"] == [1]
+    page = Tags(render_audit(stored))
+    columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
+    assert columns.count("no certificate, because") == columns.count("undecided in bf16") == 2
+    assert "no bound is known." in page.text
+
+
+def test_without_any_certificate_there_are_no_plots_of_them() -> None:
+    stored = stored_audit()
+    for layer in stored["layers"]:
+        layer["radius"] = layer["undecided"] = {"skipped": "no bound is known."}
+    assert set(plots_of(stored)) == {"flips", "load"}
+    render_audit(stored)
+
+
+def test_a_token_is_marked_in_its_context_where_it_can_be_told() -> None:
+    seen = [token(AtRisk(**entry)) for entry in stored_audit()["at_risk"]]
+    assert (seen[0].before, seen[0].text, seen[0].after, seen[0].context) == ("in the", " night", " of the year", None)
+    assert (seen[1].before, seen[1].text, seen[1].after, seen[1].context) == ("", "the", "", "the cat and the dog")
+    assert [one.text for one in seen[2:]] == ["token 26", "row 7"]
+    assert token(AtRisk(**at_risk(0.1, "\r\n", "a\r\nb\nc"))).after == "b↵c"
+    assert "expert 3 gives way to 0; position 7 of sequence 0, batch 0" in seen[0].where
+
+
+def test_tokens_are_coloured_by_their_radius() -> None:
+    levels = [token(AtRisk(**at_risk(size, "a", "a"))).level for size in (0.0, 9e-6, 1e-5, 5e-4, 0.001, 0.01, 3.0)]
+    assert levels == [0, 0, 1, 2, 3, 4, 4] and len(risks()) == 5
+    brightness = [luminance(risk["colour"]) for risk in risks()]
+    assert brightness == sorted(brightness)
+    page = Tags(render_audit(stored_audit()))
+    pieces = [attributes for _, attributes in page.tags if "data-radius" in attributes]
+    assert [(piece["class"], piece["data-radius"]) for piece in pieces] == [
+        ("piece risk-0", "2e-06"), ("piece risk-2", "0.0005"), ("piece risk-4", "0.02"), ("piece risk-4", "0.03"),
+    ]  # fmt: skip
+
+
+def evil() -> dict[str, Any]:
+    stored = stored_audit()
+    stored["model"]["name"] = stored["model"]["class"] = stored["what_if"]["router"] = EVIL
+    stored["perturbations"] = {
+        **stored["perturbations"],
+        "noise.0.5": perturbed(EVIL, 1.0, 1.0),
+        EVIL: {"about": EVIL, "harmless": True, "skipped": EVIL},
+        f"batch.{EVIL}": perturbed(EVIL, 1.0, 1.0, harmless=True),
+    }
+    stored["at_risk"] = [at_risk(0.0, EVIL, f"a {EVIL} b"), at_risk(0.0, EVIL, EVIL * 2)]
+    stored["layers"][0]["undecided"] = {EVIL: stored["layers"][0]["undecided"]["fp16"]}
+    stored["layers"][0]["radius"]["kind"] = EVIL
+    stored["data"][EVIL] = stored["versions"][EVIL] = EVIL
+    return stored
+
+
+def test_strings_of_the_audit_are_text_and_nothing_else() -> None:
+    page = Tags(render_audit(evil()))
+    assert page.text.count(EVIL) >= 12
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert len(page.scripts) - 1 == 2 + len(SCRIPTS)
+    drawn = json.loads(page.scripts[1])["plots"]
+    for plot in drawn.values():
+        for trace in plot["data"]:
+            trace.pop("hovertemplate")
+            assert EVIL not in json.dumps(trace) and "<img" not in json.dumps(trace)
+
+
+def test_nothing_is_fetched_and_only_our_scripts_may_run(page: Tags) -> None:
+    for tag, attributes in page.tags:
+        assert not attributes.keys() & {"src", "href", "srcset", "action"}, tag
+    ours = render_audit(stored_audit()).replace(get_plotlyjs(), "")
+    assert "://" not in ours and "@import" not in ours and "url(" not in ours
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'")
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    assert [base64.b64decode(checksum) for checksum in allowed] == [
+        hashlib.sha256(script.encode()).digest() for script in page.scripts[2:]
+    ]
+
+
+def test_a_page_is_a_function_of_its_audit_and_leaves_it_alone() -> None:
+    stored = stored_audit()
+    assert render_audit(stored) == render_audit(stored_audit())
+    assert stored == stored_audit()
+
+
+def test_a_file_is_overwritten_only_when_forced(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "audit.html"
+    assert write_audit(stored_audit(), path) == path
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="--force"):
+        write_audit(stored_audit(), path)
+    assert path.read_text() == "mine"
+    write_audit(stored_audit(), str(path), force=True)
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert [file.name for file in path.parent.iterdir()] == ["audit.html"]
+
+
+def test_audits_and_results_are_never_overwritten(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(stored_audit()))
+    for path in (tmp_path, tmp_path / "results.json", tmp_path / "audit.json", mine):
+        with pytest.raises(ValueError, match=r"name an \.html file"):
+            write_audit(mine, path, force=True)
+    assert json.loads(mine.read_text()) == stored_audit()
+
+
+def test_a_saved_audit_is_read_from_its_file_or_its_folder(tmp_path: Path) -> None:
+    AuditReport(**stored_audit()).save(tmp_path / "audit.json")
+    sources: list[Path | str] = [tmp_path, tmp_path / "audit.json", str(tmp_path)]
+    for place, source in enumerate(sources):
+        path = write_audit(source, tmp_path / f"{place}.html")
+        assert path.read_text(encoding="utf-8") == render_audit(stored_audit())
+
+
+def without(*path: Any) -> dict[str, Any]:
+    content = stored_audit()
+    place: Any = content
+    for key in path[:-1]:
+        place = place[key]
+    del place[path[-1]]
+    return content
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "damaged and no JSON"),
+        ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1") + "{", "damaged and no JSON"),
+        ("[]", "no audit of schema 1 (it says None)"),
+        (json.dumps({**stored_audit(), "schema": 2}), "no audit of schema 1 (it says 2)"),
+        (json.dumps(without("layers", 1, "load")), "damaged at layers.1.load: field required"),
+        (json.dumps(without("layers", 1, "radius", "counts", 0)), "needs 5 counts for its 4 edges, has 4"),
+        (json.dumps(without("perturbations", "none", "overall")), "needs layers and overall"),
+        (
+            json.dumps(without("perturbations", "none", "layers", 0, "flips")),
+            "damaged at perturbations.none.layers.0.flips",
+        ),
+        (json.dumps(without("perturbations", "none", "harmless")), "damaged at perturbations.none.harmless"),
+        (json.dumps(without("layers", 0, "entropy_share")), "damaged at layers.0.entropy_share"),
+        (json.dumps(without("what_if")), "damaged at what_if"),
+        (json.dumps({**stored_audit(), "perturbations": {"magic": perturbed("", 1.0)}}), "does not know ('magic')"),
+        (json.dumps({**stored_audit(), "layers": []}), "damaged at layers"),
+        (json.dumps({**stored_audit(), "model": "mixtral"}), "damaged at model"),
+    ],
+)
+def test_damaged_audits_get_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "audit.json").write_text(text)
+    with pytest.raises(ValueError, match=r"audit\.json") as caught:
+        write_audit(tmp_path, tmp_path / "page.html")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_file_that_is_not_there_gets_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json cannot be read: No such file"):
+        write_audit(tmp_path / "none.json", tmp_path / "page.html")
+
+
+def test_numbers_that_broke_are_dashes() -> None:
+    stored = stored_audit()
+    stored["layers"][0]["entropy"] = stored["perturbations"]["none"]["overall"]["loss"] = None
+    stored["perturbations"]["none"]["overall"]["output"]["total"] = stored["at_risk"][0]["relative"] = None
+    stored["what_if"]["cost"]["loss"]["after"] = stored["seconds"] = None
+    page = Tags(render_audit(stored))
+    assert page.text.count("\u2013") >= 5
+    json.loads(page.scripts[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
