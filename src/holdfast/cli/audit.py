@@ -61,6 +61,7 @@ class Audit:
 
     def run(self) -> None:
         from holdfast.audit import AuditReport, parse
+        from holdfast.report import write_audit
 
         if self.compare is not None:
             if self.model is not None:
@@ -73,8 +74,8 @@ class Audit:
         report = self._audit()
         print_report(report)
         if target is not None:
-            # The page comes here: `holdfast.report` will render audit.json to audit.html beside it.
             print(f"All figures: {report.save(target)}")
+            print(f"Report: {write_audit(target, target.with_suffix('.html'), force=True)}")
         if report.status == "interrupted":
             raise KeyboardInterrupt
         met = [(condition, value) for condition in conditions for holds, value in [condition.holds(report)] if holds]
