@@ -50,6 +50,12 @@ def test_two_audits_of_one_model_are_the_same(report: AuditReport) -> None:
     assert ours == theirs and differences(report, again) == []
 
 
+def test_the_checksum_is_of_the_data_and_of_nothing_else(report: AuditReport) -> None:
+    options: dict[str, Any] = {"tokenizer": tokenizer(), "batch": 3, "perturb": ["none"]}
+    assert audit(tiny("olmoe"), texts(), **options).data["checksum"] == report.data["checksum"]
+    assert audit(tiny("olmoe"), [*texts(5), "the cat"], **options).data["checksum"] != report.data["checksum"]
+
+
 def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
     share = report.overall["undecided"]["bf16"]
     assert parse(f"undecided.bf16 >= {share!r}").holds(report) == (True, share)
