@@ -115,7 +115,7 @@ def test_an_interrupted_command_writes_what_it_has(
         (["MODEL", "--noise", *(["0.1"] * 9)], "9 noise levels"),
         (["MODEL", "--fail-if", "entropy=3"], "no condition"),
         (["MODEL", "--what-if", "smoth", "--perturb", "none"], "smooth"),
-        (["MODEL", "--source", "EMPTY"], ""),
+        (["MODEL", "--source", "EMPTY"], "holds no text"),
         (["DENSE"], "sparsify"),
         (["STRANGE"], "MoE family"),
         (["BROKEN"], "cannot be loaded"),

@@ -173,6 +173,18 @@ def test_swapped_words_are_compared_by_the_tokens_left_alone() -> None:
     assert torch.equal(first, second)  # a token a word: each stays in its place
 
 
+def test_a_token_that_reads_otherwise_in_its_new_company_is_not_compared() -> None:
+    """Some tokenisers give the same characters another number after another word."""
+    reader = Reader(tokenizer())
+    before = reader.batch(0, ["the cat sat on the mat"], 64)
+    attacked = swap_words(before.texts or (), rate=1.0, seed=0, stop_words=("the", "on", "sat", "cat"))
+    after = reader.batch(0, attacked.texts, 64)
+    assert after.ids is not None
+    assert aligned(before, after, attacked)[0].tolist() == [0, 1, 2, 3, 4]
+    after.ids[0, 2] += 1
+    assert aligned(before, after, attacked)[0].tolist() == [0, 1, 3, 4]
+
+
 def test_alignment_moves_with_longer_replacements_and_bytes_of_one_character() -> None:
     from holdfast.data import Bytes
 
@@ -195,7 +207,7 @@ def test_left_padding_moves_no_token() -> None:
         assert ran(found)[name]["overall"]["flips"] == 0 and ran(found)[name]["overall"]["prediction_flips"] == 0
 
 
-def test_the_attack_finds_more_flips_with_more_budget_and_none_inside_certificates() -> None:
+def test_the_attack_finds_more_flips_with_more_budget() -> None:
     rates = []
     for budget in (0.0001, 0.01, 0.3):
         found = audit(tiny("mixtral"), batches(1), perturb=["attack"], budget=budget)
@@ -211,3 +223,21 @@ def test_every_name_is_run_by_default_and_names_are_checked() -> None:
     assert tuple(PERTURBATIONS) == ALL
     with pytest.raises(ValueError, match="did you mean 'noise'"):
         audit(tiny("mixtral"), batches(), perturb=["nois"])
+
+
+def test_losses_are_compared_where_the_same_token_is_to_be_predicted() -> None:
+    from holdfast.audit.comparing import Tally
+    from holdfast.audit.observing import Observation, Predictions
+    from holdfast.audit.subject import Audited
+
+    def said(best: list[int], nll: list[float], labels: list[int]) -> Observation:
+        return Observation([], [], None, Predictions(torch.tensor(best), torch.tensor(nll), torch.tensor(labels), True), 1)
+
+    tally = Tally(Audited(tiny("mixtral")))
+    one, two = (
+        said([1, 2, 3, 4], [1.0, 2.0, 3.0, 0.0], [5, 6, 7, -100]),
+        said([1, 2, 3, 9], [1.5, 9.0, 2.0, 0.0], [5, 8, 7, -100]),
+    )
+    tally._compare_predictions(one, two, None)
+    assert tally.losses.tokens == 2 and tally.losses.result()["change"] == -0.25 and tally.losses.result()["size"] == 0.75
+    assert tally.predictions.result() == 0.75

@@ -50,6 +50,12 @@ def test_two_audits_of_one_model_are_the_same(report: AuditReport) -> None:
     assert ours == theirs and differences(report, again) == []
 
 
+def test_the_checksum_is_of_the_data_and_of_nothing_else(report: AuditReport) -> None:
+    options: dict[str, Any] = {"tokenizer": tokenizer(), "batch": 3, "perturb": ["none"]}
+    assert audit(tiny("olmoe"), texts(), **options).data["checksum"] == report.data["checksum"]
+    assert audit(tiny("olmoe"), [*texts(5), "the cat"], **options).data["checksum"] != report.data["checksum"]
+
+
 def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
     share = report.overall["undecided"]["bf16"]
     assert parse(f"undecided.bf16 >= {share!r}").holds(report) == (True, share)
@@ -98,14 +104,15 @@ def test_an_interruption_in_the_middle_of_a_batch_leaves_that_batch_out() -> Non
 
     def stop(module: Any, given: Any) -> None:
         forwards[0] += 1
-        if forwards[0] == 5:  # three forwards a batch: the second of the second batch
+        if forwards[0] == 6:  # three forwards a batch: the last of the second batch, whose others were compared
             raise KeyboardInterrupt
 
     handle = model.register_forward_pre_hook(stop)
     found = audit(model, batches(3), perturb=["none", "noise"], noise=[0.05])
     handle.remove()
     assert found.status == "interrupted" and found.data["batches"] == 1
-    assert found.overall == audit(tiny("mixtral"), batches(1), perturb=["none", "noise"], noise=[0.05]).overall
+    whole = audit(tiny("mixtral"), batches(1), perturb=["none", "noise"], noise=[0.05])
+    assert found.overall == whole.overall and found.perturbations == whole.perturbations
 
 
 def test_an_interruption_before_anything_is_known_is_the_callers() -> None:

@@ -14,6 +14,7 @@ from holdfast.audit.subject import Audited
 from holdfast.certify import Certificates, certify, undecided
 from holdfast.metrics import RoutingReport
 from holdfast.metrics.accumulator import Accumulator
+from holdfast.metrics.likelihood import IGNORED
 
 DECADES, PER_DECADE, FINER = (-6, 1), 4, 16  # of the histogram's bins; the median is read from finer ones
 LOW_RADIUS = 1e-3
@@ -73,7 +74,7 @@ class Baseline:
             except ValueError as reason:  # no bound is known for this router
                 self.no_bound[layer] = str(reason)
         if seen.predictions is not None:
-            self.loss.update(seen.predictions.nll[seen.predictions.labels != -100])
+            self.loss.update(seen.predictions.nll[seen.predictions.labels != IGNORED])
 
     def merge(self, other: Self) -> Self:
         self.routing.merge(other.routing)
@@ -133,6 +134,8 @@ class Baseline:
 
 
 class Mean(Accumulator[float]):
+    """Of numbers, one for each token."""
+
     def update(self, values: Tensor) -> None:
         self._add(tokens=len(values), total=values.double().sum())
 

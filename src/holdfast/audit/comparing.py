@@ -67,7 +67,7 @@ class Tally:
         self.audited = audited
         self.routes = [RoutingChanges(audited.core(layer)) for layer in range(len(audited.sites))]
         self.outputs = [OutputChanges() for _ in audited.sites]
-        self.predictions, self.losses = PredictionStability(), LossChanges()
+        self.predictions, self.predicted, self.losses = PredictionStability(), 0, LossChanges()
         self.details: list[dict[str, Any]] = []
 
     @property
@@ -103,6 +103,7 @@ class Tally:
         every = torch.arange(len(one.best), device=one.best.device)
         first, second = (every, every) if rows is None else (row.to(every.device) for row in rows)
         self.predictions.update(one.best[first], two.best[second])
+        self.predicted += len(first)
         scored = (one.labels[first] == two.labels[second]) & (one.labels[first] != IGNORED)
         self.losses.update(one.nll[first][scored], two.nll[second][scored])
 
@@ -111,6 +112,7 @@ class Tally:
             self.routes[layer].merge(other.routes[layer])
             self.outputs[layer].merge(other.outputs[layer])
         self.predictions.merge(other.predictions)
+        self.predicted += other.predicted
         self.losses.merge(other.losses)
         self.details += other.details
         return self
@@ -138,10 +140,9 @@ class Tally:
         means = {name: statistics.fmean(layer[name] for layer in layers) for name in routes}
         parts = ("total", "flip", "rest", "flip_share")
         output = {name: statistics.fmean(layer["output"][name] for layer in layers) for name in parts}
-        compared = "predictions" in self.predictions._sums and float(self.predictions._sums["predictions"]) > 0
         return {
             **means,
             "output": output,
-            "prediction_flips": 1 - self.predictions.result() if compared else None,
+            "prediction_flips": 1 - self.predictions.result() if self.predicted else None,
             "loss": self.losses.result() if self.losses.tokens else None,
         }

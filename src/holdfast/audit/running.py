@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, final
 
 from holdfast.audit.baseline import Baseline
@@ -14,6 +15,7 @@ from holdfast.audit.samples import Checksum, Reader, Sample, samples
 from holdfast.audit.subject import Audited, evaluating
 from holdfast.audit.table import PERTURBATIONS, Settings, perturbations
 from holdfast.metrics.report import plain
+from holdfast.suggest import unknown
 from holdfast.version import versions
 
 Progress = Callable[[int, str], None]  # (tokens seen so far, what is being done)
@@ -55,10 +57,6 @@ def audit(
 
 
 def _settings(**given: Any) -> Settings:
-    from dataclasses import fields
-
-    from holdfast.suggest import unknown
-
     known = [entry.name for entry in fields(Settings)]
     for name in given:
         if name not in known:
