@@ -53,7 +53,7 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
     assert found["rows"][2]["more_compute"] == pytest.approx(0.5)
     assert "interval" in found["rows"][1]["clean, difference"]["words"]
     assert len(found["cells"]) == 6
-    assert found["run"]["text"]["checksum"]
+    assert found["run"]["data"]["checksum"]
     assert set(found["versions"]) == {"holdfast", "torch", "transformers", "Python"}
 
 

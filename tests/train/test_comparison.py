@@ -104,6 +104,15 @@ def test_folders_and_routers_that_do_not_fit_get_one_sentence(tiny: Callable[...
         (lambda: Comparison(tiny(), contenders("smoe"), 0, tmp_path / "x"), "seeds is 0"),
         (lambda: Comparison(tiny(), [Contender("smoe", "smoe", k=3)], 1, folder).run(), "other options"),
         (lambda: Comparison(tiny(), [Contender("smoth", "smoth")], 1, tmp_path / "x").run(), "smooth"),
+        (lambda: Comparison(tiny(), contenders("smoe"), 1, tmp_path / "x").run(jobs=0), "jobs is 0"),
+        (
+            lambda: Comparison(tiny(), contenders("symphony[init=identity]"), 1, tmp_path / "x").run(),
+            "the option init of router 'symphony' cannot be given here",
+        ),
+        (
+            lambda: Comparison(tiny(), contenders("smoe[noise=gumbel]"), 1, tmp_path / "x").run(),
+            "the option noise of router 'smoe' cannot be given here",
+        ),
         (
             lambda: Comparison(tiny({"data.source": str(tmp_path / "empty.txt")}), contenders("smoe"), 1, tmp_path / "x"),
             "empty",

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from ranks import on_ranks
+from torch import Tensor
 
 from holdfast.hub import load
 from holdfast.train import Cell, Comparison, Recipe, Task, contenders, make_task, start
@@ -65,6 +64,30 @@ def test_no_knob_of_training_is_inert(tiny: Callable[..., Recipe], tmp_path: Pat
         _, changed = trained(tiny({**usual, knob: value}), tmp_path / knob)
         assert [line["step"] for line in changed] == [1, 2, 3]
         assert [line["loss"] for line in changed] != [line["loss"] for line in plain], knob
+
+
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_training_sees_the_batches_that_are_told_by_their_hash(
+    kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """In their order, each of its micro-batches once: what every router of a comparison sees."""
+    few = {"training.steps": 4, "training.batch": 6, "training.accumulate": 2}
+    task = make_task(tiny(few) if kind == "text" else digits(few))
+    name = "input_ids" if kind == "text" else "pixel_values"
+    model, seen = start(task, "smoe", {}, seed=1), list[Tensor]()
+
+    def note(module: Any, inputs: Any, named: dict[str, Tensor]) -> None:
+        if module.training:
+            seen.append(named[name])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    train(model, task, tmp_path, seed=1, k=2)
+    examples = task.examples(1)
+    assert [len(batch) for batch in seen] == [6] * 8 and len(examples) == 48
+    for step in range(4):
+        expected = examples.fetch(examples.order.numbers(step))[name]
+        assert torch.equal(torch.cat(seen[2 * step : 2 * step + 2]), expected)
+    assert len({examples.hash(step) for step in range(4)}) == 4
 
 
 def test_micro_batches_add_up_to_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -198,12 +221,8 @@ def test_two_processes_train_as_one_with_the_whole_batch(tiny: Callable[..., Rec
     changes = {"training.steps": 6, "training.save_every": 3, "training.warmup": 0, "sparse.balance": 0.0}
     recipe = tiny({**changes, "training.accumulate": 2})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))
-    script = str(Path(__file__).with_name("on_ranks.py"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = [str(tmp_path / "recipe.yaml"), str(tmp_path / "two"), *RANKS]
-    run = subprocess.run([*launch, *given], capture_output=True, text=True, env=environment, timeout=500)
-    assert run.returncode == 0, run.stderr[-3000:]
+    on_ranks(Path(__file__).with_name("on_ranks.py"), *given)
     for router in RANKS:
         model, alone = trained(recipe, tmp_path / "one" / router, router)
         lines = [json.loads(line) for line in (tmp_path / "two" / router / "log.jsonl").read_text().splitlines()]
