@@ -71,7 +71,10 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
         key, sign, value = pair.partition("=")
         if not sign or not key:
             raise ValueError(f"{pair!r} is no change of a recipe; write section.key=value.")
-        found[key] = yaml.safe_load(value)
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{value!r}, the value of {key}, is no YAML; put a text with brackets into quotes.") from None
     return found
 
 
