@@ -61,7 +61,7 @@ def relu_radii(weight: Tensor, tokens: Tensor, norm: Norm) -> list[float]:
 
 
 def symphony_radii(graph: Tensor, weight: Tensor, tokens: Tensor, k: int) -> tuple[list[float], list[float]]:
-    """SPEC's two bounds in l2: pair by pair, and proposition 1."""
+    """The two Lipschitz bounds in l2: pair by pair, and proposition 1."""
     experts = len(graph)
     centre = torch.eye(experts, dtype=torch.float64) - torch.full((experts, experts), 1 / experts, dtype=torch.float64)
     lipschitz = float(torch.linalg.matrix_norm(centre @ weight, ord=2)) / 2

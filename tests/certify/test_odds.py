@@ -1,4 +1,4 @@
-"""Bounds for expert graphs and thresholds on gates: against loops, SPEC's two bounds, and a search in the plane."""
+"""Bounds for expert graphs and thresholds on gates: against loops, the two Lipschitz bounds, and a search in the plane."""
 
 import math
 

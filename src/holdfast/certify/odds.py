@@ -13,7 +13,7 @@ psi(r) = log sum_N nu_f exp(dx.(w_f - w_N)), at most (r D)^2 / 8 by Hoeffding's 
 log(1 + sum nu_f (exp(r d_f) - 1 - r d_f)) with d_f = sum_e nu_e |w_f - w_e|_*. So the bound is exact to first order, and
 exact for the identity graph. A threshold t is a row of t: sum_e t p_e = t.
 
-SPEC's bounds, from |dp| <= L |dx| with L = |Pi W|_2 / 2, are never better: F >= 4 (g_i - g_j) / range(c), by the mean value
+The bounds from |dp| <= L |dx| with L = |Pi W|_2 / 2 are never better: F >= 4 (g_i - g_j) / range(c), by the mean value
 theorem for the logit, range(c) <= sqrt(2) |c Pi|_2 and D <= sqrt(2) |Pi W|_2. They are computed to be reported.
 """
 
@@ -98,7 +98,7 @@ class Odds(Problem):
         return largest(holds, upper).where(known, 0.0)
 
     def bounds(self) -> dict[str, Tensor]:
-        """SPEC's two for a top k: pair by pair, and proposition 1 of SymphonySMoE, m / (2 rho L)."""
+        """Pair by pair, from the softmax's own Lipschitz constant, and proposition 1 of SymphonySMoE, m / (2 rho L)."""
         experts = self.values.experts
         centred = self.graph[:experts] - self.graph[:experts].mean(1, keepdim=True)
         weight = self.values.weight - self.values.weight.mean(0)
