@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.routing.expert_graph import ExpertGraph
 from holdfast.train import Comparison, Contender, Recipe, contenders, make_task, start
 from holdfast.train.text_task import TextTask
 
@@ -106,14 +107,6 @@ def test_folders_and_routers_that_do_not_fit_get_one_sentence(tiny: Callable[...
         (lambda: Comparison(tiny(), [Contender("smoth", "smoth")], 1, tmp_path / "x").run(), "smooth"),
         (lambda: Comparison(tiny(), contenders("smoe"), 1, tmp_path / "x").run(jobs=0), "jobs is 0"),
         (
-            lambda: Comparison(tiny(), contenders("symphony[init=identity]"), 1, tmp_path / "x").run(),
-            "the option init of router 'symphony' cannot be given here",
-        ),
-        (
-            lambda: Comparison(tiny(), contenders("smoe[noise=gumbel]"), 1, tmp_path / "x").run(),
-            "the option noise of router 'smoe' cannot be given here",
-        ),
-        (
             lambda: Comparison(tiny({"data.source": str(tmp_path / "empty.txt")}), contenders("smoe"), 1, tmp_path / "x"),
             "empty",
         ),
@@ -127,3 +120,19 @@ def test_folders_and_routers_that_do_not_fit_get_one_sentence(tiny: Callable[...
             mistake()
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "x").exists()
+
+
+def test_options_reach_the_router_whatever_sparsify_calls_its_own(tiny: Callable[..., Recipe]) -> None:
+    """`init` and `noise` are names of options of sparsify too."""
+    task = make_task(tiny())
+    graphs = {}
+    for written in ("symphony", "symphony[init=identity]"):
+        (entrant,) = contenders(written)
+        model = start(task, entrant.router, entrant.options, seed=0)
+        graphs[written] = next(module.graph for module in model.modules() if isinstance(module, ExpertGraph))
+    assert torch.equal(graphs["symphony[init=identity]"], torch.eye(8)) and not graphs["symphony"].any()
+    (entrant,) = contenders("smoe[noise=gumbel]")
+    noisy = start(task, entrant.router, entrant.options, seed=0).train()
+    ids = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        assert not torch.equal(noisy(input_ids=ids).logits, noisy(input_ids=ids).logits)

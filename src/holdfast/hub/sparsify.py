@@ -1,5 +1,6 @@
 """Turn a dense model's feed-forward networks into experts."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ def sparsify(
     init: Literal["copy", "random"] = "copy",
     noise: float = 0.0,
     losses: Losses | None = None,
+    router_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """Make a dense Hugging Face model an MoE, in place: each chosen layer's feed-forward network becomes `experts` of them.
@@ -38,9 +40,10 @@ def sparsify(
                 (where weights sum to 1). "random" starts anew
     noise       of copied weights, relative to their standard deviation, so that experts differ from the start
     losses      what routers add to `outputs.loss` in training
-    options     of the router
+    options     of the router; in `router_options` where one of these has the same name (symphony's `init`, `noise`)
     """
     require_unwrapped(model)
+    options = {**options, **(router_options or {})}
     if init not in ("copy", "random"):
         raise ValueError(unknown("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):

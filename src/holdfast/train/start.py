@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -22,9 +21,6 @@ def start(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: 
     recipe = task.recipe
     if recipe.model.family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers knows no model family {recipe.model.family!r}.")
-    for name in options:
-        if name in signature(sparsify).parameters:  # which would take it for its own
-            raise ValueError(f"the option {name} of router {router!r} cannot be given here: sparsify has one of that name.")
     torch.manual_seed(seed)
     model = task.dense()
     sparse = recipe.sparse
@@ -37,7 +33,7 @@ def start(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: 
         init=sparse.init,
         router=router,
         losses=Losses(balance=sparse.balance),
-        **options,
+        router_options=options,
     )
     if sparse.init == "random":
         _start_equal(model, seed, float(getattr(model.config, "initializer_range", 0.02)))
