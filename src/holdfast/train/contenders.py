@@ -1,17 +1,15 @@
 """Routers as they enter a comparison, and how they are written: `smoe,similarity[causal=false,tau=2],symphony+smooth`."""
 
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from holdfast.routing.presets import REGISTRY
 from holdfast.suggest import unknown
+from holdfast.train.typed import fitting
 
 _WRITTEN = re.compile(r"(?P<router>[^\[\]]+)(\[(?P<options>[^\[\]]*)\])?")
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "nothing"}
 _OUTSIDE = re.compile(r",(?![^\[]*\])")  # a comma that is not within brackets
 
 
@@ -41,9 +39,8 @@ def contender(written: str) -> Contender:
         if option not in known:
             raise ValueError(f"{unknown('option', option, known)[:-1]} for router {router!r}.")
     kinds = {name: kind for part in REGISTRY.parts(router) for name, kind in get_type_hints(part.__init__).items()}
-    return Contender(
-        written, router, {option: _typed(kinds.get(option, Any), option, value) for option, value in options.items()}
-    )
+    typed = {name: fitting(kinds.get(name, Any), value, f"the option {name}") for name, value in options.items()}
+    return Contender(written, router, typed)
 
 
 def _options(text: str, written: str) -> dict[str, Any]:
@@ -61,26 +58,3 @@ def _options(text: str, written: str) -> dict[str, Any]:
         except yaml.YAMLError:
             raise ValueError(f"{pair!r} in {written!r} has no value that can be read.") from None
     return options
-
-
-def _typed(kind: Any, option: str, value: Any) -> Any:
-    """The value, as what the router asks for."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    if float in kinds and isinstance(value, str):  # YAML takes 1e-3 for a text
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if not any(_fits(each, value) for each in kinds):
-        raise ValueError(f"the option {option} is {value!r}; expected {' or '.join(map(_words, kinds))}.")
-    return value
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is kind if kind in NAMES else True  # of a user's own router there may be others
-
-
-def _words(kind: Any) -> str:
-    return " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else NAMES.get(kind, str(kind))

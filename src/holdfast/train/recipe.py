@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.suggest import unknown
-from holdfast.train.typed import Positive, Share, typed
+from holdfast.train.typed import Amount, Count, Positive, Share, typed
 
 SHIPPED = "holdfast.train.recipes"
 
@@ -27,9 +27,9 @@ class SparsePart:
     experts: Positive
     k: Positive = 2
     hidden: Positive | None = None
-    layers: str | list[int] = "all"
+    layers: str | list[Count] = "all"
     init: Literal["copy", "random"] = "random"
-    balance: float = 0.01  # coefficient of the balance loss
+    balance: Amount = 0.01  # coefficient of the balance loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class DataPart:
 class TrainingPart:
     steps: Positive
     batch: Positive
-    learning_rate: float
-    warmup: int = 0  # steps, linear; constant after
-    weight_decay: float = 0.0
-    clip: float = 1.0  # largest norm of a gradient
+    learning_rate: Amount
+    warmup: Count = 0  # steps, linear; constant after
+    weight_decay: Amount = 0.0
+    clip: Amount = 1.0  # largest norm of a gradient
     accumulate: Positive = 1  # micro-batches a step
     precision: Literal["float32", "bf16"] = "float32"
     save_every: Positive = 100  # steps; an interrupted run continues from the last

@@ -8,8 +8,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from holdfast.suggest import unknown
 
+Count = Annotated[int, "a whole number from 0 up"]
 Positive = Annotated[int, "a whole number above 0"]
+Amount = Annotated[float, "a number from 0 up"]
 Share = Annotated[float, "a number between 0 and 1"]
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "empty"}
+LIMITS = {Count: (0, math.inf), Positive: (1, math.inf), Amount: (0, math.inf), Share: (0, 1)}
 
 
 def typed(kind: Any, values: Any, path: str = "") -> Any:
@@ -23,28 +27,31 @@ def typed(kind: Any, values: Any, path: str = "") -> Any:
     for name, entry in known.items():
         if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{_join(path, name)} is missing.")
-    return kind(**{key: _value(hints[key], value, _join(path, key)) for key, value in values.items()})
+    return kind(**{key: fitting(hints[key], value, _join(path, key)) for key, value in values.items()})
 
 
-def _value(kind: Any, value: Any, path: str) -> Any:
+def fitting(kind: Any, value: Any, what: str) -> Any:
+    """The value as `kind`; a ValueError says what `what` should be where it is not."""
     if is_dataclass(kind):
-        return typed(kind, value, path)
-    if kind in (float, Share) and isinstance(value, str):  # YAML takes 1e-3 for a text
-        with contextlib.suppress(ValueError):
+        return typed(kind, value, what)
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if isinstance(value, str) and str not in kinds and any(_plain(each) is float for each in kinds):
+        with contextlib.suppress(ValueError):  # YAML takes 1e-3 for a text
             value = float(value)
-    if not _fits(kind, value):
-        raise ValueError(f"{path} is {value!r}, not {_words(kind)}.")
-    return float(value) if kind in (float, Share) else value
+    if not any(_fits(each, value) for each in kinds):
+        raise ValueError(f"{what} is {value!r}, not {' or '.join(map(_words, kinds))}.")
+    return float(value) if _plain(kind) is float else value
+
+
+def _plain(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _fits(kind: Any, value: Any) -> bool:
+    if kind in LIMITS:
+        low, high = LIMITS[kind]
+        return _fits(_plain(kind), value) and low <= value <= high
     origin, inside = get_origin(kind), get_args(kind)
-    if kind == Positive:
-        return _fits(int, value) and value > 0
-    if kind == Share:
-        return _fits(float, value) and 0 <= value <= 1
-    if origin in (Union, types.UnionType):
-        return any(_fits(option, value) for option in inside)
     if origin is Literal:
         return value in inside
     if origin is list:
@@ -52,26 +59,21 @@ def _fits(kind: Any, value: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict)
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    return isinstance(value, kind) and not (kind is int and (isinstance(value, bool) or value < 0))
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind not in NAMES:
+        return True  # an option of a user's own router may be anything
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def _words(kind: Any) -> str:
     origin, inside = get_origin(kind), get_args(kind)
-    if kind in (Positive, Share):
+    if kind in LIMITS:
         return str(kind.__metadata__[0])
-    if origin in (Union, types.UnionType):
-        return " or ".join(_words(option) for option in inside)
     if origin is Literal:
         return " or ".join(repr(option) for option in inside)
-    names = {
-        int: "a whole number",
-        float: "a number from 0 up",
-        str: "a text",
-        bool: "true or false",
-        types.NoneType: "empty",
-    }
-    return names.get(kind, "a list of whole numbers" if origin is list else "a section")
+    if origin is list:
+        return "a list of whole numbers" if inside[0] in (int, Count) else "a list"
+    return NAMES.get(kind, "a section")
 
 
 def _join(path: str, key: object) -> str:
