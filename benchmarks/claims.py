@@ -11,16 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from holdfast.train import Cell, Comparison, contenders, load_recipe
 from holdfast.train.contenders import Contender
+from holdfast.train.quiet import quiet
 
 # The slow ones first, so that none is left alone at the end.
 ROUTERS = "smoe,attention,similarity,similarity[causal=false],symphony+smooth,smooth,ac,symphony,xmoe"
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    # SPEC section 11: 6 layers, d 352, 64 x 512 bytes a step; a million bytes of the test text
+    # 6 layers, d 352, 64 x 512 bytes a step; a million bytes of the test text
     "enwik8": (
         "enwik8",
         {
@@ -49,9 +47,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], help="key=value, further changes of the recipe")
     given = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_float32_matmul_precision("high")  # routing opts out of it
+    quiet()
     name, changes = SETTINGS[given.setting]
     more = dict(pair.split("=", 1) for pair in given.set)
     numbers = {key: json.loads(value) for key, value in more.items()}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,11 @@ def test_an_interrupted_command_writes_what_it_has(
 ) -> None:
     from holdfast.cli import audit as command
 
-    def stop(self: Any, done: int, what: str) -> None:
+    def stop(done: float, what: str) -> None:
         if done >= 64:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command._Bar, "tell", stop)
+    monkeypatch.setattr(command, "bar", lambda *_, **__: nullcontext(stop))
     given = ["audit", str(folder), "--source", str(text), *QUICK, "--perturb", "none", "--out", str(tmp_path)]
     assert main(given) == 130
     assert "Interrupted" in capsys.readouterr().out

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
-from holdfast.cli.compare import quiet
-from holdfast.cli.evaluate import require_free, working, write_out
+from holdfast.cli.files import require_free, write_out
+from holdfast.cli.terminal import working
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Attack:
     """Overwrite that file if it is there."""
 
     def run(self) -> None:
+        from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject
         from holdfast.train.trying import attack_pictures, attack_routers, attack_text
         from holdfast.version import versions

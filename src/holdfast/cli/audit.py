@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from holdfast.cli.audit_tables import print_differences, print_report, print_what_if
-from holdfast.cli.compare import quiet
+from holdfast.cli.files import require_free
+from holdfast.cli.terminal import bar
 
 if TYPE_CHECKING:
     from holdfast.audit import AuditReport
@@ -70,7 +71,7 @@ class Audit:
             return
         conditions = [parse(written) for written in self.fail_if]
         target = None if self.out is None else self.out / NAME
-        _require_free(self.out, target, self.force)
+        require_free(target, self.force)
         report = self._audit()
         print_report(report)
         if target is not None:
@@ -85,6 +86,7 @@ class Audit:
     def _audit(self) -> AuditReport:
         from holdfast.audit import PERTURBATIONS, audit, what_if
         from holdfast.audit.tasks import Material
+        from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject
 
         if self.model is None:
@@ -104,42 +106,13 @@ class Audit:
             "tokens": self.tokens,
         }
         total = self.tokens if material.tokenizer is not None else None
-        with _Bar(self.model, total) as bar:
-            report = audit(model, material, progress=bar.tell, **settings)
+        with bar(total, leave=False) as tell:
+            report = audit(model, material, progress=lambda done, what: tell(done, f"{self.model}: {what}"), **settings)
         report = replace(report, data={**report.data, "source": material.source})
         if self.what_if is None or report.status == "interrupted":
             return report
-        with _Bar(f"{self.model} with {self.what_if}", total) as bar:
-            found = what_if(model, material, self.what_if, before=report, progress=bar.tell, **settings).summary()
+        with bar(total, leave=False) as tell:
+            settings["progress"] = lambda done, what: tell(done, f"{self.model} with {self.what_if}: {what}")
+            found = what_if(model, material, self.what_if, before=report, **settings).summary()
         print_what_if(found)
         return replace(report, what_if=found)
-
-
-class _Bar:
-    """How far an audit is."""
-
-    def __init__(self, title: str, total: int | None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._title, self._bars = title, Progress(*columns, console=Console(stderr=True), transient=True)
-        self._bar = self._bars.add_task(title, total=total)
-
-    def __enter__(self) -> _Bar:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def tell(self, done: int, what: str) -> None:
-        self._bars.update(self._bar, completed=done, description=f"{self._title}: {what}")
-
-
-def _require_free(folder: Path | None, target: Path | None, force: bool) -> None:
-    """Before any work."""
-    if folder is not None and folder.is_file():
-        raise ValueError(f"{folder} is a file; name a folder for {NAME}.")
-    if target is not None and target.exists() and not force:
-        raise ValueError(f"{target} exists; choose another folder with --out, or overwrite it with --force.")

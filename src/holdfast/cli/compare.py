@@ -42,6 +42,7 @@ class Compare:
     def run(self) -> None:
         from holdfast.report import read_results, write_report
         from holdfast.train import Comparison, load_recipe
+        from holdfast.train.quiet import quiet
 
         recipe = load_recipe(self.recipe, changes(self.set))
         routers = self._contenders(recipe.sparse.k)
@@ -78,29 +79,18 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def quiet() -> None:
-    """What transformers says while it works is not for the users of this command."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from holdfast.cli.terminal import bar
 
     steps, cells = comparison.recipe.training.steps, comparison.cells
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     done = dict.fromkeys((cell.name for cell in cells), 0)
+    with bar(steps * len(cells)) as tell:
 
-    def tell(cell: Cell, finished: int) -> None:
-        done[cell.name] = finished
-        words = f"{cell.contender.name}, seed {cell.seed}: step {finished} of {steps}"
-        bars.update(bar, completed=sum(done.values()), description=words)
+        def note(cell: Cell, finished: int) -> None:
+            done[cell.name] = finished
+            tell(sum(done.values()), f"{cell.contender.name}, seed {cell.seed}: step {finished} of {steps}")
 
-    with Progress(*columns) as bars:
-        bar = bars.add_task("", total=steps * len(cells))
-        return comparison.run(tell, jobs=jobs)
+        return comparison.run(note, jobs=jobs)
 
 
 def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from holdfast.cli.compare import quiet
+from holdfast.cli.files import require_free, write_out
+from holdfast.cli.terminal import working
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Evaluate:
 
     def run(self) -> None:
         from holdfast.metrics.report import plain
+        from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject
         from holdfast.version import versions
 
@@ -46,29 +48,6 @@ class Evaluate:
         print_routing(found["clean"].get("routing"))
         stored = {"model": self.model, **task.describe(), "measure": asdict(task.measure), "versions": versions(), **found}
         write_out(self.out, stored)
-
-
-def require_free(path: Path | None, force: bool) -> None:
-    """Before any work: a file that is there already is overwritten only on request."""
-    if path is not None and path.is_dir():
-        raise ValueError(f"{path} is a folder; name a .json file to write to.")
-    if path is not None and path.exists() and not force:
-        raise ValueError(f"{path} exists; choose another file with --out, or overwrite it with --force.")
-
-
-def write_out(path: Path | None, stored: dict[str, Any]) -> None:
-    from holdfast.train.ownership import write_json
-
-    if path is not None:
-        write_json(path, stored)
-        print(f"All figures: {path}")
-
-
-def working(what: str) -> Any:
-    """A sign of life while something takes a while."""
-    from rich.console import Console
-
-    return Console(stderr=True).status(what)
 
 
 def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="holdfast",
-        description="Mixture-of-experts routing that holds. Start with: holdfast routers --route",
+        description="Mixture-of-experts routing that holds. Start with: holdfast compare",
         args=arguments,
     )
     try:

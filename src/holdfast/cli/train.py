@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.compare import changes, quiet
+from holdfast.cli.compare import changes
 
 if TYPE_CHECKING:
     from holdfast.train.single import Single
@@ -46,6 +46,7 @@ class Train:
         from holdfast.train import load_recipe
         from holdfast.train.contenders import contender
         from holdfast.train.processes import is_first, processes
+        from holdfast.train.quiet import quiet
         from holdfast.train.single import Single
 
         _check_loggers(self.log)
@@ -54,7 +55,7 @@ class Train:
         wanted |= {"training.precision": "bf16"} if self.bf16 else {}
         single = Single(
             load_recipe(self.recipe, wanted),
-            replace(contender(self.router), name=self.router),
+            contender(self.router),
             self.seed,
             self.out,
             data=self.data,
@@ -71,17 +72,11 @@ class Train:
 
 
 def _with_progress(single: Single, log: tuple[str, ...]) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from holdfast.cli.terminal import bar
 
     steps = single.recipe.training.steps
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bars:
-        bar = bars.add_task(single.contender.name, total=steps)
-
-        def tell(done: int) -> None:
-            bars.update(bar, completed=done, description=f"{single.contender.name}: step {done} of {steps}")
-
-        single.run(tell, log)
+    with bar(steps) as tell:
+        single.run(lambda done: tell(done, f"{single.contender.name}: step {done} of {steps}"), log)
 
 
 def _check_loggers(names: tuple[str, ...]) -> None:

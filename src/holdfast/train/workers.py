@@ -56,14 +56,13 @@ def _tell(done: Any, cells: list[Any], progress: Progress | None) -> None:
 
 def _begin(given: tuple[Any, ...], done: Any, threads: int) -> None:
     import torch
-    import transformers
 
     from holdfast.train.cells import Comparison
+    from holdfast.train.quiet import quiet
 
     global _worker
     torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     *most, data = given
     _worker = Comparison(*most, data=data), done
 
