@@ -27,7 +27,7 @@ def run(digits: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def results(run: Path, digits: Callable[..., Recipe]) -> list[dict[str, Any]]:
-    return list(Comparison(digits(), contenders(ROUTERS), 1, run).results())
+    return Comparison(digits(), contenders(ROUTERS), 1, run).run()
 
 
 def pictures(recipe: Recipe) -> PictureTask:

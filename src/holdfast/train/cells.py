@@ -11,7 +11,7 @@ import torch
 
 from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
-from holdfast.train.loop import train
+from holdfast.train.loop import require_trainable, train
 from holdfast.train.ownership import agrees, claim, require_own, write_json
 from holdfast.train.recipe import Recipe
 from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
@@ -73,12 +73,6 @@ class Comparison:
         write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": results})
         return rows
 
-    def results(self) -> Iterator[dict[str, Any]]:
-        """Those that are there already."""
-        for cell in self.cells:
-            if (stored := self.stored(cell)) is not None:
-                yield stored
-
     def _claim(self, cell: Cell) -> None:
         """The folder is this run's from now on, and the cell's this router's."""
         claim(self.folder, self.identity())
@@ -113,12 +107,11 @@ class Comparison:
         contender, path = cell.contender, self._path(cell)
         k = contender.k or self.recipe.sparse.k
         model = start(self.task, contender.router, contender.options, seed=cell.seed, k=k)
-        examples, probe = self.task.examples(cell.seed), self.task.probe()
-        if self.recipe.training.keep == "best":
-            self.task.validation()
+        require_trainable(self.task, cell.seed)
         self._claim(cell)  # only now: a mistake in the recipe leaves no folder behind
         tick = None if progress is None else lambda steps: progress(cell, steps)
         log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick)
+        examples, probe = self.task.examples(cell.seed), self.task.probe()
         steps = snapshot_steps(self.recipe.training.steps)
         names = routes_of(model, probe).names
         result = {

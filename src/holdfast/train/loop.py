@@ -53,6 +53,14 @@ def train(
     return _lines(trainer.state.log_history)
 
 
+def require_trainable(task: Task, seed: int) -> None:
+    """A ValueError where the data do not do for training; asked before anything is written."""
+    task.examples(seed)
+    task.probe()
+    if task.recipe.training.keep == "best":
+        task.validation()
+
+
 def _arguments(how: TrainingPart, folder: Path, seed: int, report_to: tuple[str, ...]) -> Any:
     import transformers
 

@@ -27,6 +27,8 @@ CHOSEN_BY = 2048  # pictures of the validation set at most
 SEVERITY = 5
 SPSA_SAMPLES = 16  # pairs of probes a step
 
+Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
+
 
 @final
 class PictureTask(Task):
@@ -87,7 +89,7 @@ class PictureTask(Task):
                 "FGSM": _attacked(fgsm(classify, pixels, labels, budget=budget, batch=BATCH)),
                 "PGD": _attacked(strong),
                 "SPSA": _attacked(blind),
-                "corruptions": self._corrupted(classify, pixels, labels),
+                "corruptions": _corrupted(classify, pixels, labels),
             }
         attacked = {**trials["PGD"], **self._routing(model, strong.inputs)}
         model.train(was_training)
@@ -143,16 +145,6 @@ class PictureTask(Task):
                 _logits(model, part)
         return routing
 
-    @torch.no_grad()
-    def _corrupted(self, classify: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> dict[str, Any]:
-        """The mean error over the corruptions that need no files, at the worst severity."""
-        errors = {}
-        for name in (name for name, corruption in CORRUPTIONS.items() if not corruption.files):
-            changed = corrupt(pixels.cpu(), name, severity=SEVERITY, seed=ATTACK_SEED).images.to(pixels)
-            logits = torch.cat([classify(part) for part in changed.split(BATCH)])
-            errors[name] = error(int(hits(logits, labels).sum()), len(labels))
-        return {"figure": sum(errors.values()) / len(errors), "severity": SEVERITY, "each": errors}
-
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, Any]]:
@@ -197,11 +189,26 @@ def error(right: int, count: int) -> float:
     return 100 * (1 - right / count)
 
 
+@torch.no_grad()
+def error_of(classify: Classify, pixels: Tensor, labels: Tensor) -> float:
+    logits = torch.cat([classify(part) for part in pixels.split(BATCH)])
+    return error(int(hits(logits, labels).sum()), len(labels))
+
+
+def corruption_errors(classify: Classify, pixels: Tensor, labels: Tensor, severity: int, seed: int) -> dict[str, float]:
+    """The error under each corruption that needs no files."""
+    errors = {}
+    for name in (name for name, corruption in CORRUPTIONS.items() if not corruption.files):
+        changed = corrupt(pixels.cpu(), name, severity=severity, seed=seed).images.to(pixels)
+        errors[name] = error_of(classify, changed, labels)
+    return errors
+
+
 def _inputs(images: Images, numbers: Tensor) -> Inputs:
     return {"pixel_values": normalised(images.pixels(numbers)), "labels": images.labels[numbers]}
 
 
-def classifier(model: Any) -> Callable[[Tensor], Tensor]:
+def classifier(model: Any) -> Classify:
     """From pixels between 0 and 1 to logits: what attacks take."""
     return partial(_logits, model)
 
@@ -211,8 +218,19 @@ def _logits(model: Any, pixels: Tensor) -> Tensor:
     return logits
 
 
+def attacked_error(result: AttackedInputs) -> float:
+    """From counts, as every error here: shares differ from them in the last digit."""
+    return error(int((~result.success).sum()), len(result.success))
+
+
 def _attacked(result: AttackedInputs) -> dict[str, Any]:
-    return {"figure": error(int((~result.success).sum()), len(result.success)), **result.summary()}
+    return {"figure": attacked_error(result), **result.summary()}
+
+
+def _corrupted(classify: Classify, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
+    """The mean over corruptions, at the worst severity."""
+    errors = corruption_errors(classify, pixels, labels, SEVERITY, ATTACK_SEED)
+    return {"figure": sum(errors.values()) / len(errors), "severity": SEVERITY, "each": errors}
 
 
 def _enlarged(grid: Tensor, side: int) -> Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.train.contenders import Contender
-from holdfast.train.loop import Tick, train
+from holdfast.train.loop import Tick, require_trainable, train
 from holdfast.train.ownership import claim, require_own
 from holdfast.train.processes import is_first
 from holdfast.train.recipe import Recipe
@@ -32,6 +32,7 @@ class Single:
         """The log; the trained model is saved in the folder."""
         k = self.contender.k or self.recipe.sparse.k
         model = start(self.task, self.contender.router, self.contender.options, seed=self.seed, k=k)
+        require_trainable(self.task, self.seed)
         if is_first():
             claim(self.folder, self.identity())
         log = train(model, self.task, self.folder / "training", seed=self.seed, k=k, tick=tick, report_to=report_to)

@@ -16,7 +16,7 @@ from holdfast.hub import trace
 from holdfast.metrics import CoSelection
 from holdfast.routing import Router, Routing
 from holdfast.routing.expert_graph import ExpertGraph
-from holdfast.train.task import Inputs, on
+from holdfast.train.task import Inputs, forward
 from holdfast.writing import write_whole
 
 COUNT = 5
@@ -90,9 +90,8 @@ def routes_of(model: Any, probe: Inputs) -> RoutesOfProbe:
         found.padding.append(None if padding is None else padding.flatten().cpu())
 
     model.eval()
-    options = {"use_cache": False} if "input_ids" in probe else {}
     with trace(model, each=each) as routes:
-        model(**on(model, probe), **options)
+        forward(model, probe)
     model.train(was_training)
     found.names = routes.names
     return found

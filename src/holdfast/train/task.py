@@ -88,9 +88,10 @@ class Task(ABC):
         """Some of them as people see them, with the expert that each of their tokens went to first."""
 
 
-def on(model: Any, inputs: Inputs) -> Inputs:
-    """The inputs where the model is."""
-    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+def forward(model: Any, inputs: Inputs) -> Any:
+    """The model's outputs for inputs from anywhere; nothing is cached."""
+    options = {"use_cache": False} if "input_ids" in inputs else {}
+    return model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **options)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from holdfast.data.cuts import CUTS
 from holdfast.hub import trace
 from holdfast.train.evaluation import score_text
 from holdfast.train.recipe import Recipe
-from holdfast.train.task import Examples, Inputs, Measure, Task, first_experts, on
+from holdfast.train.task import Examples, Inputs, Measure, Task, first_experts, forward
 
 ATTACK_SEED = 0
 WATCHED = 2048  # tokens of the probe, about
@@ -117,7 +117,7 @@ class TextTask(Task):
     def view(self, model: Any) -> Mapping[str, Any]:
         inputs = {name: tensor[:1, :SHOWN] for name, tensor in self.probe().items()}
         with torch.no_grad(), trace(model) as routes:
-            model(**on(model, inputs), use_cache=False)
+            forward(model, inputs)
         count = int(inputs["attention_mask"].sum())
         pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"][0, :count].tolist()]
         return {"kind": "text", "pieces": pieces, "experts": [layer[:count].tolist() for layer in first_experts(routes)]}

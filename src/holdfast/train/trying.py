@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from holdfast.attacks import (
     CORRUPTIONS,
     AttackedInputs,
     AttackWarning,
     attack_routes,
-    corrupt,
     fgsm,
     misspell,
     pgd,
@@ -21,11 +21,19 @@ from holdfast.attacks import (
     swap_words,
 )
 from holdfast.hub import calls
-from holdfast.metrics.accuracy import hits
 from holdfast.routing import Context
 from holdfast.train.evaluation import score_text
-from holdfast.train.picture_task import BATCH, PictureTask, classifier, error, spread
-from holdfast.train.task import Task, on
+from holdfast.train.picture_task import (
+    BATCH,
+    Classify,
+    PictureTask,
+    attacked_error,
+    classifier,
+    corruption_errors,
+    error_of,
+    spread,
+)
+from holdfast.train.task import Task, forward
 from holdfast.train.text_task import TextTask
 
 Found = dict[str, Any]  # "title", "columns", "rows" for people; "flags" and "summary" for the record
@@ -72,28 +80,25 @@ def attack_pictures(model: Any, task: Task, kind: str, *, budget: float, steps: 
     return {
         "title": f"{result.attack}, {result.norm} {result.budget:.4g}, {len(some)} pictures",
         "columns": ["", "error, %"],
-        "rows": [["clean", 100 * (1 - result.clean_accuracy)], [result.attack, 100 * (1 - result.accuracy)]],
+        "rows": [["clean", error_of(classify, pixels, labels)], [result.attack, attacked_error(result)]],
         "flags": [flag.summary() for flag in result.flags],
         "summary": result.summary(),
     }
 
 
-@torch.no_grad()
-def _corruptions(classify: Any, pixels: torch.Tensor, labels: torch.Tensor, severity: float, seed: int) -> Found:
+def _corruptions(classify: Classify, pixels: Tensor, labels: Tensor, severity: float, seed: int) -> Found:
     if severity != int(severity):
         raise ValueError(f"the budget of corruptions is a severity, 1 to 5, not {severity:g}.")
-    rows: list[list[Any]] = [["clean", _error(classify, pixels, labels)]]
-    for name in (name for name, corruption in CORRUPTIONS.items() if not corruption.files):
-        changed = corrupt(pixels.cpu(), name, severity=int(severity), seed=seed).images.to(pixels)
-        rows.append([name, _error(classify, changed, labels)])
-    rows.append(["mean of them", sum(row[1] for row in rows[1:]) / (len(rows) - 1)])
+    errors = corruption_errors(classify, pixels, labels, int(severity), seed)
+    rows = [["clean", error_of(classify, pixels, labels)], *([name, figure] for name, figure in errors.items())]
+    rows.append(["mean of them", sum(errors.values()) / len(errors)])
     left_out = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
     return {
         "title": f"Corruptions of severity {severity:g}, {len(labels)} pictures ({left_out} needs files and is left out)",
         "columns": ["", "error, %"],
         "rows": rows,
         "flags": [],
-        "summary": {"severity": int(severity), "seed": seed, "errors": dict(rows)},
+        "summary": {"severity": int(severity), "seed": seed, "errors": errors},
     }
 
 
@@ -104,9 +109,8 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
     probe = task.probe()
     length = next(iter(probe.values())).shape[1] if "input_ids" in probe else 1
     few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
-    options = {"use_cache": False} if "input_ids" in probe else {}
     with torch.no_grad(), calls(model) as heard:
-        model(**on(model, few), **options)
+        forward(model, few)
     rows, summaries, flags = [], [], []
     with _silently():
         for layer, call in enumerate(heard):
@@ -125,11 +129,6 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
         "flags": flags,
         "summary": {"layers": summaries},
     }
-
-
-def _error(classify: Any, pixels: torch.Tensor, labels: torch.Tensor) -> float:
-    logits = torch.cat([classify(part) for part in pixels.split(BATCH)])
-    return error(int(hits(logits, labels).sum()), len(labels))
 
 
 @contextmanager
