@@ -89,7 +89,17 @@ def test_the_tokens_at_risk_are_those_with_the_smallest_radii_decoded_in_context
         text = texts(12)[entry["batch"] * 5 + entry["sequence"]].split()
         assert text[entry["position"]] == entry["text"] and entry["text"] in entry["context"].split()
         assert " ".join(text[max(0, entry["position"] - 4) : entry["position"] + 5]) == entry["context"]
-        assert entry["leaves"] != entry["enters"]
+        around = [word for word in (entry["before"], entry["text"], entry["after"]) if word]
+        assert " ".join(around) == entry["context"] and entry["leaves"] != entry["enters"]
+
+
+def test_the_view_has_the_first_text_with_every_layers_radii() -> None:
+    found = audit(tiny("mixtral"), texts(4, words=9), tokenizer=tokenizer(), perturb=["none"], at_risk=10_000, batch=2)
+    assert found.view is not None and found.view["pieces"] == texts(4, words=9)[0].split()
+    for entry in found.at_risk:
+        if entry["batch"] == 0 and entry["sequence"] == 0:
+            assert found.view["layers"][str(entry["layer"])][entry["position"]] == entry["relative"]
+    assert audit(tiny("mixtral"), batches(1), perturb=["none"]).view is None  # numbers, and nobody to read them
 
 
 def test_groups_of_experts_that_no_token_joins_are_counted() -> None:

@@ -208,13 +208,16 @@ def test_left_padding_moves_no_token() -> None:
 
 
 def test_the_attack_finds_more_flips_with_more_budget() -> None:
-    rates = []
+    rates, changes = [], []
     for budget in (0.0001, 0.01, 0.3):
         found = audit(tiny("mixtral"), batches(1), perturb=["attack"], budget=budget)
         rates.append(ran(found)["attack"]["overall"]["flips"])
         details = ran(found)["attack"]["details"]
         assert [entry["layer"] for entry in details] == [0, 1, 2] and all(entry["budget"] == budget for entry in details)
+        changes.append(ran(found)["attack"]["overall"]["prediction_flips"])
+        assert ran(found)["attack"]["overall"]["loss"]["size"] > 0 or budget < 0.001
     assert rates[0] < rates[1] < rates[2] and rates[2] > 0.9
+    assert changes[0] <= changes[1] < changes[2]
 
 
 def test_every_name_is_run_by_default_and_names_are_checked() -> None:

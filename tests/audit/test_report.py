@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,11 @@ def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
         ("undecided.bf16>", "no condition"),
         ("__import__('os')>1", "no condition"),
         ("entropy > x", "no condition"),
-        ("prediction_flips.attack > 0", "not measured"),
+        ("loss > 0", "not measured"),
     ],
 )
 def test_a_wrong_condition_is_one_sentence(written: str, says: str, report: AuditReport) -> None:
+    report = replace(report, overall={**report.overall, "loss": None})
     with pytest.raises(ValueError, match=says):
         parse(written).holds(report)
 

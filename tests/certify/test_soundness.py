@@ -11,7 +11,9 @@ from torch import Tensor
 
 from holdfast.attacks import attack_routes
 from holdfast.certify import NORMS, Gate, Norm, certify
-from holdfast.routing import Context, Router, SmoothTopK
+from holdfast.certify.reading import _ranks
+from holdfast.ops.topk import top
+from holdfast.routing import Context, Router, Routing, SmoothTopK
 from holdfast.routing.parts import TINY
 
 ALONE = [name for name in ROUTERS if name not in SEQUENCES]
@@ -120,6 +122,25 @@ def test_no_attack_on_routes_succeeds_inside_the_radius(name: str) -> None:
         )
         assert attack.rate == 0
         assert attack.distances.isinf().all()
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.attacks.AttackWarning")  # gates without their bias are what it follows
+@pytest.mark.parametrize("name", SIGMOIDS)
+def test_no_attack_on_a_sigmoid_gate_succeeds_inside_the_radius(name: str) -> None:
+    gate, tokens = sigmoid_gate(**SIGMOIDS[name]), 2 * torch.randn(48, 12, generator=generator(5))
+
+    def route(rows: Tensor) -> Routing:
+        logits = rows @ gate.weight.t()
+        ranks = _ranks(gate.rule, logits) if gate.rule is not None else logits
+        experts = top(ranks, gate.k)
+        gates = torch.sigmoid(logits)
+        return Routing(logits, gates, experts, gates.gather(1, experts), {})
+
+    for norm in NORMS:
+        found = certify(gate, tokens, norm=norm)
+        how: dict[str, Any] = {"norm": norm, "joint": False, "steps": 20, "rounds": 0, "bisections": 0, "check": False}
+        assert attack_routes(route, tokens, budget=finite(found.radius, tokens), **how).rate == 0
+        assert attack_routes(route, tokens, budget=finite(4 * found.radius, tokens), **how).rate > 0.5
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ from report.tags import Tags
 
 from holdfast.audit import AuditReport, diagnose
 from holdfast.report import render_audit, write_audit
-from holdfast.report.audit_page import SHOWN, risks, token
+from holdfast.report.audit_page import SHOWN, risks, token, view
 from holdfast.report.audit_plots import LEAST, audit_plots
 from holdfast.report.audits import AtRisk, parse_audit
 from holdfast.report.shell import SCRIPTS
@@ -181,6 +181,22 @@ def test_tokens_are_coloured_by_their_radius() -> None:
     ]  # fmt: skip
 
 
+def test_a_text_is_coloured_by_the_radius_in_each_layer_and_by_the_least_of_all() -> None:
+    stored = stored_audit()
+    stored["view"] = {"pieces": ["a", " b", "\n"], "layers": {"0": [1e-6, 0.5, None], "1": [0.5, 0.002, None]}}
+    shown = view(parse_audit(stored))
+    assert {layer: [piece["level"] for piece in pieces] for layer, pieces in shown.items()} == {
+        "all": [0, 3, 4], "0": [0, 4, 4], "1": [4, 3, 4],
+    }  # fmt: skip
+    assert [piece["text"] for piece in shown["all"]] == ["a", " b", "↵"]
+    page = Tags(render_audit(stored))
+    hidden = {attributes["data-layer"]: "hidden" in attributes for _, attributes in page.tags if "data-layer" in attributes}
+    assert hidden == {"all": False, "0": True, "1": True}
+    stored["view"]["layers"]["1"].pop()
+    with pytest.raises(ValueError, match="a radius for each piece"):
+        render_audit(stored)
+
+
 def evil() -> dict[str, Any]:
     stored = stored_audit()
     stored["model"]["name"] = stored["model"]["class"] = stored["what_if"]["router"] = EVIL
@@ -193,6 +209,7 @@ def evil() -> dict[str, Any]:
     stored["at_risk"] = [at_risk(0.0, EVIL, f"a {EVIL} b"), at_risk(0.0, EVIL, EVIL * 2)]
     stored["layers"][0]["undecided"] = {EVIL: stored["layers"][0]["undecided"]["fp16"]}
     stored["layers"][0]["radius"]["kind"] = EVIL
+    stored["view"] = {"pieces": [EVIL], "layers": {"0": [0.1], "1": [None]}}
     stored["data"][EVIL] = stored["versions"][EVIL] = EVIL
     return stored
 

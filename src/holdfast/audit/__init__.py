@@ -4,6 +4,9 @@
 docs/audit.md explains every key of the report.
 """
 
+from holdfast.audit.certifying import LayerCertificates as LayerCertificates
+from holdfast.audit.certifying import ModelCertificates as ModelCertificates
+from holdfast.audit.certifying import certify_model as certify_model
 from holdfast.audit.conditions import Condition as Condition
 from holdfast.audit.conditions import parse as parse
 from holdfast.audit.findings import Finding as Finding

@@ -25,7 +25,8 @@ STEPS = 5
 class Attack(Perturbation):
     """PGD on a few sequences of the first batch, layer by layer: the router's input moves, what its experts get does not.
 
-    Each layer is attacked by itself in the clean forward, so there is no prediction to compare.
+    Each layer is attacked by itself in the clean forward. Predictions are those of a forward in which all layers' router
+    inputs are moved as these attacks found.
     """
 
     def __init__(self, budget: float, tokens: int, seed: int) -> None:
@@ -36,9 +37,12 @@ class Attack(Perturbation):
     def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
         if sample.number:
             return
-        seen = observe(audited, self._few(sample, clean))
+        few = self._few(sample, clean)
+        seen = observe(audited, few)
+        moves = []
         for layer, record in enumerate(seen.layers):
             moved, summary = self._moved(seen, layer)
+            moves.append(moved - seen.calls[layer].tokens)
             routing = ask(seen.calls[layer], moved)
             tokens = record.tokens
             experts, weights = routing.experts.to(tokens.device), routing.weights.to(tokens.device, record.weights)
@@ -47,6 +51,7 @@ class Attack(Perturbation):
             there = replace(seen, layers=[*seen.layers[:layer], after, *seen.layers[layer + 1 :]])
             into.compare_layer(layer, seen, there, (seen.real(layer), seen.real(layer)))
             into.details.append({"layer": layer, **summary})
+        into.compare_predictions(seen, observe(audited, few, moved=lambda layer, tokens: tokens + moves[layer]))
 
     def _few(self, sample: Sample, clean: Observation) -> Sample:
         """Whole sequences, the first of them, since tokens may inform each other."""

@@ -7,11 +7,12 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from holdfast.audit.certifying import certify_layer, undecided_in
 from holdfast.audit.observing import Observation
 from holdfast.audit.rounding import DTYPES, Undecided, ask_rounded
 from holdfast.audit.samples import Reader, Sample
 from holdfast.audit.subject import Audited
-from holdfast.certify import Certificates, certify, undecided
+from holdfast.certify import Certificates
 from holdfast.metrics import RoutingReport
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.likelihood import IGNORED
@@ -19,6 +20,7 @@ from holdfast.metrics.likelihood import IGNORED
 DECADES, PER_DECADE, FINER = (-6, 1), 4, 16  # of the histogram's bins; the median is read from finer ones
 LOW_RADIUS = 1e-3
 AROUND = 4  # tokens of context on either side
+SHOWN = 128  # tokens of the view, at most
 
 
 class Radii(Accumulator[dict[str, Any]]):
@@ -65,8 +67,11 @@ class Baseline:
         self.no_bound: dict[int, str] = {}
         self.loss = Mean()
         self.at_risk: list[dict[str, Any]] = []
+        self.view: View | None = None
 
     def update(self, seen: Observation, sample: Sample, reader: Reader | None) -> None:
+        if sample.number == 0 and reader is not None:
+            self.view = View.of(sample, reader)
         for layer, record in enumerate(seen.layers):
             self.routing.each(layer, record.routing, seen.padding)
             try:
@@ -87,21 +92,18 @@ class Baseline:
         self.no_bound |= other.no_bound
         self.loss.merge(other.loss)
         self.at_risk = heapq.nsmallest(self.keep, [*self.at_risk, *other.at_risk], key=_risk)
+        self.view = self.view or other.view
         return self
 
     def _certify(self, layer: int, seen: Observation, sample: Sample, reader: Reader | None) -> None:
-        call, subject, real = seen.calls[layer], self.audited.certified(layer), seen.real(layer)
-        ours = self.audited.sites[layer].router is not None
-        tokens = call.tokens if ours else call.tokens.reshape(-1, call.tokens.shape[-1])
-        context = call.context if ours else None
-        computed = torch.float32 if ours or tokens.dtype == torch.float64 else tokens.dtype
-        found = certify(subject, tokens, context, arithmetic=computed)
-        relative = found.relative.reshape(-1)[real]
-        self.radii[layer].update(relative)
+        real, found = seen.real(layer), certify_layer(self.audited, layer, seen)
+        self.radii[layer].update(found.relative.reshape(-1)[real])
         self.kinds[layer] = found.kind
         self._note_risk(layer, found, real, sample, reader)
+        if self.view is not None:
+            self.view.add(layer, found)
         for name, dtype in DTYPES.items():
-            alarm = undecided(subject, tokens, dtype, context).reshape(-1)[real]
+            alarm = undecided_in(self.audited, layer, seen, dtype)[real]
             flips = ask_rounded(self.audited, layer, seen, dtype)[real]
             self.undecided[layer][name].update(alarm, flips)
 
@@ -131,6 +133,31 @@ class Baseline:
             entry["undecided"] = {name: counts.result() for name, counts in self.undecided[layer].items()}
         found["loss"] = self.loss.result() if self.loss.tokens else None
         return found
+
+
+@final
+class View:
+    """The beginning of the first sequence, token by token, with the relative radius of each in every layer."""
+
+    def __init__(self, rows: Tensor, pieces: list[str]) -> None:
+        self.rows, self.pieces = rows, pieces
+        self.layers: dict[str, list[float | None]] = {}
+
+    @classmethod
+    def of(cls, sample: Sample, reader: Reader) -> Self | None:
+        if sample.ids is None:
+            return None
+        mask = sample.inputs.get("attention_mask")
+        real = torch.ones_like(sample.ids[0]) if mask is None or mask.dim() != 2 else mask[0]
+        rows = real.nonzero().flatten()[:SHOWN].cpu()
+        return cls(rows, [reader.decode([token]) for token in sample.ids[0].cpu()[rows].tolist()])
+
+    def add(self, layer: int, found: Certificates) -> None:
+        shown = found.relative.reshape(-1).cpu()[self.rows].tolist()
+        self.layers[str(layer)] = [radius if math.isfinite(radius) else None for radius in shown]
+
+    def result(self) -> dict[str, Any]:
+        return {"pieces": self.pieces, "layers": self.layers}
 
 
 class Mean(Accumulator[float]):
@@ -165,14 +192,23 @@ def _where(sample: Sample, row: int, reader: Reader | None) -> dict[str, Any]:
     """Which token it was, with a few around it, decoded where that can be done."""
     ids = sample.ids
     if ids is None or row >= ids.numel():
-        return {"place": row, "sequence": None, "position": None, "token": None, "text": None, "context": None}
+        nothing = ("sequence", "position", "token", "text", "before", "after", "context")
+        return {"place": row, **dict.fromkeys(nothing)}
     sequence, position = divmod(row, ids.shape[1])
     mask = sample.inputs.get("attention_mask")
     line = ids[sequence].tolist()
     near = list(range(max(0, position - AROUND), min(len(line), position + AROUND + 1)))
     if mask is not None and mask.dim() == 2:
         near = [place for place in near if mask[sequence, place]]
-    text = None if reader is None else reader.decode([line[position]])
-    context = None if reader is None else reader.decode([line[place] for place in near])
-    where = {"place": row, "sequence": sequence, "position": position}
-    return {**where, "token": line[position], "text": text, "context": context}
+    where = {"place": row, "sequence": sequence, "position": position, "token": line[position]}
+    parts = {
+        "text": [position],
+        "before": [place for place in near if place < position],
+        "after": [place for place in near if place > position],
+        "context": near,  # decoded in one piece: where tokens share a character, the parts cannot show it
+    }
+    return where | {name: _decoded(reader, line, places) for name, places in parts.items()}
+
+
+def _decoded(reader: Reader | None, line: list[int], places: list[int]) -> str | None:
+    return None if reader is None else reader.decode([line[place] for place in places])

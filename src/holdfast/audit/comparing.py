@@ -82,9 +82,7 @@ class Tally:
         rows = [(before.real(layer),) * 2 for layer in range(len(before.layers))] if rows is None else rows
         for layer, pair in enumerate(rows):
             self.compare_layer(layer, before, after, pair)
-        if before.predictions is not None and after.predictions is not None:
-            own = rows[0] if before.predictions.per_token else None
-            self._compare_predictions(before, after, own)
+        self.compare_predictions(before, after, rows[0])
 
     def compare_layer(self, layer: int, before: Observation, after: Observation, rows: Rows) -> None:
         one, two = before.layers[layer], after.layers[layer]
@@ -92,6 +90,13 @@ class Tally:
             return
         self.routes[layer].update(rows_of(one.routing, rows[0]), rows_of(two.routing, rows[1]))
         self.outputs[layer].update(split(self.audited.sites[layer], one, two, rows))
+
+    def compare_predictions(self, before: Observation, after: Observation, rows: Rows | None = None) -> None:
+        """Of these tokens, by default of all that are real; of models that predict one thing for a whole input, of all."""
+        if before.predictions is None or after.predictions is None:
+            return
+        rows = (before.real(0),) * 2 if rows is None else rows
+        self._compare_predictions(before, after, rows if before.predictions.per_token else None)
 
     def compare_pictures(self, before: Observation, after: Observation, pair: Rows) -> None:
         """Predictions that are of whole examples, of these examples."""

@@ -103,6 +103,8 @@ def _load(layer: dict[str, Any]) -> Iterator[Finding]:
 
 def _entropy(layer: dict[str, Any]) -> Iterator[Finding]:
     share = layer["entropy_share"]
+    if share is None:  # it broke: the router's scores are not finite
+        return
     if layer["experts"] > 1 and share < COLLAPSED:
         text = f"layer {layer['layer']}: the router has collapsed, its entropy is {share:.1%} of the most there can be"
         why = "it leaves no gradient to learn another choice from"

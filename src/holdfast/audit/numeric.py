@@ -67,6 +67,11 @@ class ModelDtype(Perturbation):
         short = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         self.name, self.about = f"model.{short}", f"the whole model in {short}"
 
+    def unavailable(self, audited: Audited, sample: Sample) -> str | None:
+        if any(parameter.is_meta for parameter in audited.model.parameters()):
+            return "some weights are on disk; they cannot be held in another dtype meanwhile."
+        return None
+
     def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
         with weights_as([audited.model], self.dtype):
             into.compare(clean, observe(audited, sample))

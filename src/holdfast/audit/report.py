@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -28,6 +28,7 @@ class AuditReport:
     perturbations: dict[str, dict[str, Any]]  # by name: changes, or "skipped" and why
     at_risk: list[dict[str, Any]]  # the tokens with the smallest relative radii
     what_if: dict[str, Any] | None = None
+    view: dict[str, Any] | None = None  # the beginning of a text, token by token, with each one's radius in every layer
     schema: int = field(default=SCHEMA)
 
     def numbers(self) -> dict[str, float | None]:
@@ -52,8 +53,10 @@ class AuditReport:
             found = stored.get("schema") if isinstance(stored, dict) else None
             raise ValueError(f"{path} is no audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
         names = {entry.name for entry in fields(cls)}
-        if stored.keys() != names:
-            raise ValueError(f"{path} is no whole audit: {', '.join(sorted(stored.keys() ^ names))} do not fit.")
+        needed = {entry.name for entry in fields(cls) if entry.default is MISSING}
+        wrong = (needed - stored.keys()) | (stored.keys() - names)
+        if wrong:
+            raise ValueError(f"{path} is no whole audit: {', '.join(sorted(wrong))} do not fit.")
         return cls(**stored)
 
 

@@ -8,6 +8,7 @@ from typing import Any, final
 from holdfast.audit.baseline import Baseline
 from holdfast.audit.comparing import Tally
 from holdfast.audit.observing import observe
+from holdfast.audit.offloading import resident
 from holdfast.audit.overall import overall
 from holdfast.audit.perturbation import Perturbation
 from holdfast.audit.report import AuditReport
@@ -50,7 +51,7 @@ def audit(
     reader = None if tokenizer is None else Reader(tokenizer, audited.pad)
     run = _Run(audited, how, reader, progress)
     started = time.monotonic()
-    with evaluating(model):
+    with evaluating(model), resident(audited.scorers()):
         found = samples(texts_or_inputs, audited, reader, batch=how.batch, length=how.length, tokens=how.tokens)
         interrupted = run.consume(found)
     return run.report(name, interrupted, time.monotonic() - started)
@@ -149,6 +150,7 @@ class _Run:
             layers=plain(baseline["layers"]),
             perturbations=plain(perturbed),
             at_risk=plain(self.baseline.at_risk),
+            view=None if self.baseline.view is None else self.baseline.view.result(),
         )
 
     def _perturbed(self, one: Perturbation) -> dict[str, Any]:

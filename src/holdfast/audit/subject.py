@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from holdfast.audit.offloading import device_of
 from holdfast.certify import Gate
 from holdfast.hub.sites import Site, sites
 from holdfast.hub.trace import watched
@@ -29,8 +30,7 @@ class Audited:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        return device_of(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,8 +122,6 @@ def weights_as(modules: list[nn.Module], dtype: torch.dtype, *, only_rounded: bo
     """Inside the `with`, floating-point weights are in `dtype`, or rounded to it and back; then bit for bit as they were."""
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     kept = [(parameter, parameter.data) for parameter in parameters.values() if parameter.is_floating_point()]
-    if any(parameter.is_meta for parameter, _ in kept):
-        raise ValueError("some weights are offloaded; they cannot be held in another dtype meanwhile.")
     try:
         for parameter, data in kept:
             rounded = data.to(dtype)

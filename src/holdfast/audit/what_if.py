@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
+from holdfast.audit.offloading import resident
 from holdfast.audit.report import AuditReport
 from holdfast.audit.running import audit
 from holdfast.audit.subject import Audited
@@ -59,11 +60,12 @@ def what_if(
         raise ValueError("this model was rerouted already, and could not be put back as it is; restore it first.")
     inputs = list(texts_or_inputs)
     before = audit(model, inputs, **settings) if before is None else before
-    reroute(model, router, **(options or {}))
-    try:
-        after = audit(model, inputs, **settings)
-    finally:
-        restore(model)
+    with resident(audited.scorers()):  # a new router may take the weights of the old one
+        reroute(model, router, **(options or {}))
+        try:
+            after = audit(model, inputs, **settings)
+        finally:
+            restore(model)
     if before.data["checksum"] != after.data["checksum"]:
         raise ValueError("the two audits saw different data: the first one was interrupted, or is of other inputs.")
     return WhatIf(router, before, after)

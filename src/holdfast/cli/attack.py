@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
+from holdfast.cli.loading import Loading
 from holdfast.cli.terminal import working
 
 
@@ -49,6 +50,7 @@ class Attack:
     """A JSON file for all figures."""
     force: bool = False
     """Overwrite that file if it is there."""
+    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
         from holdfast.train.quiet import quiet
@@ -59,7 +61,9 @@ class Attack:
         amount = self._amount()
         require_free(self.out, self.force)
         quiet()
-        model, task = subject(self.model, source=self.source, data=self.data, length=self.length)
+        model, task = subject(
+            self.model, source=self.source, data=self.data, length=self.length, loading=self.loading.options()
+        )
         with working(f"attacking {self.model}"):
             if self.kind in ("words", "typos"):
                 found = attack_text(model, task, self.kind, rate=amount, seed=self.seed)

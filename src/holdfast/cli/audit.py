@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from holdfast.cli.audit_tables import print_differences, print_report, print_what_if
 from holdfast.cli.files import require_free
+from holdfast.cli.loading import Loading
 from holdfast.cli.terminal import bar
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Audit:
     """Conditions on the overall numbers; exit code 1 where one holds."""
     compare: tuple[Path, Path] | None = None
     """Two files audit.json: show in which overall numbers they differ, audit nothing."""
+    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
         from holdfast.audit import AuditReport, parse
@@ -92,7 +94,7 @@ class Audit:
         if self.model is None:
             raise ValueError("say which model to audit: a folder or a name on the hub.")
         quiet()
-        model, task = subject(self.model, source=self.source, data=self.data)
+        model, task = subject(self.model, source=self.source, data=self.data, loading=self.loading.options())
         material = Material(task, self.tokens)
         names = tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
         settings: dict[str, Any] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.terminal import slim_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -28,12 +30,12 @@ def print_report(report: AuditReport) -> None:
 def print_what_if(found: dict[str, Any]) -> None:
     from rich.console import Console
 
-    table = _table(f"With {found['router']} instead, untrained", "", "as it is", f"with {found['router']}")
+    shown = slim_table(f"With {found['router']} instead, untrained", "", "as it is", f"with {found['router']}")
     for name, pair in found["cost"].items():
-        table.add_row(name.replace("_", " "), _number(pair["before"]), _number(pair["after"]))
+        shown.add_row(name.replace("_", " "), _number(pair["before"]), _number(pair["after"]))
     for name, pair in found["flip_output"].items():
-        table.add_row(f"output change by flips, {name}", _number(pair["before"]), _number(pair["after"]))
-    Console().print(table)
+        shown.add_row(f"output change by flips, {name}", _number(pair["before"]), _number(pair["after"]))
+    Console().print(shown)
 
 
 def print_differences(before: AuditReport, after: AuditReport) -> None:
@@ -44,10 +46,10 @@ def print_differences(before: AuditReport, after: AuditReport) -> None:
     found = differences(before, after)
     if before.data["checksum"] != after.data["checksum"]:
         print("The two audits are of different data: what differs need not be the model's.")
-    table = _table(f"{before.model['name']} and {after.model['name']}", "number", "first", "second")
+    shown = slim_table(f"{before.model['name']} and {after.model['name']}", "number", "first", "second")
     for name, one, two in found:
-        table.add_row(name, _number(one), _number(two))
-    Console().print(table if found else "The overall numbers are the same.")
+        shown.add_row(name, _number(one), _number(two))
+    Console().print(shown if found else "The overall numbers are the same.")
 
 
 def _layers(report: AuditReport) -> Table:
@@ -55,14 +57,14 @@ def _layers(report: AuditReport) -> Table:
         f"{report.model['name']}: {report.overall['tokens']} tokens, {report.overall['experts_per_token']:.2f} experts each"
     )
     columns = ("layer", "entropy", "load CV", "dead", "near ties", "undecided", "radius", "< 0.001")
-    table = _table(
+    shown = slim_table(
         title,
         *columns,
         caption="Entropy: of log E. Near ties: within 0.01. Undecided: in bf16. Radius: median, of a token's length.",
     )
     for layer in report.layers:
         ties = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
-        table.add_row(
+        shown.add_row(
             str(layer["layer"]),
             _share(layer["entropy_share"]),
             _number(layer["load"]["cv"]),
@@ -72,7 +74,7 @@ def _layers(report: AuditReport) -> Table:
             _number(layer["radius"].get("median")),
             _share(layer["radius"].get("below_0.001")),
         )
-    return table
+    return shown
 
 
 def _perturbations(report: AuditReport) -> Table:
@@ -80,11 +82,11 @@ def _perturbations(report: AuditReport) -> Table:
     caption = (
         "Sets, first experts and predictions that change; change of gate weights (L1), of layers' outputs, of the loss."
     )
-    table = _table("What changes", *columns, caption=caption)
+    shown = slim_table("What changes", *columns, caption=caption)
     for name, one in report.perturbations.items():
         if one["skipped"] is None:
             found = one["overall"]
-            table.add_row(
+            shown.add_row(
                 name,
                 _share(found["flips"]),
                 _share(found["first_flips"]),
@@ -94,7 +96,7 @@ def _perturbations(report: AuditReport) -> Table:
                 _share(found["prediction_flips"]),
                 "" if found["loss"] is None else f"{found['loss']['change']:+.2g}",
             )
-    return table
+    return shown
 
 
 def _print_skipped(report: AuditReport) -> None:
@@ -109,12 +111,12 @@ def _print_tokens(report: AuditReport) -> None:
     known = [entry for entry in report.at_risk if entry["text"] is not None][:SHOWN_TOKENS]
     if not known:
         return
-    table = _table("Tokens most at risk", "token", "in", "layer", "radius", "from", "to")
+    shown = slim_table("Tokens most at risk", "token", "in", "layer", "radius", "from", "to")
     for entry in known:
         # Written as Python writes it, and not as markup: a text may hold anything.
         cells = (repr(entry["text"]), repr(entry["context"]), entry["layer"], f"{entry['relative']:.2g}")
-        table.add_row(*(_plain(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
-    Console().print(table)
+        shown.add_row(*(_plain(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
+    Console().print(shown)
 
 
 def _print_findings(report: AuditReport) -> None:
@@ -126,16 +128,6 @@ def _print_findings(report: AuditReport) -> None:
         print(f"{number:3}. {finding.severity}: {finding}.")
     if len(found) > SHOWN_FINDINGS:
         print(f"     and {len(found) - SHOWN_FINDINGS} more.")
-
-
-def _table(title: str, *columns: str, caption: str | None = None) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, column in enumerate(columns):
-        table.add_column(column, no_wrap=place == 0)
-    return table
 
 
 def _plain(cell: object) -> Any:

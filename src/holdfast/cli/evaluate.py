@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
+from holdfast.cli.loading import Loading
 from holdfast.cli.terminal import working
 
 
@@ -32,6 +33,7 @@ class Evaluate:
     """A JSON file for all figures."""
     force: bool = False
     """Overwrite that file if it is there."""
+    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
         from holdfast.metrics.report import plain
@@ -41,7 +43,9 @@ class Evaluate:
 
         require_free(self.out, self.force)
         quiet()
-        model, task = subject(self.model, source=self.source, data=self.data, length=self.length)
+        model, task = subject(
+            self.model, source=self.source, data=self.data, length=self.length, loading=self.loading.options()
+        )
         with working(f"scoring {self.model}"):
             found = plain(task.score(model))
         print_scores(self.model, {key: found[key] for key in ("clean", "attacked")} | found.get("trials", {}), task)

@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 from holdfast.cli.attack import Attack
 from holdfast.cli.audit import Audit, ConditionHolds
+from holdfast.cli.certify import Certify
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.train import Train
 
-Command = Attack | Audit | Compare | Evaluate | Report | Routers | Train
+Command = Attack | Audit | Certify | Compare | Evaluate | Report | Routers | Train
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
@@ -19,6 +20,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "evaluate": Evaluate,
     "attack": Attack,
     "audit": Audit,
+    "certify": Certify,
     "report": Report,
     "routers": Routers,
 }

@@ -1,4 +1,4 @@
-"""What commands show while they work: signs of life on the terminal, and nothing of what libraries would say."""
+"""What commands show on a terminal: signs of life while they work, and tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.status import Status
+    from rich.table import Table
 
 Tell = Callable[[float, str], None]  # how much is done, and what is being done
 
@@ -22,6 +23,17 @@ def bar(total: float | None, *, leave: bool = True) -> Iterator[Tell]:
     with Progress(*columns, console=Console(stderr=not leave), transient=not leave) as bars:
         task = bars.add_task("", total=total)
         yield lambda done, what: bars.update(task, completed=done, description=what)
+
+
+def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
+    """Many narrow columns: no frame, one space between them."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        table.add_column(column, no_wrap=place == 0)
+    return table
 
 
 def working(what: str) -> Status:

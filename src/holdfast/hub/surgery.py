@@ -73,7 +73,7 @@ def _place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
     """Put a router where the layer has one; None is the family's own rule."""
     if isinstance(site.block, SparseLayer):
         assert router is not None
-        site.block.router = router.to(**_like(site.block.experts.down_proj)).train(site.block.training)
+        site.block.router = router.to(**_like(site.block.experts.down_proj, site.block.experts)).train(site.block.training)
         return
     family, gate = site.family, site.gate
     assert family is not None

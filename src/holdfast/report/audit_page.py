@@ -27,7 +27,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Token:
-    """With what is around it, or, where it cannot be told which one of its context it is, with its context beside it."""
+    """With what is around it; where its own characters cannot be told apart from its neighbours', with both beside it."""
 
     text: str
     level: int
@@ -69,6 +69,7 @@ def render_audit(stored: Mapping[str, Any]) -> str:
         plots=drawn,
         layers=[ALL_LAYERS, *(str(layer.layer) for layer in audit.layers)],
         tokens=[token(entry) for entry in audit.at_risk],
+        view=view(audit),
         risks=risks(),
         how=how(audit),
     )
@@ -159,7 +160,7 @@ def risks() -> list[dict[str, str]]:
 
 
 def token(entry: AtRisk) -> Token:
-    level = sum(entry.relative is None or entry.relative >= bound for bound in RISKS)
+    level = _level(entry.relative)
     if entry.position is None:
         where = f"row {entry.place} of batch {entry.batch}"
     else:
@@ -168,11 +169,37 @@ def token(entry: AtRisk) -> Token:
     radius = number(entry.relative, 2)
     if entry.text is None:
         return Token(f"row {entry.place}" if entry.token is None else f"token {entry.token}", level, radius, where)
-    text, context = entry.text, entry.context or ""
-    if text and _times(text, context) == 1:  # otherwise nobody knows which one it is
+    text, context, before, after = entry.text, entry.context or "", entry.before, entry.after
+    if before is not None and after is not None and before + text + after == context:
+        return Token(_lines(text), level, radius, where, _lines(before), _lines(after))
+    if text and _times(text, context) == 1:  # a word's leading space belongs to no token when it is decoded alone
         before, _, after = context.partition(text)
         return Token(_lines(text), level, radius, where, _lines(before), _lines(after))
     return Token(_lines(text), level, radius, where, context=_lines(context) if context else None)
+
+
+def view(audit: Audit) -> dict[str, list[dict[str, Any]]]:
+    """By layer, and for all of them by each token's least radius: the pieces of a text with their levels of risk."""
+    if audit.view is None or not audit.view.layers:
+        return {}
+    least = [_least(radii) for radii in zip(*audit.view.layers.values(), strict=True)]
+    shown = {ALL_LAYERS: least, **audit.view.layers}
+    pieces = [_lines(piece) for piece in audit.view.pieces]
+    return {
+        layer: [
+            {"text": piece, "level": _level(radius), "radius": "infinite" if radius is None else number(radius, 2)}
+            for piece, radius in zip(pieces, radii, strict=True)
+        ]
+        for layer, radii in shown.items()
+    }
+
+
+def _least(radii: Sequence[float | None]) -> float | None:
+    return min((radius for radius in radii if radius is not None), default=None)
+
+
+def _level(relative: float | None) -> int:
+    return sum(relative is None or relative >= bound for bound in RISKS)
 
 
 def how(audit: Audit) -> dict[str, dict[str, str]]:

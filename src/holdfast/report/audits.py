@@ -150,6 +150,8 @@ class AtRisk(_Part):
     token: int | None
     text: str | None
     context: str | None
+    before: str | None = None
+    after: str | None = None
     relative: Number
     leaves: int
     enters: int
@@ -168,6 +170,19 @@ class WhatIf(_Part):
     prediction_flips: dict[str, Pair]
 
 
+class View(_Part):
+    """The tokens of a text, and by layer the relative radius of each; None where it is infinite."""
+
+    pieces: list[str]
+    layers: dict[str, list[Number]]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if any(len(radii) != len(self.pieces) for radii in self.layers.values()):
+            raise ValueError("needs a radius for each piece in every layer")
+        return self
+
+
 class Audit(_Part):
     status: str
     model: dict[str, Any]
@@ -180,6 +195,7 @@ class Audit(_Part):
     perturbations: dict[str, Perturbed]
     at_risk: list[AtRisk]
     what_if: WhatIf | None
+    view: View | None = None
 
     @model_validator(mode="after")
     def _same_edges(self) -> Self:

@@ -1,5 +1,6 @@
 """A model to be tried, from wherever it is: one that was trained here, or any Hugging Face folder."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,23 @@ def subject(
     data: Path | None = None,
     length: int | None = None,
     attack: AttackPart | None = None,
+    loading: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Task]:
     """The model, in evaluation, and what it is tried on: by default what it was trained for, or the embedded text.
 
     source      another text or set of pictures
     data        where named sources are looked for
     length      of a block of text
+    loading     options of `from_pretrained`: device_map, dtype, ...
     """
+    options = dict(loading or {})
     if is_trained(Path(path)):
-        trained = load_trained(Path(path))
+        trained = load_trained(Path(path), **options)
         part = trained.recipe.data
         part = replace(part, source=source or part.source, length=length or part.length)
         trained = replace(trained, recipe=replace(trained.recipe, data=part, attack=attack or trained.recipe.attack))
         return trained.model.eval(), trained.task(data)
-    model = load(path)
+    model = load(path, **options)
     return model.eval(), _task(model, path, source, data, length, attack or AttackPart())
 
 

@@ -58,8 +58,8 @@ def is_trained(folder: Path) -> bool:
     return _home(folder) is not None
 
 
-def load_trained(folder: Path) -> Trained:
-    """From the folder of a cell or of `holdfast train`, or from the folder of the model inside it."""
+def load_trained(folder: Path, **options: Any) -> Trained:
+    """From the folder of a cell or of `holdfast train`, or the folder of the model inside it; `options` are `load`'s."""
     home = _home(folder)
     if home is None:
         raise ValueError(f"{folder} holds no trained model: there is no {TASK} with a folder {MODEL} beside it.")
@@ -68,7 +68,7 @@ def load_trained(folder: Path) -> Trained:
         recipe = typed(Recipe, stored.pop("recipe"))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{home / TASK} is damaged: {problem}") from None
-    return Trained(load(home / MODEL), recipe, stored)
+    return Trained(load(home / MODEL, **options), recipe, stored)
 
 
 def _home(folder: Path) -> Path | None:

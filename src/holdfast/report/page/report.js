@@ -101,6 +101,7 @@
     for (const chip of document.querySelectorAll(".chip")) chip.ariaPressed = String(!hidden.has(Number(chip.dataset.router)));
     for (const row of document.querySelectorAll("tr[data-router]")) row.hidden = hidden.has(Number(row.dataset.router));
     for (const note of document.querySelectorAll(".layer")) note.textContent = layer === "all" ? note.dataset.every : `layer ${layer}`;
+    for (const part of document.querySelectorAll("[data-layer]")) part.hidden = part.dataset.layer !== layer;
     drawGraph();
     showViews();
   }

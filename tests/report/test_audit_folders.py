@@ -1,0 +1,31 @@
+"""`holdfast audit` of whole folders, and its page in a real browser."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit.subjects import texts, tokenizer
+from report.browsing import visit
+from tiny import tiny
+
+from holdfast.audit import AuditReport
+from holdfast.cli.main import main
+
+FAMILIES = ["mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_folder_is_audited_and_its_page_opens_quietly(model_type: str, tmp_path: Path, chromium: Any) -> None:
+    folder, text = tmp_path / "model", tmp_path / "some.txt"
+    tiny(model_type).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    text.write_text("\n".join(texts(200)))
+    quick = ["--tokens", "256", "--length", "32", "--what-if", "smooth"]
+    assert main(["audit", str(folder), "--source", str(text), *quick, "--out", str(tmp_path / "out")]) == 0
+    report = AuditReport.load(tmp_path / "out" / "audit.json")
+    assert all(one["skipped"] is None for one in report.perturbations.values())
+    assert report.perturbations["attack"]["overall"]["loss"] is not None
+    assert report.view is not None and set(report.view["layers"]) == {str(layer["layer"]) for layer in report.layers}
+    visit(chromium, tmp_path / "out" / "audit.html")
+    assert len(chromium.find_elements("css selector", "#view .text:not([hidden]) .piece")) == len(report.view["pieces"])
+    assert chromium.get_log("browser") == []
