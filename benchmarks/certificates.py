@@ -99,11 +99,13 @@ def smallest_flips(
     route: Callable[..., Routing], tokens: Tensor, radius: Tensor, norm: Norm, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """How far the attack had to go for each token, infinite where it found nothing; and whether any flip was inside."""
-    budget = (radius.clamp_max(1e3) * 400 if options.get("context") else radius.clamp_max(1e3) * 40) + 1e-6
     options |= {"norm": norm, "steps": 20, "pairs": 2, "candidates": 4, "rounds": 1, "check": False}
     inside = attack_routes(route, tokens, budget=radius.clamp_max(1e3), bisections=0, **options)
-    found = attack_routes(route, tokens, budget=budget, bisections=20, **options)
-    return found.distances.reshape(-1), torch.tensor(inside.rate)
+    distances = torch.full((radius.numel(),), torch.inf, dtype=torch.float64)
+    for times in (1.2, 3.0, 10.0, 100.0, 1000.0):  # an attack with a large budget does not look for small moves
+        found = attack_routes(route, tokens, budget=radius.clamp_max(1e3) * times + 1e-6, bisections=20, **options)
+        distances = distances.minimum(found.distances.reshape(-1).double())
+    return distances, torch.tensor(inside.rate)
 
 
 def summary(found: Certificates, radius: Tensor, flips: tuple[Tensor, Tensor], joint: bool) -> dict[str, Any]:
