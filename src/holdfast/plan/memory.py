@@ -1,0 +1,114 @@
+"""Bytes: weights, gradients, AdamW's states, activations, routers' state, and the caches of decoding.
+
+    weights      b a parameter                         gradients    b a trained parameter
+    AdamW        8 a trained parameter (two float32 moments), and 4 more for a float32 master copy where b < 4
+    activations  a token and layer, in numbers of b bytes; attention in blocks (flash), which keeps no N x N matrix:
+                   4 d                                 two residuals and what the two norms put out
+                   H (D + D_v) + 2 H_kv... as q, k, v and the mixed values
+                   dense widths + hidden               what each linear map put out, and the activated product
+                   experts, ours     slots (2 hidden + hidden)            not gated: slots (hidden + hidden)
+                   experts, native   slots (2 d + 2 hidden + 2 hidden)    not gated: slots (2 d + 2 hidden)
+                 a token beside the layers: 2 d, and for each logit b + 8 (it, its float32 copy, its log-probability)
+    checkpointed d a token and layer, and one layer's activations at a time
+
+The activations are an estimate. A router that may use a different number of experts for each token makes room for all of
+them on a GPU, where nobody waits to learn how many there are: its `slots` are E.
+"""
+
+from dataclasses import dataclass
+
+from holdfast.plan.outline import LayerShape, Outline
+
+MOMENTS = 8  # bytes a parameter of AdamW
+MASTER = 4
+FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Training:
+    """Bytes of one model and `tokens` of a batch, on one GPU that holds all of it."""
+
+    weights: float
+    gradients: float
+    moments: float
+    master: float
+    activations: float
+    routers: float  # of the activations, what routers keep
+    state: float
+
+    @property
+    def held(self) -> float:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.moments + self.master + self.state
+
+    @property
+    def total(self) -> float:
+        return self.held + self.activations
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Bytes while decoding `tokens` of all sequences together."""
+
+    weights: float
+    state: float
+    cache: float  # keys and values
+    router_cache: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.state + self.cache + self.router_cache
+
+
+def training(shape: Outline, tokens: int, number: int, checkpointing: bool = False) -> Training:
+    per_token = _checkpointed(shape, number) if checkpointing else _kept(shape, number)
+    kept_by_routers = [sum(cost.kept for cost in sparse.costs) for sparse in shape.sparse]
+    routers = max(kept_by_routers, default=0.0) if checkpointing else sum(kept_by_routers)
+    return Training(
+        weights=float(number * shape.parameters),
+        gradients=float(number * shape.trained),
+        moments=float(MOMENTS * shape.trained),
+        master=0.0 if number >= MASTER else float(MASTER * shape.trained),
+        activations=tokens * (per_token + _outside(shape, number)),
+        routers=tokens * routers,
+        state=float(shape.state),
+    )
+
+
+def inference(shape: Outline, tokens: int, number: int) -> Inference:
+    cache, rows = 0.0, 0.0
+    if shape.decodes:
+        for layer in shape.layers:
+            attention = layer.attention
+            cache += number * attention.key_heads * (attention.key_width + attention.value_width)
+        rows = sum(cost.cached for sparse in shape.sparse for cost in sparse.costs)
+    return Inference(float(number * shape.parameters), float(shape.state), tokens * cache, tokens * rows)
+
+
+def layer_activations(layer: LayerShape, number: int) -> float:
+    """Bytes a token."""
+    attention = layer.attention
+    width = attention.key_width + attention.value_width
+    numbers = 4.0 * layer.dim + attention.key_heads * width + attention.heads * width
+    numbers += layer.dense_widths if not layer.dense_widths else layer.dense_widths + (layer.dense_widths - layer.dim) / 2
+    bytes_ = FLOAT * attention.heads  # the logarithms of the sums
+    if layer.sparse is not None:
+        sparse = layer.sparse
+        inner = sparse.hidden * (2 if sparse.gated else 1)
+        slot = inner + sparse.hidden if sparse.ours else 2 * layer.dim + inner + (2 if sparse.gated else 1) * sparse.hidden
+        numbers += sparse.active.slots * slot
+        bytes_ += sum(cost.kept for cost in sparse.costs)
+    return number * numbers + bytes_
+
+
+def _kept(shape: Outline, number: int) -> float:
+    return sum(layer_activations(layer, number) for layer in shape.layers)
+
+
+def _checkpointed(shape: Outline, number: int) -> float:
+    inputs = sum(number * layer.dim for layer in shape.layers)
+    return inputs + max(layer_activations(layer, number) for layer in shape.layers)
+
+
+def _outside(shape: Outline, number: int) -> float:
+    return number * 2 * shape.dim + shape.vocabulary * (number + 2 * FLOAT)
