@@ -2,8 +2,8 @@
 
 L MoE layers, M experts, k of them chosen, N tokens of one sequence. The paper counts
 
-    memory     L M^2 numbers of 4 bytes at inference, L (M^2 + N C(k,2)) in training: the graph, and a list of the pairs of experts
-               that each token chose, of all layers at once
+    memory     L M^2 numbers of 4 bytes at inference, L (M^2 + N C(k,2)) in training: the graph, and a list of the pairs of
+               experts that each token chose, of all layers at once
     compute    L N M^2 at inference, L N (M^2 + C(k,2)) in training: a multiply-add as 1, no backward
     units      2^20 bytes as an MB, and 2^30 operations as a G
 

@@ -3,13 +3,14 @@
     ring all-reduce of S bytes 2 S (n-1)/n        all-gather or reduce-scatter of S bytes S (n-1)/n
     all-to-all   a token's row goes to its experts and back, forward and backward: 4 K d b, less the share that stays
     ddp          everything everywhere; gradients all-reduced
-    fsdp         weights, gradients and optimizer in n shares; weights gathered for the forward and again for the backward (once
-                 more is not needed for checkpointing: the recomputation is in the backward), gradients reduce-scattered;
-                 two layers are whole at a time, the one at work and the next
+    fsdp         weights, gradients and optimizer in n shares; weights gathered for the forward and again for the backward,
+                 where a recomputation uses them too, gradients reduce-scattered; two layers are whole at a time, the one
+                 at work and the next
     expert       experts in e shares, e the largest number that divides both n and E; the rest as ddp, and experts' gradients
                  all-reduced among the n / e GPUs that hold the same
 
-Routers' statistics are all-reduced in float32 or int64 each training forward, whatever the layout; a recomputation does so again.
+Routers' statistics are all-reduced, float32 or int64, in each training forward, whatever the layout; a recomputation does
+so again.
 """
 
 import math

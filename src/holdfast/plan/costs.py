@@ -1,7 +1,7 @@
 """What each part of a router costs beyond the model around it, by its formulas: one function a part.
 
-    d width of tokens, E experts, C clusters, n rows of the score's matrix, r width of what tokens are compared by, M tokens that a
-    token is mixed with on average, D and D_v widths of a head's keys and values, H heads, b bytes a number of the model
+    d width of tokens, E experts, C clusters, n rows of the score's matrix, r width of what tokens are compared by, M tokens
+    that a token is mixed with on average, D and D_v widths of a head's keys and values, H heads, b bytes a number
 
 FLOPs are of matrix products only, a multiply-add counts 2, and they are of the products that our code runs. What is not one
 (softmax, sorting, scaling) is not counted, here or in the model. Sizes are read off the part itself, which may be on `meta`.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from holdfast.ops.order import DIGITS
-from holdfast.routing import AttentionPosterior, Clustered, ExpertGraph, Similarity
+from holdfast.routing import AttentionPosterior, Clustered, ExpertGraph, Router, Similarity
 from holdfast.routing.noise import GaussianNoise
 from holdfast.routing.parts import LinearScore, Part, Selector
 from holdfast.routing.scores import Cosine
@@ -78,22 +78,17 @@ def _(part: LinearScore, place: Place) -> Cost:
 
 @cost.register
 def _(part: Clustered, place: Place) -> Cost:
-    """Scales are a product of the mixture (T,C) and (C,d), made again in the backward; spreads take three such products."""
-    base = part.base
-    assert isinstance(base, LinearScore)
-    plain = cost(base, place)
+    """Beyond its base: scales are a product (T,C) by (C,d), made again in the backward; spreads take three such products."""
     if part.plain:
-        return Cost("clusters", plain.forward, plain.backward, kept=plain.kept)
+        return Cost("clusters")
     scaling = 2.0 * part.clusters * place.dim
-    counting = 3 * scaling
     batch = part.stats == "batch"
     return Cost(
         "clusters",
-        forward=plain.forward + scaling + (counting if batch else 0),
-        backward=plain.backward + scaling,
-        learning=0 if batch else counting,
-        # The mixture, and what the previous layer was given and chose.
-        kept=plain.kept + FLOAT * part.clusters + place.number * place.dim + 2 * FLOAT * part.clusters,
+        forward=scaling + (3 * scaling if batch else 0),
+        backward=scaling,
+        learning=0 if batch else 3 * scaling,
+        kept=FLOAT * part.clusters,
         summed=FLOAT * (part.clusters + 2 * part.clusters * place.dim),
     )
 
@@ -169,6 +164,16 @@ def _(part: SmoothTopK, place: Place) -> Cost:
     bins = sum(2**bits for _, bits in DIGITS)
     summed = 0 if part.control == "loss" else 2 * bins * INTEGER + 2 * INTEGER
     return Cost("selection", kept=_selecting(place.experts, place), summed=summed)
+
+
+def costs(router: Router, place: Place) -> tuple[Cost, ...]:
+    """Of a router's parts in their order; a score that wraps another comes after it."""
+    found = []
+    for part in router.parts:
+        if isinstance(part, Clustered):
+            found.append(cost(part.base, place))
+        found.append(cost(part, place))
+    return tuple(found)
 
 
 @singledispatch

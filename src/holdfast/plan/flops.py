@@ -54,8 +54,13 @@ def training(shape: Outline, setting: Setting, checkpointing: bool = False) -> F
 def _flops(shape: Outline, setting: Setting, *, experts_as: str, part: str, times: int) -> Flops:
     parts: dict[str, float] = {}
     experts = 0.0
-    for sparse in shape.sparse:
-        experts += sparse.flops * getattr(sparse.active, experts_as)
+    for layer in shape.layers:
+        if (sparse := layer.sparse) is None:
+            continue
+        used = getattr(sparse.active, experts_as)
+        rows, tokens = sparse.adding_biases(layer.dim, used)
+        # The matrix that says whose a row is has no gradient: that product has one in its backward, others two.
+        experts += times * (sparse.flops * used + tokens) + min(times, 2) * rows
         for cost in sparse.costs:
             # A recomputation counts again, and what it counted is dropped.
             amount = cost.forward + cost.learning if part == "again" else getattr(cost, part)
@@ -64,7 +69,7 @@ def _flops(shape: Outline, setting: Setting, *, experts_as: str, part: str, time
         projections=times * sum(layer.attention.projections for layer in shape.layers),
         mixing=times * sum(layer.attention.mixing for layer in shape.layers),
         dense=times * sum(layer.dense for layer in shape.layers),
-        experts=times * experts,
+        experts=experts,
         head=times * (shape.head + shape.once / setting.sequence),
         parts=parts,
     )

@@ -4,10 +4,10 @@
     AdamW        8 a trained parameter (two float32 moments), and 4 more for a float32 master copy where b < 4
     activations  a token and layer, in numbers of b bytes; attention in blocks (flash), which keeps no N x N matrix:
                    4 d                                 two residuals and what the two norms put out
-                   H (D + D_v) + 2 H_kv... as q, k, v and the mixed values
-                   dense widths + hidden               what each linear map put out, and the activated product
-                   experts, ours     slots (2 hidden + hidden)            not gated: slots (hidden + hidden)
-                   experts, native   slots (2 d + 2 hidden + 2 hidden)    not gated: slots (2 d + 2 hidden)
+                   H (D + D_v) + H_kv (D + D_v)        queries and the mixed values, keys and values
+                   dense                               what each of its linear maps put out, and the activations
+                   experts, ours     slots 3 hidden                       not gated: slots 2 hidden
+                   experts, native   slots (2 d + 4 hidden)               not gated: slots (2 d + 2 hidden)
                  a token beside the layers: 2 d, and for each logit b + 8 (it, its float32 copy, its log-probability)
     checkpointed d a token and layer, and one layer's activations at a time
 
@@ -91,14 +91,13 @@ def layer_activations(layer: LayerShape, number: int) -> float:
     width = attention.key_width + attention.value_width
     numbers = 4.0 * layer.dim + attention.key_heads * width + attention.heads * width
     numbers += layer.dense_widths if not layer.dense_widths else layer.dense_widths + (layer.dense_widths - layer.dim) / 2
-    bytes_ = FLOAT * attention.heads  # the logarithms of the sums
+    beside = float(FLOAT * attention.heads)  # the logarithms of the sums
     if layer.sparse is not None:
         sparse = layer.sparse
-        inner = sparse.hidden * (2 if sparse.gated else 1)
-        slot = inner + sparse.hidden if sparse.ours else 2 * layer.dim + inner + (2 if sparse.gated else 1) * sparse.hidden
+        slot = sparse.inner + sparse.hidden if sparse.ours else 2 * (layer.dim + sparse.inner)
         numbers += sparse.active.slots * slot
-        bytes_ += sum(cost.kept for cost in sparse.costs)
-    return number * numbers + bytes_
+        beside += sum(cost.kept for cost in sparse.costs)
+    return number * numbers + beside
 
 
 def _kept(shape: Outline, number: int) -> float:

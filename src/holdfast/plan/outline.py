@@ -8,7 +8,7 @@ from torch import nn
 
 from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find, moe_family
 from holdfast.hub.sites import Site, sites
-from holdfast.plan.costs import Active, Cost, Place, active, cost
+from holdfast.plan.costs import Active, Cost, Place, active, costs
 from holdfast.routing import Router
 
 
@@ -41,6 +41,7 @@ class SparseShape:
     experts: int
     parameters: int  # of all experts
     flops: float  # of one expert, a token
+    bias: bool
     hidden: int
     gated: bool
     ours: bool  # run by our experts function, which keeps less for the backward
@@ -48,6 +49,17 @@ class SparseShape:
     costs: tuple[Cost, ...]  # of the router's parts
     router_parameters: int
     state: int  # bytes, float32 whatever the model is
+
+    @property
+    def inner(self) -> int:
+        """The width of what an expert's first map puts out."""
+        return 2 * self.hidden if self.gated else self.hidden
+
+    def adding_biases(self, dim: int, used: float) -> tuple[float, float]:
+        """FLOPs a token of adding biases, which our experts do by products with (rows,E) and (T,E) matrices."""
+        if not (self.bias and self.ours):
+            return 0.0, 0.0
+        return 2.0 * used * self.experts * self.inner, 2.0 * self.experts * dim
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,8 @@ def outline(model: Any, setting: Setting) -> Outline:
     """What there is to count in a model, which may be on `meta`."""
     family = _family(model)
     here = {id(site.neighbours.layer): site for site in sites(model)}
-    layers, inside = [], set()
+    layers: list[LayerShape] = []
+    inside: set[int] = set()
     for name, layer in _layers(family, model):
         layers.append(_layer(family, name, layer, here.get(id(layer)), setting))
         inside.update(id(module) for module in layer.modules())
@@ -123,9 +136,7 @@ def outline(model: Any, setting: Setting) -> Outline:
         once=once,
         vocabulary=0 if written is None else written.weight.shape[0],
         dim=layers[-1].dim,
-        decodes=all(
-            bool(getattr(layer.get_submodule(family.attention), "is_causal", False)) for layer in _modules(family, model)
-        ),
+        decodes=all(_causal(layer.get_submodule(family.attention)) for _, layer in _layers(family, model)),
     )
 
 
@@ -150,8 +161,8 @@ def _layers(family: MoEFamily | DenseFamily, model: nn.Module) -> Iterator[tuple
             yield name, module
 
 
-def _modules(family: MoEFamily | DenseFamily, model: nn.Module) -> list[nn.Module]:
-    return [layer for _, layer in _layers(family, model)]
+def _causal(attention: nn.Module) -> bool:
+    return bool(getattr(attention, "is_causal", False))
 
 
 def _layer(family: MoEFamily | DenseFamily, name: str, layer: nn.Module, site: Site | None, setting: Setting) -> LayerShape:
@@ -187,14 +198,13 @@ def _attention(family: MoEFamily | DenseFamily, layer: nn.Module, projections: f
     heads = int(config.num_attention_heads)
     projection: Any = layer.get_submodule(family.projection)
     value = projection.weight.numel() // _width(projection) // heads
-    causal = bool(getattr(attention, "is_causal", False))
     groups = int(getattr(attention, "num_key_value_groups", 1))
     return AttentionShape(
         heads=heads,
         key_heads=heads // groups,
         key_width=int(getattr(attention, "qk_head_dim", value)),
         value_width=value,
-        keys=_seen(setting, causal, _window(attention, config)),
+        keys=_seen(setting, _causal(attention), _window(attention, config)),
         projections=projections,
     )
 
@@ -222,11 +232,13 @@ def _sparse(site: Site, attention: AttentionShape, setting: Setting) -> SparseSh
     matrices = [parameter.numel() for parameter in site.experts.parameters() if parameter.dim() == 3]
     parameters = sum(parameter.numel() for parameter in site.experts.parameters())
     hidden = min(matrices) // (experts * dim)
-    router, causal = site.router, bool(getattr(site.neighbours.attention, "is_causal", False))
+    router = site.router
     place = Place(
         dim=dim,
         experts=experts,
-        mixed=_seen(setting, causal),  # a window hides what is mixed, the product is taken all the same
+        mixed=_seen(
+            setting, _causal(site.neighbours.attention)
+        ),  # a window hides what is mixed, the product is taken all the same
         heads=attention.heads,
         key_width=attention.key_width,
         value_width=attention.value_width,
@@ -237,10 +249,11 @@ def _sparse(site: Site, attention: AttentionShape, setting: Setting) -> SparseSh
         parameters=parameters,
         flops=2.0 * sum(matrices) / experts,
         hidden=hidden,
+        bias=parameters > sum(matrices),
         gated=max(matrices) > min(matrices),
         ours=site.family is None or (router is not None and router.select.ragged),
         active=_native_active(site) if router is None else active(router.select, experts),
-        costs=_native_costs(place) if router is None else tuple(cost(part, place) for part in router.parts),
+        costs=_native_costs(place) if router is None else costs(router, place),
         router_parameters=sum(parameter.numel() for parameter in _gate(site).parameters()),
         state=0 if router is None else state_of(router),
     )

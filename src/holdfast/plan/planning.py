@@ -99,8 +99,9 @@ def plan(
 ) -> Plan:
     """What a model would be with each router, from its config alone.
 
-    model       a Hugging Face folder, its config.json, a name on the hub, or a family ("llama"), of which no weights are read
-    routers     names of `holdfast.routers()`, joined by + or not, and "native" for an MoE; none are the usual one and the robust
+    model       a Hugging Face folder, its config.json, a name on the hub, or a family ("llama"); no weights are read
+    routers     names of `holdfast.routers()`, also joined by +, and "native" for an MoE; by default the plain one and the
+                five robust ones
     sizes       fields of the config to change, {"num_hidden_layers": 48}
     experts, k, layers, hidden    as of `sparsify`; of a model that has experts, k and layers as of `reroute`
     """

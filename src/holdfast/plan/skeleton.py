@@ -22,6 +22,7 @@ from holdfast.suggest import unknown
 
 CONFIG = "config.json"
 FAMILIES = sorted(DENSE_FAMILIES | MOE_FAMILIES)
+UNDECLARED = ("head_dim",)  # models read it off configs whose class does not know it
 UNPLANNED = {
     "swin": "its layers see different numbers of tokens",
     "siglip": "it has two towers and pools with an attention of its own",
@@ -77,8 +78,7 @@ def planned(config: Any, choice: Choice, change: Change) -> Any:
             _sparsify(model, choice, change)
         else:
             _require_reroutable(config, change)
-            options = dict(choice.options)
-            reroute(model, choice.router, k=change.k, layers=change.layers, **options)
+            reroute(model, choice.router, k=change.k, layers=change.layers, **choice.options)
     return model
 
 
@@ -92,16 +92,8 @@ def _sparsify(model: Any, choice: Choice, change: Change) -> None:
     found = [f"{name}.{family.place}".lstrip(".") for name, _ in layers_of(family, model)]
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
-    spec = LayerSpec(
-        choice.router,
-        2 if change.k is None else change.k,
-        choice.options,
-        {},
-        True,
-        change.experts,
-        change.hidden,
-        "softmax",
-    )
+    k = 2 if change.k is None else change.k
+    spec = LayerSpec(choice.router, k, choice.options, {}, True, change.experts, change.hidden, "softmax")
     repeat(model, {found[index]: spec for index in choose(change.layers, len(found))})
 
 
@@ -142,9 +134,7 @@ def _from_hub(model: str) -> Path:
     except (OSError, ValueError):
         found = None
     if found is None:
-        raise ValueError(
-            f"{missing}, no such model on the hub that can be reached, and {unknown('family', model, FAMILIES)}"
-        )
+        raise ValueError(f"{missing}, the hub gave no such model either, and {unknown('family', model, FAMILIES)}")
     return Path(found)
 
 
@@ -155,7 +145,7 @@ def _configured(model: str, model_type: str, description: Mapping[str, Any], siz
     plain = {key: value for key, value in description.items() if key not in ("model_type", "auto_map")}
     usual = kind()
     for name in sizes:
-        if not hasattr(usual, name):
+        if not hasattr(usual, name) and name not in UNDECLARED:
             raise ValueError(f"{unknown('size', name, usual.to_dict())[:-1]} in the config of {model_type}.")
     try:
         # Into the description rather than the config: other sizes follow from them (the width of a head).
