@@ -7,11 +7,12 @@ from holdfast.cli.attack import Attack
 from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
+from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.train import Train
 
-Command = Attack | Audit | Compare | Evaluate | Report | Routers | Train
+Command = Attack | Audit | Compare | Evaluate | Plan | Report | Routers | Train
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
@@ -19,6 +20,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "evaluate": Evaluate,
     "attack": Attack,
     "audit": Audit,
+    "plan": Plan,
     "report": Report,
     "routers": Routers,
 }

@@ -3,13 +3,14 @@
     weights      b a parameter                         gradients    b a trained parameter
     AdamW        8 a trained parameter (two float32 moments), and 4 more for a float32 master copy where b < 4
     activations  a token and layer, in numbers of b bytes; attention in blocks (flash), which keeps no N x N matrix:
-                   4 d                                 two residuals and what the two norms put out
+                   6 d, and 8 bytes d where b < 4      two norms: what they read (in float32 too), scaled, and put out
                    H (D + D_v) + H_kv (D + D_v)        queries and the mixed values, keys and values
                    dense                               what each of its linear maps put out, and the activations
                    experts, ours     slots 3 hidden                       not gated: slots 2 hidden
                    experts, native   slots (2 d + 4 hidden)               not gated: slots (2 d + 2 hidden)
-                 a token beside the layers: 2 d, and for each logit b + 8 (it, its float32 copy, its log-probability)
-    checkpointed d a token and layer, and one layer's activations at a time
+                 a token beside the layers: 2 d, a logit b, and while the loss is computed 12 bytes a logit more (its
+                 float32 copy, its log-probability, its gradient)
+    checkpointed d a token and layer, and one layer's activations or the loss's, of which there is one at a time
 
 The activations are an estimate. A router that may use a different number of experts for each token makes room for all of
 them on a GPU, where nobody waits to learn how many there are: its `slots` are E.
@@ -61,7 +62,6 @@ class Inference:
 
 
 def training(shape: Outline, tokens: int, number: int, checkpointing: bool = False) -> Training:
-    per_token = _checkpointed(shape, number) if checkpointing else _kept(shape, number)
     kept_by_routers = [sum(cost.kept for cost in sparse.costs) for sparse in shape.sparse]
     routers = max(kept_by_routers, default=0.0) if checkpointing else sum(kept_by_routers)
     return Training(
@@ -69,7 +69,7 @@ def training(shape: Outline, tokens: int, number: int, checkpointing: bool = Fal
         gradients=float(number * shape.trained),
         moments=float(MOMENTS * shape.trained),
         master=0.0 if number >= MASTER else float(MASTER * shape.trained),
-        activations=tokens * (per_token + _outside(shape, number)),
+        activations=tokens * activations(shape, number, checkpointing),
         routers=tokens * routers,
         state=float(shape.state),
     )
@@ -89,9 +89,11 @@ def layer_activations(layer: LayerShape, number: int) -> float:
     """Bytes a token."""
     attention = layer.attention
     width = attention.key_width + attention.value_width
-    numbers = 4.0 * layer.dim + attention.key_heads * width + attention.heads * width
+    numbers = 6.0 * layer.dim + attention.key_heads * width + attention.heads * width
     numbers += layer.dense_widths if not layer.dense_widths else layer.dense_widths + (layer.dense_widths - layer.dim) / 2
     beside = float(FLOAT * attention.heads)  # the logarithms of the sums
+    if number < FLOAT:
+        beside += 2 * FLOAT * layer.dim
     if layer.sparse is not None:
         sparse = layer.sparse
         slot = sparse.inner + sparse.hidden if sparse.ours else 2 * (layer.dim + sparse.inner)
@@ -100,14 +102,12 @@ def layer_activations(layer: LayerShape, number: int) -> float:
     return number * numbers + beside
 
 
-def _kept(shape: Outline, number: int) -> float:
-    return sum(layer_activations(layer, number) for layer in shape.layers)
-
-
-def _checkpointed(shape: Outline, number: int) -> float:
+def activations(shape: Outline, number: int, checkpointing: bool) -> float:
+    """Bytes a token, at the peak of a step."""
+    each = [layer_activations(layer, number) for layer in shape.layers]
+    outside = number * (2 * shape.dim + shape.vocabulary)
+    loss = 3.0 * FLOAT * shape.vocabulary
+    if not checkpointing:
+        return sum(each) + outside + loss
     inputs = sum(number * layer.dim for layer in shape.layers)
-    return inputs + max(layer_activations(layer, number) for layer in shape.layers)
-
-
-def _outside(shape: Outline, number: int) -> float:
-    return number * 2 * shape.dim + shape.vocabulary * (number + 2 * FLOAT)
+    return inputs + outside + max(*each, loss)

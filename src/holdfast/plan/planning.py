@@ -48,6 +48,7 @@ class Planned:
     about: str  # where that number is not certain, or a cost not known
     forward: flops.Flops
     training: flops.Flops
+    activations: dict[str, float]  # bytes, "kept" and "checkpointed"
     training_memory: memory.Training
     inference_memory: memory.Inference
     layouts: tuple[Layout, ...]
@@ -111,7 +112,7 @@ def plan(
     setting = Setting(sequence, DTYPES[workload.dtype])
     change = Change(experts, k, layers, hidden)
     columns, shapes = [], []
-    for name in routers or default_routers(config):
+    for name in routers or default_routers(config, k):
         choice = Choice(name, name) if isinstance(name, str) else name
         shapes.append(outline(planned(config, choice, change), setting))
         columns.append(_column(choice.label, shapes[-1], setting, workload))
@@ -160,6 +161,10 @@ def _column(label: str, shape: Outline, setting: Setting, workload: Workload) ->
         about="; ".join(sorted(notes - {""})),
         forward=flops.forward(shape, setting),
         training=flops.training(shape, setting, workload.checkpointing),
+        activations={
+            name: tokens * memory.activations(shape, number, checkpointed)
+            for name, checkpointed in (("kept", False), ("checkpointed", True))
+        },
         training_memory=training_memory,
         inference_memory=memory.inference(shape, tokens, number),
         layouts=tuple(

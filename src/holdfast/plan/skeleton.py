@@ -129,12 +129,14 @@ def _from_hub(model: str) -> Path:
     missing = f"there is no folder or file {model}"
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ValueError(f"{missing}.")
+    if "/" not in model:
+        raise ValueError(f"{missing}, names on the hub have an owner/, and {unknown('family', model, FAMILIES)}")
     try:
         found = cached_file(model, CONFIG)
     except (OSError, ValueError):
         found = None
     if found is None:
-        raise ValueError(f"{missing}, the hub gave no such model either, and {unknown('family', model, FAMILIES)}")
+        raise ValueError(f"{missing}, and the hub gave no {CONFIG} of that name.")
     return Path(found)
 
 
@@ -144,9 +146,10 @@ def _configured(model: str, model_type: str, description: Mapping[str, Any], siz
     kind = type(AutoConfig.for_model(model_type))
     plain = {key: value for key, value in description.items() if key not in ("model_type", "auto_map")}
     usual = kind()
+    known = [name for name, value in usual.to_dict().items() if type(value) is int]
     for name in sizes:
         if not hasattr(usual, name) and name not in UNDECLARED:
-            raise ValueError(f"{unknown('size', name, usual.to_dict())[:-1]} in the config of {model_type}.")
+            raise ValueError(f"{unknown('size', name, known)[:-1]} in the config of {model_type}.")
     try:
         # Into the description rather than the config: other sizes follow from them (the width of a head).
         return kind.from_dict({**plain, **sizes})
@@ -189,7 +192,7 @@ def _one_line(problem: Exception) -> str:
     return " ".join(str(problem).split()) or type(problem).__name__
 
 
-def default_routers(config: Any) -> Sequence[str]:
-    """The plain router and the five robust ones."""
-    is_moe = config.model_type in MOE_FAMILIES
-    return (NATIVE if is_moe else "smoe", "symphony", "similarity", "attention", "ac", "smooth")
+def default_routers(config: Any, k: int | None = None) -> Sequence[str]:
+    """The plain router, which for another k than the model's own is not its native one, and the five robust ones."""
+    native = config.model_type in MOE_FAMILIES and k is None
+    return (NATIVE if native else "smoe", "symphony", "similarity", "attention", "ac", "smooth")
