@@ -3,7 +3,7 @@
     python benchmarks/memory.py
 
 A Llama of 8 layers (width 1024, experts of 2816, 8 of them, k 2) in bfloat16 with SDPA attention, 2 sequences of 2048
-tokens. Measured are the bytes allocated after a training forward beyond those before it, and the peak of forward and backward.
+tokens. Measured are the bytes allocated by a training forward, and at the peak of forward and backward, beyond those before.
 """
 
 import gc

@@ -78,9 +78,7 @@ def training(shape: Outline, tokens: int, number: int, checkpointing: bool = Fal
 def inference(shape: Outline, tokens: int, number: int) -> Inference:
     cache, rows = 0.0, 0.0
     if shape.decodes:
-        for layer in shape.layers:
-            attention = layer.attention
-            cache += number * attention.key_heads * (attention.key_width + attention.value_width)
+        cache = float(sum(number * layer.attention.cached for layer in shape.layers))
         rows = sum(cost.cached for sparse in shape.sparse for cost in sparse.costs)
     return Inference(float(number * shape.parameters), float(shape.state), tokens * cache, tokens * rows)
 

@@ -27,6 +27,7 @@ class AttentionShape:
     key_heads: int
     key_width: int
     value_width: int
+    cached: int  # numbers a token while decoding
     keys: float  # that a token looks at, on average
     projections: float  # FLOPs a token
 
@@ -199,11 +200,14 @@ def _attention(family: MoEFamily | DenseFamily, layer: nn.Module, projections: f
     projection: Any = layer.get_submodule(family.projection)
     value = projection.weight.numel() // _width(projection) // heads
     groups = int(getattr(attention, "num_key_value_groups", 1))
+    key = int(getattr(attention, "qk_head_dim", value))
+    latent = getattr(attention, "kv_lora_rank", None)  # keys and values are cached before they are spread over heads
     return AttentionShape(
         heads=heads,
         key_heads=heads // groups,
-        key_width=int(getattr(attention, "qk_head_dim", value)),
+        key_width=key,
         value_width=value,
+        cached=heads // groups * (key + value) if latent is None else int(latent + attention.qk_rope_head_dim),
         keys=_seen(setting, _causal(attention), _window(attention, config)),
         projections=projections,
     )
