@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 
 SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
-SMALL = (
-    "--set",
-    "hidden_size=64",
-    "intermediate_size=128",
-    "num_hidden_layers=2",
-    "num_attention_heads=4",
-    "vocab_size=100",
-)
+SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "vocab_size=100")
+SMALL = ("--set", *SIZES)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
