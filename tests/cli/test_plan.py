@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.main import main
+
 SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
 SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "vocab_size=100")
 SMALL = ("--set", *SIZES)
@@ -50,7 +52,6 @@ def test_a_folder_with_nothing_but_a_config(tmp_path: Path) -> None:
     [
         (["/no/such/folder"], "there is no folder or file /no/such/folder."),
         (["lama"], "did you mean 'llama'?"),
-        (["nobody/nothing-of-that-name"], "the hub gave no config.json of that name"),
         (["{tmp}"], "holds no config.json"),
         (["{tmp}/broken/config.json"], "cannot be read as JSON"),
         (["{tmp}/other"], "unknown model family 'lama': did you mean 'llama'?"),
@@ -73,13 +74,23 @@ def test_a_folder_with_nothing_but_a_config(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_sentence_and_no_traceback(arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_a_mistake_is_one_sentence_and_no_traceback(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, text in {"broken": "{", "other": '{"model_type": "lama"}', "nameless": "{}"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
-    done = run(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    code = main(["plan", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)])
+    said = capsys.readouterr().err
+    assert code == 2
+    assert says in said
+    assert said.count("\n") == 1 and said.startswith("holdfast: ")
+
+
+def test_a_name_that_the_hub_does_not_know_is_one_sentence_too() -> None:
+    done = run("nobody/nothing-of-that-name")
     assert done.returncode == 2
-    assert says in done.stderr
+    assert "the hub gave no config.json of that name" in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
 
 

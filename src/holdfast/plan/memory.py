@@ -5,7 +5,7 @@
     activations  a token and layer, in numbers of b bytes; attention in blocks (flash), which keeps no N x N matrix:
                    6 d, and 8 bytes d where b < 4      two norms: what they read (in float32 too), scaled, and put out
                    H (D + D_v) + H_kv (D + D_v)        queries and the mixed values, keys and values
-                   dense                               what each of its linear maps put out, and the activations
+                   4 hidden, not gated 2 hidden        a dense network: what its first maps put out, activated, multiplied
                    experts, ours     slots 3 hidden                       not gated: slots 2 hidden
                    experts, native   slots (2 d + 4 hidden)               not gated: slots (2 d + 2 hidden)
                  a token beside the layers: 2 d, a logit b, and while the loss is computed 12 bytes a logit more (its
@@ -88,7 +88,7 @@ def layer_activations(layer: LayerShape, number: int) -> float:
     attention = layer.attention
     width = attention.key_width + attention.value_width
     numbers = 6.0 * layer.dim + attention.key_heads * width + attention.heads * width
-    numbers += layer.dense_widths if not layer.dense_widths else layer.dense_widths + (layer.dense_widths - layer.dim) / 2
+    numbers += 2 * max(layer.dense_widths - layer.dim, 0)
     beside = float(FLOAT * attention.heads)  # the logarithms of the sums
     if number < FLOAT:
         beside += 2 * FLOAT * layer.dim
