@@ -17,6 +17,7 @@ LAYERS = [
     "losses",
     "testing",
     "hub",
+    "plan",
     "data",
     "attacks",
     "metrics",

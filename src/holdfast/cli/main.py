@@ -8,11 +8,12 @@ from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.certify import Certify
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
+from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.train import Train
 
-Command = Attack | Audit | Certify | Compare | Evaluate | Report | Routers | Train
+Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Train
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
@@ -21,6 +22,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "attack": Attack,
     "audit": Audit,
     "certify": Certify,
+    "plan": Plan,
     "report": Report,
     "routers": Routers,
 }

@@ -1,0 +1,88 @@
+"""Bytes that each of n GPUs sends in a training step, and what it holds, for three ways to spread a model.
+
+    ring all-reduce of S bytes 2 S (n-1)/n        all-gather or reduce-scatter of S bytes S (n-1)/n
+    all-to-all   a token's row goes to its experts and back, forward and backward: 4 K d b, less the share that stays
+    ddp          everything everywhere; gradients all-reduced
+    fsdp         weights, gradients and optimizer in n shares; weights gathered for the forward and again for the backward,
+                 where a recomputation uses them too, gradients reduce-scattered; two layers are whole at a time, the one
+                 at work and the next
+    expert       experts in e shares, e the largest number that divides both n and E; the rest as ddp, and experts' gradients
+                 all-reduced among the n / e GPUs that hold the same
+
+Routers' statistics are all-reduced, float32 or int64, in each training forward, whatever the layout; a recomputation does
+so again.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.plan.memory import Training
+from holdfast.plan.outline import Outline
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of one GPU, in bytes."""
+
+    name: str
+    held: float  # weights, gradients, optimizer, state
+    gathered: float  # for a moment
+    activations: float
+    sent: float  # a step, for the model
+    exchanged: float  # a step, between experts
+    summed: float  # a step, for the routers' state
+
+    @property
+    def total(self) -> float:
+        return self.held + self.gathered + self.activations
+
+    @property
+    def traffic(self) -> float:
+        return self.sent + self.exchanged + self.summed
+
+
+def layouts(
+    shape: Outline, memory: Training, *, gpus: int, tokens: int, number: int, checkpointing: bool = False
+) -> list[Layout]:
+    """`tokens` are one GPU's."""
+    summed = reduced(float(sums(shape)), gpus) * (2 if checkpointing else 1)
+    ways: list[Callable[[], Layout]] = [
+        lambda: _ddp(memory, gpus, summed),
+        lambda: _fsdp(shape, memory, gpus, number, summed),
+        lambda: _expert(shape, memory, gpus, tokens, number, summed),
+    ]
+    return [way() for way in ways]
+
+
+def sums(shape: Outline) -> int:
+    """Bytes of the statistics that routers sum over ranks in one training forward."""
+    return sum(cost.summed for sparse in shape.sparse for cost in sparse.costs)
+
+
+def reduced(size: float, gpus: int) -> float:
+    """What each GPU sends in a ring all-reduce."""
+    return 2 * size * (gpus - 1) / gpus
+
+
+def _ddp(memory: Training, gpus: int, summed: float) -> Layout:
+    return Layout("ddp", memory.held, 0.0, memory.activations, reduced(memory.gradients, gpus), 0.0, summed)
+
+
+def _fsdp(shape: Outline, memory: Training, gpus: int, number: int, summed: float) -> Layout:
+    share = (gpus - 1) / gpus
+    sharded = memory.held - memory.state
+    whole = 2 * number * max(layer.parameters for layer in shape.layers) if gpus > 1 else 0.0
+    sent = (2 * memory.weights + memory.gradients) * share
+    return Layout("fsdp", sharded / gpus + memory.state, whole, memory.activations, sent, 0.0, summed)
+
+
+def _expert(shape: Outline, memory: Training, gpus: int, tokens: int, number: int, summed: float) -> Layout:
+    divided = math.gcd(gpus, *(sparse.experts for sparse in shape.sparse))
+    experts = shape.expert_parameters / shape.parameters
+    held = (memory.held - memory.state) * (1 - experts + experts / divided) + memory.state
+    rows = sum(sparse.active.training * layer.dim for layer in shape.layers if (sparse := layer.sparse) is not None)
+    exchanged = 4 * tokens * rows * number * (divided - 1) / divided
+    shared = reduced(memory.gradients * (1 - experts), gpus)
+    own = reduced(memory.gradients * experts / divided, gpus // divided)
+    return Layout("expert", held, 0.0, memory.activations, shared + own, exchanged, summed)

@@ -1,0 +1,109 @@
+"""`holdfast plan` as a user runs it: in a process, with its mistakes."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.main import main
+
+SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
+SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "vocab_size=100")
+SMALL = ("--set", *SIZES)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.cli.main", "plan", *arguments]
+    env = {**os.environ, "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+def test_a_table_has_a_column_for_each_router() -> None:
+    done = run("llama", "--experts", "8", "--gpus", "8", "--tokens", "1e9", *SMALL)
+    assert done.returncode == 0, done.stderr
+    for name in ("smoe", "symphony", "similarity", "attention", "ac", "smooth", "training of 1 G tokens", "experts apart"):
+        assert name in done.stdout
+
+
+def test_json_holds_every_number() -> None:
+    done = run("llama", "--experts", "8", "--json", "--router", "smoe", "similarity[rank=4]", *SMALL)
+    stored = json.loads(done.stdout)
+    assert [column["router"] for column in stored["columns"]] == ["smoe", "similarity[rank=4]"]
+    plain, ranked = (column["parameters"] for column in stored["columns"])
+    assert ranked - plain == 2 * 4 * 64
+    assert stored["columns"][0]["fits"] == {"ddp": True, "fsdp": True, "expert": True}
+
+
+def test_a_folder_with_nothing_but_a_config(tmp_path: Path) -> None:
+    config = {"model_type": "olmoe", "num_hidden_layers": 2, "auto_map": {"AutoModel": "evil--code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run(str(tmp_path), "--router", "native", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["sparse_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["/no/such/folder"], "there is no folder or file /no/such/folder."),
+        (["lama"], "did you mean 'llama'?"),
+        (["{tmp}"], "holds no config.json"),
+        (["{tmp}/broken/config.json"], "cannot be read as JSON"),
+        (["{tmp}/other"], "unknown model family 'lama': did you mean 'llama'?"),
+        (["{tmp}/nameless"], "says no model_type"),
+        (["llama"], "llama is dense; say how many experts"),
+        (["llama", "--experts", "4", "--k", "5"], "k is 5; it must be between 1 and the number of experts, 4."),
+        (["llama", "--experts", "4", "--router", "smo"], "unknown router 'smo': did you mean 'smoe'?"),
+        (["llama", "--experts", "4", "--router", "native"], "a dense model has no native router"),
+        (["llama", "--experts", "4", "--set", "num_hidden_layers=0"], "has no feed-forward network to sparsify"),
+        (["llama", "--experts", "4", "--set", "num_hiden_layers=3"], "did you mean 'num_hidden_layers'"),
+        (["llama", "--experts", "4", "--set", "hidden_size=33"], "is not a multiple of the number of attention heads"),
+        (["llama", "--experts", "4", "--set", "hidden_size"], "sets nothing"),
+        (["llama", "--experts", "4", "--layers", "last:40"], "so it must be last:1 to last:32"),
+        (["llama", "--experts", "4", "--sequence", "4096"], "positions end at 2048"),
+        (["llama", "--experts", "4", "--gpus", "0"], "gpus is 0; it must be positive."),
+        (["llama", "--experts", "4", "--tokens", "0"], "tokens is 0"),
+        (["mixtral", "--experts", "4"], "has experts already"),
+        (["swin", "--experts", "4"], "its layers see different numbers of tokens"),
+        (["vit", "--experts", "4", "--sequence", "7"], "the pictures of this model are 197 tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence_and_no_traceback(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"broken": "{", "other": '{"model_type": "lama"}', "nameless": "{}"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    code = main(["plan", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)])
+    said = capsys.readouterr().err
+    assert code == 2
+    assert says in said
+    assert said.count("\n") == 1 and said.startswith("holdfast: ")
+
+
+def test_a_name_that_the_hub_does_not_know_is_one_sentence_too() -> None:
+    done = run("nobody/nothing-of-that-name")
+    assert done.returncode == 2
+    assert "the hub gave no config.json of that name" in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
+
+
+def test_help_has_an_example() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "holdfast plan llama --experts 16" in done.stdout
+
+
+def test_what_the_page_prints_is_what_the_command_prints() -> None:
+    shown = re.findall(r"```sh\nholdfast (plan [^\n]*)\n```\n\n```text\n(.*?)```", SCALING.read_text(), flags=re.DOTALL)
+    assert shown
+    for command, text in shown:
+        _, *arguments = shlex.split(command)
+        printed = run(*arguments).stdout
+        assert [line.rstrip() for line in text.splitlines()] == [line.rstrip() for line in printed.splitlines()]
