@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.terminal import slim_table
@@ -124,10 +125,15 @@ def _print_findings(report: AuditReport) -> None:
 
     found = diagnose(report)
     print("Findings, the most harmful first:" if found else "Nothing to complain about.")
-    for number, finding in enumerate(found[:SHOWN_FINDINGS], 1):
-        print(f"{number:3}. {finding.severity}: {finding}.")
-    if len(found) > SHOWN_FINDINGS:
-        print(f"     and {len(found) - SHOWN_FINDINGS} more.")
+    alike = Counter((finding.kind, finding.severity) for finding in found)
+    worst = {(finding.kind, finding.severity): finding for finding in reversed(found)}  # the first of each kind
+    shown = [finding for finding in found if finding is worst[finding.kind, finding.severity]][:SHOWN_FINDINGS]
+    for number, finding in enumerate(shown, 1):
+        more = alike[finding.kind, finding.severity] - 1
+        others = f" {more} more {'layer' if more == 1 else 'layers'} likewise." if more else ""
+        print(f"{number:3}. {finding.severity}: {finding}.{others}")
+    if len(alike) > len(shown):
+        print(f"     and {len(alike) - len(shown)} more kinds.")
 
 
 def _plain(cell: object) -> Any:
