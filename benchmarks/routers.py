@@ -3,18 +3,19 @@
     python benchmarks/routers.py                         # on a CPU: 8 sequences of 512, d 256, 16 experts, top 2, float32
     python benchmarks/routers.py --device cuda           # on a GPU: 8 sequences of 2048, d 2048, 64 experts, top 8
 
-Prints ratios measured in one run and, with --out FILE, writes them as JSON.
+On a GPU also as a share of the time of the experts, and three ways: one step at a time (what Python and the launches take
+counts), many queued, and replayed as a CUDA graph (what the kernels take, and what remains of it in a layer whose experts
+keep the GPU busy). Prints ratios measured in one run and, with --out FILE, writes them as JSON.
 """
 
-import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from command import check, command, write
-from timing import median_ratio, time_in_turns
+from timing import captured, median_ratio, time_in_turns
 from torch import Tensor
 from versions import versions
 
@@ -31,9 +32,11 @@ class Shape:
     experts: int
     k: int
     heads: int
+    hidden: int
 
 
-SHAPES = {"cpu": Shape(8, 512, 256, 16, 2, 8), "cuda": Shape(8, 2048, 2048, 64, 8, 16)}
+SHAPES = {"cpu": Shape(8, 512, 256, 16, 2, 8, 256), "cuda": Shape(8, 2048, 2048, 64, 8, 16, 1024)}
+QUEUED = 20
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smoe": ("smoe", {}),
     "xmoe": ("xmoe", {}),
@@ -63,14 +66,50 @@ def surroundings(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor,
     return tokens.requires_grad_(), Context(causal=True, attention=attention, previous=Previous(tokens.detach(), previous))
 
 
-def step(router: Callable[..., holdfast.Routing], tokens: Tensor, context: Context, parameters: Sequence[Tensor]) -> None:
-    routing = router(tokens, context)
-    total = routing.weights.square().sum() + routing.gates.square().sum() + routing.loss
-    torch.autograd.grad(total, [tokens, *parameters], allow_unused=True)
+class Step:
+    """A forward, and the backward from gradients of weights (as the experts give them) and of gates (as losses do)."""
+
+    def __init__(
+        self, router: Callable[..., holdfast.Routing], tokens: Tensor, context: Context, parameters: Sequence[Tensor]
+    ):
+        self.router, self.tokens, self.context, self.parameters = router, tokens, context, parameters
+        with torch.no_grad():
+            routing = router(tokens, context)
+        self.grads = [torch.randn_like(routing.weights), torch.randn_like(routing.gates)]
+
+    def __call__(self) -> None:
+        routing = self.router(self.tokens, self.context)
+        outputs = [routing.weights, routing.gates, *routing.losses.values()]
+        grads = [*self.grads, *(torch.ones_like(loss) for loss in routing.losses.values())]
+        torch.autograd.grad(outputs, [self.tokens, *self.parameters], grads, allow_unused=True)
+
+
+def experts_step(shape: Shape, tokens: Tensor, context: Context) -> Callable[[], object]:
+    """The experts on the choice of the previous layer: what routing is to be cheap beside."""
+    assert context.previous is not None
+    module = holdfast.Experts(shape.dim, shape.hidden, shape.experts, device=tokens.device, dtype=tokens.dtype)
+    rows = tokens.detach().flatten(0, 1).requires_grad_()
+    chosen, weights = context.previous.routing.experts, context.previous.routing.weights.requires_grad_()
+    grad = torch.randn_like(rows)
+
+    def run() -> None:
+        torch.autograd.grad(module(rows, chosen, weights), [rows, weights, *module.parameters()], grad)
+
+    return run
+
+
+def measure(runs: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Times by way of measuring and by contestant."""
+    times = {"one at a time": time_in_turns(runs, device, rounds)}
+    if device == "cuda":
+        times["queued"] = time_in_turns(runs, device, rounds, QUEUED)
+        times["replayed"] = time_in_turns({title: captured(run) for title, run in runs.items()}, device, rounds, QUEUED)
+    return times
 
 
 def main() -> None:
     parser = command(__doc__, rounds=10)
+    parser.add_argument("--routers", nargs="*", help="which of them, beside smoe (default: all)")
     parser.add_argument("--compile", action="store_true", help="torch.compile each router")
     arguments = parser.parse_args()
     check(arguments)
@@ -79,27 +118,37 @@ def main() -> None:
     shape = SHAPES[arguments.device]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     tokens, context = surroundings(shape, arguments.device, dtype)
-    runs = {}
+    runs: dict[str, Callable[[], object]] = {}
     for title, (name, options) in ROUTERS.items():
+        if arguments.routers is not None and title not in ("smoe", *arguments.routers):
+            continue
         options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
         router = holdfast.router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(
             arguments.device, dtype
         )
         parameters = [p for p in router.parameters() if p.requires_grad]
         run = torch.compile(router, fullgraph=True) if arguments.compile else router
-        runs[title] = functools.partial(step, run, tokens, context, parameters)
-    times = time_in_turns(runs, arguments.device, arguments.rounds)
+        runs[title] = Step(run, tokens, context, parameters)
+    if arguments.device == "cuda":
+        runs["experts"] = experts_step(shape, tokens, context)
+    times = measure(runs, arguments.device, arguments.rounds)
     result = {
         "versions": versions(),
         "device": arguments.device,
         "compiled": arguments.compile,
         **asdict(shape),
-        "ms": {title: statistics.median(values) for title, values in times.items()},
-        "over smoe": {title: median_ratio(values, times["smoe"]) for title, values in times.items()},
+        "ms": {way: {title: statistics.median(values) for title, values in each.items()} for way, each in times.items()},
+        "over smoe": {
+            way: {title: median_ratio(values, each["smoe"]) for title, values in each.items()} for way, each in times.items()
+        },
     }
     print(f"{shape}, {dtype}, {'compiled' if arguments.compile else 'eager'}, forward + backward")
-    for title in times:
-        print(f"  {title:30} {result['ms'][title]:9.2f} ms   {result['over smoe'][title]:6.2f} x smoe")
+    for way in times:
+        print(f"{way}:")
+        milliseconds, ratios = result["ms"][way], result["over smoe"][way]
+        for title, value in milliseconds.items():
+            share = f"{value / milliseconds['experts']:8.2%} of the experts" if "experts" in milliseconds else ""
+            print(f"  {title:30} {value:9.3f} ms   {ratios[title]:6.2f} x smoe {share}")
     if arguments.out:
         write(arguments.out, result)
 

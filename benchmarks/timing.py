@@ -7,12 +7,17 @@ from collections.abc import Callable, Mapping
 import torch
 
 
-def time_in_turns(contestants: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each contestant in each round, after two rounds of warm-up."""
+def time_in_turns(
+    contestants: Mapping[str, Callable[[], object]], device: str, rounds: int, queued: int = 1
+) -> dict[str, list[float]]:
+    """Milliseconds of each contestant in each round, after two rounds of warm-up.
+
+    With `queued`, that many runs one after the other without waiting, and the time of one: what it costs in a busy queue.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 2):
         for name, run in contestants.items():
-            elapsed = _time_once(run, device)
+            elapsed = _time(run, device, queued)
             if turn >= 2:
                 times[name].append(elapsed)
     return times
@@ -23,15 +28,30 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-def _time_once(run: Callable[[], object], device: str) -> float:
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The GPU's part of `run`, as a CUDA graph to replay: without what Python and the launches cost."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        run()
+    return graph.replay
+
+
+def _time(run: Callable[[], object], device: str, queued: int) -> float:
     if device == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
-        run()
+        for _ in range(queued):
+            run()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        return start.elapsed_time(end) / queued
     begin = time.perf_counter()
-    run()
-    return (time.perf_counter() - begin) * 1e3
+    for _ in range(queued):
+        run()
+    return (time.perf_counter() - begin) * 1e3 / queued

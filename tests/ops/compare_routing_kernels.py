@@ -115,7 +115,7 @@ def awkward_logits(count: int, experts: int) -> Tensor:
 
 
 def choices(device: str, experts: int, k: int, how: How, informed: bool, eps: float | None) -> None:
-    """Top-k, and with `eps` its strip, as the selectors do it in plain PyTorch: experts exactly, then weights, slopes, gaps."""
+    """Top-k, and with `eps` its strip, as the selectors do it in plain PyTorch: experts exactly, weights, slopes, gaps."""
     raw = awkward_logits(37, experts)
     primary = (raw.softmax(-1) if informed else raw).requires_grad_()
     if informed:

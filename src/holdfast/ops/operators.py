@@ -1,7 +1,7 @@
 """Operators for the hot path: opaque to `torch.compile`, and cheap to call.
 
-`torch.library.custom_op` with `register_autograd` costs about 75 microseconds of Python for a forward and a backward, more than
-a router's kernels take. An operator without autograd, inside a `torch.autograd.Function`, costs about a third of that.
+`torch.library.custom_op` with `register_autograd` costs about 75 microseconds of Python for a forward and a backward, nearly
+what a router's kernels take. An operator without autograd, inside a `torch.autograd.Function`, costs a third of that.
 """
 
 from collections.abc import Callable

@@ -219,12 +219,18 @@ def _tiles(count: int, clusters: Clusters | None, tile: int) -> int:
 
 
 def linear(
-    tokens: Tensor, weight: Tensor, clusters: Clusters | None, depth: int = 64, num_warps: int = 4, num_stages: int = 4
+    tokens: Tensor,
+    weight: Tensor,
+    clusters: Clusters | None,
+    tile: int = TILE,
+    depth: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 4,
 ) -> Tensor:
     """`tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32."""
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
-    _linear[(_tiles(count, clusters, TILE), triton.cdiv(width, 64))](
+    _linear[(_tiles(count, clusters, tile), triton.cdiv(width, 64))](
         tokens,
         weight,
         *(clusters or (tokens, tokens, tokens)),
@@ -238,7 +244,7 @@ def linear(
         CLUSTERED=clusters is not None,
         EVEN=inner % depth == 0,
         PART=PART,
-        TILE=TILE,
+        TILE=tile,
         WIDTH=64,
         DEPTH=depth,
         num_warps=num_warps,
@@ -248,12 +254,18 @@ def linear(
 
 
 def grad_tokens(
-    grad: Tensor, like: Tensor, weight: Tensor, clusters: Clusters | None, features: int = 128, num_warps: int = 4
+    grad: Tensor,
+    like: Tensor,
+    weight: Tensor,
+    clusters: Clusters | None,
+    tile: int = TILE,
+    features: int = 128,
+    num_warps: int = 4,
 ) -> Tensor:
     """`grad (T,n)` times `weight (n,d)`, in the dtype of `like (T,d)`."""
     (count, inner), width = like.shape, weight.shape[0]
     out = torch.empty_like(like)
-    _grad_tokens[(_tiles(count, clusters, TILE), triton.cdiv(inner, features))](
+    _grad_tokens[(_tiles(count, clusters, tile), triton.cdiv(inner, features))](
         grad,
         weight,
         *(clusters or (grad, grad, grad)),
@@ -265,7 +277,7 @@ def grad_tokens(
         WEIGHT_PARTS=min(PARTS[weight.dtype], 2),
         CLUSTERED=clusters is not None,
         PART=PART,
-        TILE=TILE,
+        TILE=tile,
         WIDTH=features,
         DEPTH=64,
         num_warps=num_warps,
