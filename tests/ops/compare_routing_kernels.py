@@ -44,11 +44,11 @@ def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: 
     weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
     wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
     x, w, g = tokens.to(device), weight.to(device), grad.to(device)
-    close(split_kernels.linear(x, w, None), wide_tokens @ wide_weight.t(), 5e-7)
-    close(split_kernels.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 5e-7)
+    close(split_kernels.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(split_kernels.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
     close(split_kernels.grad_tokens(g, x, w, None), wide_grad @ wide_weight, HALF[dtype])
     exact = wide_grad.t() @ wide_tokens
-    close(split_kernels.grad_weight(g, x, w, None), exact, 5e-7 if weight_dtype == torch.float32 else HALF[weight_dtype])
+    close(split_kernels.grad_weight(g, x, w, None), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
 
 
 def one_token_at_a_time(device: str) -> None:
@@ -97,10 +97,10 @@ def clusters(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, padded:
     scaling = scales.cpu().double()[first]
     parts = order, owners, scales
     x, w, g = tokens.to(device), weight.to(device), grad.to(device)
-    close(split_kernels.linear(x, w, parts), (tokens.double() * scaling) @ weight.double().t(), 5e-7)
+    close(split_kernels.linear(x, w, parts), (tokens.double() * scaling) @ weight.double().t(), 1e-6)
     close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, HALF[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)
-    close(split_kernels.grad_weight(g, x, w, parts), exact, 5e-7 if weight_dtype == torch.float32 else HALF[weight_dtype])
+    close(split_kernels.grad_weight(g, x, w, parts), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
 
 
 def awkward_logits(count: int, experts: int) -> Tensor:

@@ -37,8 +37,8 @@ def _slots(scores, row, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr
     slots = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
     for start in range(0, experts, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        inside = here & (other < experts)[None, :]
-        others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=inside, other=0.0), inside)
+        known = here & (other < experts)[None, :]
+        others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
         higher = others[:, :, None] > keys[:, None, :]
         level = (others[:, :, None] == keys[:, None, :]) & (other[:, None] < expert[None, :])[None, :, :]
         slots += tl.sum((higher | level).to(tl.int32), axis=1)

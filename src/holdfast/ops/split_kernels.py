@@ -32,30 +32,52 @@ def _leading(x):
 
 
 @triton.jit
-def _part(rest, LAST: tl.constexpr, PART: tl.constexpr):
-    """The next part of what is left, and what is left then; after an infinity nothing is."""
-    part = rest if LAST else _leading(rest)
-    return part.to(PART), tl.where(part - part == 0, rest - part, 0.0)
+def _split(x, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Its parts, the largest first; as many as there are, and the last again in place of those that there are not."""
+    if PARTS == 1:
+        return x.to(PART), x.to(PART), x.to(PART)
+    rest = x.to(tl.float32)
+    first = _leading(rest)
+    rest = tl.where(first - first == 0, rest - first, 0.0)  # beside an infinity there is no rest
+    if PARTS == 2:
+        return first.to(PART), rest.to(PART), rest.to(PART)
+    second = _leading(rest)
+    return first.to(PART), second.to(PART), (rest - second).to(PART)
 
 
 @triton.jit
-def _dot(left, right, total, LEFT: tl.constexpr, RIGHT: tl.constexpr, BYTES: tl.constexpr, PART: tl.constexpr):
-    """total + left right, in LEFT and RIGHT parts, with the products of parts that reach into the first BYTES."""
-    left_rest = left if LEFT == 1 else left.to(tl.float32)
-    for i in tl.static_range(LEFT):
-        if LEFT == 1:
-            left_part = left.to(PART)
-        else:
-            left_part, left_rest = _part(left_rest, i == LEFT - 1, PART)
-        right_rest = right if RIGHT == 1 else right.to(tl.float32)
-        for j in tl.static_range(RIGHT):
-            if RIGHT == 1:
-                right_part = right.to(PART)
-            else:
-                right_part, right_rest = _part(right_rest, j == RIGHT - 1, PART)
-            if i + j < BYTES:
-                total = tl.dot(left_part, right_part, total, input_precision="ieee")
-    return total
+def _pick(first, second, third, INDEX: tl.constexpr):
+    if INDEX == 0:
+        return first
+    elif INDEX == 1:
+        return second
+    else:
+        return third
+
+
+@triton.jit
+def _add_product(
+    total, left, right, one, LEFT: tl.constexpr, RIGHT: tl.constexpr, BYTES: tl.constexpr, PART: tl.constexpr
+):
+    """total + left right, in LEFT and RIGHT parts, with the products of parts that reach into the first BYTES.
+
+    Tensor cores cut off where float32 rounds, so their sums are kept short, from the small products to the large, and added
+    up outside. `one` is 1, or another factor of the product; the compiler must not know it, or it would let the tensor
+    cores do all of the sum.
+    """
+    left_0, left_1, left_2 = _split(left, LEFT, PART)
+    right_0, right_1, right_2 = _split(right, RIGHT, PART)
+    product = tl.zeros_like(total)
+    for down in tl.static_range(BYTES):
+        for i in tl.static_range(LEFT):
+            if BYTES - 1 - down - i >= 0 and BYTES - 1 - down - i < RIGHT:
+                product = tl.dot(
+                    _pick(left_0, left_1, left_2, i),
+                    _pick(right_0, right_1, right_2, BYTES - 1 - down - i),
+                    product,
+                    input_precision="ieee",
+                )
+    return total + product * one
 
 
 @triton.jit
@@ -71,6 +93,7 @@ def _linear(
     width,
     stride_width,
     stride_inner,
+    one,
     TOKEN_PARTS: tl.constexpr,
     WEIGHT_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
@@ -107,7 +130,7 @@ def _linear(
                 )
             if CLUSTERED:
                 w = w.to(tl.float32) * tl.load(scales + cluster * inner + depth, mask=depth < inner, other=0.0)[None, :]
-            total = _dot(w, tl.trans(x), total, WEIGHT_PARTS, TOKEN_PARTS, 3, PART)
+            total = _add_product(total, w, tl.trans(x), one, WEIGHT_PARTS, TOKEN_PARTS, 3, PART)
         tl.store(out + row[None, :] * width + column[:, None], total, mask=(row < count)[None, :] & used)
 
 
@@ -124,6 +147,7 @@ def _grad_tokens(
     width,
     stride_width,
     stride_inner,
+    one,
     WEIGHT_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
     PART: tl.constexpr,
@@ -150,7 +174,7 @@ def _grad_tokens(
                 mask=(column < width)[:, None] & used,
                 other=0.0,
             )
-            total = _dot(g, w, total, 2, WEIGHT_PARTS, 2, PART)
+            total = _add_product(total, g, w, one, 2, WEIGHT_PARTS, 2, PART)
         if CLUSTERED:
             total = total * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
         tl.store(out + row[:, None] * inner + feature[None, :], total, mask=mine & used)
@@ -169,6 +193,7 @@ def _grad_weight(
     share,
     inner,
     width,
+    one,
     GRAD_PARTS: tl.constexpr,
     TOKEN_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
@@ -191,12 +216,10 @@ def _grad_weight(
         x = tl.load(tokens + row[:, None] * inner + feature[None, :], mask=mine & (feature < inner)[None, :], other=0.0)
         if CLUSTERED:
             cluster = tl.maximum(tl.load(owners + start // TILE), 0).to(tl.int64)
-            product = _dot(
-                tl.trans(g), x, tl.zeros((HEIGHT, WIDTH), dtype=tl.float32), GRAD_PARTS, TOKEN_PARTS, GRAD_PARTS, PART
-            )
-            total += product * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
+            factor = tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
         else:
-            total = _dot(tl.trans(g), x, total, GRAD_PARTS, TOKEN_PARTS, GRAD_PARTS, PART)
+            factor = one
+        total = _add_product(total, tl.trans(g), x, factor, GRAD_PARTS, TOKEN_PARTS, GRAD_PARTS, PART)
     place = (split * width + column[:, None]) * inner + feature[None, :]
     tl.store(out + place, total, mask=(column < width)[:, None] & (feature < inner)[None, :])
 
@@ -239,6 +262,7 @@ def linear(
         inner,
         width,
         *weight.stride(),
+        1.0,
         TOKEN_PARTS=PARTS[tokens.dtype],
         WEIGHT_PARTS=PARTS[weight.dtype] if clusters is None else 3,
         CLUSTERED=clusters is not None,
@@ -274,6 +298,7 @@ def grad_tokens(
         inner,
         width,
         *weight.stride(),
+        1.0,
         WEIGHT_PARTS=min(PARTS[weight.dtype], 2),
         CLUSTERED=clusters is not None,
         PART=PART,
@@ -313,6 +338,7 @@ def grad_weight(
         share,
         inner,
         width,
+        1.0,
         GRAD_PARTS=3 if like.dtype == torch.float32 else 2,
         TOKEN_PARTS=PARTS[tokens.dtype],
         CLUSTERED=clusters is not None,
