@@ -43,7 +43,8 @@ def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: 
     tokens, grad = torch.randn(count, dim).to(dtype), torch.randn(count, width)
     weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
     wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
-    x, w, g = tokens.to(device), weight.to(device), grad.to(device)
+    x, w = tokens.to(device), weight.to(device)
+    g = split_kernels.gradient_parts(grad.to(device), w)
     close(split_kernels.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
     close(split_kernels.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
     close(split_kernels.grad_tokens(g, x, w, None), wide_grad @ wide_weight, HALF[dtype])
@@ -96,7 +97,8 @@ def clusters(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, padded:
     close(scales, torch.cat([feature_scales(spreads), torch.ones(1, dim)]), 1e-6)
     scaling = scales.cpu().double()[first]
     parts = order, owners, scales
-    x, w, g = tokens.to(device), weight.to(device), grad.to(device)
+    x, w = tokens.to(device), weight.to(device)
+    g = split_kernels.gradient_parts(grad.to(device), w)
     close(split_kernels.linear(x, w, parts), (tokens.double() * scaling) @ weight.double().t(), 1e-6)
     close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, HALF[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)
@@ -148,7 +150,7 @@ def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     real = torch.rand(150) < 0.7
     chosen = torch.zeros(150, experts).scatter(1, naive.top(logits, k), 1.0) * (real if padded else 1 + 0 * real)[:, None]
     part = tl.bfloat16 if device == "cuda" else tl.float32
-    got = choose_kernels.together(logits.to(device), real.to(device) if padded else None, k, part, share=64)
+    got = choose_kernels.together(logits.to(device), real.to(device) if padded else None, k, 64, part)
     same(got.sum(0), chosen.t() @ chosen)
 
 

@@ -17,6 +17,7 @@ from holdfast.ops.triton_support import has_kernels, on_device_of
 How = Literal["raw", "shares", "softmax"]
 HOWS: tuple[How, ...] = ("raw", "shares", "softmax")
 MOST_EXPERTS = 512  # beyond it, counting who is ahead of whom is no longer cheap
+SHARE = 32  # tokens whose pairs of experts one program counts
 MOST_IN_GRAPH = 128  # the counts of an expert graph stay in one program's registers
 
 
@@ -109,7 +110,7 @@ def _together_on_gpu(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
     from holdfast.ops import choose_kernels
 
     with on_device_of(scores):
-        return choose_kernels.together(scores, real, k)
+        return choose_kernels.together(scores, real, k, SHARE)
 
 
 def _choose_fake(
@@ -139,5 +140,5 @@ _choose_backward = operator(
 _together = operator(
     "chosen_together(Tensor scores, Tensor? real, int k) -> Tensor",
     _together_on_gpu,
-    lambda scores, real, k: scores.new_empty(-(-scores.shape[0] // 128), scores.shape[1], scores.shape[1]),
+    lambda scores, real, k: scores.new_empty(-(-scores.shape[0] // SHARE), scores.shape[1], scores.shape[1]),
 )

@@ -16,7 +16,8 @@ RAW, SHARES, SOFTMAX = 0, 1, 2
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
-BLOCK_ELEMENTS = 512  # scores a program reads at a time
+BLOCK_ELEMENTS = 256  # scores a program reads at a time
+CHUNK = 32  # experts that all are compared with at a time
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def _keys(values, inside):
     """int32 keys in the order of the values, as in ops/topk.py: -0.0 is 0.0, NaN comes first, what is not `inside` last."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
-    return tl.where(inside, tl.where(values != values, HIGHEST, keys), LOWEST)
+    return tl.where(inside, tl.where(values != values, HIGHEST - 1, keys), LOWEST)  # room for the 1 that decides a tie
 
 
 @triton.jit
@@ -39,9 +40,8 @@ def _slots(scores, row, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr
         other = start + tl.arange(0, CHUNK)
         known = here & (other < experts)[None, :]
         others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
-        higher = others[:, :, None] > keys[:, None, :]
-        level = (others[:, :, None] == keys[:, None, :]) & (other[:, None] < expert[None, :])[None, :, :]
-        slots += tl.sum((higher | level).to(tl.int32), axis=1)
+        earlier = (other[:, None] < expert[None, :]).to(tl.int32)[None, :, :]
+        slots += tl.sum((others[:, :, None] + earlier > keys[:, None, :]).to(tl.int32), axis=1)
     return slots
 
 
@@ -210,8 +210,6 @@ def choose(
     k: int,
     how: int,
     informed: bool,
-    rows: int | None = None,
-    chunk: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Experts (T,K), weights (T,K), the slot of each expert (T,E), and with `eps` the gaps (T,E), infinite for the top k."""
     count, experts = scores.shape
@@ -220,8 +218,8 @@ def choose(
     weights = torch.empty(count, width, dtype=torch.float32, device=scores.device)
     slots = torch.empty(count, experts, dtype=torch.int16, device=scores.device)
     gaps = torch.empty(0 if eps is None else count, experts, dtype=torch.float32, device=scores.device)
-    fitting, wide, warps = _blocks(experts)
-    _choose[(triton.cdiv(count, rows or fitting),)](
+    rows, wide, warps = _blocks(experts)
+    _choose[(triton.cdiv(count, rows),)](
         scores,
         amounts,
         scores if eps is None else eps,
@@ -236,9 +234,9 @@ def choose(
         HOW=how,
         SMOOTH=eps is not None,
         INFORMED=informed,
-        ROWS=rows or fitting,
+        ROWS=rows,
         EXPERTS=wide,
-        CHUNK=min(chunk, wide),
+        CHUNK=min(CHUNK, wide),
         num_warps=warps,
     )
     return chosen, weights, slots, gaps
@@ -281,7 +279,7 @@ def choose_backward(
     return out
 
 
-def together(scores: Tensor, real: Tensor | None, k: int, part: tl.dtype = tl.bfloat16, share: int = 128) -> Tensor:
+def together(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.dtype = tl.bfloat16) -> Tensor:
     """(S,E,E), to be summed: how often two experts are both among a real token's k best."""
     count, experts = scores.shape
     _, wide, warps = _blocks(experts)
@@ -300,6 +298,6 @@ def together(scores: Tensor, real: Tensor | None, k: int, part: tl.dtype = tl.bf
         EXPERTS=wide,
         CHUNK=16,
         PART=part,
-        num_warps=max(warps, 4),
+        num_warps=warps,
     )
     return out

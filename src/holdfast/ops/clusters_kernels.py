@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128  # tokens that are counted and placed together
-WIDTH = 128  # features at a time
+WIDTH = 256  # features at a time
 
 
 @triton.jit
@@ -47,6 +47,20 @@ def _count(
 
 
 @triton.jit
+def _sum_counts(counts, block, blocks, BINS: tl.constexpr):
+    """Over all blocks, and over those before `block`."""
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    earlier = tl.zeros((BINS,), dtype=tl.int32)
+    for start in range(0, blocks, 32):
+        other = start + tl.arange(0, 32)
+        part = tl.load(counts + other[:, None] * BINS + bins[None, :], mask=(other < blocks)[:, None], other=0)
+        total += tl.sum(part, axis=0)
+        earlier += tl.sum(tl.where((other < block)[:, None], part, 0), axis=0)
+    return total, earlier
+
+
+@triton.jit
 def _place(
     clusters_of,
     counts,
@@ -67,37 +81,26 @@ def _place(
     """A counting sort: where a token goes is how many of its cluster, and of those before it, come earlier."""
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    total = tl.zeros((BINS,), dtype=tl.int32)
-    earlier = tl.zeros((BINS,), dtype=tl.int32)
-    for start in range(0, blocks, 16):
-        other = start + tl.arange(0, 16)
-        part = tl.load(counts + other[:, None] * BINS + bins[None, :], mask=(other < blocks)[:, None], other=0)
-        total += tl.sum(part, axis=0)
-        earlier += tl.sum(tl.where((other < block)[:, None], part, 0), axis=0)
+    total, earlier = _sum_counts(counts, block, blocks, BINS)
     own_tiles = (total + TILE - 1) // TILE
     last = tl.cumsum(own_tiles, axis=0)
-    begin = (last - own_tiles) * TILE + earlier
-
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    cluster = _cluster_of(clusters_of, token, tokens, stride, clusters)
-    position = tl.arange(0, BLOCK)
-    before = (cluster[:, None] == cluster[None, :]) & (position[None, :] < position[:, None])
-    place = tl.sum(before.to(tl.int32), axis=1) + tl.sum(
-        tl.where(cluster[:, None] == bins[None, :], begin[None, :], 0), axis=1
-    )
-    tl.store(order + place, token, mask=token < tokens)
-
-    if block == 0:
+    if block < blocks:
+        begin = (last - own_tiles) * TILE + earlier
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        cluster = _cluster_of(clusters_of, token, tokens, stride, clusters)
+        position = tl.arange(0, BLOCK)
+        before = (cluster[:, None] == cluster[None, :]) & (position[None, :] < position[:, None])
+        place = tl.sum(before.to(tl.int32), axis=1) + tl.sum(
+            tl.where(cluster[:, None] == bins[None, :], begin[None, :], 0), axis=1
+        )
+        tl.store(order + place, token, mask=token < tokens)
+    else:  # one program more, for what there is one of
         tl.store(bounds + bins, last, mask=bins <= clusters)
         for start in range(0, tiles, 128):
             tile = start + tl.arange(0, 128)
             owner = tl.sum(((bins <= clusters)[None, :] & (tile[:, None] >= last[None, :])).to(tl.int32), axis=1)
             tl.store(owners + tile, tl.where(owner > clusters, -1, owner), mask=tile < tiles)
-        real_total = tl.zeros((BINS,), dtype=tl.int32)
-        for start in range(0, blocks, 16):
-            other = start + tl.arange(0, 16)
-            part = tl.load(real_counts + other[:, None] * BINS + bins[None, :], mask=(other < blocks)[:, None], other=0)
-            real_total += tl.sum(part, axis=0)
+        real_total, _ = _sum_counts(real_counts, block, blocks, BINS)
         tl.store(totals + bins, real_total.to(tl.float32), mask=bins < clusters)
 
 
@@ -186,7 +189,7 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) ->
         BINS=bins,
         BLOCK=BLOCK,
     )
-    _place[(blocks,)](
+    _place[(blocks + 1,)](
         clusters_of,
         counts[0],
         counts[1],

@@ -44,10 +44,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         tokens, weight, *clusters = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_tokens = _grad_tokens(grad, tokens, weight, *clusters) if ctx.needs_input_grad[0] else None
-        grad_weight = _grad_weight(grad, tokens, weight, *clusters) if ctx.needs_input_grad[1] else None
-        return grad_tokens, grad_weight, None, None, None
+        wanted = ctx.needs_input_grad[:2]
+        grad_tokens, grad_weight = _linear_backward(grad, tokens, weight, *clusters, *wanted)
+        return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, None, None, None
 
 
 def _clusters(order: Tensor | None, owners: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -63,18 +62,37 @@ def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> 
         return split_kernels.linear(tokens, weight, _clusters(*clusters))
 
 
-def _grad_tokens_on_gpu(grad: Tensor, tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:
+def _linear_backward_on_gpu(
+    grad: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    order: Tensor | None,
+    owners: Tensor | None,
+    scales: Tensor | None,
+    want_tokens: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
     from holdfast.ops import split_kernels
 
+    clusters = _clusters(order, owners, scales)
+    grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
     with on_device_of(tokens):
-        return split_kernels.grad_tokens(grad, tokens, weight, _clusters(*clusters))
+        parts = split_kernels.gradient_parts(grad, weight)
+        if want_tokens:
+            grad_tokens = split_kernels.grad_tokens(parts, tokens, weight, clusters)
+        if want_weight:
+            grad_weight = split_kernels.grad_weight(parts, tokens, weight, clusters)
+    return grad_tokens, grad_weight
 
 
-def _grad_weight_on_gpu(grad: Tensor, tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:
-    from holdfast.ops import split_kernels
-
-    with on_device_of(tokens):
-        return split_kernels.grad_weight(grad, tokens, weight, _clusters(*clusters))
+def _linear_backward_fake(
+    grad: Tensor, tokens: Tensor, weight: Tensor, *clusters_and_wants: Tensor | bool | None
+) -> tuple[Tensor, Tensor]:
+    want_tokens, want_weight = clusters_and_wants[-2:]
+    return (
+        torch.empty_like(tokens) if want_tokens else grad.new_empty(0),
+        weight.new_empty(weight.shape) if want_weight else grad.new_empty(0),
+    )
 
 
 _CLUSTERS = "Tensor? order, Tensor? owners, Tensor? scales"
@@ -83,13 +101,9 @@ _linear = operator(
     _linear_on_gpu,
     lambda tokens, weight, *_: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32),
 )
-_grad_tokens = operator(
-    f"split_linear_grad_tokens(Tensor grad, Tensor tokens, Tensor weight, {_CLUSTERS}) -> Tensor",
-    _grad_tokens_on_gpu,
-    lambda grad, tokens, weight, *_: torch.empty_like(tokens),
-)
-_grad_weight = operator(
-    f"split_linear_grad_weight(Tensor grad, Tensor tokens, Tensor weight, {_CLUSTERS}) -> Tensor",
-    _grad_weight_on_gpu,
-    lambda grad, tokens, weight, *_: weight.new_empty(weight.shape),
+_linear_backward = operator(
+    f"split_linear_backward(Tensor grad, Tensor tokens, Tensor weight, {_CLUSTERS}, bool want_tokens, bool want_weight)"
+    " -> (Tensor, Tensor)",
+    _linear_backward_on_gpu,
+    _linear_backward_fake,
 )

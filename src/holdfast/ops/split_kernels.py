@@ -3,8 +3,9 @@
     T tokens, d width, n outputs (experts); G tiles of tokens of one cluster each, see ops/clusters.py
 
 A float32 number is the exact sum of three bfloat16 numbers (8 + 8 + 8 bits), a float16 number of two, and the product of
-two bfloat16 numbers is exact in float32, in which tensor cores add. So numbers are split into `parts` on the way into the
-product. A product of parts i and j is about 2^-8(i+j) of the whole; those that round away are left out.
+two bfloat16 numbers is exact in float32, in which tensor cores add. So numbers are split into parts. A product of parts i
+and j is about 2^-8(i+j) of the whole; those that round away are left out. What is small, weights and gradients of logits, is
+split beforehand, tokens and scaled weights on the way into the product.
 
 Every output is a sum in an order that depends on d (of a weight's gradient, on T) and on nothing else: a token's logits are
 the same to the bit in any batch.
@@ -56,18 +57,21 @@ def _pick(first, second, third, INDEX: tl.constexpr):
 
 
 @triton.jit
-def _add_product(
-    total, left, right, one, LEFT: tl.constexpr, RIGHT: tl.constexpr, BYTES: tl.constexpr, PART: tl.constexpr
+def _product(
+    left_0,
+    left_1,
+    left_2,
+    right_0,
+    right_1,
+    right_2,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
-    """total + left right, in LEFT and RIGHT parts, with the products of parts that reach into the first BYTES.
-
-    Tensor cores cut off where float32 rounds, so their sums are kept short, from the small products to the large, and added
-    up outside. `one` is 1, or another factor of the product; the compiler must not know it, or it would let the tensor
-    cores do all of the sum.
-    """
-    left_0, left_1, left_2 = _split(left, LEFT, PART)
-    right_0, right_1, right_2 = _split(right, RIGHT, PART)
-    product = tl.zeros_like(total)
+    """left right from LEFT and RIGHT parts, with the products of parts that reach into the first BYTES, the small ones first."""
+    product = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
     for down in tl.static_range(BYTES):
         for i in tl.static_range(LEFT):
             if BYTES - 1 - down - i >= 0 and BYTES - 1 - down - i < RIGHT:
@@ -77,7 +81,32 @@ def _add_product(
                     product,
                     input_precision="ieee",
                 )
-    return total + product * one
+    return product
+
+
+@triton.jit
+def _load_parts(parts, size, places, mask, COUNT: tl.constexpr, PART: tl.constexpr):
+    """Up to three parts that lie `size` elements apart, and the last again in place of those that there are not."""
+    first = tl.load(parts + places, mask=mask, other=0.0).to(PART)
+    second, third = first, first
+    if COUNT > 1:
+        second = tl.load(parts + size + places, mask=mask, other=0.0).to(PART)
+        third = second
+    if COUNT > 2:
+        third = tl.load(parts + 2 * size + places, mask=mask, other=0.0).to(PART)
+    return first, second, third
+
+
+@triton.jit
+def _split_all(values, out, size, width, stride_height, stride_width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    value = tl.load(values + place // width * stride_height + place % width * stride_width, mask=inside, other=0.0)
+    first, second, third = _split(value, COUNT, tl.bfloat16)
+    tl.store(out + place, first, mask=inside)
+    tl.store(out + size + place, second, mask=inside)
+    if COUNT > 2:
+        tl.store(out + 2 * size + place, third, mask=inside)
 
 
 @triton.jit
@@ -91,8 +120,7 @@ def _linear(
     count,
     inner,
     width,
-    stride_width,
-    stride_inner,
+    weight_size,
     one,
     TOKEN_PARTS: tl.constexpr,
     WEIGHT_PARTS: tl.constexpr,
@@ -103,9 +131,11 @@ def _linear(
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out = tokens weight^T, or tokens (weight * scales of the tile's cluster)^T.
+    """out = tokens weight^T with the weight in parts, or tokens (weight * scales of the tile's cluster)^T, split here.
 
-    The weight is the left operand, because the tensor cores take a left operand, split or scaled, from registers.
+    The weight is the left operand, because the tensor cores take a left operand, scaled and split, from registers. They cut
+    off where float32 rounds, so their sums are kept short and added up outside. `one` is 1, which the compiler must not
+    know, or it would let the tensor cores do all of the sum.
     """
     tile = tl.program_id(0)
     row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -120,17 +150,19 @@ def _linear(
         for start in range(0, inner, DEPTH):
             depth = start + tl.arange(0, DEPTH)
             if EVEN:
-                x = tl.load(tokens + row[:, None] * inner + depth[None, :], mask=mine, other=0.0)
-                w = tl.load(weight + column[:, None] * stride_width + depth[None, :] * stride_inner, mask=used, other=0.0)
+                wanted, known = mine, used
             else:
-                left = (depth < inner)[None, :]
-                x = tl.load(tokens + row[:, None] * inner + depth[None, :], mask=mine & left, other=0.0)
-                w = tl.load(
-                    weight + column[:, None] * stride_width + depth[None, :] * stride_inner, mask=used & left, other=0.0
-                )
+                wanted, known = mine & (depth < inner)[None, :], used & (depth < inner)[None, :]
+            x = tl.load(tokens + row[:, None] * inner + depth[None, :], mask=wanted, other=0.0)
+            x_0, x_1, x_2 = _split(tl.trans(x), TOKEN_PARTS, PART)
+            places = column[:, None] * inner + depth[None, :]
             if CLUSTERED:
-                w = w.to(tl.float32) * tl.load(scales + cluster * inner + depth, mask=depth < inner, other=0.0)[None, :]
-            total = _add_product(total, w, tl.trans(x), one, WEIGHT_PARTS, TOKEN_PARTS, 3, PART)
+                scale = tl.load(scales + cluster * inner + depth, mask=depth < inner, other=0.0)
+                w = tl.load(weight + places, mask=known, other=0.0).to(tl.float32) * scale[None, :]
+                w_0, w_1, w_2 = _split(w, WEIGHT_PARTS, PART)
+            else:
+                w_0, w_1, w_2 = _load_parts(weight, weight_size, places, known, WEIGHT_PARTS, PART)
+            total += _product(w_0, w_1, w_2, x_0, x_1, x_2, WIDTH, TILE, WEIGHT_PARTS, TOKEN_PARTS, 3) * one
         tl.store(out + row[None, :] * width + column[:, None], total, mask=(row < count)[None, :] & used)
 
 
@@ -145,9 +177,8 @@ def _grad_tokens(
     count,
     inner,
     width,
-    stride_width,
-    stride_inner,
-    one,
+    grad_size,
+    weight_size,
     WEIGHT_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
     PART: tl.constexpr,
@@ -155,7 +186,7 @@ def _grad_tokens(
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """grad weight (times the scales). It is rounded to half precision, for which two parts are plenty."""
+    """grad weight (times the scales). It is rounded to half precision, for which two parts and a sum inside are plenty."""
     tile = tl.program_id(0)
     row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
     cluster = 0
@@ -168,13 +199,12 @@ def _grad_tokens(
         total = tl.zeros((TILE, WIDTH), dtype=tl.float32)
         for start in range(0, width, DEPTH):
             column = (start + tl.arange(0, DEPTH)).to(tl.int64)
-            g = tl.load(grad + row[:, None] * width + column[None, :], mask=mine & (column < width)[None, :], other=0.0)
-            w = tl.load(
-                weight + column[:, None] * stride_width + feature[None, :] * stride_inner,
-                mask=(column < width)[:, None] & used,
-                other=0.0,
-            )
-            total = _add_product(total, g, w, one, 2, WEIGHT_PARTS, 2, PART)
+            known = mine & (column < width)[None, :]
+            g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, 2, PART)
+            known = (column < width)[:, None] & used
+            places = column[:, None] * inner + feature[None, :]
+            w_0, w_1, w_2 = _load_parts(weight, weight_size, places, known, WEIGHT_PARTS, PART)
+            total += _product(g_0, g_1, g_2, w_0, w_1, w_2, TILE, WIDTH, 2, WEIGHT_PARTS, 2)
         if CLUSTERED:
             total = total * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
         tl.store(out + row[:, None] * inner + feature[None, :], total, mask=mine & used)
@@ -193,6 +223,7 @@ def _grad_weight(
     share,
     inner,
     width,
+    grad_size,
     one,
     GRAD_PARTS: tl.constexpr,
     TOKEN_PARTS: tl.constexpr,
@@ -202,7 +233,7 @@ def _grad_weight(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """out[s] = grad^T tokens (times the scales) over the s-th share of the tokens."""
+    """out[s] = grad^T tokens (times the scales) over the s-th share of the tokens, in short sums as in `_linear`."""
     feature = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
     column = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
     split = tl.program_id(2)
@@ -211,15 +242,29 @@ def _grad_weight(
         row = (start + tl.arange(0, TILE)).to(tl.int64)
         if CLUSTERED:
             row = tl.load(order + row).to(tl.int64)
-        mine = (row < count)[:, None]
-        g = tl.load(grad + row[:, None] * width + column[None, :], mask=mine & (column < width)[None, :], other=0.0)
-        x = tl.load(tokens + row[:, None] * inner + feature[None, :], mask=mine & (feature < inner)[None, :], other=0.0)
-        if CLUSTERED:
             cluster = tl.maximum(tl.load(owners + start // TILE), 0).to(tl.int64)
             factor = tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
         else:
             factor = one
-        total = _add_product(total, tl.trans(g), x, factor, GRAD_PARTS, TOKEN_PARTS, GRAD_PARTS, PART)
+        mine = (row < count)[:, None]
+        known = mine & (column < width)[None, :]
+        g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, GRAD_PARTS, PART)
+        x = tl.load(tokens + row[:, None] * inner + feature[None, :], mask=mine & (feature < inner)[None, :], other=0.0)
+        x_0, x_1, x_2 = _split(x, TOKEN_PARTS, PART)
+        product = _product(
+            tl.trans(g_0),
+            tl.trans(g_1),
+            tl.trans(g_2),
+            x_0,
+            x_1,
+            x_2,
+            HEIGHT,
+            WIDTH,
+            GRAD_PARTS,
+            TOKEN_PARTS,
+            GRAD_PARTS,
+        )
+        total += product * factor
     place = (split * width + column[:, None]) * inner + feature[None, :]
     tl.store(out + place, total, mask=(column < width)[:, None] & (feature < inner)[None, :])
 
@@ -241,114 +286,138 @@ def _tiles(count: int, clusters: Clusters | None, tile: int) -> int:
     return triton.cdiv(count, tile) if clusters is None else clusters[1].shape[0]
 
 
+def in_parts(values: Tensor, count: int) -> Tensor:
+    """(count, m, n) bfloat16: the first parts of `values (m,n)`; the values themselves where one part is all of them."""
+    if count == 1:
+        return values.contiguous()
+    height, width = values.shape
+    out = torch.empty(count, height, width, dtype=torch.bfloat16, device=values.device)
+    grid = (triton.cdiv(height * width, 1024),)
+    _split_all[grid](values, out, height * width, width, *values.stride(), COUNT=count, BLOCK=1024)
+    return out
+
+
 def linear(
     tokens: Tensor,
     weight: Tensor,
     clusters: Clusters | None,
     tile: int = TILE,
     depth: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 4,
+    num_stages: int | None = None,
+    maxnreg: int | None = None,
 ) -> Tensor:
     """`tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32."""
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
+    parts = PARTS[weight.dtype] if clusters is None else 3
     _linear[(_tiles(count, clusters, tile), triton.cdiv(width, 64))](
         tokens,
-        weight,
+        in_parts(weight, parts) if clusters is None else weight.contiguous(),
         *(clusters or (tokens, tokens, tokens)),
         out,
         count,
         inner,
         width,
-        *weight.stride(),
+        width * inner,
         1.0,
         TOKEN_PARTS=PARTS[tokens.dtype],
-        WEIGHT_PARTS=PARTS[weight.dtype] if clusters is None else 3,
+        WEIGHT_PARTS=parts,
         CLUSTERED=clusters is not None,
         EVEN=inner % depth == 0,
         PART=PART,
         TILE=tile,
         WIDTH=64,
         DEPTH=depth,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=4,
+        # Few enough stages and registers that the programs of 16384 tokens all fit on a large GPU at a time.
+        num_stages=num_stages or (4 if parts == 1 else 3),
+        maxnreg=maxnreg or (None if clusters is None else 168),
     )
     return out
 
 
 def grad_tokens(
-    grad: Tensor,
+    grad_parts: Tensor,
     like: Tensor,
     weight: Tensor,
     clusters: Clusters | None,
     tile: int = TILE,
     features: int = 128,
-    num_warps: int = 4,
+    num_stages: int = 1,
+    maxnreg: int | None = None,
 ) -> Tensor:
-    """`grad (T,n)` times `weight (n,d)`, in the dtype of `like (T,d)`."""
+    """The gradient of the logits, (T,n) in parts, times `weight (n,d)`, in the dtype of `like (T,d)`."""
     (count, inner), width = like.shape, weight.shape[0]
     out = torch.empty_like(like)
+    parts = min(PARTS[weight.dtype], 2)
     _grad_tokens[(_tiles(count, clusters, tile), triton.cdiv(inner, features))](
-        grad,
-        weight,
-        *(clusters or (grad, grad, grad)),
+        grad_parts,
+        in_parts(weight, parts),
+        *(clusters or (out, out, out)),
         out,
         count,
         inner,
         width,
-        *weight.stride(),
-        1.0,
-        WEIGHT_PARTS=min(PARTS[weight.dtype], 2),
+        count * width,
+        width * inner,
+        WEIGHT_PARTS=parts,
         CLUSTERED=clusters is not None,
         PART=PART,
         TILE=tile,
         WIDTH=features,
         DEPTH=64,
-        num_warps=num_warps,
-        num_stages=2,
+        num_warps=4,
+        num_stages=num_stages,
+        maxnreg=maxnreg,
     )
     return out
 
 
 def grad_weight(
-    grad: Tensor,
+    grad_parts: Tensor,
     tokens: Tensor,
     like: Tensor,
     clusters: Clusters | None,
     features: int = 128,
     programs: int = 256,
-    num_warps: int = 4,
     num_stages: int = 3,
+    maxnreg: int | None = None,
 ) -> Tensor:
-    """`grad (T,n)` transposed times `tokens (T,d)`, in the dtype of `like (n,d)`."""
-    (count, inner), width = tokens.shape, grad.shape[1]
+    """The gradient of the logits, (T,n) in parts, transposed times `tokens (T,d)`, in the dtype of `like (n,d)`."""
+    (count, inner), width = tokens.shape, like.shape[0]
     rows = count if clusters is None else clusters[0].shape[0]
     across, up = triton.cdiv(inner, features), triton.cdiv(width, 64)
     splits = max(1, min(programs // (across * up), triton.cdiv(rows, 4 * TILE)))
     share = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
-    out = torch.empty(splits, width, inner, dtype=torch.float32, device=grad.device)
+    out = torch.empty(splits, width, inner, dtype=torch.float32, device=tokens.device)
     _grad_weight[(across, up, splits)](
-        grad,
+        grad_parts,
         tokens,
-        *(clusters or (grad, grad, grad)),
+        *(clusters or (out, out, out)),
         out,
         count,
         rows,
         share,
         inner,
         width,
+        count * width,
         1.0,
-        GRAD_PARTS=3 if like.dtype == torch.float32 else 2,
+        GRAD_PARTS=grad_parts.shape[0],
         TOKEN_PARTS=PARTS[tokens.dtype],
         CLUSTERED=clusters is not None,
         PART=PART,
         TILE=TILE,
         HEIGHT=64,
         WIDTH=features,
-        num_warps=num_warps,
+        num_warps=4,
         num_stages=num_stages,
+        maxnreg=maxnreg,
     )
-    total = torch.empty(width, inner, dtype=like.dtype, device=grad.device)
+    total = torch.empty(width, inner, dtype=like.dtype, device=tokens.device)
     _fold[(triton.cdiv(width * inner, 1024),)](out, total, splits, width * inner, BLOCK=1024)
     return total
+
+
+def gradient_parts(grad: Tensor, weight: Tensor) -> Tensor:
+    """`grad (T,n)` in as many parts as the gradients of the tokens and of `weight` need."""
+    return in_parts(grad, 3 if weight.dtype == torch.float32 else 2)
