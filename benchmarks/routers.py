@@ -3,9 +3,10 @@
     python benchmarks/routers.py                         # on a CPU: 8 sequences of 512, d 256, 16 experts, top 2, float32
     python benchmarks/routers.py --device cuda           # on a GPU: 8 sequences of 2048, d 2048, 64 experts, top 8
 
-On a GPU also as a share of the time of the experts, and three ways: one step at a time (what Python and the launches take
-counts), many queued, and replayed as a CUDA graph (what the kernels take, and what remains of it in a layer whose experts
-keep the GPU busy). Prints ratios measured in one run and, with --out FILE, writes them as JSON.
+On a GPU also as a share of the time of the experts, and in more ways: one step at a time, where what Python and the launches
+take counts; many queued; replayed as a CUDA graph, which is what the kernels take; and as a layer together with the
+experts, where the difference to the experts alone is what routing costs. Prints ratios measured in one run and, with
+--out FILE, writes them as JSON.
 """
 
 import statistics
@@ -84,10 +85,9 @@ class Step:
         torch.autograd.grad(outputs, [self.tokens, *self.parameters], grads, allow_unused=True)
 
 
-def experts_step(shape: Shape, tokens: Tensor, context: Context) -> Callable[[], object]:
+def experts_step(module: holdfast.Experts, tokens: Tensor, context: Context) -> Callable[[], object]:
     """The experts on the choice of the previous layer: what routing is to be cheap beside."""
     assert context.previous is not None
-    module = holdfast.Experts(shape.dim, shape.hidden, shape.experts, device=tokens.device, dtype=tokens.dtype)
     rows = tokens.detach().flatten(0, 1).requires_grad_()
     chosen, weights = context.previous.routing.experts, context.previous.routing.weights.requires_grad_()
     grad = torch.randn_like(rows)
@@ -98,13 +98,35 @@ def experts_step(shape: Shape, tokens: Tensor, context: Context) -> Callable[[],
     return run
 
 
-def measure(runs: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+def layer_step(step: Step, module: holdfast.Experts) -> Callable[[], object]:
+    """Router and experts together."""
+    grad = torch.randn_like(step.tokens).flatten(0, 1)
+    inputs = [step.tokens, *step.parameters, *module.parameters()]
+
+    def run() -> None:
+        routing = step.router(step.tokens, step.context)
+        out = module(step.tokens.flatten(0, 1), routing.experts, routing.weights)
+        torch.autograd.grad([out, routing.gates], inputs, [grad, step.grads[1]], allow_unused=True)
+
+    return run
+
+
+def measure(steps: Mapping[str, Step], shape: Shape, device: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Times by way of measuring and by contestant."""
-    times = {"one at a time": time_in_turns(runs, device, rounds)}
-    if device == "cuda":
-        times["queued"] = time_in_turns(runs, device, rounds, QUEUED)
-        times["replayed"] = time_in_turns({title: captured(run) for title, run in runs.items()}, device, rounds, QUEUED)
-    return times
+    if device != "cuda":
+        return {"one at a time": time_in_turns(steps, device, rounds)}
+    smoe = steps["smoe"]
+    module = holdfast.Experts(shape.dim, shape.hidden, shape.experts, device=device, dtype=smoe.tokens.dtype)
+    alone = experts_step(module, smoe.tokens, smoe.context)
+    runs = {**steps, "experts": alone}
+    layers = {title: layer_step(step, module) for title, step in steps.items()}
+    replays = {title: captured(run) for title, run in runs.items()}
+    return {
+        "one at a time": time_in_turns(runs, device, rounds),
+        "queued": time_in_turns(runs, device, rounds, QUEUED),
+        "replayed": time_in_turns(replays, device, rounds, QUEUED),
+        "in a layer": time_in_turns({**layers, "experts": alone}, device, rounds, QUEUED // 4),
+    }
 
 
 def main() -> None:
@@ -118,7 +140,7 @@ def main() -> None:
     shape = SHAPES[arguments.device]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     tokens, context = surroundings(shape, arguments.device, dtype)
-    runs: dict[str, Callable[[], object]] = {}
+    steps = {}
     for title, (name, options) in ROUTERS.items():
         if arguments.routers is not None and title not in ("smoe", *arguments.routers):
             continue
@@ -128,10 +150,8 @@ def main() -> None:
         )
         parameters = [p for p in router.parameters() if p.requires_grad]
         run = torch.compile(router, fullgraph=True) if arguments.compile else router
-        runs[title] = Step(run, tokens, context, parameters)
-    if arguments.device == "cuda":
-        runs["experts"] = experts_step(shape, tokens, context)
-    times = measure(runs, arguments.device, arguments.rounds)
+        steps[title] = Step(run, tokens, context, parameters)
+    times = measure(steps, shape, arguments.device, arguments.rounds)
     result = {
         "versions": versions(),
         "device": arguments.device,

@@ -26,7 +26,7 @@ def _next_byte(counts, row, rank, BYTE: tl.constexpr):
 
 @triton.jit
 def _leading_bytes(counts, below, BYTES: tl.constexpr):
-    """The first bytes of the keys of both ranks, `below` - 1 and `below` but no further than the last; how many there are."""
+    """The first bytes of the keys of both ranks, `below` - 1 and `below` but no further than the last; how many keys."""
     most = tl.sum(tl.load(counts + tl.arange(0, BINS)), axis=0)
     lower_rank = tl.maximum(tl.minimum(below - 1, most - 1), 0)
     upper_rank = tl.maximum(tl.minimum(below, most - 1), 0)

@@ -48,6 +48,7 @@ def _split(x, PARTS: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _pick(first, second, third, INDEX: tl.constexpr):
+    # ruff: noqa: RET505 - Triton wants one return on each way through
     if INDEX == 0:
         return first
     elif INDEX == 1:
@@ -70,7 +71,7 @@ def _product(
     RIGHT: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """left right from LEFT and RIGHT parts, with the products of parts that reach into the first BYTES, the small ones first."""
+    """left right from LEFT and RIGHT parts, of products that reach into the first BYTES, the small ones first."""
     product = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
     for down in tl.static_range(BYTES):
         for i in tl.static_range(LEFT):
