@@ -118,7 +118,7 @@ def measure(steps: Mapping[str, Step], shape: Shape, device: str, rounds: int) -
     smoe = steps["smoe"]
     module = holdfast.Experts(shape.dim, shape.hidden, shape.experts, device=device, dtype=smoe.tokens.dtype)
     alone = experts_step(module, smoe.tokens, smoe.context)
-    runs = {**steps, "experts": alone}
+    runs: dict[str, Callable[[], object]] = {**steps, "experts": alone}
     layers = {title: layer_step(step, module) for title, step in steps.items()}
     replays = {title: captured(run) for title, run in runs.items()}
     return {
