@@ -3,18 +3,20 @@
     python benchmarks/routers.py                         # on a CPU: 8 sequences of 512, d 256, 16 experts, top 2, float32
     python benchmarks/routers.py --device cuda           # on a GPU: 8 sequences of 2048, d 2048, 64 experts, top 8
 
-Prints ratios measured in one run and, with --out FILE, writes them as JSON.
+On a GPU also as a share of the time of the experts, and in more ways: one step at a time, where what Python and the launches
+take counts; many queued; replayed as a CUDA graph, which is what the kernels take; and as a layer together with the
+experts, where the difference to the experts alone is what routing costs. Prints ratios measured in one run and, with
+--out FILE, writes them as JSON.
 """
 
-import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from command import check, command, write
-from timing import median_ratio, time_in_turns
+from timing import captured, median_ratio, time_in_turns
 from torch import Tensor
 from versions import versions
 
@@ -31,9 +33,11 @@ class Shape:
     experts: int
     k: int
     heads: int
+    hidden: int
 
 
-SHAPES = {"cpu": Shape(8, 512, 256, 16, 2, 8), "cuda": Shape(8, 2048, 2048, 64, 8, 16)}
+SHAPES = {"cpu": Shape(8, 512, 256, 16, 2, 8, 256), "cuda": Shape(8, 2048, 2048, 64, 8, 16, 1024)}
+QUEUED = 20
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smoe": ("smoe", {}),
     "xmoe": ("xmoe", {}),
@@ -63,14 +67,71 @@ def surroundings(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor,
     return tokens.requires_grad_(), Context(causal=True, attention=attention, previous=Previous(tokens.detach(), previous))
 
 
-def step(router: Callable[..., holdfast.Routing], tokens: Tensor, context: Context, parameters: Sequence[Tensor]) -> None:
-    routing = router(tokens, context)
-    total = routing.weights.square().sum() + routing.gates.square().sum() + routing.loss
-    torch.autograd.grad(total, [tokens, *parameters], allow_unused=True)
+class Step:
+    """A forward, and the backward from gradients of weights (as the experts give them) and of gates (as losses do)."""
+
+    def __init__(
+        self, router: Callable[..., holdfast.Routing], tokens: Tensor, context: Context, parameters: Sequence[Tensor]
+    ):
+        self.router, self.tokens, self.context, self.parameters = router, tokens, context, parameters
+        with torch.no_grad():
+            routing = router(tokens, context)
+        self.grads = [torch.randn_like(routing.weights), torch.randn_like(routing.gates)]
+
+    def __call__(self) -> None:
+        routing = self.router(self.tokens, self.context)
+        outputs = [routing.weights, routing.gates, *routing.losses.values()]
+        grads = [*self.grads, *(torch.ones_like(loss) for loss in routing.losses.values())]
+        torch.autograd.grad(outputs, [self.tokens, *self.parameters], grads, allow_unused=True)
+
+
+def experts_step(module: holdfast.Experts, tokens: Tensor, context: Context) -> Callable[[], object]:
+    """The experts on the choice of the previous layer: what routing is to be cheap beside."""
+    assert context.previous is not None
+    rows = tokens.detach().flatten(0, 1).requires_grad_()
+    chosen, weights = context.previous.routing.experts, context.previous.routing.weights.requires_grad_()
+    grad = torch.randn_like(rows)
+
+    def run() -> None:
+        torch.autograd.grad(module(rows, chosen, weights), [rows, weights, *module.parameters()], grad)
+
+    return run
+
+
+def layer_step(step: Step, module: holdfast.Experts) -> Callable[[], object]:
+    """Router and experts together."""
+    grad = torch.randn_like(step.tokens).flatten(0, 1)
+    inputs = [step.tokens, *step.parameters, *module.parameters()]
+
+    def run() -> None:
+        routing = step.router(step.tokens, step.context)
+        out = module(step.tokens.flatten(0, 1), routing.experts, routing.weights)
+        torch.autograd.grad([out, routing.gates], inputs, [grad, step.grads[1]], allow_unused=True)
+
+    return run
+
+
+def measure(steps: Mapping[str, Step], shape: Shape, device: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Times by way of measuring and by contestant."""
+    if device != "cuda":
+        return {"one at a time": time_in_turns(steps, device, rounds)}
+    smoe = steps["smoe"]
+    module = holdfast.Experts(shape.dim, shape.hidden, shape.experts, device=device, dtype=smoe.tokens.dtype)
+    alone = experts_step(module, smoe.tokens, smoe.context)
+    runs: dict[str, Callable[[], object]] = {**steps, "experts": alone}
+    layers = {title: layer_step(step, module) for title, step in steps.items()}
+    replays = {title: captured(run) for title, run in runs.items()}
+    return {
+        "one at a time": time_in_turns(runs, device, rounds),
+        "queued": time_in_turns(runs, device, rounds, QUEUED),
+        "replayed": time_in_turns(replays, device, rounds, QUEUED),
+        "in a layer": time_in_turns({**layers, "experts": alone}, device, rounds, QUEUED // 4),
+    }
 
 
 def main() -> None:
     parser = command(__doc__, rounds=10)
+    parser.add_argument("--routers", nargs="*", help="which of them, beside smoe (default: all)")
     parser.add_argument("--compile", action="store_true", help="torch.compile each router")
     arguments = parser.parse_args()
     check(arguments)
@@ -79,27 +140,35 @@ def main() -> None:
     shape = SHAPES[arguments.device]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     tokens, context = surroundings(shape, arguments.device, dtype)
-    runs = {}
+    steps = {}
     for title, (name, options) in ROUTERS.items():
+        if arguments.routers is not None and title not in ("smoe", *arguments.routers):
+            continue
         options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
         router = holdfast.router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(
             arguments.device, dtype
         )
         parameters = [p for p in router.parameters() if p.requires_grad]
         run = torch.compile(router, fullgraph=True) if arguments.compile else router
-        runs[title] = functools.partial(step, run, tokens, context, parameters)
-    times = time_in_turns(runs, arguments.device, arguments.rounds)
+        steps[title] = Step(run, tokens, context, parameters)
+    times = measure(steps, shape, arguments.device, arguments.rounds)
     result = {
         "versions": versions(),
         "device": arguments.device,
         "compiled": arguments.compile,
         **asdict(shape),
-        "ms": {title: statistics.median(values) for title, values in times.items()},
-        "over smoe": {title: median_ratio(values, times["smoe"]) for title, values in times.items()},
+        "ms": {way: {title: statistics.median(values) for title, values in each.items()} for way, each in times.items()},
+        "over smoe": {
+            way: {title: median_ratio(values, each["smoe"]) for title, values in each.items()} for way, each in times.items()
+        },
     }
     print(f"{shape}, {dtype}, {'compiled' if arguments.compile else 'eager'}, forward + backward")
-    for title in times:
-        print(f"  {title:30} {result['ms'][title]:9.2f} ms   {result['over smoe'][title]:6.2f} x smoe")
+    for way in times:
+        print(f"{way}:")
+        milliseconds, ratios = result["ms"][way], result["over smoe"][way]
+        for title, value in milliseconds.items():
+            share = f"{value / milliseconds['experts']:8.2%} of the experts" if "experts" in milliseconds else ""
+            print(f"  {title:30} {value:9.3f} ms   {ratios[title]:6.2f} x smoe {share}")
     if arguments.out:
         write(arguments.out, result)
 

@@ -91,6 +91,8 @@ def _count(routing: Routing, padding: Tensor | None) -> Tensor:
 
 def _counts(routing: Routing, padding: Tensor | None) -> Tensor:
     """(E,) how many real tokens chose each expert."""
+    if padding is None:
+        return routing.chosen.sum(0, dtype=routing.gates.dtype)
     return (routing.chosen * _real(routing, padding).unsqueeze(1)).sum(0)
 
 

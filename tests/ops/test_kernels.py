@@ -11,21 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-COMPARISON = Path(__file__).with_name("compare_kernels.py")
+HERE = Path(__file__).parent
+COMPARISONS = {"compare_kernels.py": 28, "compare_routing_kernels.py": 275}  # with how many comparisons each makes
 
 
+@pytest.mark.parametrize("script", COMPARISONS)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the interpreter test covers the arithmetic")
-def test_kernels_equal_the_naive_mathematics_on_the_gpu() -> None:
-    subprocess.run([sys.executable, str(COMPARISON), "cuda"], check=True)
+def test_kernels_equal_the_naive_mathematics_on_the_gpu(script: str) -> None:
+    subprocess.run([sys.executable, str(HERE / script), "cuda"], check=True)
 
 
-def test_kernels_equal_the_naive_mathematics_in_the_interpreter() -> None:
+@pytest.mark.parametrize("script", COMPARISONS)
+def test_kernels_equal_the_naive_mathematics_in_the_interpreter(script: str) -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, str(COMPARISON), "cpu"],
+        [sys.executable, str(HERE / script), "cpu"],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "28 comparisons" in run.stdout
+    assert f"{COMPARISONS[script]} comparisons" in run.stdout

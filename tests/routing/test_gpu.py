@@ -1,8 +1,11 @@
 """Every combination on a GPU: the routes of a CPU, and no step that waits for the host."""
 
+from typing import Any
+
 import pytest
 import torch
 from test_training import COMBINATIONS, context_for
+from torch import Tensor
 
 import holdfast
 from holdfast import Context, MoE
@@ -52,3 +55,86 @@ def test_a_gpu_routes_as_a_cpu_does_and_does_not_wait(combination: str) -> None:
     assert not differing(back, expected, weights_within=STEEP).any()
     for key, value in router.state_dict().items():
         torch.testing.assert_close(on_gpu.state_dict()[key].cpu(), value, atol=1e-5, rtol=1e-4)
+
+
+HALF: dict[str, tuple[str, dict[str, Any]]] = {
+    "smoe": ("smoe", {}),
+    "switch": ("switch", {"k": 2}),
+    "xmoe": ("xmoe", {}),
+    "symphony": ("symphony", {"init": "uniform"}),
+    "ac": ("ac", {}),
+    "ac, variance, mixed": ("ac", {"spread": "variance", "mix": 2}),
+    "ac, of the batch": ("ac", {"stats": "batch"}),
+    "smooth": ("smooth", {"eps": 0.1}),
+    "symphony+smooth": ("symphony+smooth", {"init": "uniform", "eps": 0.1}),
+}
+
+
+def previous_of(tokens: Tensor, experts: int) -> Previous:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(4)
+        router = holdfast.router("smoe", dim=tokens.shape[-1], experts=experts).to(tokens.device).eval()
+        return Previous(tokens, router(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", HALF)
+def test_half_precision_tokens_are_routed_as_their_float32_copies(kind: str, dtype: torch.dtype) -> None:
+    """Outputs, gradients and what is learnt: through tensor cores, clusters in order and all."""
+    name, options = HALF[kind]
+    torch.manual_seed(0)
+    routers = [holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda() for _ in range(2)]
+    routers[1].load_state_dict(routers[0].state_dict())
+    padding = torch.rand(4, 100).cuda() < 0.8
+    for _ in range(3):
+        half = torch.randn(4, 100, 96).cuda().to(dtype)
+        previous = previous_of(half, 12)
+        results = []
+        for router, tokens in zip(routers, (half, half.float()), strict=True):
+            tokens.requires_grad_()
+            before = Previous(tokens.detach(), previous.routing)
+            routing = router(tokens, Context(padding=padding, previous=before))
+            total = (
+                routing.weights * torch.arange(1, routing.weights.shape[-1] + 1).cuda()
+            ).sum() + routing.gates.square().sum()
+            results.append((routing, torch.autograd.grad(total, [tokens, *router.parameters()])))
+        (got, grads), (expected, exact) = results
+        torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=2e-5)
+        assert not differing(got, expected, weights_within=STEEP).any()
+        for ours, theirs in zip(grads, exact, strict=True):
+            tolerance = 2e-4 if ours.dtype == torch.float32 else 1e-2
+            assert (ours.float() - theirs).norm() <= tolerance * theirs.norm() + 1e-6
+    for key, value in routers[1].state_dict().items():
+        torch.testing.assert_close(routers[0].state_dict()[key], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["smoe", "symphony", "ac", "smooth"])
+def test_a_router_with_its_kernels_is_one_graph(kind: str) -> None:
+    name, options = HALF[kind]
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    router = holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda().eval()
+    tokens = torch.randn(4, 100, 96).cuda().bfloat16().requires_grad_()
+    context = Context(padding=torch.rand(4, 100).cuda() < 0.8, previous=previous_of(tokens.detach(), 12))
+    results = []
+    for run in (router, torch.compile(router, fullgraph=True)):
+        routing = run(tokens, context)
+        results.append(
+            (routing.weights, *torch.autograd.grad(routing.weights.square().sum(), [tokens, *router.parameters()]))
+        )
+    for compiled, eager in zip(*results, strict=True):
+        assert (compiled.float() - eager.float()).norm() <= 1e-3 * eager.float().norm() + 1e-6
+
+
+def test_results_repeat_to_the_bit() -> None:
+    tokens = torch.randn(4, 500, 96).cuda().bfloat16().requires_grad_()
+    for kind in ("smoe", "symphony", "ac", "smooth"):
+        name, options = HALF[kind]
+        seen = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            router = holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda()
+            routing = router(tokens, Context(previous=previous_of(tokens.detach(), 12)))
+            grads = torch.autograd.grad(routing.weights.square().sum(), [tokens, *router.parameters()])
+            seen.append([routing.weights, *grads, *router.eval().state_dict().values()])
+        assert all(torch.equal(first, second) for first, second in zip(*seen, strict=True)), kind

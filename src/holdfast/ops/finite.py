@@ -1,9 +1,12 @@
 """Stop a training run at the first NaN or infinity, by name, without making the GPU wait."""
 
+import math
 from collections import deque
 
 import torch
 from torch import Tensor
+
+from holdfast.ops.operators import EVERYWHERE, operator
 
 _in_flight: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
 NAME_BYTES = 128
@@ -34,33 +37,36 @@ def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
 
 def _drain() -> None:
     while _in_flight and _in_flight[0][0].query():
-        _, finite, layer = _in_flight.popleft()
-        if not finite:
+        _, largest, layer = _in_flight.popleft()
+        if not math.isfinite(largest):
             _in_flight.clear()
             raise _report(layer, None)
 
 
-@torch.library.custom_op("holdfast::require_finite", mutates_args=())
-def _require_finite(scores: Tensor, tokens: Tensor, layer: Tensor) -> Tensor:
-    zero = scores.new_zeros(())
-    finite = scores.isfinite().all()
+def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, traced: bool) -> Tensor:
+    nothing = scores.new_zeros(()) if traced else scores.new_empty(())
+    if not scores.numel():
+        return nothing
+    largest = torch.linalg.vector_norm(scores, ord=math.inf)  # one kernel, and NaN or infinite if one score is
     if not scores.is_cuda:
-        if not finite:
+        if not largest.isfinite():
             raise _report(layer, tokens)
-        return zero
-    if not torch.cuda.is_current_stream_capturing():
+    elif not torch.cuda.is_current_stream_capturing():
         _drain()
-        on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
-        on_host.copy_(finite, non_blocking=True)
+        on_host = torch.empty((), dtype=largest.dtype, pin_memory=True)
+        on_host.copy_(largest, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         _in_flight.append((arrived, on_host, layer))
-    return zero
+    return nothing
 
 
-@_require_finite.register_fake
-def _(scores: Tensor, tokens: Tensor, layer: Tensor) -> Tensor:
-    return scores.new_empty(())
+_require_finite = operator(
+    "require_finite(Tensor scores, Tensor tokens, Tensor layer, bool traced) -> Tensor",
+    _require_finite_anywhere,
+    lambda scores, *_: scores.new_empty(()),
+    devices=EVERYWHERE,
+)
 
 
 def require_finite(scores: Tensor, tokens: Tensor, layer: Tensor, real: Tensor | None) -> Tensor:
@@ -69,6 +75,7 @@ def require_finite(scores: Tensor, tokens: Tensor, layer: Tensor, real: Tensor |
     On a CPU at once, on a GPU at one of the next checks. `layer` is what `encode_name` makes of a name.
     """
     checked = scores.detach() if real is None else scores.detach().where(real.unsqueeze(-1), 0.0)
-    # The zero that comes back is added, or a compiler would drop a check whose result nobody reads.
-    zero: Tensor = _require_finite(checked, tokens.detach().flatten(0, -2), layer)
-    return scores + zero
+    traced = torch.compiler.is_compiling()
+    zero: Tensor = _require_finite(checked, tokens.detach().flatten(0, -2), layer, traced)
+    # A compiler would drop a check whose result nobody reads; otherwise a launch is saved.
+    return scores + zero if traced else scores

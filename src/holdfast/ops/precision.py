@@ -10,6 +10,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from holdfast.ops import split
+from holdfast.ops.operators import EVERYWHERE, operator
+
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
@@ -25,32 +28,43 @@ def ieee_float32() -> Iterator[None]:
         yield
 
 
-@torch.library.custom_op("holdfast::matmul_float32", mutates_args=())
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
+    """`left (m,n)` times `right (n,p)`, in true float32; gradients in the dtypes of the inputs."""
+    out: Tensor = _MatMul.apply(left, right)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _MatMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, left, right):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(left, right)
+        return _matmul(left, right)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        left, right = ctx.saved_tensors
+        grad_left = matmul_float32(grad, right.t()).to(left.dtype) if ctx.needs_input_grad[0] else None
+        grad_right = matmul_float32(left.t(), grad).to(right.dtype) if ctx.needs_input_grad[1] else None
+        return grad_left, grad_right
+
+
+def _matmul_anywhere(left: Tensor, right: Tensor) -> Tensor:
     with ieee_float32():
         return left.float() @ right.float()
 
 
-@matmul_float32.register_fake
-def _(left: Tensor, right: Tensor) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
-
-
-def _save(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    left, right = ctx.saved_tensors
-    return matmul_float32(grad, right.t()).to(left.dtype), matmul_float32(left.t(), grad).to(right.dtype)
-
-
-matmul_float32.register_autograd(_backward, setup_context=_save)
+_matmul = operator(
+    "matmul_float32(Tensor left, Tensor right) -> Tensor",
+    _matmul_anywhere,
+    lambda left, right: left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32),
+    devices=EVERYWHERE,
+)
 
 
 def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     """`tokens (..., d)` times `weight (n,d)` transposed, in true float32; the backward keeps tokens in their own dtype."""
-    out: Tensor = matmul_float32(tokens.reshape(-1, tokens.shape[-1]), weight.t())
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    out = split.linear(rows, weight) if split.applies(rows, weight) else matmul_float32(rows, weight.t())
     return out.view(*tokens.shape[:-1], weight.shape[0])
 
 

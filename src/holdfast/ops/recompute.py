@@ -4,11 +4,16 @@ import torch
 from torch import Tensor
 
 
+def recomputing() -> bool:
+    """Is a backward running?"""
+    task: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    return task != -1
+
+
 @torch.library.custom_op("holdfast::first_forward", mutates_args=())
 def _first_forward(like: Tensor) -> Tensor:
     # An operator rather than a Python test, so that a compiled layer asks each time it runs, not once when traced.
-    running_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-    return torch.full((), not running_backward, device=like.device)  # a fill: copying a scalar over would wait for the GPU
+    return torch.full((), not recomputing(), device=like.device)  # a fill: copying a scalar over would wait for the GPU
 
 
 @_first_forward.register_fake

@@ -12,3 +12,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device; make it the tensor's."""
     return torch.cuda.device(tensor.device)
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Is there something to compute on, and Triton to do it with?"""
+    return HAS_TRITON and tensor.is_cuda and tensor.numel() > 0

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from holdfast.ops import clusters, split
 from holdfast.ops.precision import matmul_float32, scaled_linear_float32
 from holdfast.ops.topk import top
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
@@ -76,10 +77,30 @@ class Clustered(Score, StatefulPart):
         return {"spreads": (MEMORY * self.spreads + (1 - MEMORY) * mean).where(counts >= FEWEST_TOKENS, self.spreads)}
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        if context.previous is None or self.plain:
+            logits: Tensor = self.base(tokens, context)
+            return logits
+        matrix = self.base.matrix
+        if self.mix == 1 and self.clusters < clusters.MOST_CLUSTERS and split.applies(tokens, matrix):
+            return self.base.finish(self._grouped(tokens, matrix, context.previous, context.real(tokens)))
         features = self.features(tokens, context)
-        if features is None:
-            return self.base(tokens, context)
-        return self.base.finish(scaled_linear_float32(tokens, *features, self.base.matrix))
+        assert features is not None
+        return self.base.finish(scaled_linear_float32(tokens, *features, matrix))
+
+    def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
+        """(x * m_c) matrix^T, as from `features`, with the tokens in the order of their clusters."""
+        self._check(previous)
+        real = None if real is None else real.flatten()
+        groups = clusters.group(previous.routing.experts[:, 0], real, self.clusters)
+        spreads = self.spreads
+        if self.training or self.stats == "batch":
+            inputs = previous.tokens.detach().reshape(-1, self.dim)
+            squared = self.spread == "variance"
+            deviations, counts = clusters.deviations(inputs, real, groups, squared=squared, over_ranks=sum_over_ranks)
+            spreads = self._learn(deviations, counts)
+        scales = clusters.feature_scales(spreads, SMALLEST_SPREAD)
+        projected = split.clustered_linear(tokens.reshape(-1, self.dim), matrix, groups, scales)
+        return projected.view(*tokens.shape[:-1], matrix.shape[0])
 
     def features(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
         """Mixture (T,C) and scales (C,d), whose product is what each token's features are multiplied with.
@@ -91,14 +112,17 @@ class Clustered(Score, StatefulPart):
             return None
         self._check(previous)
         members = self._members(previous)
-        spreads = self.spreads.clone()
+        spreads = self.spreads
         if self.training or self.stats == "batch":
-            deviations, counts = self._deviations(previous, members, context.real_or_all(tokens))
-            if self.stats == "batch":
-                spreads = (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
-            else:
-                self.stage(deviations=deviations, counts=counts)
+            spreads = self._learn(*self._deviations(previous, members, context.real_or_all(tokens)))
         return self._mixture(previous, members), feature_scales(spreads)
+
+    def _learn(self, deviations: Tensor, counts: Tensor) -> Tensor:
+        """Stage the batch's spreads; those to use now."""
+        if self.stats == "batch":
+            return (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
+        self.stage(deviations=deviations, counts=counts)
+        return self.spreads
 
     def _check(self, previous: Previous) -> None:
         width, experts = previous.tokens.shape[-1], previous.routing.gates.shape[-1]

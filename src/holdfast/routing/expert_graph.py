@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from holdfast.ops import choose
 from holdfast.ops.precision import linear_float32
 from holdfast.ops.topk import top
 from holdfast.routing.parts import TINY, Informer
@@ -78,15 +79,23 @@ class ExpertGraph(Informer, StatefulPart):
 
     def effective(self) -> Tensor:
         """(E,E): the graph as it acts, without what is below the threshold."""
+        if self.threshold == 0:
+            return self.graph.clone()  # what a backward reads must not be what the next forward commits to
         return self.graph.where(self.graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         graph = self.effective()
         if self.training:
-            chosen = torch.zeros_like(logits).scatter(-1, top(logits, self.k), 1.0)
-            chosen = (chosen * context.real_or_all(tokens).unsqueeze(-1)).flatten(0, 1)
-            self.stage(together=sum_over_ranks(chosen.t() @ chosen))
+            self.stage(together=sum_over_ranks(self._together(logits.detach(), context.real(tokens))))
         return linear_float32(gates, graph)
+
+    def _together(self, logits: Tensor, real: Tensor | None) -> Tensor:
+        """C = Z^T Z."""
+        if choose.applies(logits) and logits.shape[-1] <= choose.MOST_IN_GRAPH:
+            return choose.together(logits.flatten(0, 1), None if real is None else real.flatten(), self.k)
+        chosen = torch.zeros_like(logits).scatter(-1, top(logits, self.k), 1.0)
+        chosen = (chosen if real is None else chosen * real.unsqueeze(-1)).flatten(0, 1)
+        return chosen.t() @ chosen
 
     def spectral_gap(self) -> float:
         """|lambda_1| - |lambda_2|: how fast a disagreement between experts dies out."""

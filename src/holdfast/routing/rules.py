@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from holdfast.ops.choose import Amounts
 from holdfast.routing.parts import Scores, shares
 
 
@@ -29,6 +30,10 @@ class Rule(ABC):
         """(B,N,E): what the gaps between experts are measured in, in the same order as the ranks."""
         return scores.logits
 
+    def amounts(self, scores: Scores) -> Amounts | None:
+        """What `weigh` weighs by, where that is all it does and one kernel can do it; None for a rule of another kind."""
+        return None
+
     @abstractmethod
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
@@ -42,6 +47,11 @@ class Softmax(Rule):
 
     def gate(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, dim=-1)
+
+    def amounts(self, scores: Scores) -> Amounts | None:
+        if self.renormalise and not scores.informed:
+            return Amounts(scores.logits, "softmax")
+        return Amounts(scores.gates, "shares" if self.renormalise else "raw")
 
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         if self.renormalise and not scores.informed:

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from holdfast.ops import choose
 from holdfast.ops.topk import top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
@@ -88,6 +89,10 @@ class TopK(Selector):
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         if self.training and self.noise is not None:
             scores = self._disturbed(scores, self.noise(scores.logits, tokens))
+        amounts = self.rule.amounts(scores)
+        if amounts is not None and self.k_final is None and choose.applies(scores.key):
+            experts, weights = choose.choose(scores.key, amounts, self.k)
+            return Selection(experts, weights, scores.gates, {})
         experts = top(self.rule.ranks(scores), self.slots)
         in_use = torch.ones_like(experts, dtype=torch.bool)
         if self.k_final is not None:

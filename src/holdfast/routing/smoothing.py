@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.ops.order import smallest
+from holdfast.ops import choose
+from holdfast.ops.order import midpoint
 from holdfast.ops.topk import top
 from holdfast.routing.parts import TINY, Scores, Selection, Selector
 from holdfast.routing.records import Context
@@ -104,6 +105,16 @@ class SmoothTopK(Selector, StatefulPart):
         return eps.where(self.budget_now > 0, 0.0)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        amounts = self.rule.amounts(scores)
+        if amounts is None or self.eta is not None or not choose.applies(scores.key):
+            return self._plainly(scores, tokens, context)
+        experts, weights, gaps = choose.choose_smoothly(scores.key, amounts, self.k, self.eps(), informed=scores.informed)
+        if self.training:
+            self._learn_width(gaps, context.real(tokens))
+        return Selection(experts, weights, scores.gates, {})
+
+    def _plainly(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        """For every rule and control, step by step."""
         experts = top(self.rule.ranks(scores), self.experts)
         levels = self.rule.levels(scores).gather(-1, experts)
         gaps = (levels[..., self.k - 1 : self.k] - levels).detach()  # c - logit, of the expert in each slot
@@ -115,28 +126,28 @@ class SmoothTopK(Selector, StatefulPart):
         weights = self.rule.weigh(scores, experts, in_use, fade, self.k)
         if scores.informed:
             in_use = core | (in_use & (scores.gates.gather(-1, experts) > 0))
-        losses = self._learn(gaps, core, in_use, eps, context.real_or_all(tokens)) if self.training else {}
+        losses = {}
+        if self.training and self.eta is None:
+            self._learn_width(gaps.masked_fill(core, torch.inf), context.real(tokens))
+        elif self.training:
+            losses = {"boundary": self._boundary(in_use, eps, context.real_or_all(tokens))}
         experts = experts.where(in_use, self.experts)
         if not self.rule.ordered:
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, losses)
 
-    def _learn(self, gaps: Tensor, core: Tensor, in_use: Tensor, eps: Tensor, real: Tensor) -> dict[str, Tensor]:
-        """The boundary loss, or the batch's quantile for the running width."""
-        count = real.sum()
-        if self.eta is not None:
-            active = in_use.sum(-1).where(real, 0).sum() / count.clamp_min(1)
-            return {"boundary": self.alpha * eps * (active - (self.k + self.budget_now)).detach()}
-        tokens = sum_over_ranks(count)
+    def _boundary(self, in_use: Tensor, eps: Tensor, real: Tensor) -> Tensor:
+        """The paper's loss."""
+        active = in_use.sum(-1).where(real, 0).sum() / real.sum().clamp_min(1)
+        return self.alpha * eps * (active - (self.k + self.budget_now)).detach()
+
+    @torch.no_grad()
+    def _learn_width(self, gaps: Tensor, real: Tensor | None) -> None:
+        """Stage the batch's quantile for the running width. Gaps that are infinite are not to be crossed."""
+        here = torch.full((), gaps[..., 0].numel(), device=gaps.device) if real is None else real.sum()
+        tokens = sum_over_ranks(here)
         allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use
-        outside = (~core) & real.unsqueeze(-1) & gaps.isfinite()  # a rule may forbid experts
-        most = sum_over_ranks(outside.sum())
-        ranks = torch.stack([allowed - 1, allowed]).minimum(most - 1).clamp_min(0)
-        lower, upper = smallest(gaps, outside, ranks, sum_over_ranks)
-        upper = upper.where(allowed < most, 3 * lower)  # a budget for all experts: a strip twice as wide as the last gap
-        width = ((lower + upper) / 2).where((allowed > 0) & (most > 0), 0.0)
-        self.stage(width=width, tokens=tokens)
-        return {}
+        self.stage(width=midpoint(gaps, real, allowed, sum_over_ranks), tokens=tokens)
 
 
 def fading(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:

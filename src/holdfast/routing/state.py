@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from holdfast.ops.recompute import first_forward
+from holdfast.ops.recompute import first_forward, recomputing
 from holdfast.routing.parts import Part
 
 
@@ -42,11 +42,20 @@ class StatefulPart(Part):
     @torch.no_grad()
     def begin_training_forward(self) -> None:
         """Commit what the last batch staged, unless this forward is a recomputation."""
-        self._commit(self.pending & first_forward(self.pending))
+        if torch.compiler.is_compiling():  # then the question is asked when it runs, by an operator
+            self._commit(self.pending & first_forward(self.pending))
+        elif not recomputing():
+            self._commit(self.pending)
 
     @torch.no_grad()
     def stage(self, **statistics: Tensor) -> None:
         """Keep what the batch taught until the next commit; the same on every rank (see `sum_over_ranks`)."""
+        if not torch.compiler.is_compiling():
+            if not recomputing():
+                for name, value in statistics.items():
+                    self.get_buffer(f"staged_{name}").copy_(value)
+                self.pending.fill_(True)
+            return
         first = first_forward(self.pending)
         for name, value in statistics.items():
             staged = self.get_buffer(f"staged_{name}")
@@ -56,13 +65,13 @@ class StatefulPart(Part):
     @torch.no_grad()
     def commit(self) -> None:
         """Let the staged statistics into the state, once."""
-        self._commit(self.pending.clone())
+        self._commit(self.pending)
 
     def _commit(self, due: Tensor) -> None:
         for name, value in self.absorb().items():
             state = self.get_buffer(name)
             state.copy_(torch.where(due, value, state))
-        self.pending.logical_and_(~due)
+        self.pending.logical_xor_(due)  # only what is pending is ever due
 
     def train(self, mode: bool = True) -> Self:
         if not mode:

@@ -1,0 +1,303 @@
+"""Triton kernels that choose experts from scores. Imported only where Triton can run.
+
+    T tokens, E experts, K slots a token
+
+An expert's slot is the number of experts ahead of it: those with a higher score, and those with the same and a lower index.
+Counting them, E^2 comparisons a token, is cheaper on a GPU than sorting, and leaves each expert knowing its own slot.
+"""
+
+# mypy: ignore-errors
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RAW, SHARES, SOFTMAX = 0, 1, 2
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+LOWEST = tl.constexpr(-(2**31))
+HIGHEST = tl.constexpr(2**31 - 1)
+BLOCK_ELEMENTS = 256  # scores a program reads at a time
+CHUNK = 32  # experts that all are compared with at a time
+
+
+@triton.jit
+def _keys(values, inside):
+    """int32 keys in the order of the values, as in ops/topk.py: -0.0 is 0.0, NaN comes first, what is not `inside` last."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
+    return tl.where(inside, tl.where(values != values, HIGHEST - 1, keys), LOWEST)  # room for the 1 that decides a tie
+
+
+@triton.jit
+def _slots(scores, row, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """(ROWS, EXPERTS): how many experts are ahead of each."""
+    expert = tl.arange(0, EXPERTS)
+    here = (row < rows)[:, None]
+    inside = here & (expert < experts)[None, :]
+    keys = _keys(tl.load(scores + row[:, None] * experts + expert[None, :], mask=inside, other=0.0), inside)
+    slots = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
+    for start in range(0, experts, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        known = here & (other < experts)[None, :]
+        others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
+        earlier = (other[:, None] < expert[None, :]).to(tl.int32)[None, :, :]
+        slots += tl.sum((others[:, :, None] + earlier > keys[:, None, :]).to(tl.int32), axis=1)
+    return slots
+
+
+@triton.jit
+def _fade(gaps, eps):
+    """The strip of routing/smoothing.py: S(u), 0 where it does not apply, and which gaps lie in the strip."""
+    in_strip = gaps < eps
+    u = 1 - tl.where(in_strip, gaps, 0.0) / tl.maximum(eps, TINY)
+    inside = in_strip & (u < 1)
+    u = tl.minimum(tl.maximum(tl.where(inside, u, 0.5), TINY), 0.99999994)
+    x = 50 * tl.log(1 - u) - tl.log(u)
+    fade = -tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.where(inside, fade, 0.0), in_strip
+
+
+@triton.jit
+def _gaps(levels, slots, inside, k, LOGARITHM: tl.constexpr):
+    """How far below the k-th each expert is; of gates, in logarithms."""
+    if LOGARITHM:
+        levels = tl.log(tl.maximum(levels, TINY))
+    threshold = tl.sum(tl.where((slots == k - 1) & inside, levels, 0.0), axis=1)
+    return threshold[:, None] - levels
+
+
+@triton.jit
+def _choose(
+    scores,
+    amounts,
+    eps,
+    chosen,
+    weights,
+    slot_of,
+    gaps_out,
+    rows,
+    experts,
+    k,
+    width,
+    HOW: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    INFORMED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)
+    inside = (row < rows)[:, None] & (expert < experts)[None, :]
+    place = row[:, None] * experts + expert[None, :]
+    slots = _slots(scores, row, rows, experts, ROWS, EXPERTS, CHUNK)
+    amount = tl.load(amounts + place, mask=inside, other=0.0)
+    core = inside & (slots < k)
+    in_use, fade = core, tl.zeros((ROWS, EXPERTS), dtype=tl.float32)
+    if SMOOTH:
+        gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
+        fade, in_strip = _fade(gaps, tl.load(eps))
+        fade = tl.where(core, 0.0, fade)
+        in_use = core | (in_strip & inside)
+        tl.store(gaps_out + place, tl.where(core, float("inf"), gaps), mask=inside)
+    if HOW == 2:
+        level = tl.where(in_use, amount + fade, -float("inf"))
+        weight = tl.exp(level - tl.max(level, axis=1)[:, None])
+        weight = weight / tl.sum(weight, axis=1)[:, None]
+    else:
+        weight = tl.where(in_use, amount * tl.exp(fade), 0.0)
+        if HOW == 1:
+            total = tl.sum(weight, axis=1)[:, None]
+            weight = weight / tl.where(total >= TINY, total, 1.0)
+    weight = tl.where(in_use, weight, 0.0)
+    tl.store(slot_of + place, tl.where(in_use, slots, experts), mask=inside)
+    if SMOOTH and INFORMED:  # a gate of 0 has a gradient, but nobody to go to
+        in_use = core | (in_use & (amount > 0))
+    written = inside & (slots < width)
+    at = row[:, None] * width + slots
+    tl.store(chosen + at, tl.where(in_use, expert[None, :], experts).to(tl.int64), mask=written)
+    tl.store(weights + at, weight, mask=written)
+
+
+@triton.jit
+def _choose_backward(
+    grad,
+    amounts,
+    eps,
+    weights,
+    slot_of,
+    out,
+    rows,
+    experts,
+    k,
+    width,
+    HOW: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    INFORMED: tl.constexpr,
+    scores,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)
+    inside = (row < rows)[:, None] & (expert < experts)[None, :]
+    place = row[:, None] * experts + expert[None, :]
+    slots = tl.load(slot_of + place, mask=inside, other=32767).to(tl.int32)
+    in_use = inside & (slots < width)
+    at = row[:, None] * width + slots
+    g = tl.load(grad + at, mask=in_use, other=0.0)
+    if HOW == 0:
+        result = g
+    else:
+        weight = tl.load(weights + at, mask=in_use, other=0.0)
+        mean = tl.sum(tl.where(in_use, weight * g, 0.0), axis=1)[:, None]
+        result = weight * (g - mean)
+    if HOW < 2:
+        fading = tl.full((ROWS, EXPERTS), 1.0, dtype=tl.float32)
+        if SMOOTH:
+            gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
+            fade, _ = _fade(gaps, tl.load(eps))
+            fading = tl.where(slots < k, 1.0, tl.exp(fade))
+        if HOW == 1:
+            amount = tl.load(amounts + place, mask=in_use, other=0.0)
+            total = tl.sum(tl.where(in_use, amount * fading, 0.0), axis=1)[:, None]
+            result = tl.where(total >= TINY, (g - mean) / tl.where(total >= TINY, total, 1.0), g)
+        result = result * fading
+    tl.store(out + place, tl.where(in_use, result, 0.0), mask=inside)
+
+
+@triton.jit
+def _together(
+    scores,
+    real,
+    out,
+    rows,
+    share,
+    experts,
+    k,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """out[s] = Z^T Z over the s-th share of the rows: sums of 0 and 1, exact in any order."""
+    split = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS, EXPERTS), dtype=tl.float32)
+    for start in range(split * share, min(rows, (split + 1) * share), ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        slots = _slots(scores, row, rows, experts, ROWS, EXPERTS, CHUNK)
+        counted = (row < rows)[:, None] & (expert < experts)[None, :]
+        if PADDED:
+            counted = counted & (tl.load(real + row, mask=row < rows, other=0) != 0)[:, None]
+        chosen = tl.where(counted & (slots < k), 1.0, 0.0).to(PART)
+        total = tl.dot(tl.trans(chosen), chosen, total)
+    place = split * experts * experts + expert[:, None] * experts + expert[None, :]
+    tl.store(out + place, total, mask=(expert < experts)[:, None] & (expert < experts)[None, :])
+
+
+def _blocks(experts: int) -> tuple[int, int, int]:
+    """Rows of a program, experts rounded up, warps: threads lie along the experts, so that each counts for itself."""
+    wide = max(triton.next_power_of_2(experts), 16)
+    return max(BLOCK_ELEMENTS // wide, 1), wide, min(max(wide // 32, 1), 8)
+
+
+def choose(
+    scores: Tensor,
+    amounts: Tensor,
+    eps: Tensor | None,
+    k: int,
+    how: int,
+    informed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Experts (T,K), weights (T,K), the slot of each expert (T,E), and with `eps` the gaps (T,E), infinite for the top k."""
+    count, experts = scores.shape
+    width = k if eps is None else experts
+    chosen = torch.empty(count, width, dtype=torch.int64, device=scores.device)
+    weights = torch.empty(count, width, dtype=torch.float32, device=scores.device)
+    slots = torch.empty(count, experts, dtype=torch.int16, device=scores.device)
+    gaps = torch.empty(0 if eps is None else count, experts, dtype=torch.float32, device=scores.device)
+    rows, wide, warps = _blocks(experts)
+    _choose[(triton.cdiv(count, rows),)](
+        scores,
+        amounts,
+        scores if eps is None else eps,
+        chosen,
+        weights,
+        slots,
+        gaps,
+        count,
+        experts,
+        k,
+        width,
+        HOW=how,
+        SMOOTH=eps is not None,
+        INFORMED=informed,
+        ROWS=rows,
+        EXPERTS=wide,
+        CHUNK=min(CHUNK, wide),
+        num_warps=warps,
+    )
+    return chosen, weights, slots, gaps
+
+
+def choose_backward(
+    grad: Tensor,
+    scores: Tensor,
+    amounts: Tensor,
+    eps: Tensor | None,
+    weights: Tensor,
+    slots: Tensor,
+    k: int,
+    how: int,
+    informed: bool,
+) -> Tensor:
+    """The gradient of the amounts (T,E) from that of the weights (T,K)."""
+    count, experts = amounts.shape
+    out = torch.empty_like(amounts)
+    rows, wide, warps = _blocks(experts)
+    _choose_backward[(triton.cdiv(count, rows),)](
+        grad,
+        amounts,
+        amounts if eps is None else eps,
+        weights,
+        slots,
+        out,
+        count,
+        experts,
+        k,
+        grad.shape[1],
+        HOW=how,
+        SMOOTH=eps is not None,
+        INFORMED=informed,
+        scores=scores,
+        ROWS=rows,
+        EXPERTS=wide,
+        num_warps=warps,
+    )
+    return out
+
+
+def together(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.dtype = tl.bfloat16) -> Tensor:
+    """(S,E,E), to be summed: how often two experts are both among a real token's k best."""
+    count, experts = scores.shape
+    _, wide, warps = _blocks(experts)
+    splits = triton.cdiv(count, share)
+    out = torch.empty(splits, experts, experts, dtype=torch.float32, device=scores.device)
+    _together[(splits,)](
+        scores,
+        scores if real is None else real,
+        out,
+        count,
+        share,
+        experts,
+        k,
+        PADDED=real is not None,
+        ROWS=16,
+        EXPERTS=wide,
+        CHUNK=16,
+        PART=part,
+        num_warps=warps,
+    )
+    return out

@@ -1,0 +1,109 @@
+"""True float32 products of half-precision tokens, on tensor cores and without float32 copies of the tokens.
+
+tokens (T,d) bfloat16 or float16, weight (n,d) of any of these or float32; split_kernels.py says how. On a GPU only.
+"""
+
+import torch
+from torch import Tensor
+
+from holdfast.ops.clusters import Groups
+from holdfast.ops.operators import operator
+from holdfast.ops.triton_support import has_kernels, on_device_of
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def applies(tokens: Tensor, weight: Tensor) -> bool:
+    """Half-precision tokens on a GPU that has bfloat16 tensor cores."""
+    return (
+        tokens.dtype in HALVES
+        and weight.dtype in (*HALVES, torch.float32)
+        and has_kernels(tokens)
+        and torch.cuda.get_device_capability(tokens.device) >= (8, 0)
+    )
+
+
+def linear(tokens: Tensor, weight: Tensor) -> Tensor:
+    """tokens weight^T: (T,n), float32; gradients in the dtypes of the inputs."""
+    out: Tensor = _Linear.apply(tokens.contiguous(), weight, None, None, None)  # type: ignore[no-untyped-call]
+    return out
+
+
+def clustered_linear(tokens: Tensor, weight: Tensor, groups: Groups, scales: Tensor) -> Tensor:
+    """(x * m_c) weight^T with `scales (C+1,d)` the m of each cluster, the last for tokens without one; no gradient for m."""
+    out: Tensor = _Linear.apply(tokens.contiguous(), weight, groups.order, groups.owners, scales)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight, order, owners, scales):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens, weight, order, owners, scales)
+        return _linear(tokens, weight, order, owners, scales)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        tokens, weight, *clusters = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:2]
+        grad_tokens, grad_weight = _linear_backward(grad, tokens, weight, *clusters, *wanted)
+        return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, None, None, None
+
+
+def _clusters(order: Tensor | None, owners: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    if order is None or owners is None or scales is None:
+        return None
+    return order, owners, scales
+
+
+def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:
+    from holdfast.ops import split_kernels
+
+    with on_device_of(tokens):
+        return split_kernels.linear(tokens, weight, _clusters(*clusters))
+
+
+def _linear_backward_on_gpu(
+    grad: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    order: Tensor | None,
+    owners: Tensor | None,
+    scales: Tensor | None,
+    want_tokens: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    from holdfast.ops import split_kernels
+
+    clusters = _clusters(order, owners, scales)
+    grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
+    with on_device_of(tokens):
+        parts = split_kernels.gradient_parts(grad, weight)
+        if want_tokens:
+            grad_tokens = split_kernels.grad_tokens(parts, tokens, weight, clusters)
+        if want_weight:
+            grad_weight = split_kernels.grad_weight(parts, tokens, weight, clusters)
+    return grad_tokens, grad_weight
+
+
+def _linear_backward_fake(
+    grad: Tensor, tokens: Tensor, weight: Tensor, *clusters_and_wants: Tensor | bool | None
+) -> tuple[Tensor, Tensor]:
+    want_tokens, want_weight = clusters_and_wants[-2:]
+    return (
+        torch.empty_like(tokens) if want_tokens else grad.new_empty(0),
+        weight.new_empty(weight.shape) if want_weight else grad.new_empty(0),
+    )
+
+
+_CLUSTERS = "Tensor? order, Tensor? owners, Tensor? scales"
+_linear = operator(
+    f"split_linear(Tensor tokens, Tensor weight, {_CLUSTERS}) -> Tensor",
+    _linear_on_gpu,
+    lambda tokens, weight, *_: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32),
+)
+_linear_backward = operator(
+    f"split_linear_backward(Tensor grad, Tensor tokens, Tensor weight, {_CLUSTERS}, bool want_tokens, bool want_weight)"
+    " -> (Tensor, Tensor)",
+    _linear_backward_on_gpu,
+    _linear_backward_fake,
+)

@@ -1,0 +1,424 @@
+"""Triton kernels for true float32 products on bfloat16 tensor cores. Imported only where Triton can run.
+
+    T tokens, d width, n outputs (experts); G tiles of tokens of one cluster each, see ops/clusters.py
+
+A float32 number is the exact sum of three bfloat16 numbers (8 + 8 + 8 bits), a float16 number of two, and the product of
+two bfloat16 numbers is exact in float32, in which tensor cores add. So numbers are split into parts. A product of parts i
+and j is about 2^-8(i+j) of the whole; those that round away are left out. What is small, weights and gradients of logits, is
+split beforehand, tokens and scaled weights on the way into the product.
+
+Every output is a sum in an order that depends on d (of a weight's gradient, on T) and on nothing else: a token's logits are
+the same to the bit in any batch.
+"""
+
+# mypy: ignore-errors
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from holdfast.ops.clusters import TILE
+
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+# numpy, and so the interpreter, has no bfloat16 product: there the parts are held in float32, with the same values.
+PART = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
+
+
+@triton.jit
+def _leading(x):
+    """The first 8 bits of a float32, cut off rather than rounded, so that the largest number does not become infinite."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(x, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Its parts, the largest first; as many as there are, and the last again in place of those that there are not."""
+    if PARTS == 1:
+        return x.to(PART), x.to(PART), x.to(PART)
+    rest = x.to(tl.float32)
+    first = _leading(rest)
+    rest = tl.where(first - first == 0, rest - first, 0.0)  # beside an infinity there is no rest
+    if PARTS == 2:
+        return first.to(PART), rest.to(PART), rest.to(PART)
+    second = _leading(rest)
+    return first.to(PART), second.to(PART), (rest - second).to(PART)
+
+
+@triton.jit
+def _pick(first, second, third, INDEX: tl.constexpr):
+    # ruff: noqa: RET505 - Triton wants one return on each way through
+    if INDEX == 0:
+        return first
+    elif INDEX == 1:
+        return second
+    else:
+        return third
+
+
+@triton.jit
+def _product(
+    left_0,
+    left_1,
+    left_2,
+    right_0,
+    right_1,
+    right_2,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """left right from LEFT and RIGHT parts, of products that reach into the first BYTES, the small ones first."""
+    product = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
+    for down in tl.static_range(BYTES):
+        for i in tl.static_range(LEFT):
+            if BYTES - 1 - down - i >= 0 and BYTES - 1 - down - i < RIGHT:
+                product = tl.dot(
+                    _pick(left_0, left_1, left_2, i),
+                    _pick(right_0, right_1, right_2, BYTES - 1 - down - i),
+                    product,
+                    input_precision="ieee",
+                )
+    return product
+
+
+@triton.jit
+def _load_parts(parts, size, places, mask, COUNT: tl.constexpr, PART: tl.constexpr):
+    """Up to three parts that lie `size` elements apart, and the last again in place of those that there are not."""
+    first = tl.load(parts + places, mask=mask, other=0.0).to(PART)
+    second, third = first, first
+    if COUNT > 1:
+        second = tl.load(parts + size + places, mask=mask, other=0.0).to(PART)
+        third = second
+    if COUNT > 2:
+        third = tl.load(parts + 2 * size + places, mask=mask, other=0.0).to(PART)
+    return first, second, third
+
+
+@triton.jit
+def _split_all(values, out, size, width, stride_height, stride_width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    value = tl.load(values + place // width * stride_height + place % width * stride_width, mask=inside, other=0.0)
+    first, second, third = _split(value, COUNT, tl.bfloat16)
+    tl.store(out + place, first, mask=inside)
+    tl.store(out + size + place, second, mask=inside)
+    if COUNT > 2:
+        tl.store(out + 2 * size + place, third, mask=inside)
+
+
+@triton.jit
+def _linear(
+    tokens,
+    weight,
+    order,
+    owners,
+    scales,
+    out,
+    count,
+    inner,
+    width,
+    weight_size,
+    one,
+    TOKEN_PARTS: tl.constexpr,
+    WEIGHT_PARTS: tl.constexpr,
+    CLUSTERED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out = tokens weight^T with the weight in parts, or tokens (weight * scales of the tile's cluster)^T, split here.
+
+    The weight is the left operand, because the tensor cores take a left operand, scaled and split, from registers. They cut
+    off where float32 rounds, so their sums are kept short and added up outside. `one` is 1, which the compiler must not
+    know, or it would let the tensor cores do all of the sum.
+    """
+    tile = tl.program_id(0)
+    row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+    cluster = 0
+    if CLUSTERED:
+        cluster = tl.load(owners + tile).to(tl.int64)
+        row = tl.load(order + row).to(tl.int64)
+    if cluster >= 0:
+        column = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+        mine, used = (row < count)[:, None], (column < width)[:, None]
+        total = tl.zeros((WIDTH, TILE), dtype=tl.float32)
+        for start in range(0, inner, DEPTH):
+            depth = start + tl.arange(0, DEPTH)
+            if EVEN:
+                wanted, known = mine, used
+            else:
+                wanted, known = mine & (depth < inner)[None, :], used & (depth < inner)[None, :]
+            x = tl.load(tokens + row[:, None] * inner + depth[None, :], mask=wanted, other=0.0)
+            x_0, x_1, x_2 = _split(tl.trans(x), TOKEN_PARTS, PART)
+            places = column[:, None] * inner + depth[None, :]
+            if CLUSTERED:
+                scale = tl.load(scales + cluster * inner + depth, mask=depth < inner, other=0.0)
+                w = tl.load(weight + places, mask=known, other=0.0).to(tl.float32) * scale[None, :]
+                w_0, w_1, w_2 = _split(w, WEIGHT_PARTS, PART)
+            else:
+                w_0, w_1, w_2 = _load_parts(weight, weight_size, places, known, WEIGHT_PARTS, PART)
+            total += _product(w_0, w_1, w_2, x_0, x_1, x_2, WIDTH, TILE, WEIGHT_PARTS, TOKEN_PARTS, 3) * one
+        tl.store(out + row[None, :] * width + column[:, None], total, mask=(row < count)[None, :] & used)
+
+
+@triton.jit
+def _grad_tokens(
+    grad,
+    weight,
+    order,
+    owners,
+    scales,
+    out,
+    count,
+    inner,
+    width,
+    grad_size,
+    weight_size,
+    WEIGHT_PARTS: tl.constexpr,
+    CLUSTERED: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """grad weight (times the scales). It is rounded to half precision, for which two parts and a sum inside are plenty."""
+    tile = tl.program_id(0)
+    row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+    cluster = 0
+    if CLUSTERED:
+        cluster = tl.load(owners + tile).to(tl.int64)
+        row = tl.load(order + row).to(tl.int64)
+    if cluster >= 0:
+        feature = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+        mine, used = (row < count)[:, None], (feature < inner)[None, :]
+        total = tl.zeros((TILE, WIDTH), dtype=tl.float32)
+        for start in range(0, width, DEPTH):
+            column = (start + tl.arange(0, DEPTH)).to(tl.int64)
+            known = mine & (column < width)[None, :]
+            g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, 2, PART)
+            known = (column < width)[:, None] & used
+            places = column[:, None] * inner + feature[None, :]
+            w_0, w_1, w_2 = _load_parts(weight, weight_size, places, known, WEIGHT_PARTS, PART)
+            total += _product(g_0, g_1, g_2, w_0, w_1, w_2, TILE, WIDTH, 2, WEIGHT_PARTS, 2)
+        if CLUSTERED:
+            total = total * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
+        tl.store(out + row[:, None] * inner + feature[None, :], total, mask=mine & used)
+
+
+@triton.jit
+def _grad_weight(
+    grad,
+    tokens,
+    order,
+    owners,
+    scales,
+    out,
+    count,
+    rows,
+    share,
+    inner,
+    width,
+    grad_size,
+    one,
+    GRAD_PARTS: tl.constexpr,
+    TOKEN_PARTS: tl.constexpr,
+    CLUSTERED: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """out[s] = grad^T tokens (times the scales) over the s-th share of the tokens, in short sums as in `_linear`."""
+    feature = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    column = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
+    split = tl.program_id(2)
+    total = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
+    for start in range(split * share, min(rows, (split + 1) * share), TILE):
+        row = (start + tl.arange(0, TILE)).to(tl.int64)
+        if CLUSTERED:
+            row = tl.load(order + row).to(tl.int64)
+            cluster = tl.maximum(tl.load(owners + start // TILE), 0).to(tl.int64)
+            factor = tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
+        else:
+            factor = one
+        mine = (row < count)[:, None]
+        known = mine & (column < width)[None, :]
+        g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, GRAD_PARTS, PART)
+        x = tl.load(tokens + row[:, None] * inner + feature[None, :], mask=mine & (feature < inner)[None, :], other=0.0)
+        x_0, x_1, x_2 = _split(x, TOKEN_PARTS, PART)
+        product = _product(
+            tl.trans(g_0),
+            tl.trans(g_1),
+            tl.trans(g_2),
+            x_0,
+            x_1,
+            x_2,
+            HEIGHT,
+            WIDTH,
+            GRAD_PARTS,
+            TOKEN_PARTS,
+            GRAD_PARTS,
+        )
+        total += product * factor
+    place = (split * width + column[:, None]) * inner + feature[None, :]
+    tl.store(out + place, total, mask=(column < width)[:, None] & (feature < inner)[None, :])
+
+
+@triton.jit
+def _fold(parts, out, splits, size, BLOCK: tl.constexpr):
+    """The sum over the first axis, in its order."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + split * size + place, mask=place < size, other=0.0)
+    tl.store(out + place, total, mask=place < size)
+
+
+Clusters = tuple[Tensor, Tensor, Tensor]  # the order of the tokens, whose each tile is, and every cluster's scales
+
+
+def _tiles(count: int, clusters: Clusters | None, tile: int) -> int:
+    return triton.cdiv(count, tile) if clusters is None else clusters[1].shape[0]
+
+
+def in_parts(values: Tensor, count: int) -> Tensor:
+    """(count, m, n) bfloat16: the first parts of `values (m,n)`; the values themselves where one part is all of them."""
+    if count == 1:
+        return values.contiguous()
+    height, width = values.shape
+    out = torch.empty(count, height, width, dtype=torch.bfloat16, device=values.device)
+    grid = (triton.cdiv(height * width, 1024),)
+    _split_all[grid](values, out, height * width, width, *values.stride(), COUNT=count, BLOCK=1024)
+    return out
+
+
+def linear(
+    tokens: Tensor,
+    weight: Tensor,
+    clusters: Clusters | None,
+    tile: int = TILE,
+    depth: int = 64,
+    num_stages: int | None = None,
+    maxnreg: int | None = None,
+) -> Tensor:
+    """`tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32."""
+    (count, inner), width = tokens.shape, weight.shape[0]
+    out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
+    parts = PARTS[weight.dtype] if clusters is None else 3
+    _linear[(_tiles(count, clusters, tile), triton.cdiv(width, 64))](
+        tokens,
+        in_parts(weight, parts) if clusters is None else weight.contiguous(),
+        *(clusters or (tokens, tokens, tokens)),
+        out,
+        count,
+        inner,
+        width,
+        width * inner,
+        1.0,
+        TOKEN_PARTS=PARTS[tokens.dtype],
+        WEIGHT_PARTS=parts,
+        CLUSTERED=clusters is not None,
+        EVEN=inner % depth == 0,
+        PART=PART,
+        TILE=tile,
+        WIDTH=64,
+        DEPTH=depth,
+        num_warps=4,
+        # Few enough stages and registers that the programs of 16384 tokens all fit on a large GPU at a time.
+        num_stages=num_stages or (4 if parts == 1 else 3),
+        maxnreg=maxnreg or (None if clusters is None else 168),
+    )
+    return out
+
+
+def grad_tokens(
+    grad_parts: Tensor,
+    like: Tensor,
+    weight: Tensor,
+    clusters: Clusters | None,
+    tile: int = TILE,
+    features: int = 128,
+    num_stages: int = 1,
+    maxnreg: int | None = None,
+) -> Tensor:
+    """The gradient of the logits, (T,n) in parts, times `weight (n,d)`, in the dtype of `like (T,d)`."""
+    (count, inner), width = like.shape, weight.shape[0]
+    out = torch.empty_like(like)
+    parts = min(PARTS[weight.dtype], 2)
+    _grad_tokens[(_tiles(count, clusters, tile), triton.cdiv(inner, features))](
+        grad_parts,
+        in_parts(weight, parts),
+        *(clusters or (out, out, out)),
+        out,
+        count,
+        inner,
+        width,
+        count * width,
+        width * inner,
+        WEIGHT_PARTS=parts,
+        CLUSTERED=clusters is not None,
+        PART=PART,
+        TILE=tile,
+        WIDTH=features,
+        DEPTH=64,
+        num_warps=4,
+        num_stages=num_stages,
+        maxnreg=maxnreg,
+    )
+    return out
+
+
+def grad_weight(
+    grad_parts: Tensor,
+    tokens: Tensor,
+    like: Tensor,
+    clusters: Clusters | None,
+    features: int = 128,
+    programs: int = 256,
+    num_stages: int = 3,
+    maxnreg: int | None = None,
+) -> Tensor:
+    """The gradient of the logits, (T,n) in parts, transposed times `tokens (T,d)`, in the dtype of `like (n,d)`."""
+    (count, inner), width = tokens.shape, like.shape[0]
+    rows = count if clusters is None else clusters[0].shape[0]
+    across, up = triton.cdiv(inner, features), triton.cdiv(width, 64)
+    splits = max(1, min(programs // (across * up), triton.cdiv(rows, 4 * TILE)))
+    share = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
+    out = torch.empty(splits, width, inner, dtype=torch.float32, device=tokens.device)
+    _grad_weight[(across, up, splits)](
+        grad_parts,
+        tokens,
+        *(clusters or (out, out, out)),
+        out,
+        count,
+        rows,
+        share,
+        inner,
+        width,
+        count * width,
+        1.0,
+        GRAD_PARTS=grad_parts.shape[0],
+        TOKEN_PARTS=PARTS[tokens.dtype],
+        CLUSTERED=clusters is not None,
+        PART=PART,
+        TILE=TILE,
+        HEIGHT=64,
+        WIDTH=features,
+        num_warps=4,
+        num_stages=num_stages,
+        maxnreg=maxnreg,
+    )
+    total = torch.empty(width, inner, dtype=like.dtype, device=tokens.device)
+    _fold[(triton.cdiv(width * inner, 1024),)](out, total, splits, width * inner, BLOCK=1024)
+    return total
+
+
+def gradient_parts(grad: Tensor, weight: Tensor) -> Tensor:
+    """`grad (T,n)` in as many parts as the gradients of the tokens and of `weight` need."""
+    return in_parts(grad, 3 if weight.dtype == torch.float32 else 2)

@@ -1,0 +1,192 @@
+"""Compares the Triton kernels of routing with plain mathematics; run by test_kernels.py with the device as argument."""
+
+import itertools
+import sys
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from holdfast.ops import choose_kernels, clusters_kernels, naive, order_kernels, split_kernels
+from holdfast.ops.choose import HOWS, How
+from holdfast.ops.clusters import TILE
+from holdfast.ops.order import midpoint
+from holdfast.routing.clustering import SMALLEST_SPREAD, feature_scales
+from holdfast.routing.parts import Scores
+from holdfast.routing.records import Context
+from holdfast.routing.rules import Softmax
+from holdfast.routing.selection import TopK
+from holdfast.routing.smoothing import SmoothTopK
+
+CASES: list[tuple[How, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
+HALF = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
+compared = 0
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    global compared
+    compared += 1
+    got, expected = got.detach().cpu().double(), expected.detach().double()
+    assert got.shape == expected.shape
+    assert (got - expected).norm() <= tolerance * expected.norm(), (got - expected).norm() / expected.norm()
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    global compared
+    compared += 1
+    assert torch.equal(got.cpu(), expected), (got.cpu() != expected).nonzero()[:5]
+
+
+def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: int, dim: int) -> None:
+    """Float32, whatever the inputs: the error is that of float32 sums, a thousandth of that of a rounded product."""
+    count = 70
+    tokens, grad = torch.randn(count, dim).to(dtype), torch.randn(count, width)
+    weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
+    wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
+    x, w = tokens.to(device), weight.to(device)
+    g = split_kernels.gradient_parts(grad.to(device), w)
+    close(split_kernels.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(split_kernels.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(split_kernels.grad_tokens(g, x, w, None), wide_grad @ wide_weight, HALF[dtype])
+    exact = wide_grad.t() @ wide_tokens
+    close(split_kernels.grad_weight(g, x, w, None), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
+
+
+def one_token_at_a_time(device: str) -> None:
+    """A token's logits are the same to the bit whatever is beside it."""
+    tokens, weight = torch.randn(130, 96).half().to(device), torch.randn(9, 96).to(device)
+    together = split_kernels.linear(tokens, weight, None)
+    same(split_kernels.linear(tokens[77:78].contiguous(), weight, None), together[77:78].cpu())
+
+
+def clusters(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, padded: bool) -> None:
+    count, dim, width, groups = 300, 72, 6, 5
+    first = torch.randint(0, groups + 1, (count, 3))[:, 0]  # not contiguous, and some without a cluster
+    first[first == 2] = 3  # a cluster without tokens
+    real = torch.rand(count) < 0.7 if padded else None
+    counted = torch.ones(count, dtype=torch.bool) if real is None else real
+    tokens, previous, grad = (
+        torch.randn(count, dim).to(dtype),
+        torch.randn(count, dim).to(dtype) + 1,
+        torch.randn(count, width),
+    )
+    weight, spreads = torch.randn(width, dim).to(weight_dtype), torch.rand(groups, dim)
+    spreads[3] = 0
+    there = None if real is None else real.to(device)
+    order, owners, bounds, totals = clusters_kernels.group(first.to(device), there, groups, TILE)
+
+    members = first[:, None] == torch.arange(groups + 1)
+    same(totals, (members & counted[:, None]).sum(0)[:groups].float())
+    listed = order.cpu()
+    same(listed[listed < count].sort().values, torch.arange(count, dtype=torch.int32))
+    for tile, owner in enumerate(owners.tolist()):
+        mine = listed[tile * TILE : (tile + 1) * TILE]
+        assert (first[mine[mine < count]] == owner).all()
+    where = order, owners, bounds
+    inputs = previous.double() * counted[:, None]
+    by_cluster = (members & counted[:, None]).double()[:, :groups]
+    sums = by_cluster.t() @ inputs
+    got = clusters_kernels.sums(previous.to(device), there, *where, None, False)
+    close(got, sums, 1e-6)
+    centred = inputs - by_cluster @ (sums / by_cluster.sum(0).clamp_min(1)[:, None])
+    for squared, amounts in ((False, centred.abs()), (True, centred.square())):
+        spread = clusters_kernels.sums(previous.to(device), there, *where, (got, totals), squared)
+        close(spread, by_cluster.t() @ amounts, 1e-6)
+
+    scales = clusters_kernels.feature_scales(spreads.to(device), SMALLEST_SPREAD)
+    close(scales, torch.cat([feature_scales(spreads), torch.ones(1, dim)]), 1e-6)
+    scaling = scales.cpu().double()[first]
+    parts = order, owners, scales
+    x, w = tokens.to(device), weight.to(device)
+    g = split_kernels.gradient_parts(grad.to(device), w)
+    close(split_kernels.linear(x, w, parts), (tokens.double() * scaling) @ weight.double().t(), 1e-6)
+    close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, HALF[dtype])
+    exact = grad.double().t() @ (tokens.double() * scaling)
+    close(split_kernels.grad_weight(g, x, w, parts), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
+
+
+def awkward_logits(count: int, experts: int) -> Tensor:
+    """Ordinary rows, then rows of ties, of both zeros, of far and of infinite gaps."""
+    logits = torch.randn(count, experts)
+    logits[0] = 1.0
+    logits[1] = torch.where(torch.arange(experts) % 2 == 0, 0.0, -0.0)
+    logits[2] = torch.arange(experts).flip(0) * 100.0
+    logits[3, max(experts // 2, 1) :] = -torch.inf
+    logits[4] = logits[4].round()
+    return logits
+
+
+def choices(device: str, experts: int, k: int, how: How, informed: bool, eps: float | None) -> None:
+    """Top-k, and with `eps` its strip, as the selectors do it in plain PyTorch: experts exactly, weights, slopes, gaps."""
+    raw = awkward_logits(37, experts)
+    primary = (raw.softmax(-1) if informed else raw).requires_grad_()
+    if informed:
+        with torch.no_grad():
+            primary[5], primary[6, 1:] = 0.0, 0.0
+    scores = Scores.from_gates(primary) if informed else Scores(primary, primary.softmax(-1), informed=False)
+    amounts = primary if informed or how == "softmax" else scores.gates
+    rule = Softmax(renormalise=how != "raw")
+    selector = TopK(1, experts, k, rule=rule) if eps is None else SmoothTopK(experts, k, eps=eps, rule=rule)
+    selected = selector.eval()(scores, primary, Context())
+    grad = torch.randn_like(selected.weights)
+    (slope,) = torch.autograd.grad(selected.weights, amounts, grad, retain_graph=True)
+
+    width = None if eps is None else torch.tensor(eps, device=device)
+    there = primary.detach().to(device), amounts.detach().to(device), width
+    rest = k, HOWS.index(how), informed
+    chosen, weights, slots, gaps = choose_kernels.choose(*there, *rest)
+    same(chosen, selected.experts)
+    close(weights, selected.weights, 1e-5 if eps else 1e-6)
+    close(choose_kernels.choose_backward(grad.to(device), *there, weights, slots, *rest), slope, 1e-5)
+    if eps is not None:
+        levels = scores.logits.detach()
+        best = naive.top(primary.detach(), experts)
+        expected = (levels.gather(1, best[:, k - 1 : k]) - levels).scatter(1, best[:, :k], torch.inf)
+        assert torch.allclose(gaps.cpu().nan_to_num(), expected.nan_to_num(), atol=1e-5)
+
+
+def graphs(device: str, experts: int, k: int, padded: bool) -> None:
+    logits = awkward_logits(150, experts)
+    real = torch.rand(150) < 0.7
+    chosen = torch.zeros(150, experts).scatter(1, naive.top(logits, k), 1.0) * (real if padded else 1 + 0 * real)[:, None]
+    part = tl.bfloat16 if device == "cuda" else tl.float32
+    got = choose_kernels.together(logits.to(device), real.to(device) if padded else None, k, 64, part)
+    same(got.sum(0), chosen.t() @ chosen)
+
+
+def order(device: str, padded: bool) -> None:
+    values = torch.randn(41, 13)
+    values[:, ::3] = values[:, ::3].round()
+    values[::5, 1], values[1::5, 2], values[7, 3] = torch.inf, -torch.inf, torch.nan
+    real = torch.rand(41) < 0.6 if padded else None
+    for wanted in (0, 1, 2, 17, 200, 400, 533, 1000):
+        below = torch.tensor(wanted)
+        counts = torch.zeros(2, 4, 256, dtype=torch.int64, device=device)
+        for byte in range(4):
+            there = None if real is None else real.to(device)
+            order_kernels.count(values.to(device), there, below.to(device), counts, byte)
+        same(order_kernels.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
+
+
+def compare(device: str) -> None:
+    torch.manual_seed(0)
+    halves = [torch.float16, torch.bfloat16]
+    for dtype, (width, dim) in itertools.product(halves, ((5, 100), (70, 128))):
+        for weight_dtype in (dtype, torch.float32):
+            products(device, dtype, weight_dtype, width, dim)
+    one_token_at_a_time(device)
+    for dtype, padded in itertools.product(halves, (False, True)):
+        clusters(device, dtype, torch.float32 if padded else dtype, padded)
+    for experts, k in ((1, 1), (6, 1), (6, 6), (13, 4), (64, 8)):
+        for how, informed in CASES:
+            for eps in (None, 0.0, 0.3):
+                choices(device, experts, k, how, informed, eps)
+        for padded in (False, True):
+            graphs(device, experts, k, padded)
+    for padded in (False, True):
+        order(device, padded)
+
+
+if __name__ == "__main__":
+    compare(sys.argv[1])
+    print(f"{compared} comparisons")
