@@ -1,6 +1,7 @@
 """Triton kernels for moving rows between token order and expert order. Imported only where Triton can run.
 
-R rows sorted by expert, T tokens, K slots a token; `used` points at the number of rows that belong to an expert.
+R rows sorted by expert, T tokens, K slots a token; `used` points at the number of rows that belong to an expert. Where slots
+are ragged, R is far more than that: there are no more programs than `MOST`, and each takes every so manieth row.
 Each output element is written by one program in a fixed order of additions, so results repeat to the bit.
 """
 
@@ -11,25 +12,43 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+FEW = 16  # slots
+MOST = 2**17  # programs over rows: a program that finds nothing to do still has to be started
 
 
 @triton.jit
 def _gather(tokens, index, used, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(used):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         token = tl.load(index + row).to(tl.int64)
         values = tl.load(tokens + token * width + column, mask=column < width)
         tl.store(out + row * width + column, values, mask=column < width)
 
 
 @triton.jit
-def _combine(rows, slots, weights, used, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(
+    rows,
+    slots,
+    weights,
+    used,
+    out,
+    width,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     limit = tl.load(used)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for slot in range(K):
+    last = K
+    if not FEW:  # up to the last slot that is in use; a number known beforehand lets loads overlap
+        places = tl.arange(0, SLOTS)
+        own = tl.load(slots + token * K + places, mask=places < K, other=limit)
+        last = tl.max(tl.where(own < limit, places + 1, 0), axis=0)
+    for slot in range(last):
         row = tl.load(slots + token * K + slot).to(tl.int64)
         # A row of nobody is uninitialised memory: never load it, since 0 * NaN is NaN.
         inside = (column < width) & (row + 0 * column < limit)
@@ -42,8 +61,7 @@ def _combine(rows, slots, weights, used, out, width, K: tl.constexpr, WEIGHTED: 
 
 @triton.jit
 def _scale_and_dot(grad, rows, weights, used, scaled_grad, scaled_rows, dots, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(used):
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         weight = tl.load(weights + row)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, width, BLOCK):
@@ -77,10 +95,9 @@ def _activation(x, NAME: tl.constexpr):
 
 @triton.jit
 def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(used):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < width
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
         value, _ = _activation(gate, NAME)
@@ -89,10 +106,9 @@ def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _glu_backward(grad, gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(used):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < width
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
@@ -102,7 +118,7 @@ def _glu_backward(grad, gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl
 
 
 def _tiles(rows: int, width: int) -> tuple[int, int]:
-    return rows, triton.cdiv(width, BLOCK)
+    return min(rows, MOST), triton.cdiv(width, BLOCK)
 
 
 def gather(tokens: Tensor, index: Tensor, used: Tensor) -> Tensor:
@@ -114,7 +130,7 @@ def gather(tokens: Tensor, index: Tensor, used: Tensor) -> Tensor:
 def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
     tokens, slots_per_token = slots.shape
     out = rows.new_empty(tokens, rows.shape[1])
-    _combine[_tiles(*out.shape)](
+    _combine[(tokens, triton.cdiv(out.shape[1], BLOCK))](
         rows,
         slots,
         rows if weights is None else weights,
@@ -122,6 +138,8 @@ def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -
         out,
         out.shape[1],
         K=slots_per_token,
+        SLOTS=triton.next_power_of_2(slots_per_token),
+        FEW=slots_per_token <= FEW,
         WEIGHTED=weights is not None,
         BLOCK=BLOCK,
     )
@@ -131,7 +149,8 @@ def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -
 def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scaled_grad, scaled_rows = torch.empty_like(grad), torch.empty_like(rows)
     dots = torch.empty_like(weights)
-    _scale_and_dot[(rows.shape[0],)](grad, rows, weights, used, scaled_grad, scaled_rows, dots, rows.shape[1], BLOCK=BLOCK)
+    grid = (min(rows.shape[0], MOST),)
+    _scale_and_dot[grid](grad, rows, weights, used, scaled_grad, scaled_rows, dots, rows.shape[1], BLOCK=BLOCK)
     return scaled_grad, scaled_rows, dots
 
 
