@@ -1,7 +1,8 @@
-"""Compares the mixing kernels with the explicit matrix in float64; test_mix_kernels.py runs it, with a device as argument."""
+"""Compares the mixing kernels with the explicit matrix in float64; test_mix_kernels.py runs it, with the device to use."""
 
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,22 +96,12 @@ def compare(case: Case, device: str, part: torch.dtype) -> None:
         if case.second:
             given["bias"][~real] = torch.nan
     given = {name: leaf.to(device) for name, leaf in given.items()}
-    pair = (given["second query"], given["second key"]) if case.second else None
     allowed = (
         None if real is None else real.to(device),
         None if mask is None else mask.to(device).expand(groups, case.queries, case.keys),
     )
-    problem = (
-        given["query"],
-        given["key"],
-        given["value"],
-        pair,
-        given.get("bias"),
-        *allowed,
-        case.causal,
-        scale,
-        second_scale,
-    )
+    operands = [given.get(name) for name in ("query", "key", "value", "second query", "second key", "bias")]
+    problem: Any = (*operands, *allowed, case.causal, scale, second_scale)
     out, log_total = mix_kernels.mix(*problem, kind=part)
     close(out, expected, 2e-6, "output")
     nothing = ~(weights.sum(-1) > 0)

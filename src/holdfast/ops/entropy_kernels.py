@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, mask_kind, mask_operand
+from holdfast.ops.mix_kernels import LN_2, LOG2_E, Tiling, allowed_only, mask_kind, mask_operand
 from holdfast.ops.part_kernels import PARTS, WIDEST, Operand, product, split, tile_width, tiles
 
 FAINT = tl.constexpr(-200.0)  # 2^-200 is 0 in float32, and 0 times this is 0, where 0 times -inf would be NaN
+TILING, WIDE_TILING = Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 1)
 ORDER = tl.constexpr(1)  # which head has the lowest mean entropy does not hang on a score's seventh digit
 
 
@@ -126,7 +127,7 @@ def entropy(
     k, *key_strides = _operand(key, as_is, kind)
     parts = 1 if as_is else q.at.shape[0]
     out = torch.empty(batches, heads, queries, dtype=torch.float32, device=query.device)
-    rows, columns, warps, stages = (128, 128, 8, 3) if width <= 128 and parts == 1 else (64, 64, 4, 2)
+    rows, columns, warps, stages = TILING if width <= 128 and parts == 1 else WIDE_TILING
     _entropy[batches * heads, triton.cdiv(queries, rows)](
         q,
         k,

@@ -11,7 +11,9 @@ has a kernel over queries and one over keys, and each computes the weights again
 """
 
 # mypy: ignore-errors
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -369,10 +371,13 @@ class Tiling(NamedTuple):
     stages: int
 
 
-# Measured on an H200 (docs/notes.md). Narrow: one term of at most 64 columns, values likewise.
-NARROW = {"mix": Tiling(64, 64, 4, 2), "query": Tiling(64, 64, 4, 2), "key": Tiling(64, 64, 4, 2)}
-WIDE = {"mix": Tiling(64, 64, 8, 2), "query": Tiling(64, 64, 8, 2), "key": Tiling(64, 64, 8, 2)}
-LARGE = {"mix": Tiling(32, 32, 4, 1), "query": Tiling(32, 32, 4, 1), "key": Tiling(32, 32, 4, 1)}
+# The first that fits into a multiprocessor's shared memory is taken.
+TILINGS = {
+    "mix": (Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1)),
+    "query": (Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1)),
+    "key": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1)),
+}
+SCRATCH = 8192  # bytes that a kernel takes beside its tiles
 
 
 class Problem(NamedTuple):
@@ -387,24 +392,39 @@ class Problem(NamedTuple):
     real: Tensor
     mask: Mask
     shape: tuple[int, int, int]  # G, N, M
-    constants: dict[str, object]
-
-    @property
-    def tilings(self) -> dict[str, Tiling]:
-        widths = (self.constants["WIDTH"], self.constants["SECOND"], self.constants["VALUES"])
-        if max(widths) > 128:
-            return LARGE
-        return NARROW if widths[1] == 0 and max(widths) <= 64 else WIDE
+    constants: dict[str, Any]
 
     def tiling(self, kernel: str) -> dict[str, int]:
-        rows, columns, warps, stages = self.tilings[kernel]
+        widths, parts = [self.constants[name] for name in ("WIDTH", "SECOND", "VALUES")], self.constants["PARTS"]
+        limit = _shared_memory(self.query.at.device)
+        rows, columns, warps, stages = next(t for t in TILINGS[kernel] if _tile_bytes(kernel, t, widths, parts) <= limit)
         return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 
-def supports(*operands: Tensor | None) -> bool:
+def _tile_bytes(kernel: str, tiling: Tiling, widths: Sequence[int], parts: Sequence[int]) -> int:
+    """What the tiles take: those that stay for a whole program, and those of a step of its loop, `stages` times."""
+    width, second, values = widths
+    of_row = parts[0] * width + parts[2] * second + (0 if kernel == "mix" else 2 * values)
+    of_column = parts[1] * width + parts[3] * second + parts[4] * values
+    down, across = tiling.rows * of_row, tiling.columns * of_column
+    stay, pass_by = (across, down) if kernel == "key" else (down, across)
+    return 2 * (stay + tiling.stages * pass_by) + SCRATCH
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """What one program may have; in the interpreter, as much as it likes."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**30
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None) -> bool:
     """Whether the kernels take rows of these widths and dtypes, none of them empty."""
-    given = [operand for operand in operands if operand is not None]
-    return all(rows.shape[-1] <= WIDEST and rows.dtype in PARTS and rows.numel() > 0 for rows in given)
+    operands = [rows for rows in (query, key, value, second_query, second_key) if rows is not None]
+    if not all(rows.shape[-1] <= WIDEST and rows.dtype in PARTS and rows.numel() > 0 for rows in operands):
+        return False
+    widths = [tile_width(rows.shape[2]) if rows is not None else 0 for rows in (query, second_query, value)]
+    least = max(_tile_bytes(kernel, tilings[-1], widths, (3,) * 5) for kernel, tilings in TILINGS.items())
+    return least <= _shared_memory(query.device)
 
 
 def mask_kind(mask: Tensor | None) -> int:
@@ -437,7 +457,8 @@ def _problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    second: tuple[Tensor, Tensor] | None,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
@@ -447,11 +468,11 @@ def _problem(
 ) -> Problem:
     real = None if real is None else real.contiguous()
     q, k = _pair(query, key, real, kind)
-    r, s = (q, k) if second is None else _pair(*second, real, kind)
+    r, s = (q, k) if second_query is None else _pair(second_query, second_key, real, kind)
     v = split(value, real, kind, value_parts)
     constants = {
         "WIDTH": tile_width(query.shape[2]),
-        "SECOND": 0 if second is None else tile_width(second[0].shape[2]),
+        "SECOND": 0 if second_query is None else tile_width(second_query.shape[2]),
         "VALUES": tile_width(value.shape[2]),
         "PARTS": tuple(_count(operand) for operand in (q, k, r, s, v)),
         "CAUSAL": causal,
@@ -471,7 +492,8 @@ def mix(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    second: tuple[Tensor, Tensor] | None,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
@@ -481,7 +503,7 @@ def mix(
     kind: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     """out (G,N,n) and the logarithm of the total of the weights (G,N), float32. `kind` is the dtype of parts."""
-    problem = _problem(query, key, value, second, bias, real, mask, causal, kind, value_parts=3)
+    problem = _problem(query, key, value, second_query, second_key, bias, real, mask, causal, kind, value_parts=3)
     groups, queries, keys = problem.shape
     out = torch.empty(groups, queries, value.shape[2], dtype=torch.float32, device=query.device)
     log_total = torch.empty(groups, queries, dtype=torch.float32, device=query.device)
@@ -508,7 +530,8 @@ def mix_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    second: tuple[Tensor, Tensor] | None,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
@@ -519,12 +542,12 @@ def mix_backward(
     kind: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, second query, second key and bias; None where not wanted."""
-    problem = _problem(query, key, value, second, bias, real, mask, causal, kind, value_parts=2)
+    problem = _problem(query, key, value, second_query, second_key, bias, real, mask, causal, kind, value_parts=2)
     groups, queries, keys = problem.shape
     parts, centre = split_gradient(grad, out, kind)
     operands = (*problem[:5], parts, *problem[5:8], log_total, centre)
     wants_query, wants_key, wants_value = wants
-    width, second_width = query.shape[2], 0 if second is None else second[0].shape[2]
+    width, second_width = query.shape[2], 0 if second_query is None else second_query.shape[2]
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted and tensor is not None else None
@@ -532,9 +555,8 @@ def mix_backward(
     def pointer(tensor: Tensor | None) -> Tensor:
         return grad if tensor is None else tensor
 
-    other_query, other_key = (None, None) if second is None else second
-    of_query, of_second_query = like(query, wants_query), like(other_query, wants_query)
-    of_key, of_second_key, of_bias = like(key, wants_key), like(other_key, wants_key), like(bias, wants_key)
+    of_query, of_second_query = like(query, wants_query), like(second_query, wants_query)
+    of_key, of_second_key, of_bias = like(key, wants_key), like(second_key, wants_key), like(bias, wants_key)
     of_value = like(value, wants_value)
     if wants_query:
         tiling = problem.tiling("query")
