@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.mix_kernels import LN_2, LOG2_E, Tiling, allowed_only, mask_kind, mask_operand
-from holdfast.ops.part_kernels import PARTS, WIDEST, Operand, product, split, tile_width, tiles
+from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, turn
+from holdfast.ops.mix_launch import SCRATCH, SMALL, Tiling, mask_kind, mask_operand, shared_memory
+from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Kinds, Operand, lefts, product, right, take_apart, tile_width
 
 FAINT = tl.constexpr(-200.0)  # 2^-200 is 0 in float32, and 0 times this is 0, where 0 times -inf would be NaN
-TILING, WIDE_TILING = Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 1)
-ORDER = tl.constexpr(1)  # which head has the lowest mean entropy does not hang on a score's seventh digit
+TILINGS = (Tiling(128, 128, 8, 2), Tiling(64, 64, 4, 1), *SMALL)
 
 
 @triton.jit
-def _look(scores, highest, total, moment, CLAMP: tl.constexpr):
-    """The running sums with one more tile of scores; CLAMP where some may be -inf."""
-    higher = tl.maximum(highest, tl.max(scores, 1))
+def _look(scores, factor, highest, total, moment, CLAMP: tl.constexpr):
+    """The running sums with one more tile of scores, to be multiplied with a positive factor; CLAMP: some are -inf."""
+    higher = tl.maximum(highest, tl.max(scores, 1) * factor)
     level = tl.where(higher > -float("inf"), higher, 0.0)
-    below = scores - level[:, None]
+    below = scores * factor - level[:, None]
     if CLAMP:
         below = tl.maximum(below, FAINT)
     weights = tl.exp2(below)
@@ -57,15 +57,16 @@ def _entropy(
     MASK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     of_query = batch * query_batch + head * query_head
     of_key = batch * key_batch + head * key_heads // heads * key_head
     of_mask = batch * mask.batch + head * mask.head
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the rows that look at most keys start first
+    first = turn(tl.num_programs(1), FOLD) * ROWS
     row = first + tl.arange(0, ROWS)
-    q = tiles(query, of_query, row, queries, WIDTH, PARTS)
+    q = lefts(query, of_query, row, queries, WIDTH, PARTS, PARTS)
     factor = scale * LOG2_E
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -78,34 +79,42 @@ def _entropy(
     if HAS_REAL or MASK != 0:
         plain = 0
     for start in range(0, plain, COLUMNS):
-        k = tiles(key, of_key, start + tl.arange(0, COLUMNS), keys, WIDTH, PARTS)
-        scores = product(tl.zeros((ROWS, COLUMNS), tl.float32), q, k, PARTS, PARTS, ORDER, True) * factor
-        highest, total, moment = _look(scores, highest, total, moment, False)
+        k = right(key, of_key, start + tl.arange(0, COLUMNS), keys, WIDTH * PARTS)
+        scores = product(tl.zeros((ROWS, COLUMNS), tl.float32), q, tl.trans(k), PARTS)
+        highest, total, moment = _look(scores, factor, highest, total, moment, False)
     for start in range(plain, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        k = tiles(key, of_key, column, keys, WIDTH, PARTS)
-        scores = product(tl.zeros((ROWS, COLUMNS), tl.float32), q, k, PARTS, PARTS, ORDER, True) * factor
+        k = right(key, of_key, column, keys, WIDTH * PARTS)
+        scores = product(tl.zeros((ROWS, COLUMNS), tl.float32), q, tl.trans(k), PARTS) * factor
         across = column[None, :]
         scores = allowed_only(
             scores, row[:, None], across, batch, of_mask, queries, keys, real, real, mask, CAUSAL, False, HAS_REAL, MASK
         )
-        highest, total, moment = _look(scores, highest, total, moment, True)
+        highest, total, moment = _look(scores, 1.0, highest, total, moment, True)
     safe = tl.where(total > 0, total, 1.0)
     entropy = (tl.log2(safe) - moment / safe) * LN_2
     tl.store(out + (batch * heads + head) * queries + row, entropy, mask=row < queries)
 
 
-def _operand(rows: Tensor, as_is: bool, kind: torch.dtype) -> tuple[Operand, int, int]:
+def _operand(rows: Tensor, as_is: bool, kinds: Kinds) -> tuple[Operand, int, int]:
     """rows (B,H,N,D), and how far apart batches and heads lie: the operand's own groups are counted in elements."""
     if as_is:
-        return Operand(rows, 0, 1, rows.stride(2)), rows.stride(0), rows.stride(1)
-    parts = split(rows.flatten(0, 1), None, kind, most=2)
+        return Operand(rows, 1, rows.stride(2), rows), rows.stride(0), rows.stride(1)
+    _, parts, _ = take_apart(rows.flatten(0, 1), brains=2, kinds=kinds)
     return parts._replace(group=1), rows.shape[1] * parts.group, parts.group
 
 
-def supports(query: Tensor, key: Tensor) -> bool:
+def _tiling(parts: int, width: int, device: torch.device) -> Tiling:
+    """The first that fits into a multiprocessor's shared memory; the last does everywhere."""
+    for tiling in TILINGS:
+        if 2 * parts * width * (parts * tiling.rows + tiling.stages * tiling.columns) + SCRATCH <= shared_memory(device):
+            break
+    return tiling
+
+
+def supports(query: Tensor, key: Tensor, scale: float) -> bool:
     """Whether the kernel takes rows of this width and these dtypes, none of them empty."""
-    known = query.dtype in PARTS and key.dtype == query.dtype
+    known = query.dtype in DTYPES and key.dtype == query.dtype and scale > 0
     return known and query.shape[-1] <= WIDEST and query.numel() > 0 and key.numel() > 0
 
 
@@ -116,19 +125,20 @@ def entropy(
     mask: Tensor | None,  # (B,H,N,M), or 1 in place of any of them
     causal: bool,
     scale: float,
-    kind: torch.dtype = torch.bfloat16,
+    *,
+    kinds: Kinds = NATIVE,
 ) -> Tensor:
     """(B,H,N), float32."""
     batches, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
     narrow = query.dtype in (torch.bfloat16, torch.float16) and width == tile_width(width)
     as_is = narrow and query.stride(3) == key.stride(3) == 1
-    q, *query_strides = _operand(query, as_is, kind)
-    k, *key_strides = _operand(key, as_is, kind)
-    parts = 1 if as_is else q.at.shape[0]
+    q, *query_strides = _operand(query, as_is, kinds)
+    k, *key_strides = _operand(key, as_is, kinds)
+    parts = 1 if as_is else 2
     out = torch.empty(batches, heads, queries, dtype=torch.float32, device=query.device)
-    rows, columns, warps, stages = TILING if width <= 128 and parts == 1 else WIDE_TILING
-    _entropy[batches * heads, triton.cdiv(queries, rows)](
+    tiling = _tiling(parts, tile_width(width), query.device)
+    _entropy[batches * heads, triton.cdiv(queries, tiling.rows)](
         q,
         k,
         query if real is None else real.contiguous().view(torch.uint8),
@@ -146,9 +156,6 @@ def entropy(
         CAUSAL=causal,
         HAS_REAL=real is not None,
         MASK=mask_kind(mask),
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=warps,
-        num_stages=stages,
+        **tiling.options,
     )
     return out

@@ -154,9 +154,9 @@ def _on_kernels(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor 
     """Whether the Triton kernels can take these."""
     if not (HAS_TRITON and query.is_cuda):
         return False
-    from holdfast.ops import mix_kernels
+    from holdfast.ops import mix_launch
 
-    return mix_kernels.supports(query, key, value, second_query, second_key)
+    return mix_launch.supports(query, key, value, second_query, second_key)
 
 
 @torch.library.custom_op("holdfast::softmax_mix", mutates_args=())
@@ -175,10 +175,10 @@ def _softmax_mix(
 ) -> tuple[Tensor, Tensor]:
     rest = (second_query, second_key, bias, real, mask, causal, scale, second_scale)
     if _on_kernels(query, key, value, second_query, second_key):
-        from holdfast.ops import mix_kernels
+        from holdfast.ops import mix_launch
 
         with on_device_of(query):
-            return mix_kernels.mix(query, key, value, *rest)
+            return mix_launch.mix(query, key, value, *rest)
     terms, value = _terms(query, key, *rest), _only_real(value, real)
     out = terms.query.new_empty(*query.shape[:2], value.shape[2])
     log_total = terms.query.new_empty(query.shape[:2])
@@ -224,10 +224,10 @@ def _softmax_mix_backward(
     rest = (second_query, second_key, bias, real, mask, causal, scale, second_scale)
     wants = (wants_query, wants_key, wants_value)
     if _on_kernels(query, key, value, second_query, second_key):
-        from holdfast.ops import mix_kernels
+        from holdfast.ops import mix_launch
 
         with on_device_of(query):
-            grads = mix_kernels.mix_backward(grad, out, log_total, query, key, value, *rest, wants)
+            grads = mix_launch.mix_backward(grad, out, log_total, query, key, value, *rest, wants=wants)
     else:
         grads = _blocked_backward(grad, out, log_total, _terms(query, key, *rest), _only_real(value, real))
     wanted = (wants_query, wants_key, wants_value, wants_query, wants_key, wants_key)
@@ -321,7 +321,7 @@ def _attention_entropy(
     if HAS_TRITON and query.is_cuda:
         from holdfast.ops import entropy_kernels
 
-        if entropy_kernels.supports(query, key):
+        if entropy_kernels.supports(query, key, scale):
             with on_device_of(query):
                 return entropy_kernels.entropy(query, key, real, mask, causal, scale)
     heads, key_heads = query.shape[1], key.shape[1]

@@ -1,8 +1,14 @@
-"""Numbers as sums of bfloat16 parts, for products of float32 quality on tensor cores. Imported only where Triton can run.
+"""Numbers as sums of two 16-bit parts, for products of float32 quality on tensor cores. Imported only where Triton can run.
 
-Tensor cores multiply bfloat16 exactly and add in float32. A bfloat16 is one part, a float16 two, a float32 three, without a
-loss. Of a product of two sums those terms are kept whose parts' places, counted from 0, add up to at most ORDER: 2 leaves
-out what float32 would round off, 1 what is below 2^-16.
+Tensor cores multiply 16-bit numbers exactly and add in float32. A float32 is taken apart into a first part, what it rounds
+to, and a second, what is then left, and a product of two such sums is four products.
+
+halves      float16 parts of 11 bits each: 2^-23 is lost, which is float32's own rounding. Their range is narrow, so each row
+            is first divided by a power of 2, its factor, that brings its largest number below 2^15
+brains      bfloat16 parts of 8 bits each: 2^-17 is lost. They have the range of float32, and need no factors
+
+The two parts lie side by side in a row, so that one long product takes the place of two short ones: a left factor's part,
+repeated, meets both parts of the right one. Each product of tiles waits for the one before, so fewer and longer is faster.
 """
 
 # mypy: ignore-errors
@@ -13,107 +19,137 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-WIDEST = 256  # columns of a tile
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 256  # columns of a part
 BLOCK = 32  # rows taken apart by one program
+HIGHEST = tl.constexpr(14)  # halves stay below 2^15
+
+
+class Kinds(NamedTuple):
+    """The dtypes of parts. Triton's interpreter has no product of bfloat16 and is given float16 for both."""
+
+    half: torch.dtype = torch.float16
+    brain: torch.dtype = torch.bfloat16
+
+
+NATIVE = Kinds()
 
 
 class Operand(NamedTuple):
-    """Parts that add up to rows (G,M,width), and how far apart parts, groups and rows lie; columns lie side by side."""
+    """Rows (G,M, parts * width), how far apart groups and rows lie, and the factors (G,M) they are to be multiplied with."""
 
     at: Tensor
-    part: int
     group: int
     row: int
+    factors: Tensor
 
 
 @triton.jit
-def _tile(operand, part, group, row, rows, WIDTH: tl.constexpr):
-    column = tl.arange(0, WIDTH)
-    start = operand.at + part * operand.part + group * operand.group
-    return tl.load(start + row[:, None].to(tl.int64) * operand.row + column[None, :], mask=(row < rows)[:, None], other=0.0)
-
-
-@triton.jit
-def tiles(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Always three, so that callers have one shape; those past PARTS are never used."""
-    first = _tile(operand, 0, group, row, rows, WIDTH)
+def lefts(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, TIMES: tl.constexpr):
+    """The first and the second part of a tile, each repeated TIMES; the first twice if there is but one."""
+    column = tl.arange(0, WIDTH * TIMES) % WIDTH
+    place = operand.at + group * operand.group + row[:, None].to(tl.int64) * operand.row + column[None, :]
+    first = tl.load(place, mask=(row < rows)[:, None], other=0.0)
     second = first
-    third = first
     if PARTS > 1:
-        second = _tile(operand, 1, group, row, rows, WIDTH)
-    if PARTS > 2:
-        third = _tile(operand, 2, group, row, rows, WIDTH)
-    return first, second, third
+        second = tl.load(place + WIDTH, mask=(row < rows)[:, None], other=0.0)
+    return first, second
 
 
 @triton.jit
-def product(total, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, ORDER: tl.constexpr, TURN: tl.constexpr):
-    """total + left right, or right transposed if TURN; the small terms first."""
-    for i in tl.static_range(LEFT):
-        for j in tl.static_range(RIGHT):
-            if LEFT - 1 - i + RIGHT - 1 - j <= ORDER:
-                other = right[RIGHT - 1 - j]
-                if TURN:
-                    other = tl.trans(other)
-                total = tl.dot(left[LEFT - 1 - i], other, total)
+def right(operand, group, row, rows, WIDTH: tl.constexpr):
+    """A tile with all its parts; WIDTH is that of all."""
+    column = tl.arange(0, WIDTH)
+    place = operand.at + group * operand.group + row[:, None].to(tl.int64) * operand.row + column[None, :]
+    return tl.load(place, mask=(row < rows)[:, None], other=0.0)
+
+
+@triton.jit
+def factors(operand, group, row, rows):
+    return tl.load(operand.factors + group * rows + row, mask=row < rows, other=1.0)
+
+
+@triton.jit
+def product(total, left, other, PARTS: tl.constexpr):
+    """total + (the sum of left's parts) other, the small ones first."""
+    if PARTS > 1:
+        total = tl.dot(left[1], other, total)
+    return tl.dot(left[0], other, total)
+
+
+@triton.jit
+def in_two(numbers, KIND: tl.constexpr):
+    first = numbers.to(KIND)
+    return first, (numbers - first.to(tl.float32)).to(KIND)
+
+
+@triton.jit
+def sum_of_parts(total, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """What a right factor's parts gave, side by side, added up."""
+    if PARTS > 1:
+        total = tl.sum(tl.reshape(total, (ROWS, PARTS, WIDTH)), 1)
     return total
 
 
 @triton.jit
-def in_two(numbers, like):
-    """The first two parts, twice the last so that callers have one shape."""
-    first = numbers.to(like.dtype)
-    second = (numbers - first.to(tl.float32)).to(like.dtype)
-    return first, second, second
+def _power_of_2(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _split(
+def _store_parts(numbers, out, place, inside, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    for part in tl.static_range(PARTS):
+        rounded = numbers.to(out.dtype.element_ty)
+        tl.store(out + place + part * WIDTH, rounded, mask=inside)
+        numbers -= rounded.to(tl.float32)
+
+
+@triton.jit
+def _take_apart(
     rows,
     real,
-    out,
+    halves,
+    scales,
+    brains,
+    other,
+    dots,
     count,
     width,
     stride_group,
     stride_row,
-    stride_part,
     stride_column,
     HAS_REAL: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
     WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
+    HALVES: tl.constexpr,
+    BRAINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
-    taken = row < count
+    own = row < count
+    taken = own
     if HAS_REAL:
-        taken = taken & (tl.load(real + group * count + row, mask=taken, other=0) != 0)
+        taken = taken & (tl.load(real + group * count + row, mask=own, other=0) != 0)
+    inside = taken[:, None] & (column < width)[None, :]
     place = group * stride_group + row[:, None].to(tl.int64) * stride_row + column[None, :] * stride_column
-    rest = tl.load(rows + place, mask=taken[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
-    place = (group * count + row[:, None]) * WIDTH + column[None, :]
-    for part in tl.static_range(PARTS):
-        rounded = rest.to(out.dtype.element_ty)
-        tl.store(out + part * stride_part + place, rounded, mask=(row < count)[:, None])
-        rest -= rounded.to(tl.float32)
-
-
-@triton.jit
-def _split_gradient(grad, mixed, out, centre, count, width, stride_part, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, WIDTH)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    place = (group * count + row[:, None]) * width + column[None, :]
-    rest = tl.load(grad + place, mask=inside, other=0.0)
-    dots = tl.sum(rest * tl.load(mixed + place, mask=inside, other=0.0), 1)
-    tl.store(centre + group * count + row, dots, mask=row < count)
-    place = (group * count + row[:, None]) * WIDTH + column[None, :]
-    for part in tl.static_range(2):
-        rounded = rest.to(out.dtype.element_ty)
-        tl.store(out + part * stride_part + place, rounded, mask=(row < count)[:, None])
-        rest -= rounded.to(tl.float32)
+    numbers = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_OTHER:
+        place = (group * count + row[:, None]) * width + column[None, :]
+        tl.store(dots + group * count + row, tl.sum(numbers * tl.load(other + place, mask=inside, other=0.0), 1), mask=own)
+    row_start = (group * count + row[:, None]).to(tl.int64) * WIDTH
+    if BRAINS > 0:
+        _store_parts(numbers, brains, row_start * BRAINS + column[None, :], own[:, None], WIDTH, BRAINS)
+    if HALVES > 0:
+        # NaN and inf, which only their own row may suffer from, do not count; a row of zeros is left as it is.
+        sizes = tl.abs(numbers)
+        size = tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1)
+        exponent = ((size.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        exponent = tl.where(size > 0, tl.minimum(tl.maximum(exponent, -60), 60), 0) - HIGHEST
+        tl.store(scales + group * count + row, _power_of_2(exponent), mask=own)
+        numbers *= _power_of_2(-exponent)[:, None]
+        _store_parts(numbers, halves, row_start * HALVES + column[None, :], own[:, None], WIDTH, HALVES)
 
 
 def tile_width(width: int) -> int:
@@ -121,39 +157,46 @@ def tile_width(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def split(rows: Tensor, real: Tensor | None, kind: torch.dtype, most: int = 3) -> Operand:
-    """rows (G,M,width) as at most `most` parts; those that are not real as 0, whatever they hold: 0 times NaN is NaN."""
+def _operand(parts: Tensor, scales: Tensor) -> Operand:
+    return Operand(parts, parts.stride(0), parts.stride(1), scales)
+
+
+def take_apart(
+    rows: Tensor,  # (G,M,width)
+    real: Tensor | None = None,  # (G,M), contiguous; other rows become 0, whatever they hold, since 0 times NaN is NaN
+    *,
+    halves: int = 0,
+    brains: int = 0,
+    kinds: Kinds = NATIVE,
+    other: Tensor | None = None,  # (G,M,width), contiguous: also give the sum over the width of rows * other
+) -> tuple[Operand, Operand, Tensor]:
+    """`rows` as so many halves and brains, in one pass; where none are asked for, an operand that nobody may read."""
     groups, count, width = rows.shape
     padded = tile_width(width)
-    if real is None and rows.dtype == kind and width == padded and rows.stride(2) == 1:
-        return Operand(rows, 0, rows.stride(0), rows.stride(1))
-    parts = min(most, PARTS[rows.dtype])
-    out = torch.empty(parts, groups, count, padded, dtype=kind, device=rows.device)
-    grid = (groups, triton.cdiv(count, BLOCK))
-    _split[grid](
+    scales = torch.empty(groups, count, dtype=torch.float32, device=rows.device)
+    in_brains = torch.empty(groups, count, brains * padded, dtype=kinds.brain, device=rows.device)
+    if brains == 1 and rows.dtype == kinds.brain and real is None and width == padded and rows.stride(2) == 1:
+        in_brains, brains = rows, 0
+        if halves == 0 and other is None:
+            return _operand(rows, scales), _operand(rows, scales), scales
+    in_halves = torch.empty(groups, count, halves * padded, dtype=kinds.half, device=rows.device)
+    dots = torch.empty_like(scales)
+    _take_apart[groups, triton.cdiv(count, BLOCK)](
         rows,
-        rows if real is None else real.view(torch.uint8),
-        out,
+        scales if real is None else real.view(torch.uint8),
+        in_halves if halves else scales,
+        scales,
+        in_brains if brains else scales,
+        scales if other is None else other,
+        dots,
         count,
         width,
-        rows.stride(0),
-        rows.stride(1),
-        out.stride(0),
-        rows.stride(2),
+        *rows.stride(),
         HAS_REAL=real is not None,
+        HAS_OTHER=other is not None,
         WIDTH=padded,
-        PARTS=parts,
+        HALVES=halves,
+        BRAINS=brains,
         BLOCK=BLOCK,
     )
-    return Operand(out, out.stride(0), out.stride(1), out.stride(2))
-
-
-def split_gradient(grad: Tensor, mixed: Tensor, kind: torch.dtype) -> tuple[Operand, Tensor]:
-    """grad (G,N,n), contiguous, as two parts; and the sum over n of grad * mixed."""
-    groups, count, width = grad.shape
-    padded = tile_width(width)
-    out = torch.empty(2, groups, count, padded, dtype=kind, device=grad.device)
-    centre = torch.empty(groups, count, dtype=torch.float32, device=grad.device)
-    grid = (groups, triton.cdiv(count, BLOCK))
-    _split_gradient[grid](grad, mixed, out, centre, count, width, out.stride(0), WIDTH=padded, BLOCK=BLOCK)
-    return Operand(out, out.stride(0), out.stride(1), out.stride(2)), centre
+    return _operand(in_halves, scales), _operand(in_brains, scales), dots
