@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, turn
+from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, limit, turn
 from holdfast.ops.mix_launch import SCRATCH, SMALL, Tiling, mask_kind, mask_operand, shared_memory
 from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Kinds, Operand, lefts, product, right, take_apart, tile_width
 
@@ -66,6 +66,7 @@ def _entropy(
     of_mask = batch * mask.batch + head * mask.head
     first = turn(tl.num_programs(1), FOLD) * ROWS
     row = first + tl.arange(0, ROWS)
+    limits = limit(row, queries, keys, CAUSAL)[:, None]
     q = lefts(query, of_query, row, queries, WIDTH, PARTS, PARTS)
     factor = scale * LOG2_E
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -86,10 +87,10 @@ def _entropy(
         column = start + tl.arange(0, COLUMNS)
         k = right(key, of_key, column, keys, WIDTH * PARTS)
         scores = product(tl.zeros((ROWS, COLUMNS), tl.float32), q, tl.trans(k), PARTS) * factor
-        across = column[None, :]
         scores = allowed_only(
-            scores, row[:, None], across, batch, of_mask, queries, keys, real, real, mask, CAUSAL, False, HAS_REAL, MASK
-        )
+            scores, limits, row[:, None], column[None, :], batch, of_mask, queries, keys,
+            real, real, mask, False, HAS_REAL, MASK,
+        )  # fmt: skip
         highest, total, moment = _look(scores, 1.0, highest, total, moment, True)
     safe = tl.where(total > 0, total, 1.0)
     entropy = (tl.log2(safe) - moment / safe) * LN_2

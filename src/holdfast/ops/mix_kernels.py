@@ -18,7 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.part_kernels import factors, in_two, lefts, product, right, sum_of_parts
+from holdfast.ops.part_kernels import (
+    exponent,
+    factors,
+    in_two,
+    inverse,
+    lefts,
+    parts_apart,
+    product,
+    product_of_parts,
+    right,
+    sum_of_parts,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -51,8 +62,18 @@ def turn(COUNT, FOLD: tl.constexpr):
 
 
 @triton.jit
+def limit(row, queries, keys, CAUSAL: tl.constexpr):
+    """Before which key each row has to stop: one comparison a score is all that is left to do for it."""
+    end = keys
+    if CAUSAL:
+        end = tl.minimum(row + keys - queries + 1, keys)
+    return tl.where(row < queries, end, 0)
+
+
+@triton.jit
 def allowed_only(
     scores,
+    limits,
     row,
     column,
     group,
@@ -62,7 +83,6 @@ def allowed_only(
     bias,
     real,
     mask,
-    CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -71,17 +91,14 @@ def allowed_only(
 
     `bias` and `real` are those of `group`, and its mask starts at `start`.
     """
-    inside = column < keys
-    allowed = inside & (row < queries)
-    if CAUSAL:
-        allowed = allowed & (column <= row + keys - queries)
+    allowed = column < limits
     if HAS_BIAS:
-        scores += tl.load(bias + group * keys + column, mask=inside, other=0.0) * LOG2_E
+        scores += tl.load(bias + group * keys + column, mask=column < keys, other=0.0) * LOG2_E
     if HAS_REAL:
-        allowed = allowed & (tl.load(real + group * keys + column, mask=inside, other=0) != 0)
+        allowed = allowed & (tl.load(real + group * keys + column, mask=column < keys, other=0) != 0)
     if MASK != 0:
         place = mask.at + start + row.to(tl.int64) * mask.row + column * mask.column
-        given = tl.load(place, mask=inside & (row < queries), other=0)
+        given = tl.load(place, mask=(column < keys) & (row < queries), other=0)
         if MASK == 1:
             allowed = allowed & (given != 0)
         else:
@@ -132,6 +149,7 @@ def mix(
     group = tl.program_id(0).to(tl.int64)
     first = turn(tl.num_programs(1), FOLD) * ROWS
     row = first + tl.arange(0, ROWS)
+    limits = limit(row, queries, keys, CAUSAL)[:, None]
     q = lefts(query, group, row, queries, WIDTH, PARTS[0], PARTS[1])
     q_factors = factors(query, group, row, queries)[:, None]
     r = q
@@ -156,17 +174,17 @@ def mix(
             more = product(nothing, r, tl.trans(s), PARTS[2])
             scores += _scaled(more, r_factors, factors(second_key, group, column, keys)[None, :], second_scale, True)
         scores = allowed_only(
-            scores, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
-            bias, real, mask, CAUSAL, HAS_BIAS, HAS_REAL, MASK,
+            scores, limits, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
+            bias, real, mask, HAS_BIAS, HAS_REAL, MASK,
         )  # fmt: skip
         v = right(value, group, column, keys, VALUES * PARTS[4])
         v_factors = factors(value, group, column, keys)
-        scores += tl.log2(v_factors)[None, :]
+        scores += exponent(v_factors)[None, :]
         higher = tl.maximum(highest, tl.max(scores, 1))
         level = tl.where(higher > -float("inf"), higher, 0.0)
         fading = tl.exp2(highest - level)
-        weights = tl.exp2(scores - level[:, None] + LIFT)
-        total = total * fading + tl.sum(weights * (1.0 / v_factors)[None, :], 1)
+        weights = tl.exp2(scores - (level - LIFT)[:, None])
+        total = total * fading + tl.sum(weights * inverse(v_factors)[None, :], 1)
         mixed = product(mixed * fading[:, None], in_two(weights, v.dtype), v, 2)
         highest = higher
     level = tl.where(highest > -float("inf"), highest - LIFT, 0.0)
@@ -216,20 +234,21 @@ def query_gradient(
     group = tl.program_id(0).to(tl.int64)
     first = turn(tl.num_programs(1), FOLD) * ROWS
     row = first + tl.arange(0, ROWS)
+    limits = limit(row, queries, keys, CAUSAL)[:, None]
     q = lefts(query, group, row, queries, WIDTH, PARTS[0], PARTS[1])
     q_factors = factors(query, group, row, queries)[:, None]
-    g = lefts(grad, group, row, queries, VALUES, 2, PARTS[4])
+    g = parts_apart(grad, group, row, queries, VALUES, 2)
     level = tl.load(log_total + group * queries + row, mask=row < queries, other=0.0)
     level = tl.where(level > -float("inf"), level, 0.0) * LOG2_E
     middle = tl.load(centre + group * queries + row, mask=row < queries, other=0.0)
-    gradient = tl.zeros((ROWS, WIDTH * PARTS[5]), tl.float32)
+    gradient = tl.zeros((ROWS, WIDTH), tl.float32)
     r = q
     r_factors = q_factors
     second_gradient = gradient
     if SECOND > 0:
         r = lefts(second_query, group, row, queries, SECOND, PARTS[2], PARTS[3])
         r_factors = factors(second_query, group, row, queries)[:, None]
-        second_gradient = tl.zeros((ROWS, SECOND * PARTS[6]), tl.float32)
+        second_gradient = tl.zeros((ROWS, SECOND), tl.float32)
     last = keys
     if CAUSAL:
         last = tl.minimum(keys, keys - queries + first + ROWS)
@@ -244,29 +263,27 @@ def query_gradient(
             more = product(nothing, r, tl.trans(s), PARTS[2])
             scores += _scaled(more, r_factors, factors(second_key, group, column, keys)[None, :], second_scale, True)
         scores = allowed_only(
-            scores, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
-            bias, real, mask, CAUSAL, HAS_BIAS, HAS_REAL, MASK,
+            scores, limits, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
+            bias, real, mask, HAS_BIAS, HAS_REAL, MASK,
         )  # fmt: skip
-        v = right(value, group, column, keys, VALUES * PARTS[4])
-        slopes = product(nothing, g, tl.trans(v), 2) - middle[:, None]
-        slopes = in_two(tl.exp2(scores - level[:, None]) * slopes, v.dtype)
-        b = k
+        v = parts_apart(value, group, column, keys, VALUES, PARTS[4])
+        slopes = product_of_parts(nothing, g, v, 2, PARTS[4], True) - middle[:, None]
+        slopes = in_two(tl.exp2(scores - level[:, None]) * slopes, v[0].dtype)
+        b = (k, k)
         if SCALED:
-            b = right(key_brain, group, column, keys, WIDTH * PARTS[5])
-        gradient = product(gradient, slopes, b, 2)
+            b = parts_apart(key_brain, group, column, keys, WIDTH, PARTS[5])
+        gradient = product_of_parts(gradient, slopes, b, 2, PARTS[5], False)
         if SECOND > 0:
-            b = right(second_key_brain, group, column, keys, SECOND * PARTS[6])
-            second_gradient = product(second_gradient, slopes, b, 2)
+            b = parts_apart(second_key_brain, group, column, keys, SECOND, PARTS[6])
+            second_gradient = product_of_parts(second_gradient, slopes, b, 2, PARTS[6], False)
     across = tl.arange(0, WIDTH)
     inside = (row < queries)[:, None] & (across < width)[None, :]
-    gradient = sum_of_parts(gradient, ROWS, WIDTH, PARTS[5]) * scale
-    tl.store(out + (group * queries + row[:, None]) * width + across[None, :], gradient, mask=inside)
+    tl.store(out + (group * queries + row[:, None]) * width + across[None, :], gradient * scale, mask=inside)
     if SECOND > 0:
         across = tl.arange(0, SECOND)
         inside = (row < queries)[:, None] & (across < second_width)[None, :]
         place = (group * queries + row[:, None]) * second_width + across[None, :]
-        second_gradient = sum_of_parts(second_gradient, ROWS, SECOND, PARTS[6]) * second_scale
-        tl.store(second_out + place, second_gradient, mask=inside)
+        tl.store(second_out + place, second_gradient * second_scale, mask=inside)
 
 
 @triton.jit
@@ -320,20 +337,21 @@ def key_gradient(
     s_factors = k_factors
     v = k
     if WANTS_KEY:
-        v = lefts(value, group, column, keys, VALUES, PARTS[4], 2)
-    gradient = tl.zeros((COLUMNS, WIDTH * PARTS[5]), tl.float32)
+        v = parts_apart(value, group, column, keys, VALUES, PARTS[4])
+    gradient = tl.zeros((COLUMNS, WIDTH), tl.float32)
     second_gradient = gradient
     if SECOND > 0:
         s = lefts(second_key, group, column, keys, SECOND, PARTS[3], PARTS[2])
         s_factors = factors(second_key, group, column, keys)[:, None]
-        second_gradient = tl.zeros((COLUMNS, SECOND * PARTS[6]), tl.float32)
-    value_gradient = tl.zeros((COLUMNS, VALUES * 2), tl.float32)
+        second_gradient = tl.zeros((COLUMNS, SECOND), tl.float32)
+    value_gradient = tl.zeros((COLUMNS, VALUES), tl.float32)
     bias_gradient = tl.zeros((COLUMNS,), tl.float32)
     first = 0
     if CAUSAL:
         first = tl.maximum(tile * COLUMNS - (keys - queries), 0) // ROWS * ROWS
     for start in range(first, queries, ROWS):
         row = start + tl.arange(0, ROWS)
+        limits = limit(row, queries, keys, CAUSAL)[None, :]
         nothing = tl.zeros((COLUMNS, ROWS), tl.float32)
         q = right(query, group, row, queries, WIDTH * PARTS[0])
         scores = product(nothing, k, tl.trans(q), PARTS[1])
@@ -343,44 +361,43 @@ def key_gradient(
             more = product(nothing, s, tl.trans(r), PARTS[3])
             scores += _scaled(more, s_factors, factors(second_query, group, row, queries)[None, :], second_scale, True)
         scores = allowed_only(
-            scores, row[None, :], column[:, None], group, group * mask.batch, queries, keys,
-            bias, real, mask, CAUSAL, HAS_BIAS, HAS_REAL, MASK,
+            scores, limits, row[None, :], column[:, None], group, group * mask.batch, queries, keys,
+            bias, real, mask, HAS_BIAS, HAS_REAL, MASK,
         )  # fmt: skip
         level = tl.load(log_total + group * queries + row, mask=row < queries, other=0.0)
         level = tl.where(level > -float("inf"), level, 0.0) * LOG2_E
         weights = tl.exp2(scores - level[None, :])
-        g = right(grad, group, row, queries, VALUES * 2)
+        g = parts_apart(grad, group, row, queries, VALUES, 2)
         if WANTS_VALUE:
-            value_gradient = product(value_gradient, in_two(weights, g.dtype), g, 2)
+            value_gradient = product_of_parts(value_gradient, in_two(weights, g[0].dtype), g, 2, 2, False)
         if WANTS_KEY:
             middle = tl.load(centre + group * queries + row, mask=row < queries, other=0.0)
-            slopes = weights * (product(nothing, v, tl.trans(g), PARTS[4]) - middle[None, :])
+            slopes = weights * (product_of_parts(nothing, v, g, PARTS[4], 2, True) - middle[None, :])
             if HAS_BIAS:
                 bias_gradient += tl.sum(slopes, 1)
-            slopes = in_two(slopes, g.dtype)
-            b = q
+            slopes = in_two(slopes, g[0].dtype)
+            b = (q, q)
             if SCALED:
-                b = right(query_brain, group, row, queries, WIDTH * PARTS[5])
-            gradient = product(gradient, slopes, b, 2)
+                b = parts_apart(query_brain, group, row, queries, WIDTH, PARTS[5])
+            gradient = product_of_parts(gradient, slopes, b, 2, PARTS[5], False)
             if SECOND > 0:
-                b = right(second_query_brain, group, row, queries, SECOND * PARTS[6])
-                second_gradient = product(second_gradient, slopes, b, 2)
+                b = parts_apart(second_query_brain, group, row, queries, SECOND, PARTS[6])
+                second_gradient = product_of_parts(second_gradient, slopes, b, 2, PARTS[6], False)
     own = column < keys
     here = group * keys + column
     if WANTS_VALUE:
         across = tl.arange(0, VALUES)
         inside = own[:, None] & (across < value_width)[None, :]
-        value_gradient = sum_of_parts(value_gradient, COLUMNS, VALUES, 2)
         tl.store(value_out + here[:, None] * value_width + across[None, :], value_gradient, mask=inside)
     if WANTS_KEY:
         across = tl.arange(0, WIDTH)
         inside = own[:, None] & (across < width)[None, :]
-        gradient = sum_of_parts(gradient, COLUMNS, WIDTH, PARTS[5]) * scale
-        tl.store(out + here[:, None] * width + across[None, :], gradient, mask=inside)
+        tl.store(out + here[:, None] * width + across[None, :], gradient * scale, mask=inside)
         if SECOND > 0:
             across = tl.arange(0, SECOND)
             inside = own[:, None] & (across < second_width)[None, :]
-            second_gradient = sum_of_parts(second_gradient, COLUMNS, SECOND, PARTS[6]) * second_scale
-            tl.store(second_out + here[:, None] * second_width + across[None, :], second_gradient, mask=inside)
+            tl.store(
+                second_out + here[:, None] * second_width + across[None, :], second_gradient * second_scale, mask=inside
+            )
         if HAS_BIAS:
             tl.store(bias_out + here, bias_gradient, mask=own)

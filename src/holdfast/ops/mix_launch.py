@@ -57,7 +57,7 @@ def _tile_bytes(kernel: str, tiling: Tiling, constants: dict[str, Any]) -> int:
         pass_by = parts[1] * width + parts[3] * second + parts[4] * values
         long, short = tiling.rows, tiling.columns
     if kernel in ("query", "key"):
-        stay += 2 * parts[4] * values
+        stay += (2 if kernel == "query" else parts[4]) * values
         pass_by += parts[5] * width * constants["SCALED"] + parts[6] * second
     return 2 * (long * stay + tiling.stages * short * pass_by) + SCRATCH
 

@@ -1,14 +1,14 @@
 """Numbers as sums of two 16-bit parts, for products of float32 quality on tensor cores. Imported only where Triton can run.
 
 Tensor cores multiply 16-bit numbers exactly and add in float32. A float32 is taken apart into a first part, what it rounds
-to, and a second, what is then left, and a product of two such sums is four products.
+to, and a second, what is then left, and a product of two such sums is four products, of which the last may be left out.
 
 halves      float16 parts of 11 bits each: 2^-23 is lost, which is float32's own rounding. Their range is narrow, so each row
             is first divided by a power of 2, its factor, that brings its largest number below 2^15
 brains      bfloat16 parts of 8 bits each: 2^-17 is lost. They have the range of float32, and need no factors
 
-The two parts lie side by side in a row, so that one long product takes the place of two short ones: a left factor's part,
-repeated, meets both parts of the right one. Each product of tiles waits for the one before, so fewer and longer is faster.
+The two parts lie side by side in a row, so that one long product can take the place of two short ones: a left factor's
+part, repeated, meets both parts of the right one.
 """
 
 # mypy: ignore-errors
@@ -57,6 +57,12 @@ def lefts(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, T
 
 
 @triton.jit
+def parts_apart(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """The first and the second part of a tile."""
+    return lefts(operand, group, row, rows, WIDTH, PARTS, 1)
+
+
+@triton.jit
 def right(operand, group, row, rows, WIDTH: tl.constexpr):
     """A tile with all its parts; WIDTH is that of all."""
     column = tl.arange(0, WIDTH)
@@ -70,11 +76,42 @@ def factors(operand, group, row, rows):
 
 
 @triton.jit
+def exponent(power):
+    """The logarithm of powers of 2, exactly."""
+    return ((power.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
+def inverse(power):
+    """1 over powers of 2, exactly."""
+    return ((254 << 23) - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def product(total, left, other, PARTS: tl.constexpr):
     """total + (the sum of left's parts) other, the small ones first."""
     if PARTS > 1:
         total = tl.dot(left[1], other, total)
     return tl.dot(left[0], other, total)
+
+
+@triton.jit
+def product_of_parts(total, left, other, LEFT: tl.constexpr, RIGHT: tl.constexpr, TURN: tl.constexpr):
+    """total + left other (transposed if TURN) without the product of the second parts, the small ones first.
+
+    Narrower than `product`: its result has the width of one part, which is what registers have room for.
+    """
+    first = other[0]
+    if TURN:
+        first = tl.trans(first)
+    if RIGHT > 1:
+        second = other[1]
+        if TURN:
+            second = tl.trans(second)
+        total = tl.dot(left[0], second, total)
+    if LEFT > 1:
+        total = tl.dot(left[1], first, total)
+    return tl.dot(left[0], first, total)
 
 
 @triton.jit
