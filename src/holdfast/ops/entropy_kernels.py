@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, limit, turn
+from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, limit
 from holdfast.ops.mix_launch import SCRATCH, SMALL, Tiling, mask_kind, mask_operand, shared_memory
 from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Kinds, Operand, lefts, product, right, take_apart, tile_width
 
@@ -57,14 +57,13 @@ def _entropy(
     MASK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLD: tl.constexpr,
 ):
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     of_query = batch * query_batch + head * query_head
     of_key = batch * key_batch + head * key_heads // heads * key_head
     of_mask = batch * mask.batch + head * mask.head
-    first = turn(tl.num_programs(1), FOLD) * ROWS
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the rows that look at most keys start first
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
     q = lefts(query, of_query, row, queries, WIDTH, PARTS, PARTS)

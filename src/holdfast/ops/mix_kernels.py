@@ -28,7 +28,6 @@ from holdfast.ops.part_kernels import (
     product,
     product_of_parts,
     right,
-    sum_of_parts,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -44,21 +43,6 @@ class Mask(NamedTuple):
     head: int
     row: int
     column: int
-
-
-@triton.jit
-def turn(COUNT, FOLD: tl.constexpr):
-    """Which tile of rows this program takes. In causal attention the last take longest and start first.
-
-    FOLD, where two programs share a multiprocessor from the start: the second half come the other way round, so that
-    a long one and a short one share.
-    """
-    own = tl.program_id(1)
-    tile = COUNT - 1 - own
-    if FOLD:
-        half = (COUNT + 1) // 2
-        tile = tl.where(own < half, tile, own - half)
-    return tile
 
 
 @triton.jit
@@ -144,10 +128,9 @@ def mix(
     MASK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLD: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
-    first = turn(tl.num_programs(1), FOLD) * ROWS
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the rows that look at most keys start first
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
     q = lefts(query, group, row, queries, WIDTH, PARTS[0], PARTS[1])
@@ -159,7 +142,7 @@ def mix(
         r_factors = factors(second_query, group, row, queries)[:, None]
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, VALUES * PARTS[4]), tl.float32)
+    mixed = tl.zeros((ROWS, VALUES), tl.float32)
     last = keys
     if CAUSAL:
         last = tl.minimum(keys, keys - queries + first + ROWS)
@@ -177,7 +160,7 @@ def mix(
             scores, limits, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
             bias, real, mask, HAS_BIAS, HAS_REAL, MASK,
         )  # fmt: skip
-        v = right(value, group, column, keys, VALUES * PARTS[4])
+        v = parts_apart(value, group, column, keys, VALUES, PARTS[4])
         v_factors = factors(value, group, column, keys)
         scores += exponent(v_factors)[None, :]
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -185,10 +168,13 @@ def mix(
         fading = tl.exp2(highest - level)
         weights = tl.exp2(scores - (level - LIFT)[:, None])
         total = total * fading + tl.sum(weights * inverse(v_factors)[None, :], 1)
-        mixed = product(mixed * fading[:, None], in_two(weights, v.dtype), v, 2)
+        # Tensor cores round sums towards 0, which would add up over thousands of keys: only a tile's own sum is theirs.
+        weights = in_two(weights, v[0].dtype)
+        more = product_of_parts(tl.zeros((ROWS, VALUES), tl.float32), weights, v, 2, PARTS[4], False)
+        mixed = mixed * fading[:, None] + more
         highest = higher
     level = tl.where(highest > -float("inf"), highest - LIFT, 0.0)
-    mixed = sum_of_parts(mixed, ROWS, VALUES, PARTS[4]) / tl.where(total > 0, total, 1.0)[:, None]
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     across = tl.arange(0, VALUES)
     place = (group * queries + row[:, None]) * value_width + across[None, :]
     tl.store(out + place, mixed, mask=(row < queries)[:, None] & (across < value_width)[None, :])
@@ -229,10 +215,9 @@ def query_gradient(
     MASK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLD: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
-    first = turn(tl.num_programs(1), FOLD) * ROWS
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the rows that look at most keys start first
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
     q = lefts(query, group, row, queries, WIDTH, PARTS[0], PARTS[1])
@@ -325,12 +310,10 @@ def key_gradient(
     WANTS_VALUE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLD: tl.constexpr,
 ):
     """Everything transposed, keys down and queries across, so that the weights are a left factor as they come."""
     group = tl.program_id(0).to(tl.int64)
-    tile = tl.num_programs(1) - 1 - turn(tl.num_programs(1), FOLD)  # here the first take longest
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = lefts(key, group, column, keys, WIDTH, PARTS[1], PARTS[0])
     k_factors = factors(key, group, column, keys)[:, None]
     s = k
@@ -348,7 +331,7 @@ def key_gradient(
     bias_gradient = tl.zeros((COLUMNS,), tl.float32)
     first = 0
     if CAUSAL:
-        first = tl.maximum(tile * COLUMNS - (keys - queries), 0) // ROWS * ROWS
+        first = tl.maximum(tl.program_id(1) * COLUMNS - (keys - queries), 0) // ROWS * ROWS
     for start in range(first, queries, ROWS):
         row = start + tl.arange(0, ROWS)
         limits = limit(row, queries, keys, CAUSAL)[None, :]

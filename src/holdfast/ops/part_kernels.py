@@ -97,10 +97,7 @@ def product(total, left, other, PARTS: tl.constexpr):
 
 @triton.jit
 def product_of_parts(total, left, other, LEFT: tl.constexpr, RIGHT: tl.constexpr, TURN: tl.constexpr):
-    """total + left other (transposed if TURN) without the product of the second parts, the small ones first.
-
-    Narrower than `product`: its result has the width of one part, which is what registers have room for.
-    """
+    """total + left other (transposed if TURN) without the product of the second parts, the small ones first."""
     first = other[0]
     if TURN:
         first = tl.trans(first)
@@ -118,14 +115,6 @@ def product_of_parts(total, left, other, LEFT: tl.constexpr, RIGHT: tl.constexpr
 def in_two(numbers, KIND: tl.constexpr):
     first = numbers.to(KIND)
     return first, (numbers - first.to(tl.float32)).to(KIND)
-
-
-@triton.jit
-def sum_of_parts(total, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """What a right factor's parts gave, side by side, added up."""
-    if PARTS > 1:
-        total = tl.sum(tl.reshape(total, (ROWS, PARTS, WIDTH)), 1)
-    return total
 
 
 @triton.jit

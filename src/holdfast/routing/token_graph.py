@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from holdfast.ops.heads import take_head
 from holdfast.ops.mix import Second, attention_entropy, softmax_mix
 from holdfast.ops.precision import linear_float32
 from holdfast.routing.parts import Informer, Traits
@@ -148,9 +149,8 @@ class AttentionPosterior(Informer, StatefulPart):
         """
         assert attention.projection is not None
         key_head = head * attention.key.shape[1] // self.heads
-        query = attention.query.index_select(1, head).squeeze(1)
-        key = attention.key.index_select(1, key_head).squeeze(1)
-        value = attention.value.index_select(1, key_head).squeeze(1)
+        query, key = take_head(attention.query, head), take_head(attention.key, key_head)
+        value = take_head(attention.value, key_head)
         weight = attention.projection.weight.unflatten(1, (self.heads, -1)).index_select(1, head).squeeze(1)  # (d, D_v)
         # u_i . o_j = heads (W^T u_i) . v_j, and what the bias adds is the same for every j
         explained = Second(linear_float32(attention.output, weight.t()), value, self.heads / self.sigma**2)
