@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.ops.mix import softmax_mix
+from holdfast.ops.mix import Second, softmax_mix
 from holdfast.routing import token_graph
 from holdfast.routing.token_graph import AttentionPosterior
 from holdfast.train import load_trained
 from holdfast.train.snapshots import routes_of
 
 
-def weights_of(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
-    scores = scale * query.float() @ key.float().transpose(1, 2)
+def weights_of(query: Tensor, key: Tensor, scale: float, causal: bool, second: Second, bias: Tensor) -> Tensor:
+    scores = scale * query.float() @ key.float().transpose(1, 2) + bias.unsqueeze(1)
+    scores = scores + second.scale * second.query.float() @ second.key.float().transpose(1, 2)
     if causal:
         later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
@@ -37,7 +38,7 @@ def main() -> None:
     plain = softmax_mix
 
     def watched(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        weights = weights_of(query, key, how["scale"], how["causal"])
+        weights = weights_of(query, key, how["scale"], how["causal"], how["second"], how["bias"])
         late = weights[:, 64:]  # tokens that have something to look at
         mixed = plain(query, key, value, **how)
         places = torch.arange(64, weights.shape[1], device=weights.device)

@@ -6,35 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from holdfast.ops import mix
-from holdfast.ops.mix import attention_entropy, softmax_mix
+from holdfast.ops import mix, naive
+from holdfast.ops.mix import Second, attention_entropy, softmax_mix
 
 QUERIES, KEYS = 13, 17
-
-
-def explicit(query: Tensor, key: Tensor, scale: float, causal: bool, real: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The weights as a (G,N,M) matrix; rows that may look at nothing are 0."""
-    scores = scale * query @ key.transpose(1, 2)
-    allowed = torch.ones_like(scores, dtype=torch.bool)
-    if causal:
-        allowed &= torch.arange(KEYS) <= torch.arange(QUERIES).unsqueeze(1) + KEYS - QUERIES
-    if real is not None:
-        allowed &= real.unsqueeze(1)
-    if mask is not None and mask.dtype == torch.bool:
-        allowed = allowed & mask
-    elif mask is not None:
-        scores = scores + mask
-    return torch.softmax(scores.masked_fill(~allowed, -1e30), -1) * allowed.any(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
 @pytest.mark.parametrize("kind", ["no mask", "bool mask", "bias"])
 @pytest.mark.parametrize("block", [1, 2**22], ids=["small blocks", "one block"])
+@pytest.mark.parametrize("twice", [True, False], ids=["two products", "one product"])
 def test_blocks_equal_the_explicit_matrix(
-    causal: bool, padded: bool, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
+    causal: bool, padded: bool, kind: str, block: int, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mix, "BLOCK_ELEMENTS", {"cpu": block})
     monkeypatch.setattr(mix, "FEWEST_ROWS", 5)
@@ -43,15 +28,52 @@ def test_blocks_equal_the_explicit_matrix(
     key, value = torch.randn(2, KEYS, 5, requires_grad=True), torch.randn(2, KEYS, 3, requires_grad=True)
     real = torch.rand(2, KEYS) < 0.7 if padded else None
     mask = {"no mask": None, "bool mask": torch.rand(1, QUERIES, KEYS) < 0.8, "bias": torch.randn(2, QUERIES, KEYS)}[kind]
-    weights = explicit(query, key, 0.7, causal, real, mask)
-    got = softmax_mix(query, key, value, scale=0.7, causal=causal, real=real, mask=mask)
+    leaves = [query, key, value]
+    second, bias = None, None
+    if twice:
+        other = torch.randn(2, QUERIES, 4, requires_grad=True), torch.randn(2, KEYS, 4, requires_grad=True)
+        second, bias = Second(*other, 0.3), torch.randn(2, KEYS, requires_grad=True)
+        leaves += [*other, bias]
+    weights = naive.mixing_weights(query, key, 0.7, causal, real, mask, second, bias)
+    got = softmax_mix(query, key, value, scale=0.7, causal=causal, real=real, mask=mask, second=second, bias=bias)
     grad = torch.randn_like(got)
-    leaves = (query, key, value)
     fast, slow = torch.autograd.grad(got, leaves, grad), torch.autograd.grad(weights @ value, leaves, grad)
     for mine, theirs in zip([got, *fast], [weights @ value, *slow], strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-    entropy = attention_entropy(query, key, scale=0.7, causal=causal, real=real, mask=mask)
-    torch.testing.assert_close(entropy, torch.special.entr(weights).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("kind", ["no mask", "bool mask", "bias"])
+@pytest.mark.parametrize("block", [1, 2**22], ids=["small blocks", "one block"])
+def test_entropies_equal_those_of_the_explicit_matrix(
+    causal: bool, padded: bool, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four heads, two of which share keys."""
+    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", {"cpu": block})
+    monkeypatch.setattr(mix, "FEWEST_ROWS", 5)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, QUERIES, 5), torch.randn(2, 2, KEYS, 5)
+    real = torch.rand(2, KEYS) < 0.7 if padded else None
+    mask = {"no mask": None, "bool mask": torch.rand(1, 1, QUERIES, KEYS) < 0.8, "bias": torch.randn(2, 4, QUERIES, KEYS)}[
+        kind
+    ]
+    got = attention_entropy(query, key, scale=0.7, causal=causal, real=real, mask=mask)
+    for head in range(4):
+        own = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
+        weights = naive.mixing_weights(query[:, head], key[:, head // 2], 0.7, causal, real, own)
+        torch.testing.assert_close(got[:, head], torch.special.entr(weights).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_gradient_that_nobody_asks_for_changes_no_other() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, QUERIES, 5), torch.randn(2, KEYS, 5)
+    value = torch.rand(2, KEYS, 3, requires_grad=True)
+    grads = []
+    for wanted in (False, True):
+        out = softmax_mix(query.requires_grad_(wanted), key.requires_grad_(wanted), value, scale=0.7)
+        grads.append(torch.autograd.grad(out.square().sum(), value)[0])
+    assert torch.equal(*grads)
 
 
 def test_a_query_that_may_look_at_nothing_gets_zero_and_no_nan() -> None:

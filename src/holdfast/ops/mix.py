@@ -1,21 +1,34 @@
 """Attention-like mixing without an N x N matrix: a block of queries at a time, forward and backward, in true float32.
 
-    G groups (sequences, or sequences x heads), N queries, M keys; the queries are the last N of the M positions
+    G groups (sequences), N queries, M keys; the queries are the last N of the M positions
     weight_ij is proportional to exp(scale q_i.k_j + bias_ij) over the allowed j;  out_i = sum_j weight_ij v_j
 
 What is allowed: j <= i if `causal`, `real[j]` if given, and what `mask` says: bool, True where allowed, or a bias to add. A
 query that may look at nothing gets 0.
+
+On a GPU the kernels of ops/mix_kernels.py and ops/entropy_kernels.py do this in tiles; here is what they are compared with,
+and what runs on a CPU and for operands too wide for a tile.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from holdfast.ops.precision import ieee_float32
+from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
 BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # scores held at a time: 16 MiB; on a GPU, where small ones wait, 128
 FEWEST_ROWS = 16  # queries in a block, however many keys there are
+
+
+class Second(NamedTuple):
+    """Another product of queries and keys that is added to the scores."""
+
+    query: Tensor  # (G,N,m')
+    key: Tensor  # (G,M,m')
+    scale: float
 
 
 def softmax_mix(
@@ -27,24 +40,30 @@ def softmax_mix(
     causal: bool = False,
     real: Tensor | None = None,  # (G,M)
     mask: Tensor | None = None,  # (G,N,M), or 1 in place of G or N
+    second: Second | None = None,
+    bias: Tensor | None = None,  # (G,M), added to the scores of a key
 ) -> Tensor:
-    """out (G,N,n), float32, differentiable in query, key and value; a bias in `mask` gets no gradient."""
-    out, _ = _softmax_mix(query, key, value, real, _expanded(mask, query, key), causal, scale)
+    """out (G,N,n), float32, differentiable in everything but a bias in `mask`."""
+    other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
+    bias = None if bias is None else bias.float()
+    out, _ = _softmax_mix(
+        query, key, value, other_query, other_key, bias, real, _expanded(mask, query, key), causal, scale, other_scale
+    )
     return out
 
 
 @torch.no_grad()
 def attention_entropy(
-    query: Tensor,
-    key: Tensor,
+    query: Tensor,  # (B,H,N,m)
+    key: Tensor,  # (B,key heads,M,m)
     *,
     scale: float,
     causal: bool = False,
-    real: Tensor | None = None,
-    mask: Tensor | None = None,
+    real: Tensor | None = None,  # (B,M)
+    mask: Tensor | None = None,  # (B,H,N,M), or 1 in place of B, H or N
 ) -> Tensor:
-    """(G,N): the entropy in nats of each query's weights; 0 for a query that may look at nothing. No gradient."""
-    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, _expanded(mask, query, key), causal, scale)
+    """(B,H,N): the entropy in nats of each query's weights; 0 for a query that may look at nothing. No gradient."""
+    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale)
     return out
 
 
@@ -69,28 +88,57 @@ def _blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, s
         yield slice(start, end), slice(0, keys - queries + end if causal else keys)
 
 
-def _scores(
+class _Terms(NamedTuple):
+    """What scores are made of, float32 and 0 in padding."""
+
+    query: Tensor
+    key: Tensor
+    second_query: Tensor | None
+    second_key: Tensor | None
+    bias: Tensor | None
+    real: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    second_scale: float
+
+    def scores(self, rows: slice, columns: slice) -> Tensor:
+        """(G, block, keys), -inf where not allowed."""
+        scores = torch.bmm(self.query[:, rows], self.key[:, columns].transpose(1, 2)).mul_(self.scale)
+        if self.second_query is not None and self.second_key is not None:
+            more = self.second_key[:, columns].transpose(1, 2)
+            scores.baddbmm_(self.second_query[:, rows], more, alpha=self.second_scale)
+        if self.bias is not None:
+            scores.add_(self.bias[:, None, columns])
+        if self.mask is not None:
+            part = self.mask[:, rows, columns]
+            scores = scores.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else scores.add_(part)
+        if self.real is not None:
+            scores.masked_fill_(~self.real[:, None, columns], -torch.inf)
+        if self.causal:
+            offset = self.key.shape[1] - self.query.shape[1]
+            position = torch.arange(rows.start, rows.stop, device=scores.device) + offset
+            later = torch.arange(columns.stop, device=scores.device) > position.unsqueeze(1)
+            scores.masked_fill_(later, -torch.inf)
+        return scores
+
+
+def _terms(
     query: Tensor,
     key: Tensor,
-    at: tuple[slice, slice],
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
     causal: bool,
     scale: float,
-) -> Tensor:
-    """(G, block, keys), -inf where not allowed."""
-    rows, columns = at
-    scores = torch.bmm(query[:, rows], key[:, columns].transpose(1, 2)).mul_(scale)
-    if mask is not None:
-        part = mask[:, rows, columns]
-        scores = scores.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else scores.add_(part)
-    if real is not None:
-        scores.masked_fill_(~real[:, None, columns], -torch.inf)
-    if causal:
-        position = torch.arange(rows.start, rows.stop, device=query.device) + key.shape[1] - query.shape[1]
-        later = torch.arange(columns.stop, device=query.device) > position.unsqueeze(1)
-        scores.masked_fill_(later, -torch.inf)
-    return scores
+    second_scale: float,
+) -> _Terms:
+    second_query = None if second_query is None else second_query.float()
+    second_key = None if second_key is None else _only_real(second_key, real)
+    keys = _only_real(key, real)
+    return _Terms(query.float(), keys, second_query, second_key, bias, real, mask, causal, scale, second_scale)
 
 
 def _exp(log_weights: Tensor) -> Tensor:
@@ -102,28 +150,51 @@ def _finite(values: Tensor) -> Tensor:
     return values.where(values > -torch.inf, 0.0)
 
 
+def _on_kernels(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None) -> bool:
+    """Whether the Triton kernels can take these."""
+    if not (HAS_TRITON and query.is_cuda):
+        return False
+    from holdfast.ops import mix_launch
+
+    return mix_launch.supports(query, key, value, second_query, second_key)
+
+
 @torch.library.custom_op("holdfast::softmax_mix", mutates_args=())
 def _softmax_mix(
-    query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    bias: Tensor | None,
+    real: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    second_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    query, key, value = query.float(), _only_real(key, real), _only_real(value, real)
-    out = query.new_empty(*query.shape[:2], value.shape[2])
-    log_total = query.new_empty(query.shape[:2])
+    rest = (second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    if _on_kernels(query, key, value, second_query, second_key):
+        from holdfast.ops import mix_launch
+
+        with on_device_of(query):
+            return mix_launch.mix(query, key, value, *rest)
+    terms, value = _terms(query, key, *rest), _only_real(value, real)
+    out = terms.query.new_empty(*query.shape[:2], value.shape[2])
+    log_total = terms.query.new_empty(query.shape[:2])
     with ieee_float32():
-        for at in _blocks(query, key, causal):
-            scores = _scores(query, key, at, real, mask, causal, scale)
+        for rows, columns in _blocks(query, key, causal):
+            scores = terms.scores(rows, columns)
             highest = _finite(scores.amax(-1, keepdim=True))
             weights = _exp(scores.sub_(highest))
             total = weights.sum(-1, keepdim=True)
-            out[:, at[0]] = torch.bmm(weights, value[:, at[1]]) / total.clamp_min(torch.finfo(torch.float32).tiny)
-            log_total[:, at[0]] = (highest + total.log()).squeeze(-1)
+            out[:, rows] = torch.bmm(weights, value[:, columns]) / total.clamp_min(torch.finfo(torch.float32).tiny)
+            log_total[:, rows] = (highest + total.log()).squeeze(-1)
     return out, log_total
 
 
 @_softmax_mix.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | bool | float | None) -> tuple[Tensor, Tensor]:
     shape = query.shape[:2]
     return query.new_empty(*shape, value.shape[2], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
 
@@ -136,26 +207,65 @@ def _softmax_mix_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide_query, wide_key, wide_value = query.float(), _only_real(key, real), _only_real(value, real)
-    grad_query = torch.empty_like(wide_query)
-    grad_key, grad_value = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
+    second_scale: float,
+    wants_query: bool,
+    wants_key: bool,
+    wants_value: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the first six operands; one without elements where it is not wanted or there is no operand."""
+    operands = (query, key, value, second_query, second_key, bias)
+    rest = (second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    wants = (wants_query, wants_key, wants_value)
+    if _on_kernels(query, key, value, second_query, second_key):
+        from holdfast.ops import mix_launch
+
+        with on_device_of(query):
+            grads = mix_launch.mix_backward(grad, out, log_total, query, key, value, *rest, wants=wants)
+    else:
+        grads = _blocked_backward(grad, out, log_total, _terms(query, key, *rest), _only_real(value, real))
+    wanted = (wants_query, wants_key, wants_value, wants_query, wants_key, wants_key)
+    chosen = [
+        grad.new_empty(0) if found is None or operand is None or not want else found.to(operand.dtype)
+        for operand, found, want in zip(operands, grads, wanted, strict=True)
+    ]
+    return chosen[0], chosen[1], chosen[2], chosen[3], chosen[4], chosen[5]
+
+
+def _blocked_backward(
+    grad: Tensor, out: Tensor, log_total: Tensor, terms: _Terms, value: Tensor
+) -> tuple[Tensor | None, ...]:
+    query, key, second_query, second_key, bias = terms[:5]
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+    grad_second_query = None if second_query is None else torch.empty_like(second_query)
+    grad_second_key = None if second_key is None else torch.zeros_like(second_key)
+    grad_bias = None if bias is None else torch.zeros_like(bias)
     centre = (grad * out).sum(-1, keepdim=True)
     log_total = _finite(log_total).unsqueeze(-1)
     with ieee_float32():
-        for at in _blocks(wide_query, wide_key, causal):
-            rows, columns = at
-            weights = _exp(_scores(wide_query, wide_key, at, real, mask, causal, scale).sub_(log_total[:, rows]))
+        for rows, columns in _blocks(query, key, terms.causal):
+            weights = _exp(terms.scores(rows, columns).sub_(log_total[:, rows]))
             grad_value[:, columns] += torch.bmm(weights.transpose(1, 2), grad[:, rows])
-            grad_scores = torch.bmm(grad[:, rows], wide_value[:, columns].transpose(1, 2))
-            grad_scores = grad_scores.sub_(centre[:, rows]).mul_(weights).mul_(scale)
-            grad_query[:, rows] = torch.bmm(grad_scores, wide_key[:, columns])
-            grad_key[:, columns] += torch.bmm(grad_scores.transpose(1, 2), wide_query[:, rows])
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+            slopes = torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2))
+            slopes = slopes.sub_(centre[:, rows]).mul_(weights)
+            if grad_bias is not None:
+                grad_bias[:, columns] += slopes.sum(1)
+            if second_query is not None and second_key is not None:
+                assert grad_second_query is not None and grad_second_key is not None
+                grad_second_query[:, rows] = torch.bmm(slopes, second_key[:, columns]) * terms.second_scale
+                more = torch.bmm(slopes.transpose(1, 2), second_query[:, rows])
+                grad_second_key[:, columns] += more * terms.second_scale
+            slopes.mul_(terms.scale)
+            grad_query[:, rows] = torch.bmm(slopes, key[:, columns])
+            grad_key[:, columns] += torch.bmm(slopes.transpose(1, 2), query[:, rows])
+    return grad_query, grad_key, grad_value, grad_second_query, grad_second_key, grad_bias
 
 
 @_softmax_mix_backward.register_fake
@@ -166,22 +276,39 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *rest: Tensor | bool | float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    bias: Tensor | None,
+    real: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    second_scale: float,
+    wants_query: bool,
+    wants_key: bool,
+    wants_value: bool,
+) -> tuple[Tensor, ...]:
+    operands = (query, key, value, second_query, second_key, bias)
+    wanted = (wants_query, wants_key, wants_value, wants_query, wants_key, wants_key)
+    return tuple(
+        grad.new_empty(0) if operand is None or not want else operand.new_empty(operand.shape)
+        for operand, want in zip(operands, wanted, strict=True)
+    )
 
 
 def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # type: ignore[no-untyped-def, type-arg]
-    query, key, value, real, mask, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*output, query, key, value, real, mask)
+    *tensors, ctx.causal, ctx.scale, ctx.second_scale = inputs
+    ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad: Tensor | None, _grad_log_total: Tensor | None) -> tuple:  # type: ignore[no-untyped-def, type-arg]
-    if grad is None:
-        return (None,) * 7
-    grads = _softmax_mix_backward(grad.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.scale)
-    return (*grads, None, None, None, None)
+    needs = ctx.needs_input_grad[:6]
+    if grad is None or not any(needs):
+        return (None,) * 11
+    wants = (needs[0] or needs[3], needs[1] or needs[4] or needs[5], needs[2])
+    grads = _softmax_mix_backward(grad.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.second_scale, *wants)
+    return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 5)
 
 
 _softmax_mix.register_autograd(_backward, setup_context=_save)
@@ -191,16 +318,26 @@ _softmax_mix.register_autograd(_backward, setup_context=_save)
 def _attention_entropy(
     query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    query, key = query.float(), _only_real(key, real)
-    entropy = query.new_empty(query.shape[:2])
-    with ieee_float32():
-        for at in _blocks(query, key, causal):
-            scores = _scores(query, key, at, real, mask, causal, scale)
-            log_weights = scores.sub_(_finite(scores.logsumexp(-1, keepdim=True)))
-            entropy[:, at[0]] = -(log_weights.exp() * _finite(log_weights)).sum(-1)
+    if HAS_TRITON and query.is_cuda:
+        from holdfast.ops import entropy_kernels
+
+        if entropy_kernels.supports(query, key, scale):
+            with on_device_of(query):
+                return entropy_kernels.entropy(query, key, real, mask, causal, scale)
+    heads, key_heads = query.shape[1], key.shape[1]
+    entropy = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    for head in range(heads):  # one at a time: a mask expanded to all heads would be a copy of N x N for each
+        own, shared = query[:, head], key[:, head * key_heads // heads]
+        part = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
+        terms = _terms(own, shared, None, None, None, real, _expanded(part, own, shared), causal, scale, 0.0)
+        with ieee_float32():
+            for rows, columns in _blocks(own, shared, causal):
+                scores = terms.scores(rows, columns)
+                log_weights = scores.sub_(_finite(scores.logsumexp(-1, keepdim=True)))
+                entropy[:, head, rows] = -(log_weights.exp() * _finite(log_weights)).sum(-1)
     return entropy
 
 
 @_attention_entropy.register_fake
 def _(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    return query.new_empty(query.shape[:2], dtype=torch.float32)
+    return query.new_empty(query.shape[:3], dtype=torch.float32)

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.mix import attention_entropy, softmax_mix
+from holdfast.ops.heads import take_head
+from holdfast.ops.mix import Second, attention_entropy, softmax_mix
 from holdfast.ops.precision import linear_float32
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
@@ -109,13 +110,23 @@ class AttentionPosterior(Informer, StatefulPart):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         attention = self._attention(context)
         head = self.entropy.argmin().view(1)
-        query, keys = self._augmented(attention, head, context)
+        query, key, explained, bias = self._log_weights(attention, head, context)
         own, real, mask = gates, context.padding, _mask(attention, head)
         if context.cache is not None:
             gates = context.cache.extend("attention.gates", gates)
             real = context.cache.extend("attention.real", context.real_or_all(tokens))
             gates, real = _latest(gates, attention), _latest(real, attention)
-        mixed = softmax_mix(query, keys, gates, scale=1.0, causal=context.causal, real=real, mask=mask)
+        mixed = softmax_mix(
+            query,
+            key,
+            gates,
+            scale=_scale(attention),
+            causal=context.causal,
+            real=real,
+            mask=mask,
+            second=explained,
+            bias=bias,
+        )
         if self.training:
             self._stage_entropies(attention, tokens, context)
         return _blend(own, mixed, self.strength)
@@ -131,45 +142,46 @@ class AttentionPosterior(Informer, StatefulPart):
             raise ValueError(f"the attention has {attention.query.shape[1]} heads; this router was built for {self.heads}.")
         return attention
 
-    def _augmented(self, attention: Attention, head: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Vectors whose product is q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), up to what is the same for every j."""
+    def _log_weights(self, attention: Attention, head: Tensor, context: Context) -> tuple[Tensor, Tensor, Second, Tensor]:
+        """q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), up to what is the same for every j: two products and a bias.
+
+        The head is an index on the device, so that nobody waits to hear which it is.
+        """
         assert attention.projection is not None
         key_head = head * attention.key.shape[1] // self.heads
-        query = attention.query.index_select(1, head).squeeze(1).float() * _scale(attention)
-        key = attention.key.index_select(1, key_head).squeeze(1).float()
-        value = attention.value.index_select(1, key_head).squeeze(1).float()
-        weight = attention.projection.weight.unflatten(1, (self.heads, -1)).index_select(1, head).squeeze(1)
-        weight = self.heads * weight.float()  # (d, D_v)
-        seen_by_head = linear_float32(attention.output, weight.t())  # u_i . o_j = (W^T u_i) . v_j, and the bias cancels
+        query, key = take_head(attention.query, head), take_head(attention.key, key_head)
+        value = take_head(attention.value, key_head)
+        weight = attention.projection.weight.unflatten(1, (self.heads, -1)).index_select(1, head).squeeze(1)  # (d, D_v)
+        # u_i . o_j = heads (W^T u_i) . v_j, and what the bias adds is the same for every j
+        explained = Second(linear_float32(attention.output, weight.t()), value, self.heads / self.sigma**2)
         norms = self._norms(value, weight, attention.projection.bias, query.shape[1], context)
-        ones = torch.ones_like(query[..., :1])
-        variance = self.sigma**2
-        return (
-            torch.cat([query, seen_by_head / variance, ones], dim=-1),
-            torch.cat([key, value, -norms / (2 * variance)], dim=-1),
-        )
+        return query, key, explained, norms / (-2 * self.sigma**2)
 
     def _norms(self, value: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, context: Context) -> Tensor:
-        """|o_j|^2 (B,M,1) of every token, the earlier ones from the cache."""
-        new = value.shape[1] if context.cache is None else tokens
-        outputs = linear_float32(value[:, value.shape[1] - new :], weight)
-        outputs = outputs if bias is None else outputs + bias.float()
-        norms = outputs.square().sum(-1, keepdim=True)
-        return norms if context.cache is None else context.cache.extend("attention.norms", norms)[:, -value.shape[1] :]
+        """|o_j|^2 (B,M) of every token, the earlier ones from the cache; from W^T W, so that no o_j (d wide) is built."""
+        new = value if context.cache is None else value[:, value.shape[1] - tokens :]
+        across = weight.t()
+        products = self.heads**2 * linear_float32(new, linear_float32(across, across))
+        if bias is not None:
+            products = products + 2 * self.heads * linear_float32(bias.unsqueeze(0), across)
+        norms = (products * new).sum(-1, keepdim=True)
+        norms = norms if bias is None else norms + bias.float().square().sum()
+        if context.cache is not None:
+            norms = context.cache.extend("attention.norms", norms)[:, -value.shape[1] :]
+        return norms.squeeze(-1)
 
     def _stage_entropies(self, attention: Attention, tokens: Tensor, context: Context) -> None:
-        counts, totals = context.real_or_all(tokens), []
-        for head in range(self.heads):  # one at a time: a mask expanded to all heads would be a copy of N x N for each
-            entropies = attention_entropy(
-                attention.query[:, head],
-                attention.key[:, head * attention.key.shape[1] // self.heads],
-                scale=_scale(attention),
-                causal=context.causal,
-                real=context.padding,
-                mask=_mask(attention, head),
-            )
-            totals.append((entropies * counts).sum())
-        self.stage(entropies=sum_over_ranks(torch.stack(totals)), tokens=sum_over_ranks(counts.sum()))
+        counts = context.real_or_all(tokens)
+        entropies = attention_entropy(
+            attention.query,
+            attention.key,
+            scale=_scale(attention),
+            causal=context.causal,
+            real=context.padding,
+            mask=_masks(attention),
+        )
+        totals = entropies.where(counts.unsqueeze(1), 0.0).sum((0, 2))
+        self.stage(entropies=sum_over_ranks(totals), tokens=sum_over_ranks(counts.sum()))
 
 
 def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
@@ -190,15 +202,21 @@ def _scale(attention: Attention) -> float:
     return attention.query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
 
 
-def _mask(attention: Attention, head: Tensor | int) -> Tensor | None:
-    """A head's own mask, with its position bias if it has one, as (B or 1, N or 1, M)."""
-    if attention.mask is None:
+def _masks(attention: Attention) -> Tensor | None:
+    """All heads' masks, with their position biases if they have them, as (B or 1, heads or 1, N or 1, M)."""
+    mask = attention.mask
+    if mask is None:
         return None
-    mask = attention.mask.view(*[1] * (4 - attention.mask.dim()), *attention.mask.shape)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"the attention mask is {mask.dtype}; expected bool (True where allowed) or a float that is added.")
-    if mask.shape[1] == 1:
-        return mask[:, 0]
+    return mask.view(*[1] * (4 - mask.dim()), *mask.shape)
+
+
+def _mask(attention: Attention, head: Tensor | int) -> Tensor | None:
+    """A head's own mask, as (B or 1, N or 1, M)."""
+    mask = _masks(attention)
+    if mask is None or mask.shape[1] == 1:
+        return None if mask is None else mask[:, 0]
     return mask[:, head] if isinstance(head, int) else mask.index_select(1, head).squeeze(1)
 
 

@@ -1,0 +1,228 @@
+"""Numbers as sums of two 16-bit parts, for products of float32 quality on tensor cores. Imported only where Triton can run.
+
+Tensor cores multiply 16-bit numbers exactly and add in float32. A float32 is taken apart into a first part, what it rounds
+to, and a second, what is then left, and a product of two such sums is four products, of which the last may be left out.
+
+halves      float16 parts of 11 bits each: 2^-23 is lost, which is float32's own rounding. Their range is narrow, so each row
+            is first divided by a power of 2, its factor, that brings its largest number below 2^15
+brains      bfloat16 parts of 8 bits each: 2^-17 is lost. They have the range of float32, and need no factors
+
+The two parts lie side by side in a row, so that one long product can take the place of two short ones: a left factor's
+part, repeated, meets both parts of the right one.
+"""
+
+# mypy: ignore-errors
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 256  # columns of a part
+BLOCK = 32  # rows taken apart by one program
+HIGHEST = tl.constexpr(14)  # halves stay below 2^15
+
+
+class Kinds(NamedTuple):
+    """The dtypes of parts. Triton's interpreter has no product of bfloat16 and is given float16 for both."""
+
+    half: torch.dtype = torch.float16
+    brain: torch.dtype = torch.bfloat16
+
+
+NATIVE = Kinds()
+
+
+class Operand(NamedTuple):
+    """Rows (G,M, parts * width), how far apart groups and rows lie, and the factors (G,M) they are to be multiplied with."""
+
+    at: Tensor
+    group: int
+    row: int
+    factors: Tensor
+
+
+@triton.jit
+def lefts(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, TIMES: tl.constexpr):
+    """The first and the second part of a tile, each repeated TIMES; the first twice if there is but one."""
+    column = tl.arange(0, WIDTH * TIMES) % WIDTH
+    place = operand.at + group * operand.group + row[:, None].to(tl.int64) * operand.row + column[None, :]
+    first = tl.load(place, mask=(row < rows)[:, None], other=0.0)
+    second = first
+    if PARTS > 1:
+        second = tl.load(place + WIDTH, mask=(row < rows)[:, None], other=0.0)
+    return first, second
+
+
+@triton.jit
+def parts_apart(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """The first and the second part of a tile."""
+    return lefts(operand, group, row, rows, WIDTH, PARTS, 1)
+
+
+@triton.jit
+def right(operand, group, row, rows, WIDTH: tl.constexpr):
+    """A tile with all its parts; WIDTH is that of all."""
+    column = tl.arange(0, WIDTH)
+    place = operand.at + group * operand.group + row[:, None].to(tl.int64) * operand.row + column[None, :]
+    return tl.load(place, mask=(row < rows)[:, None], other=0.0)
+
+
+@triton.jit
+def factors(operand, group, row, rows):
+    return tl.load(operand.factors + group * rows + row, mask=row < rows, other=1.0)
+
+
+@triton.jit
+def exponent(power):
+    """The logarithm of powers of 2, exactly."""
+    return ((power.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
+def inverse(power):
+    """1 over powers of 2, exactly."""
+    return ((254 << 23) - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(total, left, other, PARTS: tl.constexpr):
+    """total + (the sum of left's parts) other, the small ones first."""
+    if PARTS > 1:
+        total = tl.dot(left[1], other, total)
+    return tl.dot(left[0], other, total)
+
+
+@triton.jit
+def product_of_parts(total, left, other, LEFT: tl.constexpr, RIGHT: tl.constexpr, TURN: tl.constexpr):
+    """total + left other (transposed if TURN) without the product of the second parts, the small ones first."""
+    first = other[0]
+    if TURN:
+        first = tl.trans(first)
+    if RIGHT > 1:
+        second = other[1]
+        if TURN:
+            second = tl.trans(second)
+        total = tl.dot(left[0], second, total)
+    if LEFT > 1:
+        total = tl.dot(left[1], first, total)
+    return tl.dot(left[0], first, total)
+
+
+@triton.jit
+def in_two(numbers, KIND: tl.constexpr):
+    first = numbers.to(KIND)
+    return first, (numbers - first.to(tl.float32)).to(KIND)
+
+
+@triton.jit
+def _power_of_2(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_parts(numbers, out, place, inside, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    for part in tl.static_range(PARTS):
+        rounded = numbers.to(out.dtype.element_ty)
+        tl.store(out + place + part * WIDTH, rounded, mask=inside)
+        numbers -= rounded.to(tl.float32)
+
+
+@triton.jit
+def _take_apart(
+    rows,
+    real,
+    halves,
+    scales,
+    brains,
+    other,
+    dots,
+    count,
+    width,
+    stride_group,
+    stride_row,
+    stride_column,
+    HAS_REAL: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    BRAINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, WIDTH)
+    own = row < count
+    taken = own
+    if HAS_REAL:
+        taken = taken & (tl.load(real + group * count + row, mask=own, other=0) != 0)
+    inside = taken[:, None] & (column < width)[None, :]
+    place = group * stride_group + row[:, None].to(tl.int64) * stride_row + column[None, :] * stride_column
+    numbers = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_OTHER:
+        place = (group * count + row[:, None]) * width + column[None, :]
+        tl.store(dots + group * count + row, tl.sum(numbers * tl.load(other + place, mask=inside, other=0.0), 1), mask=own)
+    row_start = (group * count + row[:, None]).to(tl.int64) * WIDTH
+    if BRAINS > 0:
+        _store_parts(numbers, brains, row_start * BRAINS + column[None, :], own[:, None], WIDTH, BRAINS)
+    if HALVES > 0:
+        # NaN and inf, which only their own row may suffer from, do not count; a row of zeros is left as it is.
+        sizes = tl.abs(numbers)
+        size = tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1)
+        exponent = ((size.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        exponent = tl.where(size > 0, tl.minimum(tl.maximum(exponent, -60), 60), 0) - HIGHEST
+        tl.store(scales + group * count + row, _power_of_2(exponent), mask=own)
+        numbers *= _power_of_2(-exponent)[:, None]
+        _store_parts(numbers, halves, row_start * HALVES + column[None, :], own[:, None], WIDTH, HALVES)
+
+
+def tile_width(width: int) -> int:
+    """The least power of 2, which tiles are made of, and 16, which tensor cores take."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def _operand(parts: Tensor, scales: Tensor) -> Operand:
+    return Operand(parts, parts.stride(0), parts.stride(1), scales)
+
+
+def take_apart(
+    rows: Tensor,  # (G,M,width)
+    real: Tensor | None = None,  # (G,M), contiguous; other rows become 0, whatever they hold, since 0 times NaN is NaN
+    *,
+    halves: int = 0,
+    brains: int = 0,
+    kinds: Kinds = NATIVE,
+    other: Tensor | None = None,  # (G,M,width), contiguous: also give the sum over the width of rows * other
+) -> tuple[Operand, Operand, Tensor]:
+    """`rows` as so many halves and brains, in one pass; where none are asked for, an operand that nobody may read."""
+    groups, count, width = rows.shape
+    padded = tile_width(width)
+    scales = torch.empty(groups, count, dtype=torch.float32, device=rows.device)
+    in_brains = torch.empty(groups, count, brains * padded, dtype=kinds.brain, device=rows.device)
+    if brains == 1 and rows.dtype == kinds.brain and real is None and width == padded and rows.stride(2) == 1:
+        in_brains, brains = rows, 0
+        if halves == 0 and other is None:
+            return _operand(rows, scales), _operand(rows, scales), scales
+    in_halves = torch.empty(groups, count, halves * padded, dtype=kinds.half, device=rows.device)
+    dots = torch.empty_like(scales)
+    _take_apart[groups, triton.cdiv(count, BLOCK)](
+        rows,
+        scales if real is None else real.view(torch.uint8),
+        in_halves if halves else scales,
+        scales,
+        in_brains if brains else scales,
+        scales if other is None else other,
+        dots,
+        count,
+        width,
+        *rows.stride(),
+        HAS_REAL=real is not None,
+        HAS_OTHER=other is not None,
+        WIDTH=padded,
+        HALVES=halves,
+        BRAINS=brains,
+        BLOCK=BLOCK,
+    )
+    return _operand(in_halves, scales), _operand(in_brains, scales), dots
