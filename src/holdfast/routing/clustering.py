@@ -5,6 +5,7 @@ s_cq   the spread of feature q within cluster c;  m_c = 1 / max(s_c, a tenth of 
 logits = (x * m_c) W^T, and no gradient flows through m
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -93,7 +94,9 @@ class Clustered(Score, StatefulPart):
         members = self._members(previous)
         spreads = self.spreads.clone()
         if self.training or self.stats == "batch":
-            deviations, counts = self._deviations(previous, members, context.real_or_all(tokens))
+            # In evaluation a rank may run forwards that others do not.
+            over_ranks = sum_over_ranks if self.training else lambda value: value
+            deviations, counts = self._deviations(previous, members, context.real_or_all(tokens), over_ranks)
             if self.stats == "batch":
                 spreads = (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
             else:
@@ -122,16 +125,18 @@ class Clustered(Score, StatefulPart):
         return shares(weights) * members.sum(1, keepdim=True)
 
     @torch.no_grad()
-    def _deviations(self, previous: Previous, members: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the cluster's real tokens, on all ranks, of |h - mean| or its square, and how many tokens they are."""
+    def _deviations(
+        self, previous: Previous, members: Tensor, real: Tensor, over_ranks: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over the cluster's real tokens, on all ranks in training, of |h - mean| or its square, and how many tokens they are."""
         inputs = previous.tokens.detach().reshape(-1, self.dim).float()
         inputs = inputs.where(real.flatten().unsqueeze(1), 0.0)
         members = members * real.flatten().unsqueeze(1)
-        counts = sum_over_ranks(members.sum(0))
-        means = sum_over_ranks(matmul_float32(members.t(), inputs)) / counts.clamp_min(1).unsqueeze(1)
+        counts = over_ranks(members.sum(0))
+        means = over_ranks(matmul_float32(members.t(), inputs)) / counts.clamp_min(1).unsqueeze(1)
         centred = inputs - matmul_float32(members, means)
         amounts = centred.abs() if self.spread == "mad" else centred.square()
-        return sum_over_ranks(matmul_float32(members.t(), amounts)), counts
+        return over_ranks(matmul_float32(members.t(), amounts)), counts
 
 
 def feature_scales(spreads: Tensor) -> Tensor:

@@ -125,7 +125,8 @@ class SmoothTopK(Selector, StatefulPart):
         """The boundary loss, or the batch's quantile for the running width."""
         count = real.sum()
         if self.eta is not None:
-            active = in_use.sum(-1).where(real, 0).sum() / count.clamp_min(1)
+            active, count = sum_over_ranks(torch.stack([in_use.sum(-1).where(real, 0).sum(), count]))
+            active = active / count.clamp_min(1)
             return {"boundary": self.alpha * eps * (active - (self.k + self.budget_now)).detach()}
         tokens = sum_over_ranks(count)
         allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use
