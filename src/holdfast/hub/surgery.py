@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.hub.backends import is_known
 from holdfast.hub.building import Place, build_routers, in_order
 from holdfast.hub.families import DenseFamily, dense_family, layers_of
 from holdfast.hub.gates import install
@@ -100,7 +101,7 @@ def set_trained(gate: Any, trained: bool) -> None:
 def _require_ragged_experts(site: Site, router: Router | None) -> None:
     if router is None or site.family is None or not router.select.ragged:
         return
-    if not all(hasattr(site.experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config")):
+    if not is_known(site.experts):
         raise ValueError(
             f"{site.name}: {type(site.experts).__name__} of this transformers cannot run a router that uses a different "
             "number of experts for each token; update transformers, or choose a router with a fixed k."
