@@ -11,8 +11,8 @@ PATIENCE = 240  # seconds; a collective that not every process runs waits for ev
 def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float = PATIENCE) -> str:
     """What a script prints, run by so many processes (one: without torchrun); it may import what lies beside it."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    here = os.pathsep.join([str(script.parent), str(script.parent.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    paths = [str(script.parent), str(script.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, *launch, str(script), *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:

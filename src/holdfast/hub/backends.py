@@ -60,6 +60,14 @@ def is_known(experts: Any) -> bool:
     return all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config"))
 
 
+def is_replaced(module: Any) -> bool:
+    """Has another library put a forward of its own on this module, where a class or a config cannot reach it?
+
+    As transformers does to spread experts (`distributed_config`). Accelerate's hooks are known and worked with.
+    """
+    return "forward" in vars(module) and "_old_forward" not in vars(module)
+
+
 def unpoint(module: Any) -> None:
     if isinstance(module.config, ConfigView):
         module.config = module.config.__dict__["config"]

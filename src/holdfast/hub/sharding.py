@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.hub.backends import is_known, runs_ours
+from holdfast.hub.backends import is_known, is_replaced, runs_ours
 from holdfast.hub.sites import is_moe, sites
 from holdfast.moe import Experts
 from holdfast.moe.sharding import Owners
@@ -63,7 +63,9 @@ def _require_processes(model: nn.Module, mesh: "DeviceMesh") -> None:
     if hasattr(model, "module") and isinstance(model.module, nn.Module):
         raise ValueError(f"{type(model).__name__} wraps the model; shard the experts of the one inside, before wrapping.")
     if mesh.ndim > 2:
-        raise ValueError(f"the mesh has {mesh.ndim} dimensions; experts are spread along one, or copied and spread along two.")
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions; experts are spread along one, or copied and spread along two."
+        )
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"the mesh holds {mesh.size()} of {dist.get_world_size()} processes; give one of them all, with a first "
@@ -80,8 +82,10 @@ def _require_shardable(name: str, experts: Any, mesh: "DeviceMesh") -> None:
         raise ValueError(f"{name}: its weights are sharded already; call shard_experts before fully_shard.")
     if not isinstance(experts, Experts) and not is_known(experts):
         raise ValueError(f"{name}: {type(experts).__name__} of this transformers cannot be spread; update transformers.")
-    if "forward" in vars(experts):
-        raise ValueError(f"{name}: another library has replaced the forward of these experts; load the model without it.")
+    if is_replaced(experts):
+        raise ValueError(f"{name}: another library has replaced the forward of these experts; load the model without that.")
     count, ranks = next(experts.parameters()).shape[0], mesh.size(-1)
     if count % ranks:
-        raise ValueError(f"{name}: {count} experts do not part among {ranks} processes; choose a number that divides {count}.")
+        raise ValueError(
+            f"{name}: {count} experts do not part among {ranks} processes; choose a number that divides {count}."
+        )
