@@ -2,11 +2,11 @@
 
 T tokens, E experts; padding (B,N) or (T,) bool, True where the token is real
 
-Several processes: each sees its own tokens, while a term is one of all of them, and no mean of the processes' own balances
-is the balance of the whole. `over_ranks` takes a tensor to its mean over the processes, without a gradient (one process:
-itself). Every term is then the whole batch's on each, and the mean over processes of its gradients, which DDP and FSDP2 take,
-is the gradient of the whole, also where the numbers of real tokens differ. Routers in training pass it (`Losses`); it is a
-collective, so whoever does calls the term on every process.
+Several processes see different tokens, and a term is one of all of them: the mean of each process's own balance is not the
+balance of the whole. `over_ranks` takes a tensor to its mean over the processes, without a gradient (one process: itself).
+Every process then has the whole batch's term, and the mean over processes of its gradients, which DDP and FSDP2 take, is
+the gradient of the whole, also where the numbers of real tokens differ. Routers in training pass it (`Losses`). It is a
+collective: whoever passes it calls the term on every process.
 """
 
 import math

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -56,7 +56,7 @@ def built(family: str, routers: tuple[str, ...], seed: int = 0) -> Any:
     model = holdfast.sparsify(tiny_dense(family, seed), experts=8, k=2, noise=0.5) if dense else tiny(family, seed)
     torch.manual_seed(seed)
     for layer, name in enumerate(routers):
-        options = {"control": "loss"} if name == BOUNDARY else {}
+        options: dict[str, Any] = {"control": "loss"} if name == BOUNDARY else {}
         holdfast.reroute(model, name.split(",")[0], layers=[layer], losses=LOSSES, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):  # gpt2's: processes draw their own
@@ -78,7 +78,7 @@ def engine(name: str, model: Any, world: int) -> Any:
         holdfast.shard_experts(model, mesh_of(world))
     if name.endswith("DDP"):
         return DistributedDataParallel(model)
-    spread = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    spread: Any = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
     for module in (*layers, model):
         fully_shard(module, mesh=mesh_of(world), ignored_params=spread)
@@ -138,11 +138,11 @@ def relay(folder: Path, start: int, rank: int, world: int) -> list[float]:
     optimizer = descent(wrapped)
     if start:
         weights, momenta = get_state_dict(wrapped, optimizer)
-        dcp.load({"model": weights, "optimizer": momenta}, checkpoint_id=folder / f"step-{start}")
+        state_dict_loader.load({"model": weights, "optimizer": momenta}, checkpoint_id=folder / f"step-{start}")
         set_state_dict(wrapped, optimizer, model_state_dict=weights, optim_state_dict=momenta)
     losses = descend(wrapped, optimizer, range(start, start + LEG), rank, world)
     weights, momenta = get_state_dict(wrapped, optimizer)
-    dcp.save({"model": weights, "optimizer": momenta}, checkpoint_id=folder / f"step-{start + LEG}")
+    state_dict_saver.save({"model": weights, "optimizer": momenta}, checkpoint_id=folder / f"step-{start + LEG}")
     return losses
 
 

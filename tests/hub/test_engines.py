@@ -26,7 +26,7 @@ REFUSALS = {
 
 def test_two_and_four_processes_learn_what_one_learns(tmp_path: Path) -> None:
     """Losses, weights and state; and a checkpoint of weights, state and momenta goes on from 1 to 4 to 2 processes to 1."""
-    legs = [relay(tmp_path, 0, 0, 1)]
+    losses = relay(tmp_path, 0, 0, 1)
     for world in (4, 2):
         on_ranks(SCRIPT, str(tmp_path), processes=world)
         found = [torch.load(tmp_path / f"{world}.{rank}.pt") for rank in range(world)]
@@ -34,15 +34,15 @@ def test_two_and_four_processes_learn_what_one_learns(tmp_path: Path) -> None:
             folder = tmp_path / f"{world} {name}"
             assert_follows_one(f"{world} processes, {name}", case, [each[name] for each in found], folder)
         assert_experts_agree([each["by hand"] for each in found])
-        legs.append(found[0]["relay"])
+        losses += found[0]["relay"]
         if world == 4:
             for each in found:
                 assert each["refusals"].keys() == REFUSALS.keys()
                 for what, sentence in REFUSALS.items():
                     assert sentence in each["refusals"][what]
-    legs.append(relay(tmp_path, 3 * LEG, 0, 1))
+    losses += relay(tmp_path, 3 * LEG, 0, 1)
     model = built("llama", ("symphony+smooth", "ac+similarity", "smoe"))
-    assert sum(legs, []) == pytest.approx(descend(model, descent(model), range(4 * LEG), 0, 1), abs=1e-5)
+    assert losses == pytest.approx(descend(model, descent(model), range(4 * LEG), 0, 1), abs=1e-5)
 
 
 def assert_follows_one(what: str, case: Any, ranks: list[dict[str, Any]], folder: Path) -> None:
@@ -55,7 +55,7 @@ def assert_follows_one(what: str, case: Any, ranks: list[dict[str, Any]], folder
             for name, value in alone[part].items():
                 torch.testing.assert_close(rank[part][name], value, atol=1e-5, rtol=1e-4, msg=f"{what}: {name}")
                 assert torch.equal(rank[part][name], ranks[0][part][name]), f"{what}: {name} differs between processes"
-    if "DDP" == case[0]:
+    if case[0] == "DDP":
         return
     loaded = holdfast.load(folder)  # weights that were spread over processes, from one folder
     contents = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from holdfast.routing.state import several_ranks
 
@@ -19,7 +19,7 @@ def is_spread(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
+def whole_state(model: nn.Module) -> dict[str, Any]:
     """The model's state with whole weights, on the first process; empty on the others. All of them call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

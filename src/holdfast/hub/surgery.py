@@ -104,15 +104,15 @@ def require_runnable(site: Site, router: Router | None) -> None:
         return
     if not isinstance(site.gate, ReroutedGate) and is_replaced(site.gate):
         raise ValueError(
-            f"{site.name}: another library has replaced the gate's forward, so a router in it would not be asked; change the "
-            "model before it is distributed."
+            f"{site.name}: another library has replaced the gate's forward, so a router in it would not be asked; "
+            "change the model before it is distributed."
         )
     if not router.select.ragged:
         return
     if is_replaced(site.experts):
         raise ValueError(
-            f"{site.name}: transformers has spread these experts over processes (distributed_config), and its dispatch cannot "
-            "leave a slot unused; choose a router with a fixed k, or spread them with holdfast.shard_experts."
+            f"{site.name}: transformers has spread these experts over processes (distributed_config), and its dispatch "
+            "cannot leave a slot unused; choose a router with a fixed k, or spread them with holdfast.shard_experts."
         )
     if not is_known(site.experts):
         raise ValueError(

@@ -71,7 +71,7 @@ def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
     """The share that this forward has of the items that the whole batch's loss is divided by; 1 where it is its own mean.
 
     A trainer that accumulates gradients divides each part's summed loss by `num_items_in_batch`: the routers' losses, which
-    are means, then count by their part's share, and once in all. They are of the tokens of all processes, and so is the share.
+    are means, then count by their part's share, and once in all. They are of the tokens of all processes, as is the share.
     """
     items, labels = options.get("num_items_in_batch"), options.get("shift_labels")
     if labels is None:

@@ -2,8 +2,8 @@
 
 T tokens, R processes of a group; a token has one row for each process it goes to, sorted by process, then by token
 
-Going out is a gather and an exchange, coming home an exchange and a sum over each token's rows: each is the other's backward.
-Sums are gathers too, in a fixed order, so that nothing adds with atomics.
+Going out is a gather and an exchange, coming home an exchange and a sum over each token's rows; each is the other's
+backward. Sums are gathers too, in a fixed order, so that nothing adds with atomics.
 """
 
 from typing import Any, NamedTuple

@@ -128,7 +128,7 @@ class Clustered(Score, StatefulPart):
     def _deviations(
         self, previous: Previous, members: Tensor, real: Tensor, over_ranks: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Sums over the cluster's real tokens, on all ranks in training, of |h - mean| or its square, and how many tokens they are."""
+        """Sums over the cluster's real tokens, `over_ranks`, of |h - mean| or its square, and how many they are."""
         inputs = previous.tokens.detach().reshape(-1, self.dim).float()
         inputs = inputs.where(real.flatten().unsqueeze(1), 0.0)
         members = members * real.flatten().unsqueeze(1)
