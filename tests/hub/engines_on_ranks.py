@@ -164,6 +164,20 @@ def by_hand(rank: int, world: int) -> dict[str, Tensor]:
     return {"out": out.detach(), "tokens": tokens.grad / world, "weights": weights.grad / world, **gradients}
 
 
+def compiled(rank: int) -> list[Tensor]:
+    """How far a router compiled to one graph, its sums over processes inside, is from the same one that is not."""
+    results = []
+    for as_graph in (False, True):
+        torch.manual_seed(0)
+        router = holdfast.router("symphony+smooth", dim=16, experts=8, losses=LOSSES, init="identity")
+        forward: Any = torch.compile(router, fullgraph=True, backend="aot_eager") if as_graph else router
+        tokens = torch.randn(2, 9 + rank, 16, generator=torch.Generator().manual_seed(rank))
+        loss = sum(forward(tokens).loss for _ in range(2))
+        (gradient,) = torch.autograd.grad(loss, router.score.weight)
+        results.append((loss.detach(), gradient, *router.eval().state_dict().values()))
+    return [(one.float() - other.float()).abs().max() for one, other in zip(*results, strict=True)]
+
+
 def refusals(folder: Path, world: int) -> dict[str, str]:
     """What wrong use is told."""
     mesh = mesh_of(world)
@@ -202,6 +216,8 @@ if __name__ == "__main__":
     found: dict[str, Any] = {name: train(case, me, count, path / f"{count} {name}") for name, case in CASES[count].items()}
     found["by hand"] = by_hand(me, count)
     found["relay"] = relay(path, {4: LEG, 2: 2 * LEG}[count], me, count)
+    if count == 2:
+        found["compiled"] = compiled(me)
     if count == 4:
         found["refusals"] = refusals(path, count)
     torch.save(found, path / f"{count}.{me}.pt")
