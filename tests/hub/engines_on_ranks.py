@@ -28,6 +28,7 @@ import holdfast
 STEPS, ROWS, LENGTH = 20, 4, 12  # rows of all processes together
 LOSSES = holdfast.Losses(balance=0.1, importance=0.05, load=0.05, z=0.01, entropy=0.01)
 BOUNDARY = "smooth, control=loss"
+OPTIONS: dict[str, dict[str, Any]] = {BOUNDARY: {"control": "loss"}, "remoe": {"l1": 0.1}}  # remoe's own is too small to see
 
 # Engine, family, a router for each of the three layers, recomputation; by the number of processes.
 Case = tuple[str, str, tuple[str, str, str], bool]
@@ -56,8 +57,7 @@ def built(family: str, routers: tuple[str, ...], seed: int = 0) -> Any:
     model = holdfast.sparsify(tiny_dense(family, seed), experts=8, k=2, noise=0.5) if dense else tiny(family, seed)
     torch.manual_seed(seed)
     for layer, name in enumerate(routers):
-        options: dict[str, Any] = {"control": "loss"} if name == BOUNDARY else {}
-        holdfast.reroute(model, name.split(",")[0], layers=[layer], losses=LOSSES, **options)
+        holdfast.reroute(model, name.split(",")[0], layers=[layer], losses=LOSSES, **OPTIONS.get(name, {}))
     for module in model.modules():
         if isinstance(module, nn.Dropout):  # gpt2's: processes draw their own
             module.p = 0.0
