@@ -34,11 +34,10 @@ OPTIONS: dict[str, dict[str, Any]] = {BOUNDARY: {"control": "loss"}, "remoe": {"
 Case = tuple[str, str, tuple[str, str, str], bool]
 CASES: dict[int, dict[str, Case]] = {
     2: {
-        "DDP: smoe, symphony, ac": ("DDP", "llama", ("smoe", "symphony", "ac"), False),
-        "DDP: smooth, similarity, attention": ("DDP", "llama", ("smooth", "similarity", "attention"), True),
-        "DDP: top-p, remoe, xmoe": ("DDP", "llama", ("top-p", "remoe", "xmoe"), False),
+        "DDP: smoe, symphony, ac": ("DDP", "llama", ("smoe", "xmoe+symphony", "ac+smooth"), False),
+        "DDP: similarity, attention, remoe": ("DDP", "llama", ("similarity+top-p", "attention", "remoe"), True),
         "DDP: switch, smoe-dropout, boundary": ("DDP", "llama", ("switch", "smoe-dropout", BOUNDARY), False),
-        "FSDP2": ("FSDP2", "llama", ("symphony+smooth", "ac+similarity", "attention"), True),
+        "FSDP2": ("FSDP2", "llama", ("symphony+smooth", "ac+similarity", "smoe"), False),
         "experts, DDP": ("experts, DDP", "llama", ("symphony+smooth", "ac+similarity", "smoe"), True),
         "experts, FSDP2: biases": ("experts, FSDP2", "gpt2", ("smooth", "ac+symphony", "similarity"), False),
     },
@@ -46,7 +45,7 @@ CASES: dict[int, dict[str, Case]] = {
         "DDP": ("DDP", "llama", ("symphony", "ac", "smooth"), False),
         "FSDP2: rerouted": ("FSDP2", "mixtral", ("smoe", "symphony+smooth", "ac+similarity"), True),
         "experts, DDP: rerouted": ("experts, DDP", "mixtral", ("symphony+smooth", "ac+similarity", "smoe"), False),
-        "experts, FSDP2": ("experts, FSDP2", "llama", ("symphony+smooth", "ac", "similarity"), True),
+        "experts, FSDP2": ("experts, FSDP2", "llama", ("symphony+smooth", "ac", "similarity"), False),
     },
 }
 LEG = 5  # steps of each in the relay
@@ -173,7 +172,7 @@ def compiled(rank: int) -> list[Tensor]:
         forward: Any = torch.compile(router, fullgraph=True, backend="aot_eager") if as_graph else router
         tokens = torch.randn(2, 9 + rank, 16, generator=torch.Generator().manual_seed(rank))
         loss = sum(forward(tokens).loss for _ in range(2))
-        (gradient,) = torch.autograd.grad(loss, router.score.weight)
+        (gradient,) = torch.autograd.grad(loss, router.score.get_parameter("weight"))
         results.append((loss.detach(), gradient, *router.eval().state_dict().values()))
     return [(one.float() - other.float()).abs().max() for one, other in zip(*results, strict=True)]
 

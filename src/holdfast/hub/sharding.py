@@ -84,7 +84,12 @@ def _require_shardable(name: str, experts: Any, mesh: "DeviceMesh") -> None:
         raise ValueError(f"{name}: {type(experts).__name__} of this transformers cannot be spread; update transformers.")
     if is_replaced(experts):
         raise ValueError(f"{name}: another library has replaced the forward of these experts; load the model without that.")
-    count, ranks = next(experts.parameters()).shape[0], mesh.size(-1)
+    weight = next(experts.parameters())
+    if weight.device.type not in (mesh.device_type, "meta"):
+        raise ValueError(
+            f"{name}: its weights are on {weight.device.type}, the mesh is of {mesh.device_type}; move the model first."
+        )
+    count, ranks = weight.shape[0], mesh.size(-1)
     if count % ranks:
         raise ValueError(
             f"{name}: {count} experts do not part among {ranks} processes; choose a number that divides {count}."
