@@ -5,13 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+PATIENCE = 240  # seconds; a collective that not every process runs waits for ever
 
-def on_ranks(script: Path, *arguments: str, processes: int = 2) -> str:
+
+def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float = PATIENCE) -> str:
     """What a script prints, run by so many processes (one: without torchrun); it may import what lies beside it."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    here = os.pathsep.join([str(script.parent), str(script.parent.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    paths = [str(script.parent), str(script.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, *launch, str(script), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        printed, complained = run.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        run.terminate()  # not killed outright: torchrun then ends its processes, which a signal to it alone does not reach
+        try:
+            printed, complained = run.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            printed, complained = run.communicate()
+        raise AssertionError(f"{script.name} was not done after {patience} s.\n{printed}\n{complained}") from None
+    assert run.returncode == 0, f"{printed}\n{complained}"
+    return printed

@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
+from ranks import on_ranks
+from torch.distributed.run import get_args_parser
+
+import holdfast
 
 ROOT = Path(__file__).parent.parent
+DISTRIBUTED = ROOT / "docs" / "distributed.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -21,12 +27,21 @@ def commands() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in lines} - {""})
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != DISTRIBUTED], ids=lambda path: path.name)
 def test_the_python_of_a_document_runs(document: Path) -> None:
     """In a process of its own, as a newcomer's script: what it registers stays there."""
     for block in blocks(document, "python"):
         run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
         assert run.returncode == 0, run.stderr
+
+
+def test_the_script_for_several_processes_runs_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks(DISTRIBUTED, "python")
+    (tmp_path / "train.py").write_text(block)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.chdir(tmp_path)
+    on_ranks(tmp_path / "train.py")
+    assert isinstance(holdfast.load(tmp_path / "trained"), transformers.LlamaForCausalLM)
 
 
 def test_the_readme_and_the_contributing_page_have_examples() -> None:
@@ -48,6 +63,8 @@ def test_a_command_of_the_documents_works(command: str) -> None:
         assert run.stdout
     elif program == "make":  # that the target exists; running it would set up an environment or run these tests again
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+    elif program == "torchrun":
+        assert get_args_parser().parse_args(arguments).training_script == "train.py"
     elif program == "python":
         assert (ROOT / arguments[0]).is_file()
     else:

@@ -118,3 +118,33 @@ def test_the_router_adds_its_losses_in_training_only() -> None:
 def test_a_coefficient_that_is_not_finite_is_one_clear_sentence() -> None:
     with pytest.raises(ValueError, match="the coefficient of z is nan"):
         Losses(z=math.nan)
+
+
+@pytest.mark.parametrize("name", losses.TERMS)
+def test_a_term_of_several_processes_is_that_of_all_their_tokens(name: str) -> None:
+    """Value on each, and the mean of the gradients, for shares of 2, 5 and 1 real tokens, as if three exchanged theirs."""
+    torch.manual_seed(0)
+    term, logits, experts = losses.TERMS[name], torch.randn(12, 4, requires_grad=True), torch.rand(12, 4).argsort(-1)[:, :2]
+    real = torch.tensor([True, True, False, False] + [True] * 5 + [False, False, True])
+    shares = [slice(0, 3), slice(3, 10), slice(10, 12)]
+
+    def part(tokens: slice) -> Routing:
+        return routing(logits[tokens].softmax(-1), experts[tokens], logits[tokens])
+
+    whole = term(part(slice(0, 12)), real)
+    (expected,) = torch.autograd.grad(whole, logits)
+    sent: list[Tensor] = []
+
+    def send(value: Tensor) -> Tensor:
+        sent.append(value)
+        return value
+
+    for share in shares:
+        term(part(share), real[share], send)
+    mean = torch.stack(sent).mean(0)  # one message a term
+    assert not mean.requires_grad
+    terms = [term(part(share), real[share], lambda value: mean) for share in shares]
+    for each in terms:
+        torch.testing.assert_close(each, whole)
+    (found,) = torch.autograd.grad(torch.stack(terms).mean(), logits)
+    torch.testing.assert_close(found, expected)

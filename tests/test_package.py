@@ -22,6 +22,7 @@ PUBLIC = {
     "router",
     "routers",
     "save",
+    "shard_experts",
     "sparsify",
     "trace",
 }

@@ -5,6 +5,7 @@ from holdfast.hub import load as load
 from holdfast.hub import reroute as reroute
 from holdfast.hub import restore as restore
 from holdfast.hub import save as save
+from holdfast.hub import shard_experts as shard_experts
 from holdfast.hub import sparsify as sparsify
 from holdfast.hub import trace as trace
 from holdfast.losses import Losses as Losses
@@ -36,6 +37,7 @@ __all__ = [
     "router",
     "routers",
     "save",
+    "shard_experts",
     "sparsify",
     "trace",
 ]

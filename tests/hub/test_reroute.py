@@ -363,3 +363,24 @@ def test_an_unsupported_family_says_what_is_missing() -> None:
     model.config = config  # type: ignore[assignment]
     with pytest.raises(ValueError, match="jamba"):
         holdfast.reroute(model, "smooth")
+
+
+def test_a_gate_whose_forward_another_library_replaced_is_refused() -> None:
+    """On the instance, where our class would not be asked: as transformers 5.17 does to spread experts."""
+    model = tiny("mixtral")
+    gate = model.model.layers[1].mlp.gate
+    gate.forward = gate.forward
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp: another library has replaced the gate's forward"):
+        holdfast.reroute(model, "symphony")
+    assert not any(isinstance(site.gate, ReroutedGate) for site in sites(model))
+
+
+def test_unused_slots_are_refused_where_another_library_dispatches_tokens() -> None:
+    """As transformers does with `distributed_config`; a fixed k goes through."""
+    model = tiny("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    experts.forward = experts.forward
+    with pytest.raises(ValueError, match=r"cannot leave a slot unused; choose a router with a fixed k, or .*shard_experts"):
+        holdfast.reroute(model, "smooth")
+    before = logits(model)
+    torch.testing.assert_close(logits(holdfast.reroute(model, "symphony")), before, atol=1e-5, rtol=1e-5)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_trainer import HALF, assert_equal, contents, dataset, logits, trainer
+from test_trainer import HALF, STEPS, assert_equal, contents, dataset, logits, trainer
 from tiny import tiny
 from tiny_dense import tiny_dense
+from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
 
@@ -20,14 +21,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sparsified": ("llama", "ac+symphony+attention+smooth", {}),
     "rerouted": ("mixtral", "symphony+smooth", {"gradient_accumulation_steps": 2}),
     "rerouted, checkpointed": ("mixtral", "ac+similarity", {"gradient_checkpointing": True}),
+    "experts spread": ("mixtral", "symphony+smooth", {"max_grad_norm": 0.5}),  # which the norm exceeds
 }
 
 
 def changed(family: str, router: str, seed: int = 0) -> Any:
-    """With a loss that is a mean over tokens, so that parts of a batch add up to the whole; balance is of each part."""
+    losses = holdfast.Losses(balance=0.1, z=0.1)
     if family == "mixtral":
-        return holdfast.reroute(tiny(family, seed), router, losses=holdfast.Losses(z=0.1))
-    return holdfast.sparsify(tiny_dense(family, seed), experts=8, k=2, router=router, noise=0.5)
+        return holdfast.reroute(tiny(family, seed), router, losses=losses)
+    return holdfast.sparsify(tiny_dense(family, seed), experts=8, k=2, router=router, losses=losses, noise=0.5)
 
 
 def train(case: str, folder: Path, world: int) -> dict[str, Any]:
@@ -35,13 +37,21 @@ def train(case: str, folder: Path, world: int) -> dict[str, Any]:
     # Plain descent: Adam would blow the last bit of a gradient that is nearly 0 up to a whole step.
     options = {**options, "optim": "sgd", "learning_rate": 0.1, "save_steps": HALF}
     options["per_device_train_batch_size"] = BATCH // world
-    run = trainer(changed(family, router), folder, save_strategy="steps", **options)
-    # Without auxiliary losses rows may differ in length: labels and tokens then need not be in one proportion.
-    run.train_dataset = dataset() if family == "llama" else [dataset()[row] for row in range(0, 20, 5)] * 6
+    model, spread = changed(family, router), case == "experts spread"
+    if spread and world > 1:
+        holdfast.shard_experts(model, init_device_mesh("cpu", (world,)))
+    run = trainer(model, folder, save_strategy="no" if spread else "steps", **options)
+    run.train_dataset = dataset()  # rows of different lengths
     run.train()
+    if spread:
+        model.eval()
+        holdfast.save(model, folder / f"checkpoint-{STEPS}")
+        model = holdfast.load(folder / f"checkpoint-{STEPS}")
+        norms = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+        assert min(norms) > options["max_grad_norm"]
+        return {"losses": _losses(run), "contents": contents(model), "logits": logits(model)}
     straight = contents(run.model)
-    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    result = {"losses": losses, "contents": straight, "logits": logits(run.model)}
+    result = {"losses": _losses(run), "contents": straight, "logits": logits(run.model)}
     if world == 1:
         return result
     resumed = trainer(changed(family, router, seed=1), folder / "resumed", **options)
@@ -51,11 +61,16 @@ def train(case: str, folder: Path, world: int) -> dict[str, Any]:
     return result
 
 
+def _losses(run: Any) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
 def train_all(folder: Path, world: int) -> dict[str, dict[str, Any]]:
     return {case: train(case, folder / case, world) for case in CASES}
 
 
 if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")
     path, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.save(train_all(path, int(os.environ["WORLD_SIZE"])), path / f"rank.{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ from holdfast.hub.folder import save as save
 from holdfast.hub.progress import progress_callback as progress_callback
 from holdfast.hub.reroute import reroute as reroute
 from holdfast.hub.reroute import restore as restore
+from holdfast.hub.sharding import shard_experts as shard_experts
 from holdfast.hub.sparsify import sparsify as sparsify
 from holdfast.hub.trace import Routes as Routes
 from holdfast.hub.trace import has_routers as has_routers

@@ -49,6 +49,25 @@ def point(module: Any, attribute: str) -> None:
         module.config = ConfigView(module.config, attribute)
 
 
+def runs_ours(experts: Any, ragged: bool) -> None:
+    """Make a family's experts run our function, or its own: ours where slots stay unused or other processes have experts."""
+    ours = ragged or getattr(experts, "owners", None) is not None
+    point(experts, EXPERTS) if ours else unpoint(experts)
+
+
+def is_known(experts: Any) -> bool:
+    """Are these experts of the kind that our function runs?"""
+    return all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config"))
+
+
+def is_replaced(module: Any) -> bool:
+    """Has another library put a forward of its own on this module, where a class or a config cannot reach it?
+
+    As transformers does to spread experts (`distributed_config`). Accelerate's hooks are known and worked with.
+    """
+    return "forward" in vars(module) and "_old_forward" not in vars(module)
+
+
 def unpoint(module: Any) -> None:
     if isinstance(module.config, ConfigView):
         module.config = module.config.__dict__["config"]
@@ -75,7 +94,8 @@ def _overheard_attention(module: Any, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """A family's experts for routers that leave slots unused: not all of transformers' functions survive the sentinel."""
+    """A family's experts for routers that leave slots unused, which not all of transformers' functions survive, and for
+    experts that are spread over processes."""
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = getattr(module, up_name), module.down_proj
     if module.is_transposed:
@@ -90,4 +110,5 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         getattr(module, f"{up_name}_bias") if module.has_bias else None,
         module.down_proj_bias if module.has_bias else None,
         activate=lambda hidden, plan: activate_used(hidden, plan, activation),
+        owners=getattr(module, "owners", None),
     )

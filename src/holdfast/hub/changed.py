@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
 from holdfast.hub.specs import read
 from holdfast.hub.subclasses import with_mixin, without_mixin
@@ -42,9 +43,16 @@ class ChangedModel:
     def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
         # Under the names they have here, not those of the original checkpoint: a Trainer resumes by these.
         options.setdefault("save_original_format", False)
+        _require_whole(self, options)
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
         if options.get("is_main_process", True):
             write_manifest(Path(save_directory))
+
+
+def _require_whole(model: Any, options: dict[str, Any]) -> None:
+    """A part of the weights would be written as if it were all of them."""
+    if options.get("state_dict") is None and is_spread(model) and getattr(model.config, "distributed_config", None) is None:
+        raise ValueError("the weights are spread over processes; call holdfast.save on every process, which gathers them.")
 
 
 def _is_config(value: Any) -> bool:

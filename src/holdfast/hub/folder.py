@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.hub.changed import MODEL_TYPE, NO_DTYPE, ChangedConfig, ChangedModel
+from holdfast.hub.gathering import as_if_whole, is_spread, on_first_process, whole_state
 from holdfast.hub.manifest import check_manifest
+from holdfast.hub.sites import sites
 from holdfast.hub.subclasses import with_mixin
+from holdfast.hub.surgery import require_runnable
 from holdfast.moe import name_layers
 
 # What names code in a config: modules of the folder's own, or kernels to fetch from a hub.
@@ -20,17 +23,33 @@ FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fe
 def save(model: Any, path: str | os.PathLike[str], *, tokenizer: Any = None, force: bool = False) -> Path:
     """Write the model, its routers and their state (and a tokenizer or processor) to a folder, whole or not at all.
 
-    A folder that is there already is replaced only with `force`.
+    A folder that is there already is replaced only with `force`. Of a model whose weights are spread over processes (FSDP2,
+    `shard_experts`) every process calls this, and the first one writes; of any other, only those that call it write.
     """
     target = Path(path)
+    if not is_spread(model):
+        _require_free(target, force)
+        _write(model, target, tokenizer, {})
+        return target
+    on_first_process(lambda: _require_free(target, force))
+    state = whole_state(model)
+    with as_if_whole(model):
+        on_first_process(lambda: _write(model, target, tokenizer, {"state_dict": state}))
+    return target
+
+
+def _require_free(target: Path, force: bool) -> None:
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; give a folder.")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise ValueError(f"{target} exists and is not empty; choose another folder, or force=True to replace it.")
+
+
+def _write(model: Any, target: Path, tokenizer: Any, options: dict[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        model.save_pretrained(scratch / "new")
+        model.save_pretrained(scratch / "new", **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch / "new")
         if target.exists():
@@ -40,7 +59,6 @@ def save(model: Any, path: str | os.PathLike[str], *, tokenizer: Any = None, for
         if (scratch / "old").exists() and not target.exists():
             (scratch / "old").rename(target)
         shutil.rmtree(scratch)
-    return target
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> Any:
@@ -69,6 +87,8 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
     model = _from_pretrained(kind, folder, config, options)
     if description is not None:  # the names of this file say nothing about those that a restored model is saved under
         model.__dict__.pop("_weight_conversions", None)
+        for site in sites(model):  # `distributed_config` acts after the routers are in
+            require_runnable(site, site.router)
     name_layers(model)
     return model
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.hub.backends import is_known, is_replaced
 from holdfast.hub.building import Place, build_routers, in_order
 from holdfast.hub.families import DenseFamily, dense_family, layers_of
-from holdfast.hub.gates import install
+from holdfast.hub.gates import ReroutedGate, install
 from holdfast.hub.scores import GateScore
 from holdfast.hub.sites import Site, places, sites
 from holdfast.hub.sparse import SparseLayer
@@ -50,7 +51,7 @@ def reroute_sites(found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
     )
     for site in found:
         if site.name in built:
-            _require_ragged_experts(site, built[site.name])
+            require_runnable(site, built[site.name])
     for site in found:
         if site.name in built:
             _place_router(site, specs[site.name], built[site.name])
@@ -97,10 +98,23 @@ def set_trained(gate: Any, trained: bool) -> None:
         del gate.was_trained
 
 
-def _require_ragged_experts(site: Site, router: Router | None) -> None:
-    if router is None or site.family is None or not router.select.ragged:
+def require_runnable(site: Site, router: Router | None) -> None:
+    """Refuse what would fail in the middle of a forward, or be passed by in silence."""
+    if router is None or site.family is None:
         return
-    if not all(hasattr(site.experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config")):
+    if not isinstance(site.gate, ReroutedGate) and is_replaced(site.gate):
+        raise ValueError(
+            f"{site.name}: another library has replaced the gate's forward, so a router in it would not be asked; "
+            "change the model before it is distributed."
+        )
+    if not router.select.ragged:
+        return
+    if is_replaced(site.experts):
+        raise ValueError(
+            f"{site.name}: transformers has spread these experts over processes (distributed_config), and its dispatch "
+            "cannot leave a slot unused; choose a router with a fixed k, or spread them with holdfast.shard_experts."
+        )
+    if not is_known(site.experts):
         raise ValueError(
             f"{site.name}: {type(site.experts).__name__} of this transformers cannot run a router that uses a different "
             "number of experts for each token; update transformers, or choose a router with a fixed k."

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.routing import Routing
+from holdfast.routing.state import mean_over_ranks
 
 IGNORED = -100  # a label that transformers' losses leave out
 
@@ -70,7 +71,7 @@ def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
     """The share that this forward has of the items that the whole batch's loss is divided by; 1 where it is its own mean.
 
     A trainer that accumulates gradients divides each part's summed loss by `num_items_in_batch`: the routers' losses, which
-    are means, then count by their part's share, and once in all.
+    are means, then count by their part's share, and once in all. They are of the tokens of all processes, as is the share.
     """
     items, labels = options.get("num_items_in_batch"), options.get("shift_labels")
     if labels is None:
@@ -78,7 +79,7 @@ def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
         labels = labels[..., 1:] if isinstance(labels, Tensor) and _shifts_labels(model) else labels
     if items is None or not isinstance(labels, Tensor):
         return 1.0
-    return (labels != IGNORED).sum() / items
+    return mean_over_ranks((labels != IGNORED).sum() / items)
 
 
 def _shifts_labels(model: nn.Module) -> bool:

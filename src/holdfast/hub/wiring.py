@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.hub.backends import EXPERTS, point, unpoint
+from holdfast.hub.backends import runs_ours
 from holdfast.hub.changed import saves_itself, saves_plainly
 from holdfast.hub.sites import Site, places
 from holdfast.hub.specs import LayerSpec, describe
@@ -69,8 +69,7 @@ def wire(model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) ->
     config: Any = model.config
     for site in found:
         if site.family is not None and hasattr(site.experts, "config"):
-            ragged = site.router is not None and site.router.select.ragged
-            point(site.experts, EXPERTS) if ragged else unpoint(site.experts)
+            runs_ours(site.experts, ragged=site.router is not None and site.router.select.ragged)
     if not specs:
         model.__dict__.pop("_holdfast", None)
         saves_plainly(model)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.moe.activations import Activation, resolve
+from holdfast.moe.sharding import Owners
 from holdfast.ops.experts import Dispatch, dispatch, gather_mm, mm_combine
 from holdfast.ops.glu import glu
 
@@ -21,6 +22,7 @@ class Experts(nn.Module):
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter
+    owners: Owners | None = None  # where experts are spread over processes (`shard_experts`)
 
     def __init__(
         self,
@@ -62,7 +64,17 @@ class Experts(nn.Module):
         up_bias = self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None
         down_bias = self.down_proj_bias if self.has_bias else None
         up = self.get_parameter(self._up_name)
-        return run_experts(tokens, experts, weights, up, self.down_proj, up_bias, down_bias, activate=self._activate)
+        return run_experts(
+            tokens,
+            experts,
+            weights,
+            up,
+            self.down_proj,
+            up_bias,
+            down_bias,
+            activate=self._activate,
+            owners=self.owners,
+        )
 
     def _activate(self, hidden: Tensor, plan: Dispatch) -> Tensor:
         name = self.activation_name
@@ -103,19 +115,41 @@ def run_experts(
     down_bias: Tensor | None = None,
     *,
     activate: Callable[[Tensor, Dispatch], Tensor],
+    owners: Owners | None = None,
 ) -> Tensor:
-    """`tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; an index of E is nobody."""
+    """`tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; an index of E is nobody.
+
+    With `owners` the weights are this process's part of them, and tokens travel.
+    """
     dtype = _compute_dtype(tokens, up)
+    if owners is None:
+        out = _run(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate)
+    else:
+        up, down = owners.own(up), owners.own(down)
+        up_bias, down_bias = (None if bias is None else owners.own(bias) for bias in (up_bias, down_bias))
+        run = partial(_run, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate)
+        out = owners.run(run, tokens.to(dtype), experts, weights.float())
+    return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
+
+
+def _run(
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activate: Callable[[Tensor, Dispatch], Tensor],
+) -> Tensor:
+    """Experts that are all at hand, on tokens in the dtype of the products and float32 weights."""
+    dtype = tokens.dtype
     plan = dispatch(experts, up.shape[0])
-    hidden = gather_mm(tokens.to(dtype), up.to(dtype), plan)
+    hidden = gather_mm(tokens, up.to(dtype), plan)
     if up_bias is not None:
         hidden = _add_bias(hidden, up_bias.to(dtype), plan)
-    hidden = activate(hidden, plan)
-    weights = weights.float()
-    out = mm_combine(hidden, down.to(dtype), weights, plan)
-    if down_bias is not None:
-        out = out + _mixed_bias(experts, weights, down_bias).to(dtype)
-    return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
+    out = mm_combine(activate(hidden, plan), down.to(dtype), weights, plan)
+    return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
 
 
 def activate_used(hidden: Tensor, plan: Dispatch, activation: Activation) -> Tensor:

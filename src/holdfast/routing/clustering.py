@@ -5,6 +5,7 @@ s_cq   the spread of feature q within cluster c;  m_c = 1 / max(s_c, a tenth of 
 logits = (x * m_c) W^T, and no gradient flows through m
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -96,7 +97,7 @@ class Clustered(Score, StatefulPart):
         if self.training or self.stats == "batch":
             inputs = previous.tokens.detach().reshape(-1, self.dim)
             squared = self.spread == "variance"
-            deviations, counts = clusters.deviations(inputs, real, groups, squared=squared, over_ranks=sum_over_ranks)
+            deviations, counts = clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
             spreads = self._learn(deviations, counts)
         scales = clusters.feature_scales(spreads, SMALLEST_SPREAD)
         projected = split.clustered_linear(tokens.reshape(-1, self.dim), matrix, groups, scales)
@@ -114,8 +115,13 @@ class Clustered(Score, StatefulPart):
         members = self._members(previous)
         spreads = self.spreads
         if self.training or self.stats == "batch":
-            spreads = self._learn(*self._deviations(previous, members, context.real_or_all(tokens)))
+            real = context.real_or_all(tokens)
+            spreads = self._learn(*self._deviations(previous, members, real, self._over_ranks()))
         return self._mixture(previous, members), feature_scales(spreads)
+
+    def _over_ranks(self) -> Callable[[Tensor], Tensor]:
+        """In evaluation a rank may run forwards that others do not."""
+        return sum_over_ranks if self.training else lambda value: value
 
     def _learn(self, deviations: Tensor, counts: Tensor) -> Tensor:
         """Stage the batch's spreads; those to use now."""
@@ -146,16 +152,18 @@ class Clustered(Score, StatefulPart):
         return shares(weights) * members.sum(1, keepdim=True)
 
     @torch.no_grad()
-    def _deviations(self, previous: Previous, members: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the cluster's real tokens, on all ranks, of |h - mean| or its square, and how many tokens they are."""
+    def _deviations(
+        self, previous: Previous, members: Tensor, real: Tensor, over_ranks: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over the cluster's real tokens, `over_ranks`, of |h - mean| or its square, and how many they are."""
         inputs = previous.tokens.detach().reshape(-1, self.dim).float()
         inputs = inputs.where(real.flatten().unsqueeze(1), 0.0)
         members = members * real.flatten().unsqueeze(1)
-        counts = sum_over_ranks(members.sum(0))
-        means = sum_over_ranks(matmul_float32(members.t(), inputs)) / counts.clamp_min(1).unsqueeze(1)
+        counts = over_ranks(members.sum(0))
+        means = over_ranks(matmul_float32(members.t(), inputs)) / counts.clamp_min(1).unsqueeze(1)
         centred = inputs - matmul_float32(members, means)
         amounts = centred.abs() if self.spread == "mad" else centred.square()
-        return sum_over_ranks(matmul_float32(members.t(), amounts)), counts
+        return over_ranks(matmul_float32(members.t(), amounts)), counts
 
 
 def feature_scales(spreads: Tensor) -> Tensor:

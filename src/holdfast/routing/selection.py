@@ -11,7 +11,7 @@ from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight
-from holdfast.routing.state import StatefulPart, sum_over_ranks
+from holdfast.routing.state import StatefulPart, mean_over_ranks
 from holdfast.suggest import unknown
 
 
@@ -173,8 +173,9 @@ class ReLU(Selector, StatefulPart):
         losses = {}
         if self.training:
             real = context.real_or_all(tokens)
-            count = real.sum()
-            losses["l1"] = self.l1.clone() * scores.gates.sum(-1).where(real, 0.0).sum() / count.clamp_min(1)
             active = ((weights > 0) & real.unsqueeze(-1)).sum()
-            self.stage(active=sum_over_ranks(active), tokens=sum_over_ranks(count))
+            active, count = mean_over_ranks(torch.stack([active, real.sum()]).float())
+            # Over the mean number of tokens: the mean over ranks of this loss is then that of the whole batch.
+            losses["l1"] = self.l1.clone() * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
+            self.stage(active=active, tokens=count)
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)

@@ -138,7 +138,8 @@ class SmoothTopK(Selector, StatefulPart):
 
     def _boundary(self, in_use: Tensor, eps: Tensor, real: Tensor) -> Tensor:
         """The paper's loss."""
-        active = in_use.sum(-1).where(real, 0).sum() / real.sum().clamp_min(1)
+        active, count = sum_over_ranks(torch.stack([in_use.sum(-1).where(real, 0).sum(), real.sum()]))
+        active = active / count.clamp_min(1)
         return self.alpha * eps * (active - (self.k + self.budget_now)).detach()
 
     @torch.no_grad()

@@ -87,9 +87,19 @@ def _commit_before_saving(part: torch.nn.Module, prefix: str, keep_vars: bool) -
 def sum_over_ranks(value: Tensor) -> Tensor:
     """The sum of every rank's `value`; just `value` where there is one process.
 
-    Taken when staging, not when committing: all ranks run the same forwards, while saving may happen on one of them only.
+    Taken when staging, not when committing: all ranks run the same forwards, while saving may happen on one of them only. In
+    training only: evaluation may run on one rank, or more often on one than on another.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if several_ranks():
         value = value.clone()
         torch.distributed.all_reduce(value)
     return value
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of every rank's `value`; just `value` where there is one process. In training only, as the sum."""
+    return sum_over_ranks(value) / torch.distributed.get_world_size() if several_ranks() else value
+
+
+def several_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,20 @@
+"""The runner of several processes itself: a test that hangs must say so, and say where."""
+
+from pathlib import Path
+
+import pytest
+from ranks import on_ranks
+
+
+def test_a_script_that_waits_for_ever_is_ended_with_what_it_printed(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import time\nprint('so far', flush=True)\ntime.sleep(600)\n")
+    with pytest.raises(AssertionError, match=r"waits\.py was not done after 3 s\.\nso far"):
+        on_ranks(script, processes=1, patience=3)
+
+
+def test_a_process_that_fails_shows_its_error(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise ValueError('this is why')\n")
+    with pytest.raises(AssertionError, match="this is why"):
+        on_ranks(script, processes=1)
