@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.ops import entropy_kernels, mix_launch, naive
+from holdfast.ops import entropy_kernels, head_kernels, mix_launch, naive
 from holdfast.ops.part_kernels import Kinds
 
 compared = 0
@@ -154,7 +154,17 @@ def compare_entropy(heads: int, key_heads: int, case: Case, device: str, kinds: 
     assert (got.cpu()[weights.sum(-1).unflatten(0, (2, heads)) == 0] == 0).all()
 
 
+def compare_heads(device: str) -> None:
+    rows, grad = torch.randn(2, 37, 3, 20).transpose(1, 2), torch.randn(2, 37, 20)
+    placed = torch.zeros(2, 3, 37, 20)
+    placed[:, 2] = grad
+    head = torch.tensor([2], device=device)
+    close(head_kernels.take(rows.to(device), head), rows[:, 2].double(), 0.0, "head")
+    close(head_kernels.put(grad.to(device), head, 3), placed.double(), 0.0, "head")
+
+
 def main(device: str) -> None:
+    compare_heads(device)
     # Triton's interpreter has no bfloat16 product, so there numbers are taken apart into float16.
     kinds = Kinds() if device == "cuda" else Kinds(brain=torch.float16)
     narrow = [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float16]
