@@ -25,7 +25,7 @@ def _keys(values, inside):
     """int32 keys in the order of the values, as in ops/topk.py: -0.0 is 0.0, NaN comes first, what is not `inside` last."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
-    return tl.where(inside, tl.where(values != values, HIGHEST - 1, keys), LOWEST)  # room for the 1 that decides a tie
+    return tl.where(inside, tl.where(values != values, HIGHEST, keys), LOWEST)
 
 
 @triton.jit
@@ -40,8 +40,9 @@ def _slots(scores, row, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr
         other = start + tl.arange(0, CHUNK)
         known = here & (other < experts)[None, :]
         others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
-        earlier = (other[:, None] < expert[None, :]).to(tl.int32)[None, :, :]
-        slots += tl.sum((others[:, :, None] + earlier > keys[:, None, :]).to(tl.int32), axis=1)
+        higher = others[:, :, None] > keys[:, None, :]
+        level = (others[:, :, None] == keys[:, None, :]) & (other[:, None] < expert[None, :])[None, :, :]
+        slots += tl.sum((higher | level).to(tl.int32), axis=1)
     return slots
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128  # tokens that are counted and placed together
-WIDTH = 256  # features at a time
+WIDTH = 128  # features at a time
 
 
 @triton.jit
@@ -122,11 +122,15 @@ def _tile_sums(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """For each tile the sum of the values, or of their distances to the cluster's mean."""
-    tile = tl.program_id(0)
+    """For each tile the sum of the values, or of their distances to the cluster's mean.
+
+    Programs side by side read the features of the same tokens: whole rows of memory.
+    """
+    across = tl.cdiv(width, WIDTH)
+    tile = tl.program_id(0) // across
     cluster = tl.load(owners + tile).to(tl.int64)
     if (cluster >= 0) & (cluster < clusters):
-        feature = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+        feature = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
         token = tl.load(order + tile * TILE + tl.arange(0, TILE)).to(tl.int64)
         counted = token < tokens
         if PADDED:
@@ -223,7 +227,7 @@ def sums(
     tiles, clusters = owners.shape[0], bounds.shape[0] - 1
     across = triton.cdiv(width, WIDTH)
     parts = torch.empty(tiles, width, dtype=torch.float32, device=values.device)
-    _tile_sums[(tiles, across)](
+    _tile_sums[(tiles * across,)](
         values,
         values if real is None else real,
         order,

@@ -16,27 +16,26 @@ BLOCK = 2048
 
 
 @triton.jit
-def _next_byte(counts, row, rank, BYTE: tl.constexpr):
-    """The byte of the key with this rank among the candidates, and its rank among those that share the byte."""
-    bins = tl.arange(0, BINS)
-    mine = tl.load(counts + (row * 4 + BYTE) * BINS + bins)
-    digit = tl.sum((tl.cumsum(mine, axis=0) <= rank).to(tl.int64), axis=0)
-    return digit, rank - tl.sum(tl.where(bins < digit, mine, 0), axis=0)
-
-
-@triton.jit
 def _leading_bytes(counts, below, BYTES: tl.constexpr):
     """The first bytes of the keys of both ranks, `below` - 1 and `below` but no further than the last; how many keys."""
-    most = tl.sum(tl.load(counts + tl.arange(0, BINS)), axis=0)
+    bins = tl.arange(0, BINS)
+    most = tl.sum(tl.load(counts + bins), axis=0)
     lower_rank = tl.maximum(tl.minimum(below - 1, most - 1), 0)
     upper_rank = tl.maximum(tl.minimum(below, most - 1), 0)
     lower = tl.zeros((), dtype=tl.int64)
     upper = tl.zeros((), dtype=tl.int64)
     for byte in tl.static_range(BYTES):
-        row = (lower != upper).to(tl.int64)
-        digit, lower_rank = _next_byte(counts, 0, lower_rank, byte)
-        other, upper_rank = _next_byte(counts, row, upper_rank, byte)
-        lower, upper = lower * BINS + digit, upper * BINS + other
+        of_lower = tl.load(counts + byte * BINS + bins)
+        up_to_lower = tl.cumsum(of_lower, axis=0)
+        of_upper, up_to_upper = of_lower, up_to_lower
+        if lower != upper:
+            of_upper = tl.load(counts + (4 + byte) * BINS + bins)
+            up_to_upper = tl.cumsum(of_upper, axis=0)
+        lower_byte = tl.sum((up_to_lower <= lower_rank).to(tl.int64), axis=0)
+        upper_byte = tl.sum((up_to_upper <= upper_rank).to(tl.int64), axis=0)
+        lower_rank -= tl.sum(tl.where(bins < lower_byte, of_lower, 0), axis=0)
+        upper_rank -= tl.sum(tl.where(bins < upper_byte, of_upper, 0), axis=0)
+        lower, upper = lower * BINS + lower_byte, upper * BINS + upper_byte
     return lower, upper, most
 
 

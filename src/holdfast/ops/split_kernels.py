@@ -39,7 +39,7 @@ def _split(x, PARTS: tl.constexpr, PART: tl.constexpr):
         return x.to(PART), x.to(PART), x.to(PART)
     rest = x.to(tl.float32)
     first = _leading(rest)
-    rest = tl.where(first - first == 0, rest - first, 0.0)  # beside an infinity there is no rest
+    rest = rest - first  # beside an infinity NaN, which `require_finite` reports just as well
     if PARTS == 2:
         return first.to(PART), rest.to(PART), rest.to(PART)
     second = _leading(rest)
@@ -187,15 +187,19 @@ def _grad_tokens(
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """grad weight (times the scales). It is rounded to half precision, for which two parts and a sum inside are plenty."""
-    tile = tl.program_id(0)
+    """grad weight (times the scales). It is rounded to half precision, for which two parts and a sum inside are plenty.
+
+    Programs side by side write the features of the same tokens: whole rows of memory.
+    """
+    across = tl.cdiv(inner, WIDTH)
+    tile = tl.program_id(0) // across
     row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
     cluster = 0
     if CLUSTERED:
         cluster = tl.load(owners + tile).to(tl.int64)
         row = tl.load(order + row).to(tl.int64)
     if cluster >= 0:
-        feature = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+        feature = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
         mine, used = (row < count)[:, None], (feature < inner)[None, :]
         total = tl.zeros((TILE, WIDTH), dtype=tl.float32)
         for start in range(0, width, DEPTH):
@@ -351,7 +355,7 @@ def grad_tokens(
     (count, inner), width = like.shape, weight.shape[0]
     out = torch.empty_like(like)
     parts = min(PARTS[weight.dtype], 2)
-    _grad_tokens[(_tiles(count, clusters, tile), triton.cdiv(inner, features))](
+    _grad_tokens[(_tiles(count, clusters, tile) * triton.cdiv(inner, features),)](
         grad_parts,
         in_parts(weight, parts),
         *(clusters or (out, out, out)),

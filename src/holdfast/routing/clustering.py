@@ -75,7 +75,7 @@ class Clustered(Score, StatefulPart):
     def absorb(self) -> dict[str, Tensor]:
         counts = self.get_buffer("staged_counts").unsqueeze(1)
         mean = self.get_buffer("staged_deviations") / counts.clamp_min(1)
-        return {"spreads": (MEMORY * self.spreads + (1 - MEMORY) * mean).where(counts >= FEWEST_TOKENS, self.spreads)}
+        return {"spreads": torch.lerp(mean, self.spreads, MEMORY).where(counts >= FEWEST_TOKENS, self.spreads)}
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         if context.previous is None or self.plain:

@@ -93,15 +93,16 @@ class SmoothTopK(Selector, StatefulPart):
 
     def absorb(self) -> dict[str, Tensor]:
         batch, tokens = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
-        running = torch.where(self.seen, MEMORY * self.width + (1 - MEMORY) * batch, batch)
+        running = torch.where(self.seen, torch.lerp(batch, self.width, MEMORY), batch)
+        counts = tokens > 0
         # The first batch with a gap sets it: under a graph that still is zero all experts tie.
-        return {"width": running.where(tokens > 0, self.width), "seen": self.seen | ((tokens > 0) & (batch > 0))}
+        return {"width": running.where(counts, self.width), "seen": self.seen | (counts & (batch > 0))}
 
     def eps(self) -> Tensor:
         """The width of the strip now; 0 is hard top-k."""
         if self.inference == "hard" and not self.training:
             return torch.zeros_like(self.width)
-        eps = self.width.clone() if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
+        eps = self.width if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
         return eps.where(self.budget_now > 0, 0.0)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:

@@ -70,7 +70,7 @@ class StatefulPart(Part):
     def _commit(self, due: Tensor) -> None:
         for name, value in self.absorb().items():
             state = self.get_buffer(name)
-            state.copy_(torch.where(due, value, state))
+            torch.where(due, value, state, out=state)
         self.pending.logical_xor_(due)  # only what is pending is ever due
 
     def train(self, mode: bool = True) -> Self:
