@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-RAW, SHARES, SOFTMAX = 0, 1, 2
+RAW, SHARES, SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # places in ops/choose.py's HOWS
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
@@ -101,13 +101,13 @@ def _choose(
         fade = tl.where(core, 0.0, fade)
         in_use = core | (in_strip & inside)
         tl.store(gaps_out + place, tl.where(core, float("inf"), gaps), mask=inside)
-    if HOW == 2:
+    if HOW == SOFTMAX:
         level = tl.where(in_use, amount + fade, -float("inf"))
         weight = tl.exp(level - tl.max(level, axis=1)[:, None])
         weight = weight / tl.sum(weight, axis=1)[:, None]
     else:
         weight = tl.where(in_use, amount * tl.exp(fade), 0.0)
-        if HOW == 1:
+        if HOW == SHARES:
             total = tl.sum(weight, axis=1)[:, None]
             weight = weight / tl.where(total >= TINY, total, 1.0)
     weight = tl.where(in_use, weight, 0.0)
@@ -147,19 +147,19 @@ def _choose_backward(
     in_use = inside & (slots < width)
     at = row[:, None] * width + slots
     g = tl.load(grad + at, mask=in_use, other=0.0)
-    if HOW == 0:
+    if HOW == RAW:
         result = g
     else:
         weight = tl.load(weights + at, mask=in_use, other=0.0)
         mean = tl.sum(tl.where(in_use, weight * g, 0.0), axis=1)[:, None]
         result = weight * (g - mean)
-    if HOW < 2:
+    if HOW != SOFTMAX:
         fading = tl.full((ROWS, EXPERTS), 1.0, dtype=tl.float32)
         if SMOOTH:
             gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
             fade, _ = _fade(gaps, tl.load(eps))
             fading = tl.where(slots < k, 1.0, tl.exp(fade))
-        if HOW == 1:
+        if HOW == SHARES:
             amount = tl.load(amounts + place, mask=in_use, other=0.0)
             total = tl.sum(tl.where(in_use, amount * fading, 0.0), axis=1)[:, None]
             result = tl.where(total >= TINY, (g - mean) / tl.where(total >= TINY, total, 1.0), g)
