@@ -16,8 +16,7 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 bench: .venv/ready
-	$(BIN)/python benchmarks/experts.py
-	$(BIN)/python benchmarks/routers.py
+	$(BIN)/python benchmarks/everything.py --out results/speed --force
 	$(BIN)/python benchmarks/import_time.py
 
 .venv/ready: pyproject.toml constraints.txt

@@ -1,7 +1,7 @@
 """Whole models: a training step and `generate` of a sparsified llama with each router, as ratios to `smoe` in the same run.
 
     python benchmarks/models.py                          # on a CPU: 2 layers, float32
-    python benchmarks/models.py --device cuda            # on a GPU: 6 layers, d 1024, 32 experts, top 4, bf16 autocast
+    python benchmarks/models.py --device cuda            # on a GPU: 6 layers, d 1024, 16 experts, top 4, bf16 autocast
 
 A training step is forward, backward and AdamW. A smooth router runs more experts: its speed per active expert is its speed
 times the experts it runs over k.
@@ -46,7 +46,7 @@ class Shape:
     vocabulary: int
 
 
-SHAPES = {"cpu": Shape(2, 64, 4, 64, 8, 2, 16, 64, 2000), "cuda": Shape(6, 1024, 16, 1024, 32, 4, 16, 1024, 32000)}
+SHAPES = {"cpu": Shape(2, 64, 4, 64, 8, 2, 16, 64, 2000), "cuda": Shape(6, 1024, 16, 1024, 16, 4, 16, 1024, 32000)}
 
 
 def model(shape: Shape, router: str, options: dict[str, Any], device: str) -> Any:
@@ -59,7 +59,8 @@ def model(shape: Shape, router: str, options: dict[str, Any], device: str) -> An
         num_attention_heads=shape.heads,
         max_position_embeddings=shape.length + NEW_TOKENS,
     )
-    made = transformers.AutoModelForCausalLM.from_config(config).to(device)
+    with torch.device(device):
+        made = transformers.AutoModelForCausalLM.from_config(config)
     losses = holdfast.Losses(balance=0.01)
     return holdfast.sparsify(
         made, experts=shape.experts, k=shape.k, router=router, init="random", losses=losses, router_options=options

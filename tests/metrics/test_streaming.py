@@ -174,7 +174,9 @@ def test_a_gpu_gives_the_results_of_a_cpu_wherever_the_padding_is(name: str) -> 
     apart = Data(moved(data.one, "cuda"), data.other, data.classes.cuda(), data.targets.cuda())  # layers on two devices
     assert_same(measured(name, (apart, real)), measured(name, (data, real)), rel)
     together = measured(name, (data.to("cuda"), real.cuda())).merge(measured(name, (data, real)))
-    assert_same(together, measured(name, (data, real), (data, real)), rel)
+    # Of one token's two scores, equal on one device, either may come first where they were rounded on two.
+    near = 1e-2 if name == "AnomalyPrecision" else rel
+    assert_same(together, measured(name, (data, real), (data, real)), near)
 
 
 def test_metrics_of_different_kinds_or_settings_do_not_merge() -> None:
