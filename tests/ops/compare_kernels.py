@@ -22,9 +22,9 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert (got - expected).norm() <= TOLERANCE[dtype] * expected.norm(), (got - expected).norm() / expected.norm()
 
 
-def compare(device: str, dtype: torch.dtype, experts: int, slots: int) -> None:
+def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6, slots: int = 3) -> None:
     torch.manual_seed(0)
-    tokens, dim, hidden = 63, 60, 70
+    dim, hidden = 60, 70
     chosen = torch.rand(tokens, experts).argsort(-1)[:, :slots]
     chosen[torch.rand(tokens, slots) < 0.3] = experts
     chosen[chosen == 4] = experts
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     kinds = [torch.float32, torch.float16]
     kinds += [torch.bfloat16] if sys.argv[1] == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
     for kind in kinds:
-        compare(sys.argv[1], kind, experts=6, slots=3)
-        kernels.MOST = 50  # programs take several rows each, as they do where slots are many and ragged
-        compare(sys.argv[1], kind, experts=30, slots=kernels.FEW + 3)
+        compare(sys.argv[1], kind)
+    kernels.MOST = 20  # programs take several rows each, as they do where slots are many and ragged
+    compare(sys.argv[1], torch.float32, tokens=5, experts=18, slots=kernels.FEW + 1)
     print(f"{compared} comparisons")

@@ -24,16 +24,22 @@ def _scaled_backward(grad: Shape, tokens: Shape, mixture: Shape, scales: Shape, 
     return 2 * prod(mixture) * scales[1] + 4 * prod(tokens) * weight[0]
 
 
-def _mix(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(query[:2]) * key[1] * (query[2] + value[2])
+def _mix(query: Shape, key: Shape, value: Shape, second: Shape | None, *_: Any, **__: Any) -> int:
+    return 2 * prod(query[:2]) * key[1] * (query[2] + _width(second) + value[2])
 
 
-def _mix_backward(grad: Shape, out: Shape, total: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(query[:2]) * key[1] * (3 * query[2] + 2 * value[2])
+def _mix_backward(
+    grad: Shape, out: Shape, total: Shape, query: Shape, key: Shape, value: Shape, second: Shape | None, *_: Any, **__: Any
+) -> int:
+    return 2 * prod(query[:2]) * key[1] * (3 * (query[2] + _width(second)) + 2 * value[2])
+
+
+def _width(second: Shape | None) -> int:
+    return 0 if second is None else second[2]
 
 
 def _entropy(query: Shape, key: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(query) * key[1]
+    return 2 * prod(query) * key[2]
 
 
 def _gather(tokens: Shape, weight: Shape, index: Shape, *_: Any, **__: Any) -> int:

@@ -21,6 +21,7 @@ def test_routers_sum_what_is_planned(router: str, monkeypatch: pytest.MonkeyPatc
     model = sparse(router)
     sent: list[int] = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: sent.append(value.nbytes))
     model(input_ids=torch.arange(3, 27).view(2, 12))
     assert sum(sent) == sums(outline(model, Setting(12, 4)))

@@ -15,7 +15,7 @@ from holdfast.ops.order import DIGITS
 from holdfast.routing import AttentionPosterior, Clustered, ExpertGraph, Router, Similarity
 from holdfast.routing.noise import GaussianNoise
 from holdfast.routing.parts import LinearScore, Part, Selector
-from holdfast.routing.scores import Cosine
+from holdfast.routing.scores import Cosine, Frozen
 from holdfast.routing.selection import ReLU, TopK, TopP
 from holdfast.routing.smoothing import SmoothTopK
 
@@ -73,7 +73,8 @@ def cost(part: Part, place: Place) -> Cost:
 @cost.register
 def _(part: LinearScore, place: Place) -> Cost:
     forward = _projecting(part) + _finishing(part)
-    return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
+    backward = forward if isinstance(part, Frozen) else 2 * forward  # its weights ask for no gradient
+    return Cost("score", forward, backward, kept=FLOAT * place.experts)
 
 
 @cost.register
@@ -95,13 +96,10 @@ def _(part: Clustered, place: Place) -> Cost:
 
 @cost.register
 def _(part: ExpertGraph, place: Place) -> Cost:
-    """Gates times the graph: 2 E^2. Co-selections are a product of 0/1 matrices, another 2 E^2 in training.
-
-    The backward runs two products. The one for the graph, which has no gradient, is run and dropped.
-    """
+    """Gates times the graph, which has no gradient: 2 E^2 each way. Co-selections are a product of 0/1 matrices, another."""
     mix = 2.0 * place.experts**2
     return Cost(
-        "expert graph", mix, 2 * mix, learning=mix, kept=FLOAT * place.experts, summed=FLOAT * place.experts * place.experts
+        "expert graph", mix, mix, learning=mix, kept=FLOAT * place.experts, summed=FLOAT * place.experts * place.experts
     )
 
 
@@ -124,18 +122,21 @@ def _(part: Similarity, place: Place) -> Cost:
 
 @cost.register
 def _(part: AttentionPosterior, place: Place) -> Cost:
-    """Tokens as augmented vectors of D + D_v + 1; in training the entropies of all heads' attention too."""
+    """Two products a pair of tokens, D and D_v wide; in training the entropies of all heads' attention too.
+
+    W^T W of the head's projection (2 d D_v^2), made once a forward for all tokens, is not counted.
+    """
     if part.inert:
         return Cost("attention posterior")
-    width = place.key_width + place.value_width + 1
-    projecting = 2 * 2.0 * place.dim * place.value_width  # what the head saw, and the norms of what it would say
+    width = place.key_width + place.value_width
+    projecting = 2.0 * place.dim * place.value_width + 2.0 * place.value_width**2  # what it saw; norms of what it would say
     forward, backward = _mixing(width, place)
     return Cost(
         "attention posterior",
         forward=projecting + forward,
         backward=2 * projecting + backward,
         learning=2.0 * place.heads * place.key_width * place.mixed,
-        kept=FLOAT * (2 * width + place.dim + 2 * place.experts + 1),
+        kept=place.number * (width + place.key_width) + FLOAT * (2 * place.value_width + 2 * place.experts + 2),
         cached=FLOAT * (place.experts + 1) + 1,
         summed=FLOAT * part.heads + INTEGER,
     )
@@ -155,7 +156,7 @@ def _(part: TopP, place: Place) -> Cost:
 
 @cost.register
 def _(part: ReLU, place: Place) -> Cost:
-    return Cost("selection", kept=_selecting(place.experts, place), summed=2 * INTEGER)
+    return Cost("selection", kept=_selecting(place.experts, place), summed=2 * FLOAT)
 
 
 @cost.register

@@ -93,7 +93,7 @@ class SmoothTopK(Selector, StatefulPart):
 
     def absorb(self) -> dict[str, Tensor]:
         batch, tokens = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
-        running = torch.where(self.seen, torch.lerp(batch, self.width, MEMORY), batch)
+        running = torch.where(self.seen, MEMORY * self.width + (1 - MEMORY) * batch, batch)
         counts = tokens > 0
         # The first batch with a gap sets it: under a graph that still is zero all experts tie.
         return {"width": running.where(counts, self.width), "seen": self.seen | (counts & (batch > 0))}

@@ -70,7 +70,8 @@ class StatefulPart(Part):
     def _commit(self, due: Tensor) -> None:
         for name, value in self.absorb().items():
             state = self.get_buffer(name)
-            torch.where(due, value, state, out=state)
+            # Not where(..., out=state): under torch.compile a backward that makes it again then reads the new state.
+            state.copy_(torch.where(due, value, state))
         self.pending.logical_xor_(due)  # only what is pending is ever due
 
     def train(self, mode: bool = True) -> Self:
