@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from command import check, command, write
+from peak import peak_mib
 from timing import median_ratio, time_in_turns
 from torch import Tensor, nn
 from versions import versions
@@ -108,7 +109,7 @@ def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: in
     }
     agree({contestant: run() for contestant, run in runs.items()}, 1e-4 if dtype == torch.float32 else 3e-2)
     times = time_in_turns(runs, device, rounds)
-    peak = {contestant: _peak_memory(run, device) for contestant, run in runs.items()}
+    peak = {contestant: peak_mib(run, device) for contestant, run in runs.items()}
     return {
         "shape": name,
         **asdict(shape),
@@ -118,18 +119,6 @@ def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: in
         "peak_mib": peak,
         "ratio": _ratios(times),
     }
-
-
-def _peak_memory(run: Callable[[], object], device: str) -> float | None:
-    """MiB above what was allocated before, at the highest point of one forward and backward."""
-    if device != "cuda":
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _ratios(times: dict[str, list[float]]) -> dict[str, float]:

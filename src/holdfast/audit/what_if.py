@@ -1,6 +1,6 @@
 """What another router would change, without training: the same audit before and after."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -58,7 +58,7 @@ def what_if(
         site.family is None and site.block.__dict__.get("former") is not None for site in audited.sites
     ):
         raise ValueError("this model was rerouted already, and could not be put back as it is; restore it first.")
-    inputs = list(texts_or_inputs)
+    inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
     before = audit(model, inputs, **settings) if before is None else before
     with resident(audited.scorers()):  # a new router may take the weights of the old one
         reroute(model, router, **(options or {}))

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
-from holdfast.cli.terminal import working
+from holdfast.cli.terminal import forwards
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Attack:
         model, task = subject(
             self.model, source=self.source, data=self.data, length=self.length, loading=self.loading.options()
         )
-        with working(f"attacking {self.model}"):
+        with forwards(model, f"attacking {self.model}", None):
             if self.kind in ("words", "typos"):
                 found = attack_text(model, task, self.kind, rate=amount, seed=self.seed)
             elif self.kind == "routes":

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
-from holdfast.cli.terminal import working
+from holdfast.cli.terminal import forwards
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Evaluate:
         model, task = subject(
             self.model, source=self.source, data=self.data, length=self.length, loading=self.loading.options()
         )
-        with working(f"scoring {self.model}"):
+        with forwards(model, f"scoring {self.model}", task.inputs_to_score()):
             found = plain(task.score(model))
         print_scores(self.model, {key: found[key] for key in ("clean", "attacked")} | found.get("trials", {}), task)
         print_routing(found["clean"].get("routing"))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.status import Status
     from rich.table import Table
 
 Tell = Callable[[float, str], None]  # how much is done, and what is being done
@@ -36,8 +35,20 @@ def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
     return table
 
 
-def working(what: str) -> Status:
-    """Where nobody knows how much there is to do."""
-    from rich.console import Console
+@contextmanager
+def forwards(model: Any, what: str, total: int | None) -> Iterator[None]:
+    """A bar that moves on with every input that the model is given; it only shows life where nobody knows the `total`."""
+    done = 0
 
-    return Console(stderr=True).status(what)
+    def count(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        nonlocal done
+        done += next((len(one) for one in (*given, *named.values()) if hasattr(one, "shape")), 0)
+        tell(done, what)
+
+    with bar(total, leave=False) as tell:
+        tell(0, what)
+        handle = model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()

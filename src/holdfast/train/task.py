@@ -79,6 +79,10 @@ class Task(ABC):
     def score(self, model: Any) -> dict[str, Any]:
         """{"clean": ..., "attacked": ..., "trials": {...}}, each with its "figure"; the first two with their "routing"."""
 
+    def inputs_to_score(self) -> int | None:
+        """How many inputs `score` gives the model, where that is known beforehand."""
+        return None
+
     @abstractmethod
     def probe(self) -> Inputs:
         """A few test examples, the same for every router, on which routes are watched."""

@@ -109,6 +109,10 @@ class TextTask(Task):
             found["trials"] = {"typos": score_text(model, self.misspelt, routing=False)}
         return found
 
+    def inputs_to_score(self) -> int:
+        trials = [self.clean, self.attacked, *([self.misspelt] if self.recipe.attack.rate else [])]
+        return sum(len(trial.blocks) for trial in trials)
+
     def probe(self) -> Inputs:
         blocks = self.clean.blocks
         batch = blocks.batch(range(min(len(blocks), -(-WATCHED // blocks.length))))
