@@ -290,7 +290,9 @@ def test_activation_checkpointing_changes_nothing(family: str, router: str) -> N
             losses.append(loss_of(model, batch))
             losses[-1].backward()
         torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-6)
-        assert_same(gradients(models[1]), gradients(models[0]), 3e-6)
+        # A recomputation adds the gradients of queries, keys and values, which this router reads too, in another order: a
+        # difference in the last bit at the first step, twenty times that at the third.
+        assert_same(gradients(models[1]), gradients(models[0]), 3e-6 if router == "attention" else 1e-6)
         for optimizer in optimizers:
             optimizer.step()
     if router != "native":
