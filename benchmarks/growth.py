@@ -11,42 +11,21 @@ where a router does not care, 1 where it grows linearly, 2 quadratically.
 import json
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from command import check, command, write
 from peak import peak_mib
+from routers import ROUTERS, SHAPES, Shape, Step, surroundings
 from timing import time_in_turns
-from torch import Tensor
 from versions import versions
 
 import holdfast
-from holdfast import Context
-from holdfast.routing import Attention, Previous
 
-ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "smoe": ("smoe", {}),
-    "symphony": ("symphony", {}),
-    "ac": ("ac", {}),
-    "smooth": ("smooth", {}),
-    "similarity, rank 64": ("similarity", {"rank": 64}),
-    "attention": ("attention", {"heads": 16}),
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    tokens: int
-    length: int
-    dim: int
-    experts: int
-    k: int
-    heads: int = 16
-
-
-SHAPES = {"cpu": Shape(1024, 256, 128, 16, 2), "cuda": Shape(16384, 2048, 2048, 64, 8)}
+NAMES = ("smoe", "symphony", "ac", "smooth", "similarity, rank 64", "attention")
+START = {"cpu": Shape(4, 256, 128, 16, 2, 8, 128), "cuda": SHAPES["cuda"]}
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "cpu": {"length": (128, 256, 512, 1024), "experts": (8, 16, 32, 64), "k": (1, 2, 4, 8)},
     "cuda": {"length": (512, 1024, 2048, 4096, 8192), "experts": (16, 32, 64, 128, 256), "k": (1, 2, 4, 8, 16)},
@@ -54,17 +33,11 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 TITLES = {"length": "tokens of a sequence", "experts": "experts", "k": "k"}
 
 
-def surroundings(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Context]:
-    sequences, width = shape.tokens // shape.length, shape.dim // shape.heads
-    tokens = torch.randn(sequences, shape.length, shape.dim, device=device, dtype=dtype)
-    query, key, value = (
-        torch.randn(sequences, shape.heads, shape.length, width, device=device, dtype=dtype) for _ in range(3)
-    )
-    projection = torch.nn.Linear(shape.dim, shape.dim, bias=False, device=device, dtype=dtype).requires_grad_(False)
-    attention = Attention(query, key, value, projection, torch.randn_like(tokens))
-    with torch.no_grad():
-        before = holdfast.router("smoe", dim=shape.dim, experts=shape.experts, k=shape.k).to(device, dtype).eval()(tokens)
-    return tokens.requires_grad_(), Context(causal=True, attention=attention, previous=Previous(tokens.detach(), before))
+def sized(start: Shape, over: str, size: int) -> Shape:
+    """As many tokens at every length."""
+    if over != "length":
+        return replace(start, **{over: size})
+    return replace(start, length=size, sequences=start.sequences * start.length // size)
 
 
 def measure(shape: Shape, device: str, rounds: int) -> dict[str, dict[str, float | None]]:
@@ -72,17 +45,11 @@ def measure(shape: Shape, device: str, rounds: int) -> dict[str, dict[str, float
     torch.manual_seed(0)
     tokens, context = surroundings(shape, device, dtype)
     runs = {}
-    for title, (name, options) in ROUTERS.items():
+    for title in NAMES:
+        name, options = ROUTERS[title]
+        options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
         router = holdfast.router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(device, dtype)
-        parameters = [one for one in router.parameters() if one.requires_grad]
-
-        def run(router: Any = router, parameters: Any = parameters) -> None:
-            routing = router(tokens, context)
-            outputs = [routing.weights, routing.gates]
-            grads = [torch.ones_like(one) for one in outputs]
-            torch.autograd.grad(outputs, [tokens, *parameters], grads, allow_unused=True)
-
-        runs[title] = run
+        runs[title] = Step(router, tokens, context, [one for one in router.parameters() if one.requires_grad])
     times = time_in_turns(runs, device, rounds, 10 if device == "cuda" else 1)
     return {title: {"ms": statistics.median(times[title]), "mib": peak_mib(run, device)} for title, run in runs.items()}
 
@@ -90,9 +57,7 @@ def measure(shape: Shape, device: str, rounds: int) -> dict[str, dict[str, float
 def slopes(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Of log time over log size, between the last two sizes."""
     (small, before), (large, after) = list(found.items())[-2:]
-    return {
-        title: math.log(after[title]["ms"] / before[title]["ms"]) / math.log(int(large) / int(small)) for title in ROUTERS
-    }
+    return {title: math.log(after[title]["ms"] / before[title]["ms"]) / math.log(int(large) / int(small)) for title in NAMES}
 
 
 def draw(stored: dict[str, Any], page: Path) -> None:
@@ -107,7 +72,7 @@ def draw(stored: dict[str, Any], page: Path) -> None:
     )
     for row, what in enumerate(whats, 1):
         for column, sizes in enumerate(grown.values(), 1):
-            for place, title in enumerate(ROUTERS):
+            for place, title in enumerate(NAMES):
                 trace = graph_objects.Scatter(
                     x=[int(size) for size in sizes],
                     y=[each[title][what] for each in sizes.values()],
@@ -138,12 +103,12 @@ def main() -> None:
         print(arguments.page)
         return
     check(arguments)
-    shape = SHAPES[arguments.device]
+    start = START[arguments.device]
     grown: dict[str, Any] = {}
     for over, sizes in SIZES[arguments.device].items():
-        grown[over] = {str(n): measure(replace(shape, **{over: n}), arguments.device, arguments.rounds) for n in sizes}
+        grown[over] = {str(n): measure(sized(start, over, n), arguments.device, arguments.rounds) for n in sizes}
         print(f"\nover {TITLES[over]}, ms:")
-        for title in ROUTERS:
+        for title in NAMES:
             row = "  ".join(f"{size}: {each[title]['ms']:.2f}" for size, each in grown[over].items())
             memory = [each[title]["mib"] for each in grown[over].values()]
             more = "" if memory[0] is None else f"   MiB {memory[0]:.0f} to {memory[-1]:.0f}"
