@@ -97,7 +97,9 @@ def test_the_command_prints_a_table_and_writes_a_file(folder: Path, tmp_path: Pa
     ("more", "says"),
     [
         (["--sigma", "0"], "sigma is 0"),
-        (["--tokens", "0"], "nothing to"),
+        (["--tokens", "0"], "tokens is 0"),
+        (["--batch", "0"], "batch is 0"),
+        (["--length", "1"], "at least 2"),
         (["--source", "nowhere.txt"], "nowhere.txt"),
         (["--device-map", "nowhere"], "nowhere"),
     ],

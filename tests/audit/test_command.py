@@ -53,6 +53,9 @@ def test_a_folder_is_audited_and_all_is_written(folder: Path, text: Path, tmp_pa
     assert report.data["source"]["checksum"] and report.model["name"] == str(folder) and report.data["tokens"] >= 96
     assert all(one["skipped"] is None for one in report.perturbations.values())
     assert main(given) == 2 and "--force" in capsys.readouterr().err
+    (out / "audit.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
+    assert main(given) == 2 and "audit.html" in capsys.readouterr().err
+    (tmp_path / "kept.json").rename(out / "audit.json")
     before = (out / "audit.json").read_text()
     assert main([*given, "--force", "--perturb", "none,noise", "--noise", "0.2"]) == 0
     assert (out / "audit.json").read_text() != before

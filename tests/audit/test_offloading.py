@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit.subjects import batches, hooks, sparse, state
+from audit.subjects import batches, hooks, sparse, state, texts, tokenizer
 from tiny import tiny
 
 import holdfast
 from holdfast.audit import audit, certify_model, what_if
+from holdfast.cli.main import main
 from holdfast.hub import load
 
 
@@ -37,6 +38,22 @@ def test_an_audit_of_a_model_on_disk_is_that_of_the_model_in_memory(model_type: 
     assert {name: parameter.device.type for name, parameter in away.named_parameters()} == there
     again = audit(away, batches())
     assert again.numbers() == found.numbers()
+
+
+def test_the_commands_take_a_map_of_devices_and_a_folder_for_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same figures as without; this model fits, so nothing needs to go to the disk."""
+    tiny("mixtral").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "some.txt").write_text("\n".join(texts(40)))
+    given = ["certify", str(tmp_path / "model"), "--source", str(tmp_path / "some.txt"), "--tokens", "64"]
+    assert main(given) == 0
+    expected = capsys.readouterr().out
+    assert main([*given, "--device-map", "auto", "--offload", str(tmp_path / "rest"), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == expected
+    assert main([*given, "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out != expected
 
 
 def test_a_sparsified_model_on_disk_is_certified_and_tried_with_another_router(tmp_path: Path) -> None:

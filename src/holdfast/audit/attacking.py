@@ -1,7 +1,6 @@
 """The perturbation that looks for the worst: each router's inputs moved, within a budget, so that tokens change experts."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -13,10 +12,10 @@ from holdfast.attacks import AttackWarning, attack_routes
 from holdfast.audit.comparing import Tally
 from holdfast.audit.observing import Observation, observe
 from holdfast.audit.perturbation import Perturbation
-from holdfast.audit.rounding import ask
+from holdfast.audit.rounding import ask, in_its_dtype
 from holdfast.audit.samples import Sample
 from holdfast.audit.subject import Audited
-from holdfast.routing import Router, Routing
+from holdfast.routing import Router
 
 STEPS = 5
 
@@ -67,7 +66,7 @@ class Attack(Perturbation):
         route: Any = call.route
         options: dict[str, Any] = {"context": call.context}
         if not isinstance(route, Router):  # a family's gate: looks at one token at a time, in its own dtype
-            route, options = partial(_ask_in, call.route, tokens.dtype), {"joint": False}
+            route, options = partial(in_its_dtype, call.route, tokens.dtype), {"joint": False}
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore", AttackWarning)
             found = attack_routes(
@@ -85,7 +84,3 @@ class Attack(Perturbation):
         kept = ("rate", "tokens", "smallest", "median", "budget", "norm", "relative", "joint", "steps", "seed", "flags")
         summary = found.summary()
         return found.inputs.to(tokens.dtype), {name: summary[name] for name in kept}
-
-
-def _ask_in(gate: Callable[[Tensor], Routing], dtype: torch.dtype, tokens: Tensor) -> Routing:
-    return gate(tokens.to(dtype))

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from holdfast.audit.observing import Observation, observe
 from holdfast.audit.offloading import resident
-from holdfast.audit.rounding import DTYPES
+from holdfast.audit.rounding import DTYPES, in_its_dtype
 from holdfast.audit.samples import Reader, samples
 from holdfast.audit.subject import Audited, evaluating
 from holdfast.certify import Certificates, MajorityVote, NoBound, Norm, Smoothing, certify, undecided
 from holdfast.certify.arithmetic import Rounding
 from holdfast.hub import Call
 from holdfast.metrics.report import plain
-from holdfast.routing import Router, Routing
+from holdfast.routing import Router
 
 LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which shares of tokens are told
 
@@ -44,7 +44,7 @@ def certify_layer(audited: Audited, layer: int, seen: Observation, how: How | No
     except NoBound:
         if how.smoothing is None or isinstance(subject, Router):
             raise
-        route = partial(_in_its_dtype, call.route, tokens.dtype)
+        route = partial(in_its_dtype, call.route, tokens.dtype)
         return certify(MajorityVote(route, how.smoothing, joint=False), tokens.float(), norm=how.norm)
 
 
@@ -59,10 +59,6 @@ def undecided_in(
 def _given(call: Call) -> tuple[Tensor, Any]:
     """A family's own gate looks at rows, and at nothing else."""
     return (call.tokens, call.context) if isinstance(call.route, Router) else (call.tokens.flatten(0, -2), None)
-
-
-def _in_its_dtype(gate: Callable[[Tensor], Routing], dtype: torch.dtype, tokens: Tensor) -> Routing:
-    return gate(tokens.to(dtype))
 
 
 @final

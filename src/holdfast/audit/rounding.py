@@ -1,5 +1,6 @@
 """What shorter numbers do to routes: which tokens rounding could send elsewhere, and which of them it does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def ask_rounded(audited: Audited, layer: int, seen: Observation, dtype: torch.dt
     with weights_as([audited.scorers()[layer]], dtype, only_rounded=True):
         asked = ask(call, rounded(call.tokens, dtype))
     return set_changes(seen.layers[layer].routing, asked, audited.core(layer))
+
+
+def in_its_dtype(gate: Callable[[Tensor], Routing], dtype: torch.dtype, tokens: Tensor) -> Routing:
+    """A family's gate asked with tokens of another dtype, as attacks and votes move them in float32."""
+    return gate(tokens.to(dtype))
 
 
 def ask(call: Any, tokens: Tensor) -> Routing:

@@ -144,10 +144,18 @@ def from_batches(batches: Iterable[Any], audited: Audited) -> Iterator[Sample]:
         yield Sample(number, tensors, labels if shifted is None else shifted)
 
 
+def check_size(name: str, value: Any, least: int = 1) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}.")
+
+
 def samples(
     given: Iterable[Any], audited: Audited, reader: Reader | None, *, batch: int, length: int, tokens: int | None
 ) -> Iterator[Sample]:
     """Whatever was given, as samples, until there are so many tokens."""
+    check_size("batch", batch)
+    check_size("length", length, 2)  # one token has no next one
+    check_size("tokens", 1 if tokens is None else tokens)
     if isinstance(given, str | Mapping):
         raise ValueError(f"the texts or inputs are one {type(given).__name__}; give a list of strings or of batches.")
     everything = iter(given)

@@ -11,7 +11,7 @@ from holdfast.audit.company import Alone, Padded
 from holdfast.audit.numeric import Again, Backend, ModelDtype, Noise, RoutingDtype
 from holdfast.audit.perturbation import Perturbation
 from holdfast.audit.rounding import DTYPES
-from holdfast.audit.samples import Reader
+from holdfast.audit.samples import Reader, check_size
 from holdfast.audit.subject import Audited
 from holdfast.audit.words import Words
 from holdfast.suggest import unknown
@@ -55,10 +55,8 @@ class Settings:
         for level in self.noise:
             if not isinstance(level, int | float) or not 0 < level <= 1:
                 raise ValueError(f"a noise level is {level!r}; expected a share of each token's length, above 0, at most 1.")
-        for name in ("batch", "length", "attack_tokens", "at_risk", "tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < (2 if name == "length" else 1)):
-                raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {2 if name == 'length' else 1}.")
+        check_size("attack_tokens", self.attack_tokens)
+        check_size("at_risk", self.at_risk)
         check_seed(self.seed)
         check_rate(self.rate)
         check_budget(self.budget)

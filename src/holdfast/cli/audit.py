@@ -53,9 +53,9 @@ class Audit:
     what_if: str | None = None
     """Another router: the same audit with it in place, without training. The saved model is not changed."""
     out: Path | None = None
-    """A folder for audit.json."""
+    """A folder for audit.json and audit.html."""
     force: bool = False
-    """Overwrite that file if it is there."""
+    """Overwrite these files if they are there."""
     fail_if: tuple[str, ...] = ()
     """Conditions on the overall numbers; exit code 1 where one holds."""
     compare: tuple[Path, Path] | None = None
@@ -73,12 +73,14 @@ class Audit:
             return
         conditions = [parse(written) for written in self.fail_if]
         target = None if self.out is None else self.out / NAME
-        require_free(target, self.force)
+        page = None if target is None else target.with_suffix(".html")
+        for file in (target, page):
+            require_free(file, self.force)
         report = self._audit()
         print_report(report)
-        if target is not None:
+        if target is not None and page is not None:
             print(f"All figures: {report.save(target)}")
-            print(f"Report: {write_audit(target, target.with_suffix('.html'), force=True)}")
+            print(f"Report: {write_audit(target, page, force=True)}")
         if report.status == "interrupted":
             raise KeyboardInterrupt
         met = [(condition, value) for condition in conditions for holds, value in [condition.holds(report)] if holds]
