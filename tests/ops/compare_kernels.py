@@ -8,7 +8,7 @@ from torch import Tensor
 from holdfast.moe.activations import ACTIVATIONS
 from holdfast.ops import grouped_kernels, kernels, naive
 from holdfast.ops.experts import dispatch
-from holdfast.ops.glu import FUSED
+from holdfast.ops.rows import GLUS
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 compared = 0
@@ -35,33 +35,36 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     rows[used:] = torch.nan  # nobody may read these
     weight = torch.randn(experts, hidden, dim).to(dtype)
     weights = torch.rand(tokens, slots)
-    index = plan.slots.flatten().argsort() // slots
 
-    gathered = kernels.gather(x.to(device), index.to(device), plan.used)[:used]
-    close(gathered, x[plan.tokens[:used].cpu()], dtype)
+    gathered = kernels.gather(x.to(device), plan.slots, plan.used, tokens * slots)[:used]
+    close(gathered, x[plan.order[:used].cpu() // slots], dtype)
     combined = kernels.combine(rows.to(device), plan.slots, weights.to(device), plan.used)
     close(combined, naive.combine(rows, plan.slots.cpu(), weights, used), dtype)
     plain = kernels.combine(rows.to(device), plan.slots, None, plan.used)
     close(plain, naive.combine(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
 
-    other, row_weights = torch.randn_like(rows), torch.rand(tokens * slots)
-    by_kernel = kernels.scale_and_dot(other.to(device), rows.to(device), row_weights.to(device), plan.used)
-    wide, wide_other = rows.double(), other.double()
-    by_hand = (wide_other * row_weights[:, None], wide * row_weights[:, None], (wide * wide_other).sum(1))
-    for got, expected in zip(by_kernel, by_hand, strict=True):
-        close(got[:used], expected[:used], dtype)
+    other, grad = torch.randn_like(rows), torch.randn_like(rows)
+    order = plan.order[:used].cpu()
+    row_weights = weights.flatten()[order, None].double()
+    on_device = weights.to(device), plan.order, plan.used
+    by_slot = weights.new_zeros(weights.shape).double().flatten()
+    wide, wide_grad = rows[:used].double(), grad[:used].double()
+    expected = wide_grad * row_weights, wide * row_weights, by_slot.scatter(0, order, (wide * wide_grad).sum(1))
+    *by_row, dots = kernels.scale_and_dot(grad.to(device), rows.to(device), *on_device)
+    for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
+        close(got, wanted, dtype)
 
-    gate_up = torch.cat([rows, other], dim=1).float()
-    grad = torch.randn_like(rows)
-    for name in FUSED if dtype == torch.float32 else ("silu",):
-        pair = gate_up.to(dtype).double().requires_grad_()
+    gate_up = torch.cat([rows, other], dim=1)
+    for name in GLUS if dtype == torch.float32 else ("silu",):
+        pair = gate_up[:used].double().requires_grad_()
         gate, up = pair.chunk(2, dim=-1)
-        expected = ACTIVATIONS[name](gate) * up
-        got = kernels.glu(gate_up.to(dtype).to(device), plan.used, name)
-        close(got[:used], expected[:used], dtype)
-        (slope,) = torch.autograd.grad(expected[:used], pair, grad[:used].double())
-        got = kernels.glu_backward(grad.to(device), gate_up.to(dtype).to(device), plan.used, name)
-        close(got[:used], slope[:used], dtype)
+        product = ACTIVATIONS[name](gate) * up
+        close(kernels.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
+        (slope,) = torch.autograd.grad(product, pair, wide_grad * row_weights)
+        expected = slope, product * row_weights, by_slot.scatter(0, order, (product * wide_grad).sum(1).detach())
+        *by_row, dots = kernels.glu_backward(grad.to(device), gate_up.to(device), *on_device, name)
+        for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
+            close(got, wanted, dtype)
 
     offsets = plan.offsets.cpu()
     left = torch.randn(tokens * slots, dim).to(dtype)

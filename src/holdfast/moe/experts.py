@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from holdfast.moe.activations import Activation, resolve
 from holdfast.moe.sharding import Owners
 from holdfast.ops.experts import Dispatch, dispatch, gather_mm, mm_combine
-from holdfast.ops.glu import glu
+from holdfast.ops.rows import fuses
 
 
 class Experts(nn.Module):
@@ -73,15 +73,17 @@ class Experts(nn.Module):
             up_bias,
             down_bias,
             activate=self._activate,
+            glu=self.activation_name if self.gated else None,
             owners=self.owners,
         )
 
     def _activate(self, hidden: Tensor, plan: Dispatch) -> Tensor:
-        name = self.activation_name
-        if name is None:
-            gated = partial(glu, used=plan.used, name=None, activation=self.activation)
-            return activate_used(hidden, plan, gated if self.gated else self.activation)
-        return glu(hidden, plan.used, name, self.activation) if self.gated else self.activation(hidden)
+        activation = self._gate if self.gated else self.activation
+        return activate_used(hidden, plan, activation) if self.activation_name is None else activation(hidden)
+
+    def _gate(self, hidden: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.activation(gate) * up
 
     def _check(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> None:
         if tokens.dim() != 2 or tokens.shape[1] != self.dim:
@@ -115,19 +117,21 @@ def run_experts(
     down_bias: Tensor | None = None,
     *,
     activate: Callable[[Tensor, Dispatch], Tensor],
+    glu: str | None = None,
     owners: Owners | None = None,
 ) -> Tensor:
     """`tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; an index of E is nobody.
 
-    With `owners` the weights are this process's part of them, and tokens travel.
+    `glu` names the activation if `activate` is gated and it has a name: there may be a kernel for it. With `owners` the
+    weights are this process's part of them, and tokens travel.
     """
     dtype = _compute_dtype(tokens, up)
     if owners is None:
-        out = _run(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate)
+        out = _run(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu)
     else:
         up, down = owners.own(up), owners.own(down)
         up_bias, down_bias = (None if bias is None else owners.own(bias) for bias in (up_bias, down_bias))
-        run = partial(_run, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate)
+        run = partial(_run, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
         out = owners.run(run, tokens.to(dtype), experts, weights.float())
     return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
 
@@ -141,6 +145,7 @@ def _run(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activate: Callable[[Tensor, Dispatch], Tensor],
+    glu: str | None,
 ) -> Tensor:
     """Experts that are all at hand, on tokens in the dtype of the products and float32 weights."""
     dtype = tokens.dtype
@@ -148,7 +153,10 @@ def _run(
     hidden = gather_mm(tokens, up.to(dtype), plan)
     if up_bias is not None:
         hidden = _add_bias(hidden, up_bias.to(dtype), plan)
-    out = mm_combine(activate(hidden, plan), down.to(dtype), weights, plan)
+    if fuses(glu, hidden):
+        out = mm_combine(hidden, down.to(dtype), weights, plan, glu=glu)
+    else:
+        out = mm_combine(activate(hidden, plan), down.to(dtype), weights, plan)
     return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
 
 

@@ -18,7 +18,7 @@ from holdfast.ops import rows
 class Journey(NamedTuple):
     """Which tokens go where; made on all processes of the group together."""
 
-    tokens: Tensor  # (S,) the token of each row sent
+    order: Tensor  # (S,) the place of each row sent, counted through all of them
     places: Tensor  # (T,R) the row of each token for each process; S where it does not go there
     sent: list[int]  # how many rows to each process
     received: list[int]  # and from each
@@ -32,9 +32,11 @@ def journey(wanted: Tensor, group: dist.ProcessGroup) -> Journey:
     dist.all_to_all_single(received, sent, group=group)
     to_each, from_each = torch.stack([sent, received]).tolist()
     by_process = wanted.t().reshape(-1)
-    tokens = by_process.nonzero().squeeze(1) % max(wanted.shape[0], 1)
+    going = by_process.nonzero().squeeze(1)
+    tokens, processes = max(wanted.shape[0], 1), wanted.shape[1]
+    order = going % tokens * processes + going // tokens
     places = (by_process.cumsum(0) - 1).where(by_process, sum(to_each)).view(wanted.t().shape).t()
-    return Journey(tokens, places.contiguous(), to_each, from_each, group)
+    return Journey(order, places.contiguous(), to_each, from_each, group)
 
 
 def go_out(values: Tensor, way: Journey) -> Tensor:
@@ -51,7 +53,7 @@ def come_home(values: Tensor, way: Journey) -> Tensor:
 
 def _outwards(values: Tensor, way: Journey) -> Tensor:
     used = torch.full((), sum(way.sent), device=values.device)
-    return _exchanged(rows.gather(values.contiguous(), way.tokens, used), way.received, way.sent, way.group)
+    return _exchanged(rows.gather(values.contiguous(), way.order, way.places, used), way.received, way.sent, way.group)
 
 
 def _homewards(values: Tensor, way: Journey) -> Tensor:

@@ -7,10 +7,11 @@ The two products are custom operators with backwards of their own, because only 
 in an order that changes from run to run. Neither keeps the gathered tokens nor the experts' outputs for the backward:
 
     gather_mm     saves the tokens and gathers them again
-    mm_combine    needs  dL/dweight_r = dL/dy_r . (W h_r) = (W^T dL/dy_r) . h_r,  which asks for h only
+    mm_combine    needs  dL/dweight_r = dL/dy_r . (W h_r) = (W^T dL/dy_r) . h_r,  which asks for h only; where it is told
+                  the activation that makes h of gate and up, it makes h again too
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from holdfast.ops import grouped, rows
 class Dispatch(NamedTuple):
     """Where each slot's row is. Unused slots come last, belong to nobody and are never read."""
 
-    tokens: Tensor  # (R,) the token of each row
+    order: Tensor  # (R,) the slot of each row, counted through all of them
     slots: Tensor  # (T,K) the row of each slot
     offsets: Tensor  # (E,) int32, where each expert's rows end
 
@@ -43,29 +44,32 @@ def dispatch(chosen: Tensor, experts: int) -> Dispatch:
     slots = torch.empty_like(order).scatter_(0, order, positions).view(tokens, slots_per_token)
     if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
         order = order[: int(offsets[-1])]  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
-    return Dispatch(order // max(slots_per_token, 1), slots, offsets)
+    return Dispatch(order, slots, offsets)
 
 
 def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch) -> Tensor:
     """Each row's token (d) times its expert's weight (E,H,d): (R,H)."""
-    out: Tensor = _gather_mm(tokens, weight, plan.tokens, plan.slots, plan.offsets)
+    out: Tensor = _gather_mm(tokens, weight, *plan)
     return out
 
 
-def mm_combine(hidden: Tensor, weight: Tensor, slot_weights: Tensor, plan: Dispatch) -> Tensor:
-    """Each row (R,H) times its expert's weight (E,d,H), then the weighted sum over each token's slots: (T,d)."""
-    out: Tensor = _mm_combine(hidden, weight, slot_weights, plan.tokens, plan.slots, plan.offsets)
+def mm_combine(hidden: Tensor, weight: Tensor, slot_weights: Tensor, plan: Dispatch, *, glu: str | None = None) -> Tensor:
+    """Each row (R,H) times its expert's weight (E,d,H), then the weighted sum over each token's slots: (T,d).
+
+    With `glu`, an activation's name, `hidden (R,2H)` is gate and up side by side (see `rows.fuses`).
+    """
+    out: Tensor = _mm_combine(hidden, weight, slot_weights, *plan, glu or "")
     return out
 
 
 @torch.library.custom_op("holdfast::gather_mm", mutates_args=())
-def _gather_mm(tokens: Tensor, weight: Tensor, index: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
-    return grouped.mm(rows.gather(tokens.contiguous(), index, offsets[-1]), weight, offsets, transpose=True)
+def _gather_mm(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    return grouped.mm(rows.gather(tokens.contiguous(), order, slots, offsets[-1]), weight, offsets, transpose=True)
 
 
 @_gather_mm.register_fake
-def _(tokens: Tensor, weight: Tensor, index: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
-    return tokens.new_empty(index.shape[0], weight.shape[1])
+def _(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    return tokens.new_empty(order.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("holdfast::gather_mm_backward", mutates_args=())
@@ -73,7 +77,7 @@ def _gather_mm_backward(
     grad: Tensor,
     tokens: Tensor,
     weight: Tensor,
-    index: Tensor,
+    order: Tensor,
     slots: Tensor,
     offsets: Tensor,
     want_tokens: bool,
@@ -84,7 +88,7 @@ def _gather_mm_backward(
     if want_tokens:
         grad_tokens = rows.combine(grouped.mm(grad, weight, offsets, transpose=False), slots, None, used)
     if want_weight:
-        grad_weight = grouped.outer(grad, rows.gather(tokens.contiguous(), index, used), offsets)
+        grad_weight = grouped.outer(grad, rows.gather(tokens.contiguous(), order, slots, used), offsets)
     return grad_tokens, grad_weight
 
 
@@ -109,14 +113,15 @@ _gather_mm.register_autograd(_backward_gather_mm, setup_context=_save)
 
 @torch.library.custom_op("holdfast::mm_combine", mutates_args=())
 def _mm_combine(
-    hidden: Tensor, weight: Tensor, slot_weights: Tensor, index: Tensor, slots: Tensor, offsets: Tensor
+    hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, glu: str
 ) -> Tensor:
-    outputs = grouped.mm(hidden.contiguous(), weight, offsets, transpose=True)
+    hidden = rows.glu(hidden.contiguous(), offsets[-1], glu) if glu else hidden.contiguous()
+    outputs = grouped.mm(hidden, weight, offsets, transpose=True)
     return rows.combine(outputs, slots, slot_weights.contiguous(), offsets[-1])
 
 
 @_mm_combine.register_fake
-def _(hidden: Tensor, weight: Tensor, slot_weights: Tensor, index: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+def _(hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, *_: Tensor | str) -> Tensor:
     return hidden.new_empty(slots.shape[0], weight.shape[1])
 
 
@@ -126,53 +131,46 @@ def _mm_combine_backward(
     hidden: Tensor,
     weight: Tensor,
     slot_weights: Tensor,
-    index: Tensor,
+    order: Tensor,
     slots: Tensor,
     offsets: Tensor,
+    glu: str,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     used = offsets[-1]
-    grad_rows = rows.gather(grad.contiguous(), index, used)
-    row_weights = _to_rows(slot_weights, slots, index.shape[0])
+    grad_rows = rows.gather(grad.contiguous(), order, slots, used)
     unscaled = grouped.mm(grad_rows, weight, offsets, transpose=False)
-    grad_hidden, scaled_hidden, dots = rows.scale_and_dot(unscaled, hidden.contiguous(), row_weights, used)
-    grad_weight = grouped.outer(grad_rows, scaled_hidden, offsets) if want_weight else grad.new_empty(0)
-    return grad_hidden, grad_weight, _to_slots(dots, slots, used)
+    plan = (slot_weights.contiguous(), order, slots, used)
+    if glu:
+        grad_hidden, scaled, grad_slots = rows.glu_backward(unscaled, hidden.contiguous(), *plan, glu)
+    else:
+        grad_hidden, scaled, grad_slots = rows.scale_and_dot(unscaled, hidden.contiguous(), *plan)
+    grad_weight = grouped.outer(grad_rows, scaled, offsets) if want_weight else grad.new_empty(0)
+    return grad_hidden, grad_weight, grad_slots
 
 
 @_mm_combine_backward.register_fake
 def _(
-    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *plan_and_want: Tensor | bool
+    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *plan_and_rest: Tensor | str | bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_weight = weight.new_empty(weight.shape if plan_and_want[-1] else (0,))
+    grad_weight = weight.new_empty(weight.shape if plan_and_rest[-1] else (0,))
     return hidden.new_empty(hidden.shape), grad_weight, slot_weights.new_empty(slot_weights.shape)
 
 
-def _to_rows(slot_values: Tensor, slots: Tensor, count: int) -> Tensor:
-    """A value per slot (T,K) as a value per row. Every slot has its own row, so the writes never collide."""
-    out = slot_values.new_empty(slots.numel()).scatter_(0, slots.reshape(-1), slot_values.reshape(-1))
-    return out[:count]
-
-
-def _to_slots(row_values: Tensor, slots: Tensor, used: Tensor) -> Tensor:
-    """A value per row as a value per slot (T,K), 0 in unused slots."""
-    if row_values.shape[0] == 0:
-        return row_values.new_zeros(slots.shape)
-    in_use = slots < used
-    return row_values[slots.where(in_use, 0)].where(in_use, 0.0)
+def _save_and_glu(ctx, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    *saved, ctx.glu = inputs
+    ctx.save_for_backward(*saved)
 
 
 def _backward_mm_combine(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
     want_hidden, want_weight, want_slots = ctx.needs_input_grad[:3]
-    grad_hidden, grad_weight, grad_slots = _mm_combine_backward(grad, *ctx.saved_tensors, want_weight)
+    grad_hidden, grad_weight, grad_slots = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, want_weight)
     return (
         grad_hidden if want_hidden else None,
         grad_weight if want_weight else None,
         grad_slots if want_slots else None,
-        None,
-        None,
-        None,
+        *(None,) * 4,
     )
 
 
-_mm_combine.register_autograd(_backward_mm_combine, setup_context=_save)
+_mm_combine.register_autograd(_backward_mm_combine, setup_context=_save_and_glu)

@@ -1,7 +1,8 @@
 """Triton kernels for moving rows between token order and expert order. Imported only where Triton can run.
 
-R rows sorted by expert, T tokens, K slots a token; `used` points at the number of rows that belong to an expert. Where slots
-are ragged, R is far more than that: there are no more programs than `MOST`, and each takes every so manieth row.
+R rows sorted by expert, T tokens, K slots a token, `order` the slot of each row and `slots` the row of each slot; `used`
+points at the number of rows that belong to an expert. Where slots are ragged, R is far more than that: there are no more
+programs over rows than `MOST`, and each takes every so manieth row.
 Each output element is written by one program in a fixed order of additions, so results repeat to the bit.
 """
 
@@ -17,12 +18,26 @@ MOST = 2**17  # programs over rows: a program that finds nothing to do still has
 
 
 @triton.jit
-def _gather(tokens, index, used, out, width, BLOCK: tl.constexpr):
+def _last_slot(slots, token, limit, K: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr):
+    """How many slots to look at: up to the last that is in use; where they are few, all: that lets loads overlap."""
+    last = K
+    if not FEW:
+        places = tl.arange(0, SLOTS)
+        own = tl.load(slots + token * K + places, mask=places < K, other=limit)
+        last = tl.max(tl.where(own < limit, places + 1, 0), axis=0)
+    return last
+
+
+@triton.jit
+def _gather(tokens, slots, used, out, width, K: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """A token is read once and written to all its rows: reading it once for every row takes half as long again."""
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
-        token = tl.load(index + row).to(tl.int64)
-        values = tl.load(tokens + token * width + column, mask=column < width)
-        tl.store(out + row * width + column, values, mask=column < width)
+    limit = tl.load(used)
+    values = tl.load(tokens + token * width + column, mask=column < width)
+    for slot in range(_last_slot(slots, token, limit, K, SLOTS, FEW)):
+        row = tl.load(slots + token * K + slot).to(tl.int64)
+        tl.store(out + row * width + column, values, mask=(column < width) & (row + 0 * column < limit))
 
 
 @triton.jit
@@ -43,12 +58,7 @@ def _combine(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     limit = tl.load(used)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    last = K
-    if not FEW:  # up to the last slot that is in use; a number known beforehand lets loads overlap
-        places = tl.arange(0, SLOTS)
-        own = tl.load(slots + token * K + places, mask=places < K, other=limit)
-        last = tl.max(tl.where(own < limit, places + 1, 0), axis=0)
-    for slot in range(last):
+    for slot in range(_last_slot(slots, token, limit, K, SLOTS, FEW)):
         row = tl.load(slots + token * K + slot).to(tl.int64)
         # A row of nobody is uninitialised memory: never load it, since 0 * NaN is NaN.
         inside = (column < width) & (row + 0 * column < limit)
@@ -60,9 +70,10 @@ def _combine(
 
 
 @triton.jit
-def _scale_and_dot(grad, rows, weights, used, scaled_grad, scaled_rows, dots, width, BLOCK: tl.constexpr):
+def _scale_and_dot(grad, rows, weights, order, used, scaled_grad, scaled_rows, dots, width, BLOCK: tl.constexpr):
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
-        weight = tl.load(weights + row)
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -72,7 +83,7 @@ def _scale_and_dot(grad, rows, weights, used, scaled_grad, scaled_rows, dots, wi
             total += g * h
             tl.store(scaled_grad + row * width + column, weight * g, mask=inside)
             tl.store(scaled_rows + row * width + column, weight * h, mask=inside)
-        tl.store(dots + row, tl.sum(total, axis=0))
+        tl.store(dots + slot, tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -105,62 +116,70 @@ def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _glu_backward(grad, gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+def _glu_backward(
+    grad, gate_up, weights, order, used, grad_gate_up, scaled, dots, width, NAME: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`_scale_and_dot` with the rows h = activation(gate) * up made again, and on through them."""
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
-        g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _activation(gate, NAME)
-        tl.store(out + row * 2 * width + column, g * up * slope, mask=inside)
-        tl.store(out + row * 2 * width + width + column, g * value, mask=inside)
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+            value, slope = _activation(gate, NAME)
+            h = (value * up).to(scaled.dtype.element_ty).to(tl.float32)  # rounded as it was in the forward
+            total += g * h
+            tl.store(scaled + row * width + column, weight * h, mask=inside)
+            tl.store(grad_gate_up + row * 2 * width + column, weight * g * up * slope, mask=inside)
+            tl.store(grad_gate_up + row * 2 * width + width + column, weight * g * value, mask=inside)
+        tl.store(dots + slot, tl.sum(total, axis=0))
 
 
-def _tiles(rows: int, width: int) -> tuple[int, int]:
-    return min(rows, MOST), triton.cdiv(width, BLOCK)
+def _slot_options(slots: Tensor) -> dict[str, int | bool]:
+    count = slots.shape[1]
+    return {"K": count, "SLOTS": triton.next_power_of_2(count), "FEW": count <= FEW, "BLOCK": BLOCK}
 
 
-def gather(tokens: Tensor, index: Tensor, used: Tensor) -> Tensor:
-    out = tokens.new_empty(index.shape[0], tokens.shape[1])
-    _gather[_tiles(*out.shape)](tokens, index, used, out, out.shape[1], BLOCK=BLOCK)
+def gather(tokens: Tensor, slots: Tensor, used: Tensor, count: int) -> Tensor:
+    out = tokens.new_empty(count, tokens.shape[1])
+    grid = (tokens.shape[0], triton.cdiv(out.shape[1], BLOCK))
+    _gather[grid](tokens, slots, used, out, out.shape[1], **_slot_options(slots))
     return out
 
 
 def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
-    tokens, slots_per_token = slots.shape
-    out = rows.new_empty(tokens, rows.shape[1])
-    _combine[(tokens, triton.cdiv(out.shape[1], BLOCK))](
-        rows,
-        slots,
-        rows if weights is None else weights,
-        used,
-        out,
-        out.shape[1],
-        K=slots_per_token,
-        SLOTS=triton.next_power_of_2(slots_per_token),
-        FEW=slots_per_token <= FEW,
-        WEIGHTED=weights is not None,
-        BLOCK=BLOCK,
+    out = rows.new_empty(slots.shape[0], rows.shape[1])
+    grid = (out.shape[0], triton.cdiv(out.shape[1], BLOCK))
+    weighted = weights is not None
+    _combine[grid](
+        rows, slots, weights if weighted else rows, used, out, out.shape[1], WEIGHTED=weighted, **_slot_options(slots)
     )
     return out
 
 
-def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scaled_grad, scaled_rows = torch.empty_like(grad), torch.empty_like(rows)
-    dots = torch.empty_like(weights)
+def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scaled_grad, scaled_rows, dots = torch.empty_like(grad), torch.empty_like(rows), torch.zeros_like(weights)
     grid = (min(rows.shape[0], MOST),)
-    _scale_and_dot[grid](grad, rows, weights, used, scaled_grad, scaled_rows, dots, rows.shape[1], BLOCK=BLOCK)
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled_grad, scaled_rows, dots, rows.shape[1], BLOCK=BLOCK)
     return scaled_grad, scaled_rows, dots
 
 
 def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _glu[_tiles(*out.shape)](gate_up, used, out, out.shape[1], NAME=activation, BLOCK=BLOCK)
+    grid = (min(out.shape[0], MOST), triton.cdiv(out.shape[1], BLOCK))
+    _glu[grid](gate_up, used, out, out.shape[1], NAME=activation, BLOCK=BLOCK)
     return out
 
 
-def glu_backward(grad: Tensor, gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
-    out = torch.empty_like(gate_up)
-    _glu_backward[_tiles(*grad.shape)](grad, gate_up, used, out, grad.shape[1], NAME=activation, BLOCK=BLOCK)
-    return out
+def glu_backward(
+    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, scaled, dots = torch.empty_like(gate_up), torch.empty_like(grad), torch.zeros_like(weights)
+    grid = (min(grad.shape[0], MOST),)
+    width = grad.shape[1]
+    _glu_backward[grid](grad, gate_up, weights, order, used, out, scaled, dots, width, NAME=activation, BLOCK=BLOCK // 2)
+    return out, scaled, dots
