@@ -11,10 +11,11 @@ from holdfast.ops import choose_kernels, clusters_kernels, naive, order_kernels,
 from holdfast.ops.choose import HOWS, How
 from holdfast.ops.clusters import TILE
 from holdfast.ops.order import midpoint
-from holdfast.routing.clustering import SMALLEST_SPREAD, feature_scales
+from holdfast.routing.clustering import FEWEST_TOKENS, MEMORY, SMALLEST_SPREAD, Clustered, feature_scales
 from holdfast.routing.parts import Scores
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Softmax
+from holdfast.routing.scores import Linear
 from holdfast.routing.selection import TopK
 from holdfast.routing.smoothing import SmoothTopK
 
@@ -48,6 +49,8 @@ def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: 
     close(split_kernels.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
     close(split_kernels.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
     close(split_kernels.grad_tokens(g, x, w, None), wide_grad @ wide_weight, HALF[dtype])
+    in_shares = split_kernels.grad_tokens(g, x, w, None, features=16, share=48)
+    close(in_shares, wide_grad @ wide_weight, HALF[dtype])
     exact = wide_grad.t() @ wide_tokens
     close(split_kernels.grad_weight(g, x, w, None), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
 
@@ -77,32 +80,48 @@ def clusters(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, padded:
 
     members = first[:, None] == torch.arange(groups + 1)
     same(totals, (members & counted[:, None]).sum(0)[:groups].float())
-    listed = order.cpu()
+    listed = order.cpu()[: int(bounds[-1]) * TILE]
+    same(owners[int(bounds[-1]) :], torch.full((owners.shape[0] - int(bounds[-1]),), -1, dtype=torch.int32))
     same(listed[listed < count].sort().values, torch.arange(count, dtype=torch.int32))
     for tile, owner in enumerate(owners.tolist()):
         mine = listed[tile * TILE : (tile + 1) * TILE]
         assert (first[mine[mine < count]] == owner).all()
-    where = order, owners, bounds
+    where = previous.to(device), there, order, bounds, TILE
     inputs = previous.double() * counted[:, None]
     by_cluster = (members & counted[:, None]).double()[:, :groups]
     sums = by_cluster.t() @ inputs
-    got = clusters_kernels.sums(previous.to(device), there, *where, None, False)
+    got = clusters_kernels.sums(*where)
     close(got, sums, 1e-6)
     centred = inputs - by_cluster @ (sums / by_cluster.sum(0).clamp_min(1)[:, None])
     for squared, amounts in ((False, centred.abs()), (True, centred.square())):
-        spread = clusters_kernels.sums(previous.to(device), there, *where, (got, totals), squared)
-        close(spread, by_cluster.t() @ amounts, 1e-6)
+        for around in (None, got):  # their own mean, or a given one
+            spread = clusters_kernels.sums(*where, around=around, counts=totals, squared=squared)
+            close(spread, by_cluster.t() @ amounts, 1e-6)
 
     scales = clusters_kernels.feature_scales(spreads.to(device), SMALLEST_SPREAD)
     close(scales, torch.cat([feature_scales(spreads), torch.ones(1, dim)]), 1e-6)
     scaling = scales.cpu().double()[first]
-    parts = order, owners, scales
+    parts = split_kernels.Clusters(order, owners, bounds, scales)
     x, w = tokens.to(device), weight.to(device)
     g = split_kernels.gradient_parts(grad.to(device), w)
     close(split_kernels.linear(x, w, parts), (tokens.double() * scaling) @ weight.double().t(), 1e-6)
     close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, HALF[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)
     close(split_kernels.grad_weight(g, x, w, parts), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
+
+
+def spreads(device: str) -> None:
+    """What a batch teaches, let in or not, as routing/clustering.py has it."""
+    for due in (False, True):
+        part = Clustered(70, 6, base=Linear(70, 6))
+        for buffer in (part.spreads, part.get_buffer("staged_deviations")):
+            buffer.copy_(torch.rand(6, 70))
+        part.get_buffer("staged_counts").copy_(torch.tensor([0.0, 7.0, 8.0, 9.0, 50.0, 3.0]))
+        state = [part.spreads, part.get_buffer("staged_deviations"), part.get_buffer("staged_counts")]
+        got, deviations, counts = (each.clone().to(device) for each in state)
+        clusters_kernels.absorb(got, deviations, counts, torch.tensor(due, device=device), MEMORY, FEWEST_TOKENS)
+        part.absorb_where(torch.tensor(due))
+        close(got, part.spreads, 1e-7)
 
 
 def awkward_logits(count: int, experts: int) -> Tensor:
@@ -177,6 +196,7 @@ def compare(device: str) -> None:
     one_token_at_a_time(device)
     for dtype, padded in itertools.product(halves, (False, True)):
         clusters(device, dtype, torch.float32 if padded else dtype, padded)
+    spreads(device)
     for experts, k in ((1, 1), (6, 1), (6, 6), (13, 4), (64, 8)):
         for how, informed in CASES:
             for eps in (None, 0.0, 0.3):

@@ -34,13 +34,23 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int) -> Groups:
 
 
 def deviations(
-    tokens: Tensor, real: Tensor | None, groups: Groups, *, squared: bool, over_ranks: Callable[[Tensor], Tensor]
+    tokens: Tensor, real: Tensor | None, groups: Groups, *, squared: bool, over_ranks: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """(C,d): sums over each cluster's real `tokens (T,d)` of |x - mean| or its square, and how many tokens (C,) they are."""
-    counts = over_ranks(groups.totals)
-    where = groups.order, groups.owners, groups.bounds
-    means = over_ranks(_sums(tokens, real, *where, None, None, False))
-    return over_ranks(_sums(tokens, real, *where, means, counts, squared)), counts
+    where = tokens, real, groups.order, groups.bounds
+    if over_ranks is None:
+        return _sums(*where, None, groups.totals, squared), groups.totals
+    counts, around = over_ranks(groups.totals), over_ranks(_sums(*where, None, None, False))
+    return over_ranks(_sums(*where, around, counts, squared)), counts
+
+
+@torch.no_grad()
+def absorb(spreads: Tensor, deviations: Tensor, counts: Tensor, due: Tensor, *, memory: float, fewest: int) -> None:
+    """What routing/clustering.py lets into its `spreads (C,d)` from a batch where it is `due`, in place."""
+    from holdfast.ops import clusters_kernels
+
+    with on_device_of(spreads):
+        clusters_kernels.absorb(spreads, deviations, counts, due, memory, fewest)
 
 
 def feature_scales(spreads: Tensor, smallest: float) -> Tensor:
@@ -70,17 +80,15 @@ def _sums_on_gpu(
     tokens: Tensor,
     real: Tensor | None,
     order: Tensor,
-    owners: Tensor,
     bounds: Tensor,
-    means: Tensor | None,
+    around: Tensor | None,
     counts: Tensor | None,
     squared: bool,
 ) -> Tensor:
     from holdfast.ops import clusters_kernels
 
-    about = None if means is None or counts is None else (means, counts)
     with on_device_of(tokens):
-        return clusters_kernels.sums(tokens, real, order, owners, bounds, about, squared)
+        return clusters_kernels.sums(tokens, real, order, bounds, TILE, around=around, counts=counts, squared=squared)
 
 
 def _feature_scales_on_gpu(spreads: Tensor, smallest: float) -> Tensor:
@@ -96,12 +104,10 @@ _group = operator(
     _group_fake,
 )
 _sums = operator(
-    "cluster_sums(Tensor tokens, Tensor? real, Tensor order, Tensor owners, Tensor bounds, Tensor? means, Tensor? counts, "
-    "bool squared) -> Tensor",
+    "cluster_sums(Tensor tokens, Tensor? real, Tensor order, Tensor bounds, Tensor? around, Tensor? counts, bool squared)"
+    " -> Tensor",
     _sums_on_gpu,
-    lambda tokens, real, order, owners, bounds, *_: tokens.new_empty(
-        bounds.shape[0] - 1, tokens.shape[1], dtype=torch.float32
-    ),
+    lambda tokens, real, order, bounds, *_: tokens.new_empty(bounds.shape[0] - 1, tokens.shape[1], dtype=torch.float32),
 )
 _feature_scales = operator(
     "feature_scales(Tensor spreads, float smallest) -> Tensor",

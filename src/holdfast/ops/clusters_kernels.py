@@ -2,7 +2,7 @@
 
     T tokens, C clusters and one more for tokens without, d width; G tiles of TILE places in the order, see ops/clusters.py
 
-Sums are taken tile by tile and then over a cluster's tiles, in their order: they repeat to the bit.
+Sums are taken over a cluster's tokens in their order: they repeat to the bit.
 """
 
 # mypy: ignore-errors
@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128  # tokens that are counted and placed together
-WIDTH = 128  # features at a time
+SPAN, WIDTH, STAGES = 64, 64, 3  # tokens and features that are summed together, and how far loads run ahead
+SUMS, AROUND, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _count(
     tl.store(counts + block * BINS + bins, tl.histogram(cluster, BINS, mask=counted))
     if PADDED:
         counted = counted & (tl.load(real + token, mask=counted, other=0) != 0)
-    tl.store(real_counts + block * BINS + bins, tl.histogram(cluster, BINS, mask=counted))
+        tl.store(real_counts + block * BINS + bins, tl.histogram(cluster, BINS, mask=counted))
 
 
 @triton.jit
@@ -74,85 +75,129 @@ def _place(
     clusters,
     blocks,
     tiles,
+    PADDED: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    OWNERS: tl.constexpr,
 ):
-    """A counting sort: where a token goes is how many of its cluster, and of those before it, come earlier."""
+    """A counting sort: where a token goes is how many of its cluster, and of those before it, come earlier.
+
+    Each program also names the owners of some tiles, and fills up the last tile of some clusters with nobody.
+    """
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total, earlier = _sum_counts(counts, block, blocks, BINS)
     own_tiles = (total + TILE - 1) // TILE
     last = tl.cumsum(own_tiles, axis=0)
-    if block < blocks:
-        begin = (last - own_tiles) * TILE + earlier
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        cluster = _cluster_of(clusters_of, token, tokens, stride, clusters)
-        position = tl.arange(0, BLOCK)
-        before = (cluster[:, None] == cluster[None, :]) & (position[None, :] < position[:, None])
-        place = tl.sum(before.to(tl.int32), axis=1) + tl.sum(
-            tl.where(cluster[:, None] == bins[None, :], begin[None, :], 0), axis=1
-        )
-        tl.store(order + place, token, mask=token < tokens)
-    else:  # one program more, for what there is one of
+    begin = (last - own_tiles) * TILE
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    cluster = _cluster_of(clusters_of, token, tokens, stride, clusters)
+    position = tl.arange(0, BLOCK)
+    before = (cluster[:, None] == cluster[None, :]) & (position[None, :] < position[:, None])
+    start = tl.sum(tl.where(cluster[:, None] == bins[None, :], (begin + earlier)[None, :], 0), axis=1)
+    tl.store(order + start + tl.sum(before.to(tl.int32), axis=1), token, mask=token < tokens)
+    tile = block * OWNERS + tl.arange(0, OWNERS)
+    owner = tl.sum(((bins <= clusters)[None, :] & (tile[:, None] >= last[None, :])).to(tl.int32), axis=1)
+    tl.store(owners + tile, tl.where(owner > clusters, -1, owner), mask=tile < tiles)
+    for filled in range(block, clusters + 1, blocks):
+        place = tl.sum(tl.where(bins == filled, begin + total, 0), axis=0) + tl.arange(0, TILE)
+        tl.store(order + place, tokens, mask=place < tl.sum(tl.where(bins == filled, last, 0), axis=0) * TILE)
+    if block == 0:
         tl.store(bounds + bins, last, mask=bins <= clusters)
-        for start in range(0, tiles, 128):
-            tile = start + tl.arange(0, 128)
-            owner = tl.sum(((bins <= clusters)[None, :] & (tile[:, None] >= last[None, :])).to(tl.int32), axis=1)
-            tl.store(owners + tile, tl.where(owner > clusters, -1, owner), mask=tile < tiles)
-        real_total, _ = _sum_counts(real_counts, block, blocks, BINS)
-        tl.store(totals + bins, real_total.to(tl.float32), mask=bins < clusters)
+        if PADDED:
+            total, _ = _sum_counts(real_counts, block, blocks, BINS)
+        tl.store(totals + bins, total.to(tl.float32), mask=bins < clusters)
 
 
 @triton.jit
-def _tile_sums(
+def _sum_over(
     values,
     real,
     order,
-    owners,
-    sums,
-    totals,
-    out,
+    first,
+    last,
+    feature,
+    mean,
     tokens,
-    clusters,
     width,
     PADDED: tl.constexpr,
     CENTRED: tl.constexpr,
     SQUARED: tl.constexpr,
-    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """For each tile the sum of the values, or of their distances to the cluster's mean.
-
-    Programs side by side read the features of the same tokens: whole rows of memory.
-    """
-    across = tl.cdiv(width, WIDTH)
-    tile = tl.program_id(0) // across
-    cluster = tl.load(owners + tile).to(tl.int64)
-    if (cluster >= 0) & (cluster < clusters):
-        feature = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
-        token = tl.load(order + tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+    """Of the tokens at places `first` to `last` the sum, or that of distances to the mean."""
+    total = tl.zeros((SPAN, WIDTH), dtype=tl.float32)
+    for start in tl.range(first, last, SPAN, num_stages=STAGES):
+        place = start + tl.arange(0, SPAN)
+        token = tl.load(order + place, mask=place < last, other=tokens).to(tl.int64)
         counted = token < tokens
         if PADDED:
             counted = counted & (tl.load(real + token, mask=counted, other=0) != 0)
         used = counted[:, None] & (feature < width)[None, :]
         x = tl.load(values + token[:, None] * width + feature[None, :], mask=used, other=0.0).to(tl.float32)
         if CENTRED:
-            mean = tl.load(sums + cluster * width + feature, mask=feature < width, other=0.0)
-            x = x - (mean / tl.maximum(tl.load(totals + cluster), 1.0))[None, :]
+            x = x - mean[None, :]
             x = tl.where(used, x * x if SQUARED else tl.abs(x), 0.0)
-        tl.store(out + tile * width + feature, tl.sum(x, axis=0), mask=feature < width)
+        total += x
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
-def _cluster_sums(parts, bounds, out, width, WIDTH: tl.constexpr):
-    cluster = tl.program_id(0)
-    feature = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    first = tl.load(bounds + cluster - 1, mask=cluster > 0, other=0)
+def _sums(
+    values,
+    real,
+    order,
+    bounds,
+    sums,
+    counts,
+    out,
+    tokens,
+    width,
+    WHAT: tl.constexpr,
+    PADDED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Of one cluster's tokens some features: the sum, that of distances to a given mean, or that to their own.
+
+    Programs side by side read the features of the same tokens: whole rows of memory.
+    """
+    across = tl.cdiv(width, WIDTH)
+    cluster = (tl.program_id(0) // across).to(tl.int64)
+    feature = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    first = tl.load(bounds + cluster - 1, mask=cluster > 0, other=0) * TILE
+    last = tl.load(bounds + cluster) * TILE
     total = tl.zeros((WIDTH,), dtype=tl.float32)
-    for tile in range(first, tl.load(bounds + cluster)):
-        total += tl.load(parts + tile * width + feature, mask=feature < width, other=0.0)
-    tl.store(out + cluster.to(tl.int64) * width + feature, total, mask=feature < width)
+    if WHAT == AROUND:
+        total = tl.load(sums + cluster * width + feature, mask=feature < width, other=0.0)
+    else:
+        total = _sum_over(
+            values, real, order, first, last, feature, total, tokens, width, PADDED, False, False, SPAN, WIDTH, STAGES
+        )
+    if WHAT != SUMS:
+        mean = total / tl.maximum(tl.load(counts + cluster), 1.0)
+        total = _sum_over(
+            values, real, order, first, last, feature, mean, tokens, width, PADDED, True, SQUARED, SPAN, WIDTH, STAGES
+        )
+    tl.store(out + cluster * width + feature, total, mask=feature < width)
+
+
+@triton.jit
+def _absorb(spreads, deviations, counts, due, width, MEMORY: tl.constexpr, FEWEST: tl.constexpr, BLOCK: tl.constexpr):
+    cluster = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + cluster)
+    if (tl.load(due) != 0) & (count >= FEWEST):
+        feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place, inside = cluster * width + feature, feature < width
+        old = tl.load(spreads + place, mask=inside, other=0.0)
+        mean = tl.load(deviations + place, mask=inside, other=0.0) / tl.maximum(count, 1.0)
+        tl.store(spreads + place, mean + MEMORY * (old - mean), mask=inside)
 
 
 @triton.jit
@@ -175,28 +220,29 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) ->
     tokens, device = clusters_of.shape[0], clusters_of.device
     blocks, bins = triton.cdiv(tokens, BLOCK), triton.next_power_of_2(clusters + 1)
     tiles = triton.cdiv(tokens, tile) + clusters + 1
-    counts = torch.empty(2, blocks, bins, dtype=torch.int32, device=device)
-    order = torch.full((tiles * tile,), tokens, dtype=torch.int32, device=device)
+    padded = real is not None
+    counts = torch.empty(2 if padded else 1, blocks, bins, dtype=torch.int32, device=device)
+    order = torch.empty(tiles * tile, dtype=torch.int32, device=device)
     owners = torch.empty(tiles, dtype=torch.int32, device=device)
     bounds = torch.empty(clusters + 1, dtype=torch.int32, device=device)
     totals = torch.empty(clusters, dtype=torch.float32, device=device)
     stride = clusters_of.stride(0)
     _count[(blocks,)](
         clusters_of,
-        clusters_of if real is None else real,
+        real if padded else clusters_of,
         counts[0],
-        counts[1],
+        counts[-1],
         tokens,
         stride,
         clusters,
-        PADDED=real is not None,
+        PADDED=padded,
         BINS=bins,
         BLOCK=BLOCK,
     )
-    _place[(blocks + 1,)](
+    _place[(blocks,)](
         clusters_of,
         counts[0],
-        counts[1],
+        counts[-1],
         order,
         owners,
         bounds,
@@ -206,9 +252,11 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) ->
         clusters,
         blocks,
         tiles,
+        PADDED=padded,
         BINS=bins,
         BLOCK=BLOCK,
         TILE=tile,
+        OWNERS=triton.next_power_of_2(triton.cdiv(tiles, blocks)),
     )
     return order, owners, bounds, totals
 
@@ -217,35 +265,46 @@ def sums(
     values: Tensor,
     real: Tensor | None,
     order: Tensor,
-    owners: Tensor,
     bounds: Tensor,
-    about: tuple[Tensor, Tensor] | None,
-    squared: bool,
+    tile: int,
+    *,
+    around: Tensor | None = None,
+    counts: Tensor | None = None,
+    squared: bool = False,
 ) -> Tensor:
-    """(C,d): of each cluster's real tokens the sum, or that of distances to the mean, `about` giving sums and numbers."""
+    """(C,d): of each cluster's real tokens the sum; with `counts (C,)` that of distances to the mean.
+
+    The mean is that of these tokens, or, where some are elsewhere, of the sums `around (C,d)`.
+    """
     tokens, width = values.shape
-    tiles, clusters = owners.shape[0], bounds.shape[0] - 1
-    across = triton.cdiv(width, WIDTH)
-    parts = torch.empty(tiles, width, dtype=torch.float32, device=values.device)
-    _tile_sums[(tiles * across,)](
+    clusters = bounds.shape[0] - 1
+    out = torch.empty(clusters, width, dtype=torch.float32, device=values.device)
+    _sums[(clusters * triton.cdiv(width, WIDTH),)](
         values,
         values if real is None else real,
         order,
-        owners,
-        *(about or (parts, parts)),
-        parts,
+        bounds,
+        out if around is None else around,
+        out if counts is None else counts,
+        out,
         tokens,
-        clusters,
         width,
+        WHAT=SUMS if counts is None else BOTH if around is None else AROUND,
         PADDED=real is not None,
-        CENTRED=about is not None,
         SQUARED=squared,
-        TILE=order.shape[0] // tiles,
+        TILE=tile,
+        SPAN=SPAN,
         WIDTH=WIDTH,
+        STAGES=STAGES,
+        num_warps=2,
     )
-    out = torch.empty(clusters, width, dtype=torch.float32, device=values.device)
-    _cluster_sums[(clusters, across)](parts, bounds, out, width, WIDTH=WIDTH, num_warps=1)
     return out
+
+
+def absorb(spreads: Tensor, deviations: Tensor, counts: Tensor, due: Tensor, memory: float, fewest: int) -> None:
+    clusters, width = spreads.shape
+    grid = (clusters, triton.cdiv(width, 1024))
+    _absorb[grid](spreads, deviations, counts, due, width, MEMORY=memory, FEWEST=fewest, BLOCK=1024)
 
 
 def feature_scales(spreads: Tensor, smallest: float) -> Tensor:

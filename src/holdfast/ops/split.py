@@ -3,6 +3,8 @@
 tokens (T,d) bfloat16 or float16, weight (n,d) of any of these or float32; split_kernels.py says how. On a GPU only.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,34 +27,29 @@ def applies(tokens: Tensor, weight: Tensor) -> bool:
 
 def linear(tokens: Tensor, weight: Tensor) -> Tensor:
     """tokens weight^T: (T,n), float32; gradients in the dtypes of the inputs."""
-    out: Tensor = _Linear.apply(tokens.contiguous(), weight, None, None, None)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(tokens.contiguous(), weight, None, None, None, None)  # type: ignore[no-untyped-call]
     return out
 
 
 def clustered_linear(tokens: Tensor, weight: Tensor, groups: Groups, scales: Tensor) -> Tensor:
     """(x * m_c) weight^T with `scales (C+1,d)` the m of each cluster, the last for tokens without one; no gradient for m."""
-    out: Tensor = _Linear.apply(tokens.contiguous(), weight, groups.order, groups.owners, scales)  # type: ignore[no-untyped-call]
+    where = groups.order, groups.owners, groups.bounds, scales
+    out: Tensor = _Linear.apply(tokens.contiguous(), weight, *where)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, weight, order, owners, scales):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(tokens, weight, order, owners, scales)
-        return _linear(tokens, weight, order, owners, scales)
+    def forward(ctx, tokens, weight, *clusters):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens, weight, *clusters)
+        return _linear(tokens, weight, *clusters)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         tokens, weight, *clusters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
         grad_tokens, grad_weight = _linear_backward(grad, tokens, weight, *clusters, *wanted)
-        return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, None, None, None
-
-
-def _clusters(order: Tensor | None, owners: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
-    if order is None or owners is None or scales is None:
-        return None
-    return order, owners, scales
+        return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, *(None,) * 4
 
 
 def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:
@@ -62,19 +59,27 @@ def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> 
         return split_kernels.linear(tokens, weight, _clusters(*clusters))
 
 
+def _clusters(*clusters: Tensor | None) -> Any:
+    """All four, or none."""
+    from holdfast.ops.split_kernels import Clusters
+
+    return None if clusters[0] is None else Clusters(*clusters)  # type: ignore[arg-type]
+
+
 def _linear_backward_on_gpu(
     grad: Tensor,
     tokens: Tensor,
     weight: Tensor,
     order: Tensor | None,
     owners: Tensor | None,
+    bounds: Tensor | None,
     scales: Tensor | None,
     want_tokens: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     from holdfast.ops import split_kernels
 
-    clusters = _clusters(order, owners, scales)
+    clusters = _clusters(order, owners, bounds, scales)
     grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
     with on_device_of(tokens):
         parts = split_kernels.gradient_parts(grad, weight)
@@ -95,7 +100,7 @@ def _linear_backward_fake(
     )
 
 
-_CLUSTERS = "Tensor? order, Tensor? owners, Tensor? scales"
+_CLUSTERS = "Tensor? order, Tensor? owners, Tensor? bounds, Tensor? scales"
 _linear = operator(
     f"split_linear(Tensor tokens, Tensor weight, {_CLUSTERS}) -> Tensor",
     _linear_on_gpu,

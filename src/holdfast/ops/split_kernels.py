@@ -13,6 +13,7 @@ the same to the bit in any batch.
 
 # mypy: ignore-errors
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -178,10 +179,12 @@ def _grad_tokens(
     count,
     inner,
     width,
+    share,
     grad_size,
     weight_size,
     WEIGHT_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
+    NARROW: tl.constexpr,
     PART: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -189,30 +192,41 @@ def _grad_tokens(
 ):
     """grad weight (times the scales). It is rounded to half precision, for which two parts and a sum inside are plenty.
 
-    Programs side by side write the features of the same tokens: whole rows of memory.
+    A program makes a share of the features of its tokens, programs side by side the others. NARROW: no more than DEPTH
+    outputs, so that the tokens' gradients are read once.
     """
-    across = tl.cdiv(inner, WIDTH)
-    tile = tl.program_id(0) // across
+    shares = tl.cdiv(inner, share)
+    tile = tl.program_id(0) // shares
     row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
     cluster = 0
     if CLUSTERED:
         cluster = tl.load(owners + tile).to(tl.int64)
         row = tl.load(order + row).to(tl.int64)
     if cluster >= 0:
-        feature = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
-        mine, used = (row < count)[:, None], (feature < inner)[None, :]
-        total = tl.zeros((TILE, WIDTH), dtype=tl.float32)
-        for start in range(0, width, DEPTH):
-            column = (start + tl.arange(0, DEPTH)).to(tl.int64)
-            known = mine & (column < width)[None, :]
-            g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, 2, PART)
-            known = (column < width)[:, None] & used
+        mine = (row < count)[:, None]
+        column = tl.arange(0, DEPTH).to(tl.int64)
+        known = mine & (column < width)[None, :]
+        g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, 2, PART)
+        first = tl.program_id(0) % shares * share
+        for start in range(first, min(first + share, inner), WIDTH):
+            feature = (start + tl.arange(0, WIDTH)).to(tl.int64)
+            used = (feature < inner)[None, :]
             places = column[:, None] * inner + feature[None, :]
-            w_0, w_1, w_2 = _load_parts(weight, weight_size, places, known, WEIGHT_PARTS, PART)
-            total += _product(g_0, g_1, g_2, w_0, w_1, w_2, TILE, WIDTH, 2, WEIGHT_PARTS, 2)
-        if CLUSTERED:
-            total = total * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
-        tl.store(out + row[:, None] * inner + feature[None, :], total, mask=mine & used)
+            w_0, w_1, w_2 = _load_parts(weight, weight_size, places, (column < width)[:, None] & used, WEIGHT_PARTS, PART)
+            total = _product(g_0, g_1, g_2, w_0, w_1, w_2, TILE, WIDTH, 2, WEIGHT_PARTS, 2)
+            if not NARROW:
+                for begin in range(DEPTH, width, DEPTH):
+                    more = begin + column
+                    known = mine & (more < width)[None, :]
+                    h_0, h_1, h_2 = _load_parts(grad, grad_size, row[:, None] * width + more[None, :], known, 2, PART)
+                    places = more[:, None] * inner + feature[None, :]
+                    w_0, w_1, w_2 = _load_parts(
+                        weight, weight_size, places, (more < width)[:, None] & used, WEIGHT_PARTS, PART
+                    )
+                    total += _product(h_0, h_1, h_2, w_0, w_1, w_2, TILE, WIDTH, 2, WEIGHT_PARTS, 2)
+            if CLUSTERED:
+                total = total * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
+            tl.store(out + row[:, None] * inner + feature[None, :], total, mask=mine & used)
 
 
 @triton.jit
@@ -221,11 +235,11 @@ def _grad_weight(
     tokens,
     order,
     owners,
+    bounds,
     scales,
     out,
     count,
-    rows,
-    share,
+    clusters,
     inner,
     width,
     grad_size,
@@ -243,11 +257,13 @@ def _grad_weight(
     column = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
     split = tl.program_id(2)
     total = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
-    for start in range(split * share, min(rows, (split + 1) * share), TILE):
-        row = (start + tl.arange(0, TILE)).to(tl.int64)
+    tiles = tl.load(bounds + clusters) if CLUSTERED else tl.cdiv(count, TILE)
+    share = tl.cdiv(tiles, tl.num_programs(2))
+    for tile in range(split * share, min(tiles, (split + 1) * share)):
+        row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
         if CLUSTERED:
             row = tl.load(order + row).to(tl.int64)
-            cluster = tl.maximum(tl.load(owners + start // TILE), 0).to(tl.int64)
+            cluster = tl.load(owners + tile).to(tl.int64)
             factor = tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
         else:
             factor = one
@@ -284,11 +300,17 @@ def _fold(parts, out, splits, size, BLOCK: tl.constexpr):
     tl.store(out + place, total, mask=place < size)
 
 
-Clusters = tuple[Tensor, Tensor, Tensor]  # the order of the tokens, whose each tile is, and every cluster's scales
+class Clusters(NamedTuple):
+    """Tokens in the order of their clusters, as ops/clusters.py has it, and every cluster's scales."""
+
+    order: Tensor
+    owners: Tensor
+    bounds: Tensor
+    scales: Tensor
 
 
 def _tiles(count: int, clusters: Clusters | None, tile: int) -> int:
-    return triton.cdiv(count, tile) if clusters is None else clusters[1].shape[0]
+    return triton.cdiv(count, tile) if clusters is None else clusters.owners.shape[0]
 
 
 def in_parts(values: Tensor, count: int) -> Tensor:
@@ -318,7 +340,7 @@ def linear(
     _linear[(_tiles(count, clusters, tile), triton.cdiv(width, 64))](
         tokens,
         in_parts(weight, parts) if clusters is None else weight.contiguous(),
-        *(clusters or (tokens, tokens, tokens)),
+        *((tokens,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
         out,
         count,
         inner,
@@ -348,31 +370,34 @@ def grad_tokens(
     clusters: Clusters | None,
     tile: int = TILE,
     features: int = 128,
-    num_stages: int = 1,
+    share: int = 512,
+    num_stages: int | None = None,
     maxnreg: int | None = None,
 ) -> Tensor:
     """The gradient of the logits, (T,n) in parts, times `weight (n,d)`, in the dtype of `like (T,d)`."""
     (count, inner), width = like.shape, weight.shape[0]
     out = torch.empty_like(like)
     parts = min(PARTS[weight.dtype], 2)
-    _grad_tokens[(_tiles(count, clusters, tile) * triton.cdiv(inner, features),)](
+    _grad_tokens[(_tiles(count, clusters, tile) * triton.cdiv(inner, share),)](
         grad_parts,
         in_parts(weight, parts),
-        *(clusters or (out, out, out)),
+        *((out,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
         out,
         count,
         inner,
         width,
+        share,
         count * width,
         width * inner,
         WEIGHT_PARTS=parts,
         CLUSTERED=clusters is not None,
+        NARROW=width <= 64,
         PART=PART,
         TILE=tile,
         WIDTH=features,
         DEPTH=64,
         num_warps=4,
-        num_stages=num_stages,
+        num_stages=num_stages or (2 if clusters is None else 3),
         maxnreg=maxnreg,
     )
     return out
@@ -383,26 +408,24 @@ def grad_weight(
     tokens: Tensor,
     like: Tensor,
     clusters: Clusters | None,
-    features: int = 128,
-    programs: int = 256,
+    features: int | None = None,
+    programs: int | None = None,
     num_stages: int = 3,
     maxnreg: int | None = None,
 ) -> Tensor:
     """The gradient of the logits, (T,n) in parts, transposed times `tokens (T,d)`, in the dtype of `like (n,d)`."""
     (count, inner), width = tokens.shape, like.shape[0]
-    rows = count if clusters is None else clusters[0].shape[0]
+    features, programs = features or (128 if clusters is None else 64), programs or (256 if clusters is None else 512)
     across, up = triton.cdiv(inner, features), triton.cdiv(width, 64)
-    splits = max(1, min(programs // (across * up), triton.cdiv(rows, 4 * TILE)))
-    share = triton.cdiv(triton.cdiv(rows, splits), TILE) * TILE
+    splits = max(1, min(programs // (across * up), triton.cdiv(count, 4 * TILE)))
     out = torch.empty(splits, width, inner, dtype=torch.float32, device=tokens.device)
     _grad_weight[(across, up, splits)](
         grad_parts,
         tokens,
-        *(clusters or (out, out, out)),
+        *(clusters or (out,) * 4),
         out,
         count,
-        rows,
-        share,
+        0 if clusters is None else clusters.bounds.shape[0] - 1,
         inner,
         width,
         count * width,

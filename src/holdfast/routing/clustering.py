@@ -14,9 +14,10 @@ from torch import Tensor
 from holdfast.ops import clusters, split
 from holdfast.ops.precision import matmul_float32, scaled_linear_float32
 from holdfast.ops.topk import top
+from holdfast.ops.triton_support import has_kernels
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
 from holdfast.routing.records import Context, Previous
-from holdfast.routing.state import StatefulPart, sum_over_ranks
+from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
 from holdfast.suggest import unknown
 
 MEMORY = 0.9
@@ -77,6 +78,13 @@ class Clustered(Score, StatefulPart):
         mean = self.get_buffer("staged_deviations") / counts.clamp_min(1)
         return {"spreads": torch.lerp(mean, self.spreads, MEMORY).where(counts >= FEWEST_TOKENS, self.spreads)}
 
+    def absorb_where(self, due: Tensor) -> None:
+        if torch.compiler.is_compiling() or not has_kernels(self.spreads):
+            super().absorb_where(due)
+            return
+        staged = self.get_buffer("staged_deviations"), self.get_buffer("staged_counts")
+        clusters.absorb(self.spreads, *staged, due, memory=MEMORY, fewest=FEWEST_TOKENS)
+
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         if context.previous is None or self.plain:
             logits: Tensor = self.base(tokens, context)
@@ -93,12 +101,10 @@ class Clustered(Score, StatefulPart):
         self._check(previous)
         real = None if real is None else real.flatten()
         groups = clusters.group(previous.routing.experts[:, 0], real, self.clusters)
-        spreads = self.spreads
-        if self.training or self.stats == "batch":
-            inputs = previous.tokens.detach().reshape(-1, self.dim)
-            squared = self.spread == "variance"
-            deviations, counts = clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
-            spreads = self._learn(deviations, counts)
+        inputs, squared = previous.tokens.detach().reshape(-1, self.dim), self.spread == "variance"
+        spreads = self._spreads(
+            lambda: clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
+        )
         scales = clusters.feature_scales(spreads, SMALLEST_SPREAD)
         projected = split.clustered_linear(tokens.reshape(-1, self.dim), matrix, groups, scales)
         return projected.view(*tokens.shape[:-1], matrix.shape[0])
@@ -113,21 +119,20 @@ class Clustered(Score, StatefulPart):
             return None
         self._check(previous)
         members = self._members(previous)
-        spreads = self.spreads
-        if self.training or self.stats == "batch":
-            real = context.real_or_all(tokens)
-            spreads = self._learn(*self._deviations(previous, members, real, self._over_ranks()))
+        spreads = self._spreads(lambda: self._deviations(previous, members, context.real_or_all(tokens)))
         return self._mixture(previous, members), feature_scales(spreads)
 
-    def _over_ranks(self) -> Callable[[Tensor], Tensor]:
+    def _over_ranks(self) -> Callable[[Tensor], Tensor] | None:
         """In evaluation a rank may run forwards that others do not."""
-        return sum_over_ranks if self.training else lambda value: value
+        return sum_over_ranks if self.training and several_ranks() else None
 
-    def _learn(self, deviations: Tensor, counts: Tensor) -> Tensor:
-        """Stage the batch's spreads; those to use now."""
+    def _spreads(self, of_batch: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+        """Those to use now; in training the batch's sums of deviations, and of how many tokens, are learnt from."""
         if self.stats == "batch":
+            deviations, counts = of_batch()
             return (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
-        self.stage(deviations=deviations, counts=counts)
+        if self.training:
+            self.learn(lambda: dict(zip(("deviations", "counts"), of_batch(), strict=True)))
         return self.spreads
 
     def _check(self, previous: Previous) -> None:
@@ -152,10 +157,9 @@ class Clustered(Score, StatefulPart):
         return shares(weights) * members.sum(1, keepdim=True)
 
     @torch.no_grad()
-    def _deviations(
-        self, previous: Previous, members: Tensor, real: Tensor, over_ranks: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Sums over the cluster's real tokens, `over_ranks`, of |h - mean| or its square, and how many they are."""
+    def _deviations(self, previous: Previous, members: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the cluster's real tokens, over all ranks, of |h - mean| or its square, and how many they are."""
+        over_ranks = self._over_ranks() or (lambda value: value)
         inputs = previous.tokens.detach().reshape(-1, self.dim).float()
         inputs = inputs.where(real.flatten().unsqueeze(1), 0.0)
         members = members * real.flatten().unsqueeze(1)

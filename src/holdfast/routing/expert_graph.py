@@ -86,7 +86,7 @@ class ExpertGraph(Informer, StatefulPart):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         graph = self.effective()
         if self.training:
-            self.stage(together=sum_over_ranks(self._together(logits.detach(), context.real(tokens))))
+            self.learn(lambda: {"together": sum_over_ranks(self._together(logits.detach(), context.real(tokens)))})
         return linear_float32(gates, graph)
 
     def _together(self, logits: Tensor, real: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.ops.finite import encode_name, require_finite
+from holdfast.ops.streams import join
 from holdfast.routing.parts import Informer, Part, Score, Scores, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
@@ -129,6 +130,7 @@ class Router(nn.Module):
             )
             if self.training and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
+        join(tokens)
         return routing
 
     def _sequences(self, tokens: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ first staged, and a recomputation of the first then sees newer state. Do not che
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from holdfast.ops.recompute import first_forward, recomputing
+from holdfast.ops.streams import beside
 from holdfast.routing.parts import Part
 
 
@@ -48,6 +49,12 @@ class StatefulPart(Part):
             self._commit(self.pending)
 
     @torch.no_grad()
+    def learn(self, statistics: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Stage what the batch teaches. No route depends on it: on a GPU it is computed beside the rest of the forward."""
+        if torch.compiler.is_compiling() or not recomputing():
+            beside(self.pending, lambda: self.stage(**statistics()))
+
+    @torch.no_grad()
     def stage(self, **statistics: Tensor) -> None:
         """Keep what the batch taught until the next commit; the same on every rank (see `sum_over_ranks`)."""
         if not torch.compiler.is_compiling():
@@ -68,11 +75,15 @@ class StatefulPart(Part):
         self._commit(self.pending)
 
     def _commit(self, due: Tensor) -> None:
+        self.absorb_where(due)
+        self.pending.logical_xor_(due)  # only what is pending is ever due
+
+    def absorb_where(self, due: Tensor) -> None:
+        """Replace the state by its new values if `due`, a bool on the device."""
         for name, value in self.absorb().items():
             state = self.get_buffer(name)
             # Not where(..., out=state): under torch.compile a backward that makes it again then reads the new state.
             state.copy_(torch.where(due, value, state))
-        self.pending.logical_xor_(due)  # only what is pending is ever due
 
     def train(self, mode: bool = True) -> Self:
         if not mode:

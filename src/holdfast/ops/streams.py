@@ -1,0 +1,32 @@
+"""Work that nobody waits for yet: on a GPU on a stream beside what follows, elsewhere in its turn."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_running: dict[torch.device, list[Callable[[], None]]] = {}
+
+
+def beside(like: Tensor, work: Callable[[], None]) -> None:
+    """Run `work`, which launches kernels on `like`'s device, at the same time as what is launched until `join`.
+
+    It may read what was launched before. What it writes may be read after `join` only, or by more such work.
+    """
+    if not like.is_cuda or torch.compiler.is_compiling():
+        work()
+        return
+    if like.device not in _streams:
+        _streams[like.device] = torch.cuda.Stream(like.device)
+    stream = _streams[like.device]
+    stream.wait_stream(torch.cuda.current_stream(like.device))
+    with torch.cuda.stream(stream):
+        work()
+    _running.setdefault(like.device, []).append(work)  # it holds what it reads, whose memory must not go to others yet
+
+
+def join(like: Tensor) -> None:
+    """What is launched from here on comes after all the work beside."""
+    if like.is_cuda and _running.pop(like.device, None) is not None:
+        torch.cuda.current_stream(like.device).wait_stream(_streams[like.device])
