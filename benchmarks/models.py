@@ -1,14 +1,16 @@
 """Whole models: a training step and `generate` of a sparsified llama with each router, as ratios to `smoe` in the same run.
 
     python benchmarks/models.py                          # on a CPU: 2 layers, float32
-    python benchmarks/models.py --device cuda            # on a GPU: 6 layers, d 1024, 16 experts, top 4, bf16 autocast
+    python benchmarks/models.py --device cuda            # on a GPU: 6 layers, d 2048, 32 experts, top 8, bf16 autocast
 
-A training step is forward, backward and AdamW. A smooth router runs more experts: its speed per active expert is its speed
-times the experts it runs over k.
+Each router's model takes turns with one that has `smoe`; two of them fit into memory, not all. A training step is forward,
+backward and AdamW. A smooth router runs more experts: its speed per active expert is its speed times the experts it runs
+over k.
 """
 
+import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,7 +48,7 @@ class Shape:
     vocabulary: int
 
 
-SHAPES = {"cpu": Shape(2, 64, 4, 64, 8, 2, 16, 64, 2000), "cuda": Shape(6, 1024, 16, 1024, 16, 4, 16, 1024, 32000)}
+SHAPES = {"cpu": Shape(2, 64, 4, 64, 8, 2, 16, 64, 2000), "cuda": Shape(6, 2048, 16, 1024, 32, 8, 8, 2048, 32000)}
 
 
 def model(shape: Shape, router: str, options: dict[str, Any], device: str) -> Any:
@@ -98,46 +100,62 @@ def active(made: Any, ids: Tensor, device: str) -> float:
         return statistics.fmean(float(routing.chosen.sum(1).float().mean()) for routing in routes)
 
 
-def measure(shape: Shape, device: str, rounds: int) -> dict[str, Any]:
+def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What was measured of each router, those of `smoe` from its turns with the first."""
     ids = torch.randint(1, shape.vocabulary, (shape.sequences, shape.length), device=device)
-    made = {title: model(shape, name, options, device) for title, (name, options) in ROUTERS.items()}
-    steps = {title: trainer(one, ids, device) for title, one in made.items()}
-    times = time_in_turns(steps, device, rounds, 3 if device == "cuda" else 1)
-    used = {title: active(one, ids, device) for title, one in made.items()}
-    peak = {title: peak_mib(run, device) for title, run in steps.items()}
-    for one in made.values():
-        one.eval()
-    spoken = time_in_turns({title: generator(one, ids[:, : shape.length // 4]) for title, one in made.items()}, device, 3)
-    return {
-        **asdict(shape),
-        "ms a step": {title: statistics.median(values) for title, values in times.items()},
-        "experts a token": used,
-        "speed over smoe": {title: median_ratio(times["smoe"], values) for title, values in times.items()},
-        "per active expert": {
-            title: median_ratio(times["smoe"], values) * used[title] / used["smoe"] for title, values in times.items()
-        },
-        "peak_mib": peak,
-        "ms a generated token": {title: statistics.median(values) / NEW_TOKENS for title, values in spoken.items()},
-        "generate: speed over smoe": {title: median_ratio(spoken["smoe"], values) for title, values in spoken.items()},
-    }
+    plain = model(shape, *ROUTERS["smoe"], device)
+    found: dict[str, dict[str, Any]] = {}
+    plain_step = trainer(plain, ids, device)
+    for title in routers:
+        made = {"smoe": plain, title: model(shape, *ROUTERS[title], device)}
+        steps = {"smoe": plain_step, title: trainer(made[title], ids, device)}
+        times = time_in_turns(steps, device, rounds, 3 if device == "cuda" else 1)
+        used = {name: active(one, ids, device) for name, one in made.items()}
+        peak = {name: peak_mib(run, device) for name, run in steps.items()}
+        spoken = time_in_turns(
+            {name: generator(one.eval(), ids[:, : shape.length // 4]) for name, one in made.items()}, device, 2
+        )
+        plain.train()
+        for name in steps:
+            found.setdefault(
+                name,
+                {
+                    "ms a step": statistics.median(times[name]),
+                    "peak_mib": peak[name],
+                    "experts a token": used[name],
+                    "speed over smoe": median_ratio(times["smoe"], times[name]),
+                    "per active expert": median_ratio(times["smoe"], times[name]) * used[name] / used["smoe"],
+                    "ms a generated token": statistics.median(spoken[name]) / NEW_TOKENS,
+                    "generate: speed over smoe": median_ratio(spoken["smoe"], spoken[name]),
+                },
+            )
+            if name == title or title == routers[0]:
+                _print(name, found[name])
+        del made, steps
+        gc.collect()  # a changed model refers to itself
+    return found
 
 
 def main() -> None:
     parser = command(__doc__, rounds=8)
+    parser.add_argument("--routers", nargs="*", default=list(ROUTERS)[1:], help="which of them, beside smoe (default: all)")
     arguments = parser.parse_args()
     check(arguments)
-    result = measure(SHAPES[arguments.device], arguments.device, arguments.rounds)
-    print(f"{SHAPES[arguments.device]}")
-    for title in ROUTERS:
-        memory = "" if result["peak_mib"][title] is None else f"{result['peak_mib'][title]:7.0f} MiB"
-        figure = {name: values[title] for name, values in result.items() if isinstance(values, dict)}
-        print(
-            f"  {title:22} {figure['ms a step']:8.2f} ms a step {memory}  {figure['speed over smoe']:.3f} of smoe's speed, "
-            f"{figure['per active expert']:.3f} per active expert ({figure['experts a token']:.2f}); generate "
-            f"{figure['ms a generated token']:.2f} ms a token, {figure['generate: speed over smoe']:.2f} of smoe's speed"
-        )
+    shape = SHAPES[arguments.device]
+    print(shape, flush=True)
+    result = measure(shape, arguments.device, arguments.rounds, arguments.routers)
     if arguments.out:
-        write(arguments.out, {"versions": versions(), **result})
+        write(arguments.out, {"versions": versions(), **asdict(shape), "routers": result})
+
+
+def _print(title: str, figures: dict[str, Any]) -> None:
+    memory = "" if figures["peak_mib"] is None else f"{figures['peak_mib']:7.0f} MiB"
+    print(
+        f"  {title:22} {figures['ms a step']:8.2f} ms a step {memory}  {figures['speed over smoe']:.3f} of smoe's speed, "
+        f"{figures['per active expert']:.3f} per active expert ({figures['experts a token']:.2f}); generate "
+        f"{figures['ms a generated token']:.2f} ms a token, {figures['generate: speed over smoe']:.2f} of smoe's speed",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
