@@ -110,5 +110,19 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         getattr(module, f"{up_name}_bias") if module.has_bias else None,
         module.down_proj_bias if module.has_bias else None,
         activate=lambda hidden, plan: activate_used(hidden, plan, activation),
+        glu="silu" if _is_swiglu(module) else None,
         owners=getattr(module, "owners", None),
+    )
+
+
+def _is_swiglu(module: Any) -> bool:
+    """silu(gate) * up and nothing else: then our kernels know it."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations import moe
+
+    usual = getattr(moe, "_default_apply_gate", None)  # families with a gate of their own have their own function there
+    return (
+        bool(module.has_gate)
+        and getattr(type(module), "_apply_gate", None) is usual
+        and type(module.act_fn) is SiLUActivation
     )

@@ -23,6 +23,8 @@ from torch import Tensor
 from holdfast.ops.clusters import TILE
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+# Of weights times scales. What was half precision has 17 bits then: 2^-18 of a weight that itself was rounded to 2^-9 of it.
+SCALED_PARTS = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 3}
 # numpy, and so the interpreter, has no bfloat16 product: there the parts are held in float32, with the same values.
 PART = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
 
@@ -161,7 +163,12 @@ def _linear(
             if CLUSTERED:
                 scale = tl.load(scales + cluster * inner + depth, mask=depth < inner, other=0.0)
                 w = tl.load(weight + places, mask=known, other=0.0).to(tl.float32) * scale[None, :]
-                w_0, w_1, w_2 = _split(w, WEIGHT_PARTS, PART)
+                if WEIGHT_PARTS == 2:  # rounded rather than cut off, so that two parts hold 17 bits
+                    w_0 = w.to(tl.bfloat16).to(PART)
+                    w_1 = (w - w_0.to(tl.float32)).to(PART)
+                    w_2 = w_1
+                else:
+                    w_0, w_1, w_2 = _split(w, WEIGHT_PARTS, PART)
             else:
                 w_0, w_1, w_2 = _load_parts(weight, weight_size, places, known, WEIGHT_PARTS, PART)
             total += _product(w_0, w_1, w_2, x_0, x_1, x_2, WIDTH, TILE, WEIGHT_PARTS, TOKEN_PARTS, 3) * one
@@ -336,7 +343,7 @@ def linear(
     """`tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32."""
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
-    parts = PARTS[weight.dtype] if clusters is None else 3
+    parts = PARTS[weight.dtype] if clusters is None else SCALED_PARTS[weight.dtype]
     _linear[(_tiles(count, clusters, tile), triton.cdiv(width, 64))](
         tokens,
         in_parts(weight, parts) if clusters is None else weight.contiguous(),
