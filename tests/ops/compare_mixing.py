@@ -1,4 +1,4 @@
-"""Compares the mixing kernels with the explicit matrix in float64; test_mix_launch.py runs it, with the device to use."""
+"""Compares the mixing kernels with the explicit matrix in float64; test_mix_kernels.py runs it, with the device to use."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.ops import entropy_kernels, head_kernels, mix_launch, naive
+from holdfast.ops import entropy_kernels, head_kernels, mix_launch, naive, norm_kernels
 from holdfast.ops.part_kernels import Kinds
 
 compared = 0
@@ -36,12 +36,15 @@ class Case:
     causal: bool = True
     padded: bool = False
     mask: str = ""
+    shared: bool = False  # the keys are the queries
     dtype: torch.dtype = torch.float32
 
 
 CASES = [
     Case("causal"),
     Case("full", causal=False),
+    Case("shared", shared=True),
+    Case("shared and padded", shared=True, padded=True),
     Case("one token", queries=1, keys=1),
     Case("decoding", queries=1, keys=90),
     Case("chunk", queries=37, keys=130),
@@ -60,15 +63,17 @@ def compare(case: Case, device: str, kinds: Kinds) -> None:
     torch.manual_seed(0)
     groups, scale, second_scale = 2, 0.3, 0.2
 
-    def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
+    def randoms(count: int, width: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(groups, count, width).to(dtype)
 
-    query, key = rows(case.queries, case.width, case.dtype), rows(case.keys, case.width, case.dtype)
-    value = torch.softmax(rows(case.keys, case.values, torch.float32), -1)
+    query, key = randoms(case.queries, case.width, case.dtype), randoms(case.keys, case.width, case.dtype)
+    if case.shared:
+        key = query
+    value = torch.softmax(randoms(case.keys, case.values, torch.float32), -1)
     leaves = {"query": query, "key": key, "value": value}
     if case.second:
-        leaves["second query"] = rows(case.queries, case.second, torch.float32)
-        leaves["second key"] = rows(case.keys, case.second, case.dtype)
+        leaves["second query"] = randoms(case.queries, case.second, torch.float32)
+        leaves["second key"] = randoms(case.keys, case.second, case.dtype)
         leaves["bias"] = torch.randn(groups, case.keys)
     real = None
     if case.padded:
@@ -88,10 +93,12 @@ def compare(case: Case, device: str, kinds: Kinds) -> None:
     expected = weights @ wide["value"]
     grad = torch.randn(groups, case.queries, case.values)
     gradients = dict(zip(wide, torch.autograd.grad(expected, list(wide.values()), grad.double()), strict=True))
+    if case.shared:
+        gradients["query"] = gradients["query"] + gradients["key"]
 
     given = {name: leaf.clone() for name, leaf in leaves.items()}
     if real is not None:  # what padding holds reaches nobody
-        for name in ("key", "value", "second key"):
+        for name in ("value",) if case.shared else ("key", "value", "second key"):
             if name in given:
                 given[name][~real] = torch.nan
         if case.second:
@@ -101,21 +108,31 @@ def compare(case: Case, device: str, kinds: Kinds) -> None:
         None if real is None else real.to(device),
         None if mask is None else mask.to(device).expand(groups, case.queries, case.keys),
     )
-    operands = [given.get(name) for name in ("query", "key", "value", "second query", "second key", "bias")]
-    problem: Any = (*operands, *allowed, case.causal, scale, second_scale)
-    out, log_total = mix_launch.mix(*problem, kinds=kinds)
+    if case.shared:
+        given["key"] = given["query"]
+    second_rows = given.get("second query"), given.get("second key")
+    rows = mix_launch.Rows(given["query"], given["key"], given["value"], *second_rows)
+
+    def problem(wants: mix_launch.Wants) -> Any:
+        parts = mix_launch.take_all_apart(rows, allowed[0], wants, kinds=kinds)
+        return (rows, given.get("bias"), *allowed, parts, case.causal, scale, second_scale)
+
+    everything, values_only = mix_launch.Wants(True, True, True), mix_launch.Wants(False, False, True)
+    out, log_total = mix_launch.mix(*problem(everything), kinds=kinds)
     close(out, expected, 2e-6, "output")
     nothing = ~(weights.sum(-1) > 0)
     assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
-    backward = mix_launch.mix_backward(grad.to(device), out, log_total, *problem, wants=(True, True, True), kinds=kinds)
-    again = mix_launch.mix_backward(grad.to(device), out, log_total, *problem, wants=(False, False, True), kinds=kinds)
+    backward = mix_launch.mix_backward(grad.to(device), out, log_total, *problem(everything), wants=everything, kinds=kinds)
+    again = mix_launch.mix_backward(grad.to(device), out, log_total, *problem(values_only), wants=values_only, kinds=kinds)
     assert again[2] is not None
     close(again[2], gradients["value"], 1e-4, "gradient of values alone")
     assert all(found is None for index, found in enumerate(again) if index != 2)
     # A gradient in bfloat16 is rounded to it.
     tolerance = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 4e-3}
     for name, got in zip(("query", "key", "value", "second query", "second key", "bias"), backward, strict=True):
-        if name in leaves:
+        if case.shared and name == "key":
+            assert got is None
+        elif name in leaves:
             assert got is not None and got.dtype == leaves[name].dtype
             close(got, gradients[name], tolerance[got.dtype], f"{got.dtype} gradient")
 
@@ -156,11 +173,22 @@ def compare_entropy(heads: int, key_heads: int, case: Case, device: str, kinds: 
 
 def compare_heads(device: str) -> None:
     rows, grad = torch.randn(2, 37, 3, 20).transpose(1, 2), torch.randn(2, 37, 20)
+    shared, turned = torch.randn(2, 1, 37, 24), torch.randn(30, 3, 8).permute(1, 2, 0).unsqueeze(0)
     placed = torch.zeros(2, 3, 37, 20)
     placed[:, 2] = grad
     head = torch.tensor([2], device=device)
-    close(head_kernels.take(rows.to(device), head), rows[:, 2].double(), 0.0, "head")
-    close(head_kernels.put(grad.to(device), head, 3), placed.double(), 0.0, "head")
+    taken = head_kernels.take([each.to(device) for each in (rows, shared, turned)], head, 3)
+    for got, expected in zip(taken, (rows[:, 2], shared[:, 0], turned[:, 2]), strict=True):
+        close(got, expected.double(), 0.0, "head")
+    close(head_kernels.put(grad.to(device), head, 3, 3), placed.double(), 0.0, "head")
+
+
+def compare_norms(device: str, dtype: torch.dtype) -> None:
+    value, across = torch.randn(70, 20).to(dtype), torch.randn(20, 150).to(dtype)
+    for bias in (None, torch.randn(150).to(dtype)):
+        said = 3 * value.double() @ across.double() + (0 if bias is None else bias.double())
+        got = norm_kernels.norms(value.to(device), across.to(device), None if bias is None else bias.to(device), 3)
+        close(got, said.square().sum(-1), 1e-6, "norm")
 
 
 def main(device: str) -> None:
@@ -175,11 +203,12 @@ def main(device: str) -> None:
         if not case.second and case.name != "wide values":
             compare_entropy(4, 2, case, device, kinds)
     for kind in narrow:
+        compare_norms(device, kind)
         for width in (16, 20):
             compare_entropy(4, 1, Case("narrow", width=width, dtype=kind), device, kinds)
     if device == "cuda":
         for case in (
-            Case("benchmark", 2048, 2048, 64, 64),
+            Case("benchmark", 2048, 2048, 64, 64, shared=True),
             Case("benchmark of two", 2048, 2048, 128, 64, second=128, dtype=torch.bfloat16),
         ):
             compare(case, device, kinds)

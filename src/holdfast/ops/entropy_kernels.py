@@ -10,19 +10,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, limit
+from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, limit, spans
 from holdfast.ops.mix_launch import SCRATCH, SMALL, Tiling, mask_kind, mask_operand, shared_memory
-from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Kinds, Operand, lefts, product, right, take_apart, tile_width
+from holdfast.ops.part_kernels import (
+    DTYPES,
+    NATIVE,
+    WIDEST,
+    Kinds,
+    Operand,
+    as_brains,
+    parts_apart,
+    product,
+    take_apart,
+    tile_width,
+)
 
 FAINT = tl.constexpr(-200.0)  # 2^-200 is 0 in float32, and 0 times this is 0, where 0 times -inf would be NaN
-TILINGS = (Tiling(128, 128, 8, 2), Tiling(64, 64, 4, 1), *SMALL)
+TILINGS = (Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 1), *SMALL)
 
 
 @triton.jit
 def _look(scores, factor, highest, total, moment, CLAMP: tl.constexpr):
     """The running sums with one more tile of scores, to be multiplied with a positive factor; CLAMP: some are -inf."""
     higher = tl.maximum(highest, tl.max(scores, 1) * factor)
-    level = tl.where(higher > -float("inf"), higher, 0.0)
+    level = higher
+    if CLAMP:
+        level = tl.where(higher > -float("inf"), higher, 0.0)
     below = scores * factor - level[:, None]
     if CLAMP:
         below = tl.maximum(below, FAINT)
@@ -58,38 +71,40 @@ def _entropy(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    batch = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
+    # A head's programs are neighbours, so that its keys are read from the cache; those that look at most keys start first.
+    blocks = tl.cdiv(queries, ROWS)
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
     of_query = batch * query_batch + head * query_head
     of_key = batch * key_batch + head * key_heads // heads * key_head
     of_mask = batch * mask.batch + head * mask.head
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the rows that look at most keys start first
+    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
-    q = lefts(query, of_query, row, queries, WIDTH, PARTS, PARTS)
+    q = parts_apart(query, of_query, first, queries, ROWS, WIDTH, PARTS)
     factor = scale * LOG2_E
+    nothing = tl.zeros((ROWS, COLUMNS), tl.float32)
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
-    last = keys
-    plain = keys // COLUMNS * COLUMNS  # up to here every row may look at every key, and nothing has to be asked
-    if CAUSAL:
-        last = tl.minimum(keys, keys - queries + first + ROWS)
-        plain = tl.maximum(tl.minimum(plain, (keys - queries + first + 1) // COLUMNS * COLUMNS), 0)
-    if HAS_REAL or MASK != 0:
-        plain = 0
-    for start in range(0, plain, COLUMNS):
-        k = right(key, of_key, start + tl.arange(0, COLUMNS), keys, WIDTH * PARTS)
-        scores = product(tl.zeros((ROWS, COLUMNS), tl.float32), q, tl.trans(k), PARTS)
+    plain, last = spans(first, queries, keys, ROWS, COLUMNS, CAUSAL, HAS_REAL or MASK != 0)
+    if plain > 0:
+        # The next tile's product is under way on the tensor cores while this one's exponentials are taken.
+        k = parts_apart(key, of_key, 0, keys, COLUMNS, WIDTH, PARTS, False)
+        scores = product(nothing, q, k, PARTS, PARTS, True)
+        for start in range(COLUMNS, plain, COLUMNS):
+            k = parts_apart(key, of_key, start, keys, COLUMNS, WIDTH, PARTS, False)
+            following = product(nothing, q, k, PARTS, PARTS, True)
+            highest, total, moment = _look(scores, factor, highest, total, moment, False)
+            scores = following
         highest, total, moment = _look(scores, factor, highest, total, moment, False)
     for start in range(plain, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        k = right(key, of_key, column, keys, WIDTH * PARTS)
-        scores = product(tl.zeros((ROWS, COLUMNS), tl.float32), q, tl.trans(k), PARTS) * factor
+        k = parts_apart(key, of_key, start, keys, COLUMNS, WIDTH, PARTS)
+        scores = product(nothing, q, k, PARTS, PARTS, True) * factor
         scores = allowed_only(
-            scores, limits, row[:, None], column[None, :], batch, of_mask, queries, keys,
-            real, real, mask, False, HAS_REAL, MASK,
-        )  # fmt: skip
+            scores, limits, row[:, None], column[None, :], batch, of_mask, queries, keys, real, mask, HAS_REAL, MASK
+        )
         highest, total, moment = _look(scores, 1.0, highest, total, moment, True)
     safe = tl.where(total > 0, total, 1.0)
     entropy = (tl.log2(safe) - moment / safe) * LN_2
@@ -100,14 +115,15 @@ def _operand(rows: Tensor, as_is: bool, kinds: Kinds) -> tuple[Operand, int, int
     """rows (B,H,N,D), and how far apart batches and heads lie: the operand's own groups are counted in elements."""
     if as_is:
         return Operand(rows, 1, rows.stride(2), rows), rows.stride(0), rows.stride(1)
-    _, parts, _ = take_apart(rows.flatten(0, 1), brains=2, kinds=kinds)
+    apart, _ = take_apart(rows.flatten(0, 1), brains=2, kinds=kinds)
+    parts = as_brains(apart, rows)
     return parts._replace(group=1), rows.shape[1] * parts.group, parts.group
 
 
 def _tiling(parts: int, width: int, device: torch.device) -> Tiling:
     """The first that fits into a multiprocessor's shared memory; the last does everywhere."""
     for tiling in TILINGS:
-        if 2 * parts * width * (parts * tiling.rows + tiling.stages * tiling.columns) + SCRATCH <= shared_memory(device):
+        if 2 * parts * width * (tiling.rows + tiling.stages * tiling.columns) + SCRATCH <= shared_memory(device):
             break
     return tiling
 
@@ -138,7 +154,7 @@ def entropy(
     parts = 1 if as_is else 2
     out = torch.empty(batches, heads, queries, dtype=torch.float32, device=query.device)
     tiling = _tiling(parts, tile_width(width), query.device)
-    _entropy[batches * heads, triton.cdiv(queries, tiling.rows)](
+    _entropy[(triton.cdiv(queries, tiling.rows) * batches * heads,)](
         q,
         k,
         query if real is None else real.contiguous().view(torch.uint8),

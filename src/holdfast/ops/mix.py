@@ -10,12 +10,14 @@ On a GPU the kernels of ops/mix_kernels.py and ops/entropy_kernels.py do this in
 and what runs on a CPU and for operands too wide for a tile.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from holdfast.ops.operators import EVERYWHERE, operator
 from holdfast.ops.precision import ieee_float32
 from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
@@ -46,8 +48,9 @@ def softmax_mix(
     """out (G,N,n), float32, differentiable in everything but a bias in `mask`."""
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
-    out, _ = _softmax_mix(
-        query, key, value, other_query, other_key, bias, real, _expanded(mask, query, key), causal, scale, other_scale
+    own_key = None if key is query else key
+    out: Tensor = _SoftmaxMix.apply(  # type: ignore[no-untyped-call]
+        query, own_key, value, other_query, other_key, bias, real, _expanded(mask, query, key), causal, scale, other_scale
     )
     return out
 
@@ -159,8 +162,62 @@ def _on_kernels(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor 
     return mix_launch.supports(query, key, value, second_query, second_key)
 
 
-@torch.library.custom_op("holdfast::softmax_mix", mutates_args=())
-def _softmax_mix(
+class _SoftmaxMix(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, query, key, value, second_query, second_key, bias, real, mask, causal, scale, second_scale
+    ):
+        """No key: the queries are."""
+        ctx.how = (key is None, causal, scale, second_scale)
+        needs = ctx.needs_input_grad[:6]
+        ctx.wants = [needs[0] or needs[3], needs[key is not None] or needs[4] or needs[5], needs[2]]
+        key = query if key is None else key
+        parts = _mix_parts(query, key, value, second_query, second_key, real, ctx.how[0], ctx.wants)
+        rows = (query, key, value, second_query, second_key, bias, real, mask)
+        out, log_total = _softmax_mix(*rows, parts, *ctx.how)
+        ctx.save_for_backward(out, log_total, *rows, *parts)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        saved, parts = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+        grads = _softmax_mix_backward(grad.contiguous(), *saved, list(parts), *ctx.how, ctx.wants)
+        needs = ctx.needs_input_grad[:6]
+        return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 5)
+
+
+def _mix_parts_anywhere(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    real: Tensor | None,
+    shared: bool,
+    wants: Sequence[bool],
+    fill: bool = True,
+) -> list[Tensor]:
+    """What the kernels make of the rows before they start, kept for the backward; nothing where there are no kernels."""
+    if not _on_kernels(query, key, value, second_query, second_key):
+        return []
+    from holdfast.ops import mix_launch
+
+    rows = mix_launch.Rows(query, query if shared else key, value, second_query, second_key)
+    with on_device_of(query):
+        return mix_launch.take_all_apart(rows, real, mix_launch.Wants(*wants), fill=fill)
+
+
+_ROWS = "Tensor query, Tensor key, Tensor value, Tensor? second_query, Tensor? second_key"
+_HOW = "bool shared, bool causal, float scale, float second_scale"
+_mix_parts = operator(
+    f"mix_parts({_ROWS}, Tensor? real, bool shared, bool[] wants) -> Tensor[]",
+    _mix_parts_anywhere,
+    functools.partial(_mix_parts_anywhere, fill=False),
+    devices=EVERYWHERE,
+)
+
+
+def _softmax_mix_anywhere(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -169,17 +226,21 @@ def _softmax_mix(
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    parts: list[Tensor],
+    shared: bool,
     causal: bool,
     scale: float,
     second_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    rest = (second_query, second_key, bias, real, mask, causal, scale, second_scale)
-    if _on_kernels(query, key, value, second_query, second_key):
+    """`out`, and the logarithm of the total of the weights (G,N)."""
+    if parts:
         from holdfast.ops import mix_launch
 
+        operands = mix_launch.Rows(query, query if shared else key, value, second_query, second_key)
         with on_device_of(query):
-            return mix_launch.mix(query, key, value, *rest)
-    terms, value = _terms(query, key, *rest), _only_real(value, real)
+            return mix_launch.mix(operands, bias, real, mask, parts, causal, scale, second_scale)
+    terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    value = _only_real(value, real)
     out = terms.query.new_empty(*query.shape[:2], value.shape[2])
     log_total = terms.query.new_empty(query.shape[:2])
     with ieee_float32():
@@ -193,14 +254,21 @@ def _softmax_mix(
     return out, log_total
 
 
-@_softmax_mix.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | bool | float | None) -> tuple[Tensor, Tensor]:
+def _softmax_mix_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = query.shape[:2]
     return query.new_empty(*shape, value.shape[2], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("holdfast::softmax_mix_backward", mutates_args=())
-def _softmax_mix_backward(
+_LIMITS = "Tensor? bias, Tensor? real, Tensor? mask, Tensor[] parts"
+_softmax_mix = operator(
+    f"softmax_mix({_ROWS}, {_LIMITS}, {_HOW}) -> (Tensor, Tensor)",
+    _softmax_mix_anywhere,
+    _softmax_mix_fake,
+    devices=EVERYWHERE,
+)
+
+
+def _softmax_mix_backward_anywhere(
     grad: Tensor,
     out: Tensor,
     log_total: Tensor,
@@ -212,34 +280,55 @@ def _softmax_mix_backward(
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    parts: list[Tensor],
+    shared: bool,
     causal: bool,
     scale: float,
     second_scale: float,
-    wants_query: bool,
-    wants_key: bool,
-    wants_value: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the first six operands; one without elements where it is not wanted or there is no operand."""
-    operands = (query, key, value, second_query, second_key, bias)
-    rest = (second_query, second_key, bias, real, mask, causal, scale, second_scale)
-    wants = (wants_query, wants_key, wants_value)
-    if _on_kernels(query, key, value, second_query, second_key):
+    wants: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients of the first six operands; one without elements where it is not wanted or there is no operand.
+
+    Where keys are shared with queries, their gradient is in that of the queries.
+    """
+    if parts:
         from holdfast.ops import mix_launch
 
+        rows = mix_launch.Rows(query, query if shared else key, value, second_query, second_key)
+        how = (bias, real, mask, parts, causal, scale, second_scale)
         with on_device_of(query):
-            grads = mix_launch.mix_backward(grad, out, log_total, query, key, value, *rest, wants=wants)
+            grads = mix_launch.mix_backward(grad, out, log_total, rows, *how, wants=mix_launch.Wants(*wants))
     else:
-        grads = _blocked_backward(grad, out, log_total, _terms(query, key, *rest), _only_real(value, real))
-    wanted = (wants_query, wants_key, wants_value, wants_query, wants_key, wants_key)
-    chosen = [
-        grad.new_empty(0) if found is None or operand is None or not want else found.to(operand.dtype)
-        for operand, found, want in zip(operands, grads, wanted, strict=True)
+        terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+        grads = _blocked_backward(grad, out, log_total, terms, _only_real(value, real), shared)
+    wanted = _wanted((query, key, value, second_query, second_key, bias), shared, wants)
+    return [
+        grad.new_empty(0) if operand is None or found is None else found.to(operand.dtype)
+        for operand, found in zip(wanted, grads, strict=True)
     ]
-    return chosen[0], chosen[1], chosen[2], chosen[3], chosen[4], chosen[5]
+
+
+def _wanted(operands: tuple[Tensor | None, ...], shared: bool, wants: Sequence[bool]) -> list[Tensor | None]:
+    """Those of the first six operands that get a gradient of their own."""
+    each = (wants[0], wants[1] and not shared, wants[2], wants[0], wants[1], wants[1])
+    return [operand if want else None for operand, want in zip(operands, each, strict=True)]
+
+
+def _softmax_mix_backward_fake(grad: Tensor, out: Tensor, log_total: Tensor, *rest: Any) -> list[Tensor]:
+    wanted = _wanted(rest[:6], rest[9], rest[-1])
+    return [grad.new_empty(0) if operand is None else operand.new_empty(operand.shape) for operand in wanted]
+
+
+_softmax_mix_backward = operator(
+    f"softmax_mix_backward(Tensor grad, Tensor out, Tensor log_total, {_ROWS}, {_LIMITS}, {_HOW}, bool[] wants) -> Tensor[]",
+    _softmax_mix_backward_anywhere,
+    _softmax_mix_backward_fake,
+    devices=EVERYWHERE,
+)
 
 
 def _blocked_backward(
-    grad: Tensor, out: Tensor, log_total: Tensor, terms: _Terms, value: Tensor
+    grad: Tensor, out: Tensor, log_total: Tensor, terms: _Terms, value: Tensor, shared: bool
 ) -> tuple[Tensor | None, ...]:
     query, key, second_query, second_key, bias = terms[:5]
     grad_query = torch.empty_like(query)
@@ -265,53 +354,9 @@ def _blocked_backward(
             slopes.mul_(terms.scale)
             grad_query[:, rows] = torch.bmm(slopes, key[:, columns])
             grad_key[:, columns] += torch.bmm(slopes.transpose(1, 2), query[:, rows])
+    if shared:
+        grad_query += grad_key
     return grad_query, grad_key, grad_value, grad_second_query, grad_second_key, grad_bias
-
-
-@_softmax_mix_backward.register_fake
-def _(
-    grad: Tensor,
-    out: Tensor,
-    log_total: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    second_scale: float,
-    wants_query: bool,
-    wants_key: bool,
-    wants_value: bool,
-) -> tuple[Tensor, ...]:
-    operands = (query, key, value, second_query, second_key, bias)
-    wanted = (wants_query, wants_key, wants_value, wants_query, wants_key, wants_key)
-    return tuple(
-        grad.new_empty(0) if operand is None or not want else operand.new_empty(operand.shape)
-        for operand, want in zip(operands, wanted, strict=True)
-    )
-
-
-def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # type: ignore[no-untyped-def, type-arg]
-    *tensors, ctx.causal, ctx.scale, ctx.second_scale = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad: Tensor | None, _grad_log_total: Tensor | None) -> tuple:  # type: ignore[no-untyped-def, type-arg]
-    needs = ctx.needs_input_grad[:6]
-    if grad is None or not any(needs):
-        return (None,) * 11
-    wants = (needs[0] or needs[3], needs[1] or needs[4] or needs[5], needs[2])
-    grads = _softmax_mix_backward(grad.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.second_scale, *wants)
-    return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 5)
-
-
-_softmax_mix.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("holdfast::attention_entropy", mutates_args=())

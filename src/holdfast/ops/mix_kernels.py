@@ -18,17 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.part_kernels import (
-    exponent,
-    factors,
-    in_two,
-    inverse,
-    lefts,
-    parts_apart,
-    product,
-    product_of_parts,
-    right,
-)
+from holdfast.ops.part_kernels import exponent, in_two, inverse, parts_apart, product, row_values
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -64,20 +54,16 @@ def allowed_only(
     start,
     queries,
     keys,
-    bias,
     real,
     mask,
-    HAS_BIAS: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """`scores`, in units of log 2, with what is added to them, and -inf where a query may not look; any orientation.
+    """`scores`, in units of log 2, with what a mask adds to them, and -inf where a query may not look; any orientation.
 
-    `bias` and `real` are those of `group`, and its mask starts at `start`.
+    `real` is that of `group`, and its mask starts at `start`.
     """
     allowed = column < limits
-    if HAS_BIAS:
-        scores += tl.load(bias + group * keys + column, mask=column < keys, other=0.0) * LOG2_E
     if HAS_REAL:
         allowed = allowed & (tl.load(real + group * keys + column, mask=column < keys, other=0) != 0)
     if MASK != 0:
@@ -93,11 +79,106 @@ def allowed_only(
 
 
 @triton.jit
+def _turn(FOLD: tl.constexpr):
+    """Which block this program works on, counted from the one with most to do.
+
+    The longest first; FOLD: of the second half the shortest first, so that where all of them run at once, two on each
+    multiprocessor, a long one has a short one beside it.
+    """
+    turn = tl.program_id(1)
+    if FOLD:
+        half = tl.num_programs(1) // 2
+        turn = tl.where(turn < half, turn, tl.num_programs(1) - 1 + half - turn)
+    return turn
+
+
+@triton.jit
+def spans(first, queries, keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, ALWAYS: tl.constexpr):
+    """For rows from `first`: before which key each may look at all of them, and before which the last has to stop.
+
+    Up to the first of the two, whole tiles, nothing has to be asked about a score; unless ALWAYS.
+    """
+    plain = keys // COLUMNS * COLUMNS
+    last = keys
+    if CAUSAL:
+        seen = keys - queries + first
+        plain = tl.maximum(tl.minimum(plain, (seen + 1) // COLUMNS * COLUMNS), 0)
+        last = tl.minimum(keys, seen + ROWS)
+    if ALWAYS:
+        plain = 0
+    return plain, last
+
+
+@triton.jit
 def _scaled(scores, left, other, scale, SCALED: tl.constexpr):
     """In units of log 2, and with the factors of both sides, each shaped for its side."""
     if SCALED:
         return scores * (left * (scale * LOG2_E)) * other
     return scores * (scale * LOG2_E)
+
+
+@triton.jit
+def _staying(
+    first,
+    second,
+    group,
+    start,
+    count,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SECOND: tl.constexpr,
+    PARTS: tl.constexpr,
+    SECOND_PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """A tile of both products that a program keeps, with its factors."""
+    one = parts_apart(first, group, start, count, HEIGHT, WIDTH, PARTS)
+    one_factors = 1.0
+    if SCALED:
+        one_factors = row_values(first.factors, group, start, count, HEIGHT, 1.0)[:, None]
+    other = one
+    other_factors = one_factors
+    if SECOND > 0:
+        other = parts_apart(second, group, start, count, HEIGHT, SECOND, SECOND_PARTS)
+        other_factors = row_values(second.factors, group, start, count, HEIGHT, 1.0)[:, None]
+    return one, one_factors, other, other_factors
+
+
+@triton.jit
+def _scores(
+    stay,
+    first,
+    second,
+    group,
+    start,
+    count,
+    scale,
+    second_scale,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SECOND: tl.constexpr,
+    STAY: tl.constexpr,  # parts of the tile that stays, in the first product
+    PASS: tl.constexpr,  # and of the one that passes by
+    SECOND_STAY: tl.constexpr,
+    SECOND_PASS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ASK: tl.constexpr,
+):
+    """(LEFT, RIGHT) of a tile that stays and one that passes by, and the latter's parts in the first product."""
+    nothing = tl.zeros((LEFT, RIGHT), tl.float32)
+    passing = parts_apart(first, group, start, count, RIGHT, WIDTH, PASS, ASK)
+    scores = product(nothing, stay[0], passing, STAY, PASS, True)
+    others = stay[1]
+    if SCALED:
+        others = row_values(first.factors, group, start, count, RIGHT, 1.0, ASK)[None, :]
+    scores = _scaled(scores, stay[1], others, scale, SCALED)
+    if SECOND > 0:
+        more = parts_apart(second, group, start, count, RIGHT, SECOND, SECOND_PASS, ASK)
+        more = product(nothing, stay[2], more, SECOND_STAY, SECOND_PASS, True)
+        others = row_values(second.factors, group, start, count, RIGHT, 1.0, ASK)[None, :]
+        scores += _scaled(more, stay[3], others, second_scale, True)
+    return scores, passing
 
 
 @triton.jit
@@ -128,51 +209,44 @@ def mix(
     MASK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the rows that look at most keys start first
+    first = (tl.num_programs(1) - 1 - _turn(FOLD)) * ROWS
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
-    q = lefts(query, group, row, queries, WIDTH, PARTS[0], PARTS[1])
-    q_factors = factors(query, group, row, queries)[:, None]
-    r = q
-    r_factors = q_factors
-    if SECOND > 0:
-        r = lefts(second_query, group, row, queries, SECOND, PARTS[2], PARTS[3])
-        r_factors = factors(second_query, group, row, queries)[:, None]
+    stay = _staying(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED)
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, VALUES), tl.float32)
-    last = keys
-    if CAUSAL:
-        last = tl.minimum(keys, keys - queries + first + ROWS)
-    for start in range(0, last, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        nothing = tl.zeros((ROWS, COLUMNS), tl.float32)
-        k = right(key, group, column, keys, WIDTH * PARTS[1])
-        scores = product(nothing, q, tl.trans(k), PARTS[0])
-        scores = _scaled(scores, q_factors, factors(key, group, column, keys)[None, :], scale, SCALED)
-        if SECOND > 0:
-            s = right(second_key, group, column, keys, SECOND * PARTS[3])
-            more = product(nothing, r, tl.trans(s), PARTS[2])
-            scores += _scaled(more, r_factors, factors(second_key, group, column, keys)[None, :], second_scale, True)
-        scores = allowed_only(
-            scores, limits, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
-            bias, real, mask, HAS_BIAS, HAS_REAL, MASK,
-        )  # fmt: skip
-        v = parts_apart(value, group, column, keys, VALUES, PARTS[4])
-        v_factors = factors(value, group, column, keys)
-        scores += exponent(v_factors)[None, :]
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        level = tl.where(higher > -float("inf"), higher, 0.0)
-        fading = tl.exp2(highest - level)
-        weights = tl.exp2(scores - (level - LIFT)[:, None])
-        total = total * fading + tl.sum(weights * inverse(v_factors)[None, :], 1)
-        # Tensor cores round sums towards 0, which would add up over thousands of keys: only a tile's own sum is theirs.
-        weights = in_two(weights, v[0].dtype)
-        more = product_of_parts(tl.zeros((ROWS, VALUES), tl.float32), weights, v, 2, PARTS[4], False)
-        mixed = mixed * fading[:, None] + more
-        highest = higher
+    plain, last = spans(first, queries, keys, ROWS, COLUMNS, CAUSAL, HAS_REAL or MASK != 0)
+    for ask in tl.static_range(2):
+        for start in range(plain * ask, plain + (last - plain) * ask, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            scores, _ = _scores(
+                stay, key, second_key, group, start, keys, scale, second_scale,
+                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, ask,
+            )  # fmt: skip
+            if HAS_BIAS:
+                scores += row_values(bias, group, start, keys, COLUMNS, 0.0, ask)[None, :] * LOG2_E
+            if ask:
+                scores = allowed_only(
+                    scores, limits, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
+                    real, mask, HAS_REAL, MASK,
+                )  # fmt: skip
+            v = parts_apart(value, group, start, keys, COLUMNS, VALUES, PARTS[4], ask)
+            v_factors = row_values(value.factors, group, start, keys, COLUMNS, 1.0, ask)
+            scores += exponent(v_factors)[None, :]
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            level = tl.where(higher > -float("inf"), higher, 0.0)
+            fading = tl.exp2(highest - level)
+            weights = tl.exp2(scores - (level - LIFT)[:, None])
+            total = total * fading + tl.sum(weights * inverse(v_factors)[None, :], 1)
+            # Tensor cores round sums towards 0, which would add up over thousands of keys: only a tile's own sum is theirs.
+            weights = in_two(weights, v[0].dtype)
+            more = product(tl.zeros((ROWS, VALUES), tl.float32), weights, v, 2, PARTS[4], False)
+            mixed = mixed * fading[:, None] + more
+            highest = higher
     level = tl.where(highest > -float("inf"), highest - LIFT, 0.0)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     across = tl.arange(0, VALUES)
@@ -215,52 +289,45 @@ def query_gradient(
     MASK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS  # the rows that look at most keys start first
+    first = (tl.num_programs(1) - 1 - _turn(FOLD)) * ROWS
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
-    q = lefts(query, group, row, queries, WIDTH, PARTS[0], PARTS[1])
-    q_factors = factors(query, group, row, queries)[:, None]
-    g = parts_apart(grad, group, row, queries, VALUES, 2)
-    level = tl.load(log_total + group * queries + row, mask=row < queries, other=0.0)
+    stay = _staying(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED)
+    g = parts_apart(grad, group, first, queries, ROWS, VALUES, 2)
+    level = row_values(log_total, group, first, queries, ROWS, 0.0)
     level = tl.where(level > -float("inf"), level, 0.0) * LOG2_E
-    middle = tl.load(centre + group * queries + row, mask=row < queries, other=0.0)
+    middle = row_values(centre, group, first, queries, ROWS, 0.0)
     gradient = tl.zeros((ROWS, WIDTH), tl.float32)
-    r = q
-    r_factors = q_factors
     second_gradient = gradient
     if SECOND > 0:
-        r = lefts(second_query, group, row, queries, SECOND, PARTS[2], PARTS[3])
-        r_factors = factors(second_query, group, row, queries)[:, None]
         second_gradient = tl.zeros((ROWS, SECOND), tl.float32)
-    last = keys
-    if CAUSAL:
-        last = tl.minimum(keys, keys - queries + first + ROWS)
-    for start in range(0, last, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        nothing = tl.zeros((ROWS, COLUMNS), tl.float32)
-        k = right(key, group, column, keys, WIDTH * PARTS[1])
-        scores = product(nothing, q, tl.trans(k), PARTS[0])
-        scores = _scaled(scores, q_factors, factors(key, group, column, keys)[None, :], scale, SCALED)
-        if SECOND > 0:
-            s = right(second_key, group, column, keys, SECOND * PARTS[3])
-            more = product(nothing, r, tl.trans(s), PARTS[2])
-            scores += _scaled(more, r_factors, factors(second_key, group, column, keys)[None, :], second_scale, True)
-        scores = allowed_only(
-            scores, limits, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
-            bias, real, mask, HAS_BIAS, HAS_REAL, MASK,
-        )  # fmt: skip
-        v = parts_apart(value, group, column, keys, VALUES, PARTS[4])
-        slopes = product_of_parts(nothing, g, v, 2, PARTS[4], True) - middle[:, None]
-        slopes = in_two(tl.exp2(scores - level[:, None]) * slopes, v[0].dtype)
-        b = (k, k)
-        if SCALED:
-            b = parts_apart(key_brain, group, column, keys, WIDTH, PARTS[5])
-        gradient = product_of_parts(gradient, slopes, b, 2, PARTS[5], False)
-        if SECOND > 0:
-            b = parts_apart(second_key_brain, group, column, keys, SECOND, PARTS[6])
-            second_gradient = product_of_parts(second_gradient, slopes, b, 2, PARTS[6], False)
+    plain, last = spans(first, queries, keys, ROWS, COLUMNS, CAUSAL, HAS_REAL or MASK != 0)
+    for ask in tl.static_range(2):
+        for start in range(plain * ask, plain + (last - plain) * ask, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            scores, b = _scores(
+                stay, key, second_key, group, start, keys, scale, second_scale,
+                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, ask,
+            )  # fmt: skip
+            if HAS_BIAS:
+                scores += row_values(bias, group, start, keys, COLUMNS, 0.0, ask)[None, :] * LOG2_E
+            if ask:
+                scores = allowed_only(
+                    scores, limits, row[:, None], column[None, :], group, group * mask.batch, queries, keys,
+                    real, mask, HAS_REAL, MASK,
+                )  # fmt: skip
+            v = parts_apart(value, group, start, keys, COLUMNS, VALUES, PARTS[4], ask)
+            slopes = product(tl.zeros((ROWS, COLUMNS), tl.float32), g, v, 2, PARTS[4], True) - middle[:, None]
+            slopes = in_two(tl.exp2(scores - level[:, None]) * slopes, v[0].dtype)
+            if SCALED:
+                b = parts_apart(key_brain, group, start, keys, COLUMNS, WIDTH, PARTS[5], ask)
+            gradient = product(gradient, slopes, b, 2, PARTS[5], False)
+            if SECOND > 0:
+                b = parts_apart(second_key_brain, group, start, keys, COLUMNS, SECOND, PARTS[6], ask)
+                second_gradient = product(second_gradient, slopes, b, 2, PARTS[6], False)
     across = tl.arange(0, WIDTH)
     inside = (row < queries)[:, None] & (across < width)[None, :]
     tl.store(out + (group * queries + row[:, None]) * width + across[None, :], gradient * scale, mask=inside)
@@ -308,64 +375,74 @@ def key_gradient(
     MASK: tl.constexpr,
     WANTS_KEY: tl.constexpr,
     WANTS_VALUE: tl.constexpr,
+    SHARED: tl.constexpr,  # keys are the queries, whose gradient is there: add to it
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     """Everything transposed, keys down and queries across, so that the weights are a left factor as they come."""
     group = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    k = lefts(key, group, column, keys, WIDTH, PARTS[1], PARTS[0])
-    k_factors = factors(key, group, column, keys)[:, None]
-    s = k
-    s_factors = k_factors
-    v = k
+    begin = _turn(FOLD) * COLUMNS
+    column = begin + tl.arange(0, COLUMNS)
+    stay = _staying(key, second_key, group, begin, keys, COLUMNS, WIDTH, SECOND, PARTS[1], PARTS[3], SCALED)
+    v = stay[0]
     if WANTS_KEY:
-        v = parts_apart(value, group, column, keys, VALUES, PARTS[4])
+        v = parts_apart(value, group, begin, keys, COLUMNS, VALUES, PARTS[4])
     gradient = tl.zeros((COLUMNS, WIDTH), tl.float32)
     second_gradient = gradient
     if SECOND > 0:
-        s = lefts(second_key, group, column, keys, SECOND, PARTS[3], PARTS[2])
-        s_factors = factors(second_key, group, column, keys)[:, None]
         second_gradient = tl.zeros((COLUMNS, SECOND), tl.float32)
     value_gradient = tl.zeros((COLUMNS, VALUES), tl.float32)
     bias_gradient = tl.zeros((COLUMNS,), tl.float32)
+    biases = 0.0
+    if HAS_BIAS:
+        biases = row_values(bias, group, begin, keys, COLUMNS, 0.0)[:, None] * LOG2_E
     first = 0
+    clear = 0  # from here to `end`, whole tiles, every row may look at each of these keys, and nothing has to be asked
     if CAUSAL:
-        first = tl.maximum(tl.program_id(1) * COLUMNS - (keys - queries), 0) // ROWS * ROWS
-    for start in range(first, queries, ROWS):
-        row = start + tl.arange(0, ROWS)
-        limits = limit(row, queries, keys, CAUSAL)[None, :]
-        nothing = tl.zeros((COLUMNS, ROWS), tl.float32)
-        q = right(query, group, row, queries, WIDTH * PARTS[0])
-        scores = product(nothing, k, tl.trans(q), PARTS[1])
-        scores = _scaled(scores, k_factors, factors(query, group, row, queries)[None, :], scale, SCALED)
-        if SECOND > 0:
-            r = right(second_query, group, row, queries, SECOND * PARTS[2])
-            more = product(nothing, s, tl.trans(r), PARTS[3])
-            scores += _scaled(more, s_factors, factors(second_query, group, row, queries)[None, :], second_scale, True)
-        scores = allowed_only(
-            scores, limits, row[None, :], column[:, None], group, group * mask.batch, queries, keys,
-            bias, real, mask, HAS_BIAS, HAS_REAL, MASK,
-        )  # fmt: skip
-        level = tl.load(log_total + group * queries + row, mask=row < queries, other=0.0)
-        level = tl.where(level > -float("inf"), level, 0.0) * LOG2_E
-        weights = tl.exp2(scores - level[None, :])
-        g = parts_apart(grad, group, row, queries, VALUES, 2)
-        if WANTS_VALUE:
-            value_gradient = product_of_parts(value_gradient, in_two(weights, g[0].dtype), g, 2, 2, False)
-        if WANTS_KEY:
-            middle = tl.load(centre + group * queries + row, mask=row < queries, other=0.0)
-            slopes = weights * (product_of_parts(nothing, v, g, PARTS[4], 2, True) - middle[None, :])
+        sees = begin - (keys - queries)  # the first row that sees the first of these keys
+        first = tl.maximum(sees, 0) // ROWS * ROWS
+        clear = tl.maximum(tl.cdiv(sees + COLUMNS - 1, ROWS) * ROWS, first)
+    end = tl.maximum(queries // ROWS * ROWS, first)
+    clear = tl.minimum(clear, end)
+    if HAS_REAL or MASK != 0:
+        clear = end
+    for ask in tl.static_range(2):
+        for index in range(clear + (first - clear) * ask, end + (queries - 2 * end + clear) * ask, ROWS):
+            start = index
+            if ask:
+                start = tl.where(index < clear, index, index + end - clear)
+            row = start + tl.arange(0, ROWS)
+            scores, b = _scores(
+                stay, query, second_query, group, start, queries, scale, second_scale,
+                COLUMNS, ROWS, WIDTH, SECOND, PARTS[1], PARTS[0], PARTS[3], PARTS[2], SCALED, ask,
+            )  # fmt: skip
             if HAS_BIAS:
-                bias_gradient += tl.sum(slopes, 1)
-            slopes = in_two(slopes, g[0].dtype)
-            b = (q, q)
-            if SCALED:
-                b = parts_apart(query_brain, group, row, queries, WIDTH, PARTS[5])
-            gradient = product_of_parts(gradient, slopes, b, 2, PARTS[5], False)
-            if SECOND > 0:
-                b = parts_apart(second_query_brain, group, row, queries, SECOND, PARTS[6])
-                second_gradient = product_of_parts(second_gradient, slopes, b, 2, PARTS[6], False)
+                scores += biases
+            if ask:
+                scores = allowed_only(
+                    scores, limit(row, queries, keys, CAUSAL)[None, :], row[None, :], column[:, None], group,
+                    group * mask.batch, queries, keys, real, mask, HAS_REAL, MASK,
+                )  # fmt: skip
+            level = row_values(log_total, group, start, queries, ROWS, 0.0, ask)
+            level = tl.where(level > -float("inf"), level, 0.0) * LOG2_E
+            weights = tl.exp2(scores - level[None, :])
+            g = parts_apart(grad, group, start, queries, ROWS, VALUES, 2, ask)
+            if WANTS_VALUE:
+                value_gradient = product(value_gradient, in_two(weights, g[0].dtype), g, 2, 2, False)
+            if WANTS_KEY:
+                middle = row_values(centre, group, start, queries, ROWS, 0.0, ask)
+                slopes = product(tl.zeros((COLUMNS, ROWS), tl.float32), v, g, PARTS[4], 2, True)
+                slopes = weights * (slopes - middle[None, :])
+                if HAS_BIAS:
+                    bias_gradient += tl.sum(slopes, 1)
+                slopes = in_two(slopes, g[0].dtype)
+                if SCALED:
+                    b = parts_apart(query_brain, group, start, queries, ROWS, WIDTH, PARTS[5], ask)
+                gradient = product(gradient, slopes, b, 2, PARTS[5], False)
+                if SECOND > 0:
+                    b = parts_apart(second_query_brain, group, start, queries, ROWS, SECOND, PARTS[6], ask)
+                    second_gradient = product(second_gradient, slopes, b, 2, PARTS[6], False)
     own = column < keys
     here = group * keys + column
     if WANTS_VALUE:
@@ -375,7 +452,11 @@ def key_gradient(
     if WANTS_KEY:
         across = tl.arange(0, WIDTH)
         inside = own[:, None] & (across < width)[None, :]
-        tl.store(out + here[:, None] * width + across[None, :], gradient * scale, mask=inside)
+        place = out + here[:, None] * width + across[None, :]
+        gradient *= scale
+        if SHARED:
+            gradient += tl.load(place, mask=inside, other=0.0)
+        tl.store(place, gradient, mask=inside)
         if SECOND > 0:
             across = tl.arange(0, SECOND)
             inside = own[:, None] & (across < second_width)[None, :]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.ops import mix_kernels
 from holdfast.ops.mix_kernels import Mask
-from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Kinds, Operand, take_apart, tile_width
+from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Apart, Kinds, as_brains, as_halves, take_apart, tile_width
 
 
 class Tiling(NamedTuple):
@@ -21,6 +21,7 @@ class Tiling(NamedTuple):
     columns: int
     warps: int
     stages: int
+    fold: bool = False  # see `mix_kernels._turn`
 
     @property
     def options(self) -> dict[str, int]:
@@ -47,11 +48,12 @@ def _tile_bytes(kernel: str, tiling: Tiling, constants: dict[str, Any]) -> int:
     """What the tiles take: those that stay for a whole program, and those of a step of its loop, `stages` times."""
     width, second, values = (constants[name] for name in ("WIDTH", "SECOND", "VALUES"))
     parts = constants["PARTS"]
-    stay = parts[0] * parts[1] * width + parts[2] * parts[3] * second
     if kernel in ("key", "value"):
+        stay = parts[1] * width + parts[3] * second
         pass_by = parts[0] * width + parts[2] * second + 2 * values
         long, short = tiling.columns, tiling.rows
     else:
+        stay = parts[0] * width + parts[2] * second
         pass_by = parts[1] * width + parts[3] * second + parts[4] * values
         long, short = tiling.rows, tiling.columns
     if kernel in ("query", "key"):
@@ -95,19 +97,6 @@ def mask_operand(mask: Tensor | None, otherwise: Tensor) -> Mask:
     return Mask(mask.view(torch.uint8) if mask.dtype == torch.bool else mask, *strides)
 
 
-class _Term(NamedTuple):
-    """A product of queries and keys, taken apart: for the scores, and for the gradients of the other side."""
-
-    query: Operand
-    key: Operand
-    query_brain: Operand
-    key_brain: Operand
-    parts: tuple[int, int]
-    query_brains: int
-    key_brains: int
-    scaled: bool
-
-
 def _halves(rows: Tensor) -> int:
     return 2 if rows.dtype == torch.float32 else 1
 
@@ -117,84 +106,113 @@ def _brains(rows: Tensor, out: torch.dtype, kinds: Kinds) -> int:
     return 1 if kinds.brain in (rows.dtype, out) else 2
 
 
-def _term(
-    query: Tensor, key: Tensor, real: Tensor | None, kinds: Kinds, wants: Sequence[bool], always_scaled: bool
-) -> _Term:
-    query_brains, key_brains = _brains(query, key.dtype, kinds), _brains(key, query.dtype, kinds)
-    if not always_scaled and query.dtype == key.dtype == kinds.brain:
-        q, k = take_apart(query, brains=1, kinds=kinds)[1], take_apart(key, real, brains=1, kinds=kinds)[1]
-        return _Term(q, k, q, k, (1, 1), 1, 1, False)
-    of_query = {"halves": _halves(query), "brains": query_brains if wants[1] else 0, "kinds": kinds}
-    of_key = {"halves": _halves(key), "brains": key_brains if wants[0] else 0, "kinds": kinds}
-    if real is None and _same(query, key):
-        of_query["brains"] = max(of_query["brains"], of_key["brains"])
-        q, query_brain, _ = take_apart(query, **of_query)
-        k, key_brain = q, query_brain
-    else:
-        q, query_brain, _ = take_apart(query, **of_query)
-        k, key_brain, _ = take_apart(key, real, **of_key)
-    return _Term(q, k, query_brain, key_brain, (_halves(query), _halves(key)), query_brains, key_brains, True)
+class Rows(NamedTuple):
+    """What is mixed, and by what."""
+
+    query: Tensor
+    key: Tensor  # the very query where they are the same
+    value: Tensor
+    second_query: Tensor | None
+    second_key: Tensor | None
+
+    def scaled(self, kinds: Kinds) -> bool:
+        """Whether the first product is one of halves; that of brains needs no factors."""
+        return not self.query.dtype == self.key.dtype == kinds.brain
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+class Wants(NamedTuple):
+    """Whose gradients will be asked for."""
+
+    query: bool
+    key: bool  # and bias
+    value: bool
+
+
+def take_all_apart(
+    rows: Rows, real: Tensor | None, wants: Wants, *, kinds: Kinds = NATIVE, fill: bool = True
+) -> list[Tensor]:
+    """All parts that `mix` and `mix_backward` need, once for both: an `Apart` for each of the rows, one after another."""
+    real = None if real is None else real.contiguous()
+    how = {"kinds": kinds, "fill": fill}
+
+    def product(query: Tensor, key: Tensor, scaled: bool) -> list[Tensor]:
+        of_query, of_key = (_halves(query), _halves(key)) if scaled else (0, 0)
+        needs_query, needs_key = (wants.key, wants.query) if scaled else (True, True)
+        query_brains = _brains(query, key.dtype, kinds) if needs_query else 0
+        key_brains = _brains(key, query.dtype, kinds) if needs_key else 0
+        if key is query and real is None:
+            apart, _ = take_apart(query, halves=of_query, brains=max(query_brains, key_brains), **how)
+            return [*apart, *(part.new_empty(0) for part in apart)]
+        return [
+            *take_apart(query, halves=of_query, brains=query_brains, **how)[0],
+            *take_apart(key, real, halves=of_key, brains=key_brains, **how)[0],
+        ]
+
+    value_brains = _brains(rows.value, torch.float32, kinds) if wants.query or wants.key else 0
+    parts = product(rows.query, rows.key, rows.scaled(kinds))
+    parts += take_apart(rows.value, real, halves=_halves(rows.value), brains=value_brains, **how)[0]
+    if rows.second_query is not None and rows.second_key is not None:
+        parts += product(rows.second_query, rows.second_key, True)
+    return parts
 
 
 class _Problem(NamedTuple):
     """One mixing without its values, ready for any of the kernels."""
 
-    first: _Term
-    second: _Term
+    query: Apart
+    key: Apart
+    value: Apart
+    second_query: Apart
+    second_key: Apart
+    operands: tuple[Any, ...]  # of the scores: query, key, second query, second key
     limits: tuple[Tensor, Tensor, Mask]  # bias, real, mask
-    sizes: tuple[int, int, int]  # G, N, M
     constants: dict[str, Any]
 
 
 def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
+    rows: Rows,
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    parts: Sequence[Tensor],
     causal: bool,
     kinds: Kinds,
-    wants: Sequence[bool],
 ) -> _Problem:
-    first = _term(query, key, real, kinds, wants, always_scaled=False)
-    second = first
-    if second_query is not None and second_key is not None:
-        second = _term(second_query, second_key, real, kinds, wants, always_scaled=True)
+    query, key, value, *second = (Apart(*parts[at : at + 3]) for at in range(0, len(parts), 3))
+    if rows.key is rows.query and real is None:
+        key = query
+    second_query, second_key = second or (query, key)
+    scaled = rows.scaled(kinds)
+    first = (as_halves(query), as_halves(key)) if scaled else (as_brains(query, rows.query), as_brains(key, rows.key))
     constants = {
-        "WIDTH": tile_width(query.shape[2]),
-        "SECOND": 0 if second_query is None else tile_width(second_query.shape[2]),
-        "VALUES": tile_width(value.shape[2]),
-        "PARTS": (*first.parts, *second.parts),
-        "SCALED": first.scaled,
+        "WIDTH": tile_width(rows.query.shape[2]),
+        "SECOND": 0 if rows.second_query is None else tile_width(rows.second_query.shape[2]),
+        "VALUES": tile_width(rows.value.shape[2]),
+        "PARTS": (
+            *((_halves(rows.query), _halves(rows.key)) if scaled else (1, 1)),
+            *((_halves(rows.second_query), _halves(rows.second_key)) if second else (1, 1)),
+        ),
+        "SCALED": scaled,
         "CAUSAL": causal,
         "HAS_BIAS": bias is not None,
         "HAS_REAL": real is not None,
         "MASK": mask_kind(mask),
     }
     limits = (
-        query if bias is None else bias.contiguous(),
-        query if real is None else real.view(torch.uint8),
-        mask_operand(None if mask is None else mask.unsqueeze(1), query),
+        rows.query if bias is None else bias.contiguous(),
+        rows.query if real is None else real.contiguous().view(torch.uint8),
+        mask_operand(None if mask is None else mask.unsqueeze(1), rows.query),
     )
-    return _Problem(first, second, limits, (query.shape[0], query.shape[1], key.shape[1]), constants)
+    operands = (*first, as_halves(second_query), as_halves(second_key)) if second else (*first, *first)
+    return _Problem(query, key, value, second_query, second_key, operands, limits, constants)
 
 
 def mix(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
+    rows: Rows,
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    parts: Sequence[Tensor],
     causal: bool,
     scale: float,
     second_scale: float,
@@ -202,30 +220,26 @@ def mix(
     kinds: Kinds = NATIVE,
 ) -> tuple[Tensor, Tensor]:
     """out (G,N,n) and the logarithm of the total of the weights (G,N), float32."""
-    real = None if real is None else real.contiguous()
-    problem = _problem(query, key, value, second_query, second_key, bias, real, mask, causal, kinds, wants=(False, False))
-    groups, queries, keys = problem.sizes
-    values, _, _ = take_apart(value, real, halves=_halves(value), kinds=kinds)
-    constants = {**problem.constants, "PARTS": (*problem.constants["PARTS"], _halves(value))}
-    out = torch.empty(groups, queries, value.shape[2], dtype=torch.float32, device=query.device)
-    log_total = torch.empty(groups, queries, dtype=torch.float32, device=query.device)
-    tiling = _tiling("mix", constants, query.device)
+    problem = _problem(rows, bias, real, mask, parts, causal, kinds)
+    (groups, queries, _), keys, width = rows.query.shape, rows.key.shape[1], rows.value.shape[2]
+    constants = {**problem.constants, "PARTS": (*problem.constants["PARTS"], _halves(rows.value))}
+    out = torch.empty(groups, queries, width, dtype=torch.float32, device=rows.query.device)
+    log_total = torch.empty(groups, queries, dtype=torch.float32, device=rows.query.device)
+    tiling = _tiling("mix", constants, rows.query.device)
     mix_kernels.mix[groups, triton.cdiv(queries, tiling.rows)](
-        problem.first.query,
-        problem.first.key,
-        problem.second.query,
-        problem.second.key,
-        values,
+        *problem.operands,
+        as_halves(problem.value),
         *problem.limits,
         out,
         log_total,
         queries,
         keys,
-        value.shape[2],
+        width,
         scale,
         second_scale,
         **constants,
         **tiling.options,
+        FOLD=tiling.fold,
     )
     return out, log_total
 
@@ -234,48 +248,55 @@ def mix_backward(
     grad: Tensor,
     out: Tensor,
     log_total: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
+    rows: Rows,
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    parts: Sequence[Tensor],
     causal: bool,
     scale: float,
     second_scale: float,
     *,
-    wants: tuple[bool, bool, bool],  # queries; keys and bias; values
+    wants: Wants,
     kinds: Kinds = NATIVE,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, second query, second key and bias; None where not wanted."""
-    real = None if real is None else real.contiguous()
-    problem = _problem(query, key, value, second_query, second_key, bias, real, mask, causal, kinds, wants)
-    first, second = problem.first, problem.second
-    groups, queries, keys = problem.sizes
-    wants_query, wants_key, wants_value = wants
-    _, grads, centre = take_apart(grad, brains=2, other=out, kinds=kinds)
-    value_brains = _brains(value, torch.float32, kinds)
-    values = take_apart(value, real, brains=value_brains, kinds=kinds)[1] if wants_query or wants_key else grads
-    parts = (*problem.constants["PARTS"], value_brains)
-    operands = (first.query, first.key, second.query, second.key, values, grads)
+    """The gradients of query, key, value, second query, second key and bias; None where not wanted.
+
+    Where the key is the query, its gradient is in the query's.
+    """
+    problem = _problem(rows, bias, real, mask, parts, causal, kinds)
+    query, key, value, second_query, second_key = rows
+    (groups, queries, width), keys = query.shape, key.shape[1]
+    grad_parts, centre = take_apart(grad, brains=2, other=out if wants.query or wants.key else None, kinds=kinds)
+    grads = as_brains(grad_parts, grad)
+    values = as_brains(problem.value, value) if wants.query or wants.key else grads
+    operands = (*problem.operands, values, grads)
     rest = (*problem.limits, log_total, centre)
-    widths = (query.shape[2], 0 if second_query is None else second_query.shape[2])
+    widths = (width, 0 if second_query is None else second_query.shape[2])
+    part_counts = (*problem.constants["PARTS"], _brains(value, torch.float32, kinds))
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted and tensor is not None else None
 
-    of_query, of_second_query = like(query, wants_query), like(second_query, wants_query)
-    of_key, of_second_key, of_bias = like(key, wants_key), like(second_key, wants_key), like(bias, wants_key)
-    of_value = like(value, wants_value)
-    if wants_query:
-        constants = {**problem.constants, "PARTS": (*parts, first.key_brains, second.key_brains)}
+    def brains(first: Apart, of_first: Tensor, second: Apart, of_second: Tensor | None) -> tuple[Any, Any]:
+        first = as_brains(first, of_first)
+        return first, first if of_second is None else as_brains(second, of_second)
+
+    def counts(first: Tensor, other: Tensor, second: Tensor | None, second_other: Tensor | None) -> tuple[int, int]:
+        return _brains(first, other.dtype, kinds), 1 if second is None else _brains(second, second_other.dtype, kinds)
+
+    of_query, of_second_query = like(query, wants.query), like(second_query, wants.query)
+    of_second_key, of_bias = like(second_key, wants.key), like(bias, wants.key)
+    shared = key is query and wants.query and wants.key
+    of_key = of_query if shared else like(key, wants.key)
+    of_value = like(value, wants.value)
+    if wants.query:
+        these = counts(key, query, second_key, second_query)
+        constants = {**problem.constants, "PARTS": (*part_counts, *these)}
         tiling = _tiling("query", constants, query.device)
         mix_kernels.query_gradient[groups, triton.cdiv(queries, tiling.rows)](
             *operands,
-            first.key_brain,
-            second.key_brain,
+            *brains(problem.key, key, problem.second_key, second_key),
             *rest,
             of_query,
             grad if of_second_query is None else of_second_query,
@@ -286,15 +307,16 @@ def mix_backward(
             second_scale,
             **constants,
             **tiling.options,
+            FOLD=tiling.fold,
         )
-    if wants_key or wants_value:
-        constants = {**problem.constants, "PARTS": (*parts, first.query_brains, second.query_brains)}
-        tiling = _tiling("key" if wants_key else "value", constants, query.device)
+    if wants.key or wants.value:
+        these = counts(query, key, second_query, second_key)
+        constants = {**problem.constants, "PARTS": (*part_counts, *these)}
+        tiling = _tiling("key" if wants.key else "value", constants, query.device)
         places = [grad if place is None else place for place in (of_key, of_second_key, of_value, of_bias)]
         mix_kernels.key_gradient[groups, triton.cdiv(keys, tiling.columns)](
             *operands,
-            first.query_brain,
-            second.query_brain,
+            *(brains(problem.query, query, problem.second_query, second_query) if wants.key else (grads, grads)),
             *rest,
             *places,
             queries,
@@ -304,8 +326,10 @@ def mix_backward(
             scale,
             second_scale,
             **constants,
-            WANTS_KEY=wants_key,
-            WANTS_VALUE=wants_value,
+            WANTS_KEY=wants.key,
+            WANTS_VALUE=wants.value,
+            SHARED=shared,
             **tiling.options,
+            FOLD=tiling.fold,
         )
-    return of_query, of_key, of_value, of_second_query, of_second_key, of_bias
+    return of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias

@@ -7,8 +7,7 @@ halves      float16 parts of 11 bits each: 2^-23 is lost, which is float32's own
             is first divided by a power of 2, its factor, that brings its largest number below 2^15
 brains      bfloat16 parts of 8 bits each: 2^-17 is lost. They have the range of float32, and need no factors
 
-The two parts lie side by side in a row, so that one long product can take the place of two short ones: a left factor's
-part, repeated, meets both parts of the right one.
+The two parts lie side by side in a row.
 """
 
 # mypy: ignore-errors
@@ -35,6 +34,17 @@ class Kinds(NamedTuple):
 NATIVE = Kinds()
 
 
+class Apart(NamedTuple):
+    """Rows (G,M,width) as halves and as brains (G,M, parts * width), and the factors (G,M) of the halves.
+
+    Without elements where they were not asked for; brains also where the rows are brains as they are.
+    """
+
+    halves: Tensor
+    factors: Tensor
+    brains: Tensor
+
+
 class Operand(NamedTuple):
     """Rows (G,M, parts * width), how far apart groups and rows lie, and the factors (G,M) they are to be multiplied with."""
 
@@ -45,34 +55,34 @@ class Operand(NamedTuple):
 
 
 @triton.jit
-def lefts(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, TIMES: tl.constexpr):
-    """The first and the second part of a tile, each repeated TIMES; the first twice if there is but one."""
-    column = tl.arange(0, WIDTH * TIMES) % WIDTH
-    place = operand.at + group * operand.group + row[:, None].to(tl.int64) * operand.row + column[None, :]
-    first = tl.load(place, mask=(row < rows)[:, None], other=0.0)
+def parts_apart(
+    operand, group, start, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ASK: tl.constexpr = True
+):
+    """The two parts of a tile from row `start`, the first again if there is but one; ASK: not all its rows need exist."""
+    row = tl.arange(0, HEIGHT)[:, None]
+    # Only what is the same for the whole tile needs 64 bits.
+    place = operand.at + (group * operand.group + tl.cast(start, tl.int64) * operand.row)
+    place += row * operand.row + tl.arange(0, WIDTH)[None, :]
+    inside = None
+    other = None
+    if ASK:
+        inside = start + row < rows
+        other = 0.0
+    first = tl.load(place, mask=inside, other=other)
     second = first
     if PARTS > 1:
-        second = tl.load(place + WIDTH, mask=(row < rows)[:, None], other=0.0)
+        second = tl.load(place + WIDTH, mask=inside, other=other)
     return first, second
 
 
 @triton.jit
-def parts_apart(operand, group, row, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """The first and the second part of a tile."""
-    return lefts(operand, group, row, rows, WIDTH, PARTS, 1)
-
-
-@triton.jit
-def right(operand, group, row, rows, WIDTH: tl.constexpr):
-    """A tile with all its parts; WIDTH is that of all."""
-    column = tl.arange(0, WIDTH)
-    place = operand.at + group * operand.group + row[:, None].to(tl.int64) * operand.row + column[None, :]
-    return tl.load(place, mask=(row < rows)[:, None], other=0.0)
-
-
-@triton.jit
-def factors(operand, group, row, rows):
-    return tl.load(operand.factors + group * rows + row, mask=row < rows, other=1.0)
+def row_values(values, group, start, rows, HEIGHT: tl.constexpr, other, ASK: tl.constexpr = True):
+    """Those of a tile's rows of `values (G, rows)`, and `other` past the last."""
+    place = values + (group * rows + start) + tl.arange(0, HEIGHT)
+    if ASK:
+        return tl.load(place, mask=start + tl.arange(0, HEIGHT) < rows, other=other)
+    else:  # noqa: RET505 - Triton wants one return on each way through
+        return tl.load(place)
 
 
 @triton.jit
@@ -88,15 +98,7 @@ def inverse(power):
 
 
 @triton.jit
-def product(total, left, other, PARTS: tl.constexpr):
-    """total + (the sum of left's parts) other, the small ones first."""
-    if PARTS > 1:
-        total = tl.dot(left[1], other, total)
-    return tl.dot(left[0], other, total)
-
-
-@triton.jit
-def product_of_parts(total, left, other, LEFT: tl.constexpr, RIGHT: tl.constexpr, TURN: tl.constexpr):
+def product(total, left, other, LEFT: tl.constexpr, RIGHT: tl.constexpr, TURN: tl.constexpr):
     """total + left other (transposed if TURN) without the product of the second parts, the small ones first."""
     first = other[0]
     if TURN:
@@ -183,8 +185,14 @@ def tile_width(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _operand(parts: Tensor, scales: Tensor) -> Operand:
-    return Operand(parts, parts.stride(0), parts.stride(1), scales)
+def as_halves(apart: Apart) -> Operand:
+    return Operand(apart.halves, apart.halves.stride(0), apart.halves.stride(1), apart.factors)
+
+
+def as_brains(apart: Apart, rows: Tensor) -> Operand:
+    """Those of `rows`, or `rows` themselves where they need not be taken apart."""
+    brains = apart.brains if apart.brains.numel() else rows
+    return Operand(brains, brains.stride(0), brains.stride(1), apart.factors)
 
 
 def take_apart(
@@ -195,34 +203,38 @@ def take_apart(
     brains: int = 0,
     kinds: Kinds = NATIVE,
     other: Tensor | None = None,  # (G,M,width), contiguous: also give the sum over the width of rows * other
-) -> tuple[Operand, Operand, Tensor]:
-    """`rows` as so many halves and brains, in one pass; where none are asked for, an operand that nobody may read."""
+    fill: bool = True,  # False: the right shapes are enough
+) -> tuple[Apart, Tensor]:
+    """`rows` as so many halves and brains, and the sums, in one pass."""
     groups, count, width = rows.shape
     padded = tile_width(width)
-    scales = torch.empty(groups, count, dtype=torch.float32, device=rows.device)
-    in_brains = torch.empty(groups, count, brains * padded, dtype=kinds.brain, device=rows.device)
     if brains == 1 and rows.dtype == kinds.brain and real is None and width == padded and rows.stride(2) == 1:
-        in_brains, brains = rows, 0
-        if halves == 0 and other is None:
-            return _operand(rows, scales), _operand(rows, scales), scales
-    in_halves = torch.empty(groups, count, halves * padded, dtype=kinds.half, device=rows.device)
-    dots = torch.empty_like(scales)
-    _take_apart[groups, triton.cdiv(count, BLOCK)](
-        rows,
-        scales if real is None else real.view(torch.uint8),
-        in_halves if halves else scales,
-        scales,
-        in_brains if brains else scales,
-        scales if other is None else other,
-        dots,
-        count,
-        width,
-        *rows.stride(),
-        HAS_REAL=real is not None,
-        HAS_OTHER=other is not None,
-        WIDTH=padded,
-        HALVES=halves,
-        BRAINS=brains,
-        BLOCK=BLOCK,
-    )
-    return _operand(in_halves, scales), _operand(in_brains, scales), dots
+        brains = 0
+
+    def room(parts: int, dtype: torch.dtype) -> Tensor:
+        shape = (groups, count, parts * padded) if parts else (0, 0, 0)
+        return torch.empty(shape, dtype=dtype, device=rows.device)
+
+    sums = torch.empty((groups, count) if other is not None else (0, 0), dtype=torch.float32, device=rows.device)
+    factors = torch.empty((groups, count) if halves else (0, 0), dtype=torch.float32, device=rows.device)
+    apart = Apart(room(halves, kinds.half), factors, room(brains, kinds.brain))
+    if fill and (halves or brains or other is not None):
+        _take_apart[groups, triton.cdiv(count, BLOCK)](
+            rows,
+            rows if real is None else real.view(torch.uint8),
+            apart.halves,
+            apart.factors,
+            apart.brains,
+            rows if other is None else other,
+            sums,
+            count,
+            width,
+            *rows.stride(),
+            HAS_REAL=real is not None,
+            HAS_OTHER=other is not None,
+            WIDTH=padded,
+            HALVES=halves,
+            BRAINS=brains,
+            BLOCK=BLOCK,
+        )
+    return apart, sums

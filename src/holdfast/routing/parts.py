@@ -111,14 +111,19 @@ class Informer(Part):
         """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1. `logits` are the raw scores."""
 
 
-@dataclass(frozen=True)
 class Scores:
     """What a selector reads, as logits and as gates. Exactly one of the two is primary; `key` is that one."""
 
-    logits: Tensor  # (B,N,E); after an informer, log(max(gates, tiny))
-    gates: Tensor  # (B,N,E), non-negative
-    informed: bool
-    raw: Tensor | None = None  # (B,N,E), the logits as scored
+    def __init__(self, logits: Tensor | None, gates: Tensor, informed: bool, raw: Tensor | None = None) -> None:
+        self._logits = logits
+        self.gates = gates  # (B,N,E), non-negative
+        self.informed = informed
+        self.raw = raw  # (B,N,E), the logits as scored
+
+    @property
+    def logits(self) -> Tensor:
+        """(B,N,E); after an informer log(max(gates, tiny)), made only for those who ask."""
+        return self.gates.clamp_min(TINY).log() if self._logits is None else self._logits
 
     @property
     def key(self) -> Tensor:
@@ -127,7 +132,7 @@ class Scores:
 
     @classmethod
     def from_gates(cls, gates: Tensor, raw: Tensor | None = None) -> "Scores":
-        return cls(logits=gates.clamp_min(TINY).log(), gates=gates, informed=True, raw=raw)
+        return cls(None, gates, informed=True, raw=raw)
 
 
 class Selection(NamedTuple):

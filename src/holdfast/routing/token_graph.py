@@ -10,8 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.heads import take_head
+from holdfast.ops.heads import take_heads
 from holdfast.ops.mix import Second, attention_entropy, softmax_mix
+from holdfast.ops.norms import projected_norms
 from holdfast.ops.precision import linear_float32
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
@@ -148,30 +149,24 @@ class AttentionPosterior(Informer, StatefulPart):
         The head is an index on the device, so that nobody waits to hear which it is.
         """
         assert attention.projection is not None
-        key_head = head * attention.key.shape[1] // self.heads
-        query, key = take_head(attention.query, head), take_head(attention.key, key_head)
-        value = take_head(attention.value, key_head)
-        weight = attention.projection.weight.unflatten(1, (self.heads, -1)).index_select(1, head).squeeze(1)  # (d, D_v)
+        heads = attention.projection.weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0).unsqueeze(0)  # (1,H,D_v,d)
+        rows = (attention.query, attention.key, attention.value, heads)
+        query, key, value, across = take_heads(rows, head, self.heads)
+        across = across.squeeze(0)
         # u_i . o_j = heads (W^T u_i) . v_j, and what the bias adds is the same for every j
-        explained = Second(linear_float32(attention.output, weight.t()), value, self.heads / self.sigma**2)
-        norms = self._norms(value, weight, attention.projection.bias, query.shape[1], context)
+        explained = Second(linear_float32(attention.output, across), value, self.heads / self.sigma**2)
+        norms = self._norms(value, across, attention.projection.bias, query.shape[1], context)
         return query, key, explained, norms / (-2 * self.sigma**2)
 
-    def _norms(self, value: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, context: Context) -> Tensor:
-        """|o_j|^2 (B,M) of every token, the earlier ones from the cache; from W^T W, so that no o_j (d wide) is built."""
+    def _norms(self, value: Tensor, across: Tensor, bias: Tensor | None, tokens: int, context: Context) -> Tensor:
+        """|o_j|^2 (B,M) of every token, the earlier ones from the cache."""
         new = value if context.cache is None else value[:, value.shape[1] - tokens :]
-        across = weight.t()
-        products = self.heads**2 * linear_float32(new, linear_float32(across, across))
-        if bias is not None:
-            products = products + 2 * self.heads * linear_float32(bias.unsqueeze(0), across)
-        norms = (products * new).sum(-1, keepdim=True)
-        norms = norms if bias is None else norms + bias.float().square().sum()
+        norms = projected_norms(new.flatten(0, 1), across, bias, self.heads).view(new.shape[:2])
         if context.cache is not None:
-            norms = context.cache.extend("attention.norms", norms)[:, -value.shape[1] :]
-        return norms.squeeze(-1)
+            norms = context.cache.extend("attention.norms", norms.unsqueeze(-1))[:, -value.shape[1] :].squeeze(-1)
+        return norms
 
     def _stage_entropies(self, attention: Attention, tokens: Tensor, context: Context) -> None:
-        counts = context.real_or_all(tokens)
         entropies = attention_entropy(
             attention.query,
             attention.key,
@@ -180,8 +175,12 @@ class AttentionPosterior(Informer, StatefulPart):
             real=context.padding,
             mask=_masks(attention),
         )
-        totals = entropies.where(counts.unsqueeze(1), 0.0).sum((0, 2))
-        self.stage(entropies=sum_over_ranks(totals), tokens=sum_over_ranks(counts.sum()))
+        real = context.padding
+        if real is None:
+            count = torch.full((), tokens.shape[0] * tokens.shape[1], device=tokens.device)
+        else:
+            entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
+        self.stage(entropies=sum_over_ranks(entropies.sum((0, 2))), tokens=sum_over_ranks(count))
 
 
 def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
