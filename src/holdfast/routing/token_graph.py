@@ -110,6 +110,8 @@ class AttentionPosterior(Informer, StatefulPart):
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         attention = self._attention(context)
+        if self.training:
+            self.learn(lambda: self._entropies(attention, tokens, context))
         head = self.entropy.argmin().view(1)
         query, key, explained, bias = self._log_weights(attention, head, context)
         own, real, mask = gates, context.padding, _mask(attention, head)
@@ -128,8 +130,6 @@ class AttentionPosterior(Informer, StatefulPart):
             second=explained,
             bias=bias,
         )
-        if self.training:
-            self._stage_entropies(attention, tokens, context)
         return _blend(own, mixed, self.strength)
 
     def _attention(self, context: Context) -> Attention:
@@ -166,7 +166,8 @@ class AttentionPosterior(Informer, StatefulPart):
             norms = context.cache.extend("attention.norms", norms.unsqueeze(-1))[:, -value.shape[1] :].squeeze(-1)
         return norms
 
-    def _stage_entropies(self, attention: Attention, tokens: Tensor, context: Context) -> None:
+    def _entropies(self, attention: Attention, tokens: Tensor, context: Context) -> dict[str, Tensor]:
+        """Of each head the sum over all real tokens, and how many they are, over all ranks."""
         entropies = attention_entropy(
             attention.query,
             attention.key,
@@ -180,7 +181,7 @@ class AttentionPosterior(Informer, StatefulPart):
             count = torch.full((), tokens.shape[0] * tokens.shape[1], device=tokens.device)
         else:
             entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
-        self.stage(entropies=sum_over_ranks(entropies.sum((0, 2))), tokens=sum_over_ranks(count))
+        return {"entropies": sum_over_ranks(entropies.sum((0, 2))), "tokens": sum_over_ranks(count)}
 
 
 def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
