@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from holdfast.ops import entropy_kernels, head_kernels, mix_launch, naive, norm_kernels
+from holdfast.ops.mix import BLOCK, sampled
 from holdfast.ops.part_kernels import Kinds
 
 compared = 0
@@ -158,17 +159,18 @@ def compare_entropy(heads: int, key_heads: int, case: Case, device: str, kinds: 
         query.double().flatten(0, 1), shared.flatten(0, 1), 0.7, case.causal, realities, everywhere
     )
     expected = torch.special.entr(weights).sum(-1).unflatten(0, (2, heads))
-    got = entropy_kernels.entropy(
+    there = (
         query.to(device),
         key.to(device),
         None if real is None else real.to(device),
         None if mask is None else mask.to(device),
-        case.causal,
-        0.7,
-        kinds=kinds,
     )
+    got = entropy_kernels.entropy(*there, case.causal, 0.7, kinds=kinds)
     close(got, expected, 5e-5, f"{case.dtype} entropy")
     assert (got.cpu()[weights.sum(-1).unflatten(0, (2, heads)) == 0] == 0).all()
+    for step in (2, 3) if case.queries > 2 * BLOCK else ():
+        some = entropy_kernels.entropy(*there, case.causal, 0.7, step, kinds=kinds)
+        close(some, torch.cat([expected[:, :, rows] for rows in sampled(case.queries, step)], 2), 5e-5, "some entropies")
 
 
 def compare_heads(device: str) -> None:
@@ -202,6 +204,7 @@ def main(device: str) -> None:
             compare(replace(case, dtype=kind), device, kinds)
         if not case.second and case.name != "wide values":
             compare_entropy(4, 2, case, device, kinds)
+    compare_entropy(2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"), device, kinds)
     for kind in narrow:
         compare_norms(device, kind)
         for width in (16, 20):

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops import choose_kernels, clusters_kernels, naive, order_kernels, split_kernels
+from holdfast.ops import choose_kernels, clusters_kernels, naive, order_kernels, running_kernels, split_kernels
 from holdfast.ops.choose import HOWS, How
 from holdfast.ops.clusters import TILE
 from holdfast.ops.order import midpoint
@@ -17,7 +17,9 @@ from holdfast.routing.records import Context
 from holdfast.routing.rules import Softmax
 from holdfast.routing.scores import Linear
 from holdfast.routing.selection import TopK
+from holdfast.routing.smoothing import MEMORY as WIDTH_MEMORY
 from holdfast.routing.smoothing import SmoothTopK
+from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
 
 CASES: list[tuple[How, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
 HALF = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -128,6 +130,28 @@ def spreads(device: str) -> None:
         close(got, part.spreads, 1e-7)
 
 
+def means(device: str) -> None:
+    """What is let into the entropies of heads and into a strip's width, as their parts have it."""
+    for tokens, seen, due, empty in itertools.product((0.0, 3.0), (False, True), (False, True), (False, True)):
+        for part, name, is_sum in (
+            (AttentionPosterior(8, heads=5), "entropies", True),
+            (SmoothTopK(6, 2), "width", False),
+        ):
+            state = part.get_buffer("entropy" if is_sum else "width")
+            staged, count = part.get_buffer(f"staged_{name}"), part.get_buffer("staged_tokens")
+            state.copy_(torch.rand(state.shape))
+            staged.copy_(torch.rand(state.shape) * (not empty))
+            part.get_buffer("seen").fill_(seen)
+            count.fill_(tokens)
+            before = state, part.get_buffer("seen"), staged, count
+            mean, known, taught, number = (each.clone().to(device) for each in before)
+            memory = ENTROPY_MEMORY if is_sum else WIDTH_MEMORY
+            running_kernels.absorb(mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum)
+            part.absorb_where(torch.tensor(due))
+            close(mean.view(-1), state.view(-1), 1e-6)
+            same(known, part.get_buffer("seen"))
+
+
 def awkward_logits(count: int, experts: int) -> Tensor:
     """Ordinary rows, then rows of ties, of both zeros, of far and of infinite gaps."""
     logits = torch.randn(count, experts)
@@ -201,6 +225,7 @@ def compare(device: str) -> None:
     for dtype, padded in itertools.product(halves, (False, True)):
         clusters(device, dtype, torch.float32 if padded else dtype, padded)
     spreads(device)
+    means(device)
     for experts, k in ((1, 1), (6, 1), (6, 6), (13, 4), (64, 8)):
         for how, informed in CASES:
             for eps in (None, 0.0, 0.3):

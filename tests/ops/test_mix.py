@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast.ops import mix, naive
-from holdfast.ops.mix import Second, attention_entropy, softmax_mix
+from holdfast.ops.mix import Second, attention_entropy, sampled, softmax_mix
 
 QUERIES, KEYS = 13, 17
 
@@ -63,6 +64,19 @@ def test_entropies_equal_those_of_the_explicit_matrix(
         own = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
         weights = naive.mixing_weights(query[:, head], key[:, head // 2], 0.7, causal, real, own)
         torch.testing.assert_close(got[:, head], torch.special.entr(weights).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("rows", [1, 270], ids=["one row of the mask", "a row for each"])
+def test_entropies_of_some_blocks_are_those_among_all(causal: bool, rows: int) -> None:
+    torch.manual_seed(0)
+    query, key, real = torch.randn(2, 4, 270, 5), torch.randn(2, 2, 300, 5), torch.rand(2, 300) < 0.7
+    given: dict[str, Any] = {"scale": 0.7, "causal": causal, "real": real, "mask": torch.randn(1, 4, rows, 300)}
+    everything = attention_entropy(query, key, **given)
+    for step, first in ((1, 0), (2, 64), (3, 64), (4, 128)):
+        assert sampled(270, step)[0].start == first
+        some = torch.cat([everything[:, :, block] for block in sampled(270, step)], 2)
+        torch.testing.assert_close(attention_entropy(query, key, **given, step=step), some)
 
 
 def test_a_gradient_that_nobody_asks_for_changes_no_other() -> None:

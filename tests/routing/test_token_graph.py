@@ -11,7 +11,7 @@ from torch import Tensor
 import holdfast
 from holdfast import Context
 from holdfast.ops import mix
-from holdfast.routing import Attention, AttentionPosterior, Similarity
+from holdfast.routing import Attention, AttentionPosterior, Similarity, token_graph
 
 
 def attention(
@@ -190,6 +190,21 @@ def test_the_running_entropy_is_that_of_the_attention_and_the_lowest_head_is_tak
         means.append(torch.special.entr(weights).sum(-1).transpose(1, 2)[real].mean(0))
     informer.eval()
     torch.testing.assert_close(informer.entropy, 0.9 * means[0] + 0.1 * means[1])
+
+
+def test_of_long_sequences_some_blocks_of_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 300, 4), torch.randn(2, 2, 300, 4)
+    given = Attention(query, key, key, torch.nn.Linear(8, 12), torch.randn(2, 300, 12))
+    real = torch.rand(2, 300) < 0.7
+    monkeypatch.setattr(token_graph, "SAMPLE", 150)  # then every second block: tokens 64 to 127 and 192 to 255
+    informer = AttentionPosterior(12, heads=2)
+    informer(torch.rand(2, 300, 5), torch.rand(2, 300, 5), torch.zeros(2, 300, 12), Context(True, real, given))
+    allowed = torch.ones(300, 300).tril().bool() & real[:, None, None, :]
+    weights = (query @ key.transpose(2, 3) / 2).masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num()
+    seen = real & (torch.arange(300) // 64 % 2 == 1)
+    informer.eval()
+    torch.testing.assert_close(informer.entropy, torch.special.entr(weights).sum(-1).transpose(1, 2)[seen].mean(0))
 
 
 def test_the_non_causal_reading_denies_the_traits_it_has_not() -> None:

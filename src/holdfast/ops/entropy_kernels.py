@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.mix import BLOCK, sampled
 from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, limit, spans
 from holdfast.ops.mix_launch import SCRATCH, SMALL, Tiling, mask_kind, mask_operand, shared_memory
 from holdfast.ops.part_kernels import (
@@ -26,7 +27,7 @@ from holdfast.ops.part_kernels import (
 )
 
 FAINT = tl.constexpr(-200.0)  # 2^-200 is 0 in float32, and 0 times this is 0, where 0 times -inf would be NaN
-TILINGS = (Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 1), *SMALL)
+TILINGS = (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 1), *SMALL)  # rows no more than BLOCK
 
 
 @triton.jit
@@ -57,6 +58,8 @@ def _entropy(
     heads,
     key_heads,
     queries,
+    looked_at,
+    step,
     keys,
     query_batch,
     query_head,
@@ -68,17 +71,20 @@ def _entropy(
     CAUSAL: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Of `queries` rows those `looked_at`: in every `step`-th block of them, see `mix.sampled`."""
     # A head's programs are neighbours, so that its keys are read from the cache; those that look at most keys start first.
-    blocks = tl.cdiv(queries, ROWS)
+    blocks = tl.cdiv(looked_at, ROWS)
     batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     head = (tl.program_id(0) // blocks % heads).to(tl.int64)
     of_query = batch * query_batch + head * query_head
     of_key = batch * key_batch + head * key_heads // heads * key_head
     of_mask = batch * mask.batch + head * mask.head
-    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+    place = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+    first = (place // BLOCK * step + step // 2) * BLOCK + place % BLOCK
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
     q = parts_apart(query, of_query, first, queries, ROWS, WIDTH, PARTS)
@@ -108,7 +114,7 @@ def _entropy(
         highest, total, moment = _look(scores, 1.0, highest, total, moment, True)
     safe = tl.where(total > 0, total, 1.0)
     entropy = (tl.log2(safe) - moment / safe) * LN_2
-    tl.store(out + (batch * heads + head) * queries + row, entropy, mask=row < queries)
+    tl.store(out + (batch * heads + head) * looked_at + place + tl.arange(0, ROWS), entropy, mask=row < queries)
 
 
 def _operand(rows: Tensor, as_is: bool, kinds: Kinds) -> tuple[Operand, int, int]:
@@ -141,10 +147,11 @@ def entropy(
     mask: Tensor | None,  # (B,H,N,M), or 1 in place of any of them
     causal: bool,
     scale: float,
+    step: int = 1,
     *,
     kinds: Kinds = NATIVE,
 ) -> Tensor:
-    """(B,H,N), float32."""
+    """(B,H,n), float32: of every `step`-th block of queries."""
     batches, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
     narrow = query.dtype in (torch.bfloat16, torch.float16) and width == tile_width(width)
@@ -152,9 +159,10 @@ def entropy(
     q, *query_strides = _operand(query, as_is, kinds)
     k, *key_strides = _operand(key, as_is, kinds)
     parts = 1 if as_is else 2
-    out = torch.empty(batches, heads, queries, dtype=torch.float32, device=query.device)
+    looked_at = sum(block.stop - block.start for block in sampled(queries, step))
+    out = torch.empty(batches, heads, looked_at, dtype=torch.float32, device=query.device)
     tiling = _tiling(parts, tile_width(width), query.device)
-    _entropy[(triton.cdiv(queries, tiling.rows) * batches * heads,)](
+    _entropy[(triton.cdiv(looked_at, tiling.rows) * batches * heads,)](
         q,
         k,
         query if real is None else real.contiguous().view(torch.uint8),
@@ -163,6 +171,8 @@ def entropy(
         heads,
         key_heads,
         queries,
+        looked_at,
+        step,
         keys,
         *query_strides,
         *key_strides,
@@ -172,6 +182,7 @@ def entropy(
         CAUSAL=causal,
         HAS_REAL=real is not None,
         MASK=mask_kind(mask),
+        BLOCK=BLOCK,
         **tiling.options,
     )
     return out

@@ -23,6 +23,7 @@ from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
 BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # scores held at a time: 16 MiB; on a GPU, where small ones wait, 128
 FEWEST_ROWS = 16  # queries in a block, however many keys there are
+BLOCK = 64  # queries side by side, where entropies of some of them are wanted
 
 
 class Second(NamedTuple):
@@ -64,10 +65,19 @@ def attention_entropy(
     causal: bool = False,
     real: Tensor | None = None,  # (B,M)
     mask: Tensor | None = None,  # (B,H,N,M), or 1 in place of B, H or N
+    step: int = 1,
 ) -> Tensor:
-    """(B,H,N): the entropy in nats of each query's weights; 0 for a query that may look at nothing. No gradient."""
-    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale)
+    """(B,H,N): the entropy in nats of each query's weights; 0 for a query that may look at nothing. No gradient.
+
+    With a `step`, (B,H,n), those of the queries of `sampled` blocks only.
+    """
+    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale, step)
     return out
+
+
+def sampled(queries: int, step: int) -> list[slice]:
+    """Every so manieth block of queries, from the middle of the first so many."""
+    return [slice(first, min(first + BLOCK, queries)) for first in range(step // 2 * BLOCK, queries, step * BLOCK)]
 
 
 def _expanded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -361,14 +371,26 @@ def _blocked_backward(
 
 @torch.library.custom_op("holdfast::attention_entropy", mutates_args=())
 def _attention_entropy(
-    query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int
 ) -> Tensor:
     if HAS_TRITON and query.is_cuda:
         from holdfast.ops import entropy_kernels
 
         if entropy_kernels.supports(query, key, scale):
             with on_device_of(query):
-                return entropy_kernels.entropy(query, key, real, mask, causal, scale)
+                return entropy_kernels.entropy(query, key, real, mask, causal, scale, step)
+    if step == 1:
+        return _entropies(query, key, real, mask, causal, scale)
+    found = []
+    for rows in sampled(query.shape[2], step):
+        keys = slice(0, key.shape[2] - query.shape[2] + rows.stop if causal else key.shape[2])
+        part = None if mask is None else mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
+        seen = None if real is None else real[:, keys]
+        found.append(_entropies(query[:, :, rows], key[:, :, keys], seen, part, causal, scale))
+    return torch.cat(found, 2)
+
+
+def _entropies(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     heads, key_heads = query.shape[1], key.shape[1]
     entropy = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     for head in range(heads):  # one at a time: a mask expanded to all heads would be a copy of N x N for each
@@ -384,5 +406,6 @@ def _attention_entropy(
 
 
 @_attention_entropy.register_fake
-def _(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    return query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int) -> Tensor:
+    rows = query.shape[2] if step == 1 else sum(block.stop - block.start for block in sampled(query.shape[2], step))
+    return query.new_empty(*query.shape[:2], rows, dtype=torch.float32)

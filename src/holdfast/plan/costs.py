@@ -18,6 +18,7 @@ from holdfast.routing.parts import LinearScore, Part, Selector
 from holdfast.routing.scores import Cosine, Frozen
 from holdfast.routing.selection import ReLU, TopK, TopP
 from holdfast.routing.smoothing import SmoothTopK
+from holdfast.routing.token_graph import entropy_step
 
 FLOAT = 4  # routing is float32 whatever the model is
 INTEGER = 8
@@ -29,6 +30,7 @@ class Place:
 
     dim: int
     experts: int
+    length: int  # N
     mixed: float  # M
     heads: int
     key_width: int
@@ -122,7 +124,7 @@ def _(part: Similarity, place: Place) -> Cost:
 
 @cost.register
 def _(part: AttentionPosterior, place: Place) -> Cost:
-    """Two products a pair of tokens, D and D_v wide; in training the entropies of all heads' attention too.
+    """Two products a pair of tokens, D and D_v wide; in training the entropies of all heads' attention too, of some tokens.
 
     W^T W of the head's projection (2 d D_v^2), made once a forward for all tokens, is not counted.
     """
@@ -135,7 +137,7 @@ def _(part: AttentionPosterior, place: Place) -> Cost:
         "attention posterior",
         forward=projecting + forward,
         backward=2 * projecting + backward,
-        learning=2.0 * place.heads * place.key_width * place.mixed,
+        learning=2.0 * place.heads * place.key_width * place.mixed / entropy_step(place.length),
         kept=place.number * (width + place.key_width) + FLOAT * (2 * place.value_width + 2 * place.experts + 2),
         cached=FLOAT * (place.experts + 1) + 1,
         summed=FLOAT * part.heads + INTEGER,

@@ -240,6 +240,7 @@ def _sparse(site: Site, attention: AttentionShape, setting: Setting) -> SparseSh
     place = Place(
         dim=dim,
         experts=experts,
+        length=setting.sequence,
         mixed=_seen(
             setting, _causal(site.neighbours.attention)
         ),  # a window hides what is mixed, the product is taken all the same

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.ops import choose
 from holdfast.ops.order import midpoint
+from holdfast.ops.running import absorb_mean, running_mean
 from holdfast.ops.topk import top
 from holdfast.routing.parts import TINY, Scores, Selection, Selector
 from holdfast.routing.records import Context
@@ -92,11 +93,15 @@ class SmoothTopK(Selector, StatefulPart):
             self.budget_now.fill_(self.budget * min(1.0, max(0.0, 3 - 4 * fraction)))
 
     def absorb(self) -> dict[str, Tensor]:
-        batch, tokens = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
-        running = torch.where(self.seen, MEMORY * self.width + (1 - MEMORY) * batch, batch)
-        counts = tokens > 0
+        batch, counts = self.get_buffer("staged_width"), self.get_buffer("staged_tokens") > 0
+        width, _ = running_mean(self.width, self.seen, batch, counts, MEMORY)
         # The first batch with a gap sets it: under a graph that still is zero all experts tie.
-        return {"width": running.where(counts, self.width), "seen": self.seen | (counts & (batch > 0))}
+        return {"width": width, "seen": self.seen | (counts & (batch > 0))}
+
+    def absorb_where(self, due: Tensor) -> None:
+        staged = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
+        if not absorb_mean(self.width, self.seen, *staged, due, memory=MEMORY, is_sum=False):
+            super().absorb_where(due)
 
     def eps(self) -> Tensor:
         """The width of the strip now; 0 is hard top-k."""

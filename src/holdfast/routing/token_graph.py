@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.ops.heads import take_heads
-from holdfast.ops.mix import Second, attention_entropy, softmax_mix
+from holdfast.ops.mix import Second, attention_entropy, sampled, softmax_mix
 from holdfast.ops.norms import projected_norms
 from holdfast.ops.precision import linear_float32
+from holdfast.ops.running import absorb_mean, running_mean
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, sum_over_ranks
 
 ENTROPY_MEMORY = 0.9
+SAMPLE = 512  # tokens of a sequence
 FORBIDDEN = -1e8  # an additive mask that goes below this (float16: half of its least number) forbids
 
 
@@ -77,6 +79,8 @@ class AttentionPosterior(Informer, StatefulPart):
     strength    G = (1 - strength) P + strength W P
 
     The paper takes the mean entropy over the tokens at hand, so that later tokens choose the head; ours is a running mean.
+    In sequences of 1024 and more it is that of about SAMPLE tokens, in blocks spread evenly: a head's mean needs no more,
+    and all of them would cost as much as the rest of the router.
     """
 
     side = "token"
@@ -101,8 +105,13 @@ class AttentionPosterior(Informer, StatefulPart):
     def absorb(self) -> dict[str, Tensor]:
         tokens = self.get_buffer("staged_tokens")
         mean = self.get_buffer("staged_entropies") / tokens.clamp_min(1)
-        running = torch.where(self.seen, ENTROPY_MEMORY * self.entropy + (1 - ENTROPY_MEMORY) * mean, mean)
-        return {"entropy": running.where(tokens > 0, self.entropy), "seen": self.seen | (tokens > 0)}
+        entropy, seen = running_mean(self.entropy, self.seen, mean, tokens > 0, ENTROPY_MEMORY)
+        return {"entropy": entropy, "seen": seen}
+
+    def absorb_where(self, due: Tensor) -> None:
+        staged = self.get_buffer("staged_entropies"), self.get_buffer("staged_tokens")
+        if not absorb_mean(self.entropy, self.seen, *staged, due, memory=ENTROPY_MEMORY, is_sum=True):
+            super().absorb_where(due)
 
     @property
     def inert(self) -> bool:
@@ -167,7 +176,8 @@ class AttentionPosterior(Informer, StatefulPart):
         return norms
 
     def _entropies(self, attention: Attention, tokens: Tensor, context: Context) -> dict[str, Tensor]:
-        """Of each head the sum over all real tokens, and how many they are, over all ranks."""
+        """Of each head the sum over the real tokens that are looked at, and how many they are, over all ranks."""
+        step = entropy_step(tokens.shape[1])
         entropies = attention_entropy(
             attention.query,
             attention.key,
@@ -175,13 +185,19 @@ class AttentionPosterior(Informer, StatefulPart):
             causal=context.causal,
             real=context.padding,
             mask=_masks(attention),
+            step=step,
         )
-        real = context.padding
-        if real is None:
-            count = torch.full((), tokens.shape[0] * tokens.shape[1], device=tokens.device)
+        if context.padding is None:
+            count = torch.full((), entropies[:, 0].numel(), device=tokens.device)
         else:
+            real = torch.cat([context.padding[:, rows] for rows in sampled(tokens.shape[1], step)], 1)
             entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
         return {"entropies": sum_over_ranks(entropies.sum((0, 2))), "tokens": sum_over_ranks(count)}
+
+
+def entropy_step(length: int) -> int:
+    """Of so many blocks of tokens one is looked at."""
+    return max(1, length // SAMPLE)
 
 
 def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
