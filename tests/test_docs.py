@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from commands import Command
 from ranks import on_ranks
 from torch.distributed.run import get_args_parser
 
@@ -54,11 +55,11 @@ def test_the_two_commands_are_on_the_first_screen_of_the_readme() -> None:
     assert "make demo" in first_screen and "make test" in first_screen
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_documents_works(command: str) -> None:
-    program, *arguments = shlex.split(command)
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_documents_works(line: str, command: Command) -> None:
+    program, *arguments = shlex.split(line)
     if program == "holdfast":
-        run = subprocess.run([sys.executable, "-m", "holdfast.cli.main", *arguments], capture_output=True, text=True)
+        run = command(*arguments)
         assert run.returncode == 0, run.stderr
         assert run.stdout
     elif program == "make":  # that the target exists; running it would set up an environment or run these tests again
@@ -68,7 +69,7 @@ def test_a_command_of_the_documents_works(command: str) -> None:
     elif program == "python":
         assert (ROOT / arguments[0]).is_file()
     else:
-        assert command in ("pip install holdfast",), f"{command}: nothing here tests this command"
+        assert line in ("pip install holdfast",), f"{line}: nothing here tests this command"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
