@@ -41,7 +41,7 @@ def test_the_script_for_several_processes_runs_on_two(tmp_path: Path, monkeypatc
     (tmp_path / "train.py").write_text(block)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.chdir(tmp_path)
-    on_ranks(tmp_path / "train.py")
+    on_ranks(tmp_path / "train.py", torchrun=True)
     assert isinstance(holdfast.load(tmp_path / "trained"), transformers.LlamaForCausalLM)
 
 
