@@ -9,9 +9,7 @@ FORKED = Path(__file__).with_name("forked.py")
 PATIENCE = 240  # seconds; a collective that not every process runs waits for ever
 
 
-def on_ranks(
-    script: Path, *arguments: str, processes: int = 2, patience: float = PATIENCE, torchrun: bool = False
-) -> str:
+def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float = PATIENCE, torchrun: bool = False) -> str:
     """What a script prints, run by so many processes; it may import what lies beside it."""
     launch = [str(FORKED), str(processes)] if processes > 1 else []
     if torchrun:

@@ -28,12 +28,16 @@ def commands() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in lines} - {""})
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != DISTRIBUTED], ids=lambda path: path.name)
-def test_the_python_of_a_document_runs(document: Path) -> None:
-    """In a process of its own, as a newcomer's script: what it registers stays there."""
-    for block in blocks(document, "python"):
-        run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
-        assert run.returncode == 0, run.stderr
+def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
+    """Each example in a process of its own, as a newcomer's script: what it registers stays there."""
+    scripts = []
+    for document in (path for path in DOCUMENTS if path != DISTRIBUTED):
+        for number, block in enumerate(blocks(document, "python"), start=1):
+            scripts.append(tmp_path / f"{document.stem}-{number}.py")
+            scripts[-1].write_text(block)
+    apart = Path(__file__).with_name("apart.py")
+    run = subprocess.run([sys.executable, str(apart), *map(str, scripts)], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
 
 
 def test_the_script_for_several_processes_runs_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +45,7 @@ def test_the_script_for_several_processes_runs_on_two(tmp_path: Path, monkeypatc
     (tmp_path / "train.py").write_text(block)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.chdir(tmp_path)
-    on_ranks(tmp_path / "train.py", torchrun=True)
+    on_ranks(tmp_path / "train.py")
     assert isinstance(holdfast.load(tmp_path / "trained"), transformers.LlamaForCausalLM)
 
 

@@ -4,15 +4,14 @@ import torch
 import torch.distributed as dist
 from test_state import build
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    built, counter = build()
-    for _ in range(2):
-        built(torch.randn(2, 2 + rank, 4))
-    built.eval()
-    for turn in range(2):
-        dist.barrier()
-        if turn == rank:
-            print(f"rank {rank}: {int(counter.count)}", flush=True)
-    dist.destroy_process_group()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+built, counter = build()
+for _ in range(2):
+    built(torch.randn(2, 2 + rank, 4))
+built.eval()
+for turn in range(2):
+    dist.barrier()
+    if turn == rank:
+        print(f"rank {rank}: {int(counter.count)}", flush=True)
+dist.destroy_process_group()
