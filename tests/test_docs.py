@@ -66,6 +66,8 @@ def test_a_command_of_the_documents_works(line: str, command: Command) -> None:
         run = command(*arguments)
         assert run.returncode == 0, run.stderr
         assert run.stdout
+        if "--help" in arguments:  # a command that is not there gets help too: that of all commands
+            assert f"usage: holdfast {arguments[0]} " in run.stdout
     elif program == "make":  # that the target exists; running it would set up an environment or run these tests again
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
     elif program == "torchrun":
