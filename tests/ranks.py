@@ -1,16 +1,19 @@
-"""Scripts of the tests run by several processes, as torchrun starts them."""
+"""Scripts of the tests run by several processes, by torchrun or, which saves each the imports, as torchrun starts them."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+FORKED = Path(__file__).with_name("forked.py")
 PATIENCE = 240  # seconds; a collective that not every process runs waits for ever
 
 
-def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float = PATIENCE) -> str:
-    """What a script prints, run by so many processes (one: without torchrun); it may import what lies beside it."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float = PATIENCE, torchrun: bool = False) -> str:
+    """What a script prints, run by so many processes; it may import what lies beside it."""
+    launch = [str(FORKED), str(processes)] if processes > 1 else []
+    if torchrun:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     paths = [str(script.parent), str(script.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, *launch, str(script), *arguments]
@@ -18,7 +21,7 @@ def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float 
     try:
         printed, complained = run.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
-        run.terminate()  # not killed outright: torchrun then ends its processes, which a signal to it alone does not reach
+        run.terminate()  # not killed outright: it then ends its processes, which a signal to it alone does not reach
         try:
             printed, complained = run.communicate(timeout=60)
         except subprocess.TimeoutExpired:

@@ -18,3 +18,11 @@ def test_a_process_that_fails_shows_its_error(tmp_path: Path) -> None:
     script.write_text("raise ValueError('this is why')\n")
     with pytest.raises(AssertionError, match="this is why"):
         on_ranks(script, processes=1)
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    first = "    if os.environ['RANK'] == '1':\n        raise ValueError('this is why')\n"
+    script.write_text(f"import os, time\nif __name__ == '__main__':\n{first}    time.sleep(600)\n")
+    with pytest.raises(AssertionError, match="this is why"):
+        on_ranks(script, patience=60)

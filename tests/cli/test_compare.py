@@ -1,4 +1,4 @@
-"""`holdfast compare` as a user runs it: in a process, with its mistakes."""
+"""`holdfast compare` as a user runs it, with its mistakes."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Command
 
 SMALL = [
     "training.steps=6",
@@ -20,11 +21,6 @@ SMALL = [
 ]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast.cli.main", "compare", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     from holdfast.data import python_topics
@@ -35,9 +31,11 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, tmp_path: Path) -> None:
+    """In a process of its own."""
     out = tmp_path / "out"
     given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out), "--match-compute"]
-    done = run(*given, "--set", f"data.source={text}", *SMALL)
+    command = [sys.executable, "-m", "holdfast.cli.main", "compare", *given, "--set", f"data.source={text}", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for name in ("smoe ", "smooth ", "smoe, top 3 "):
@@ -73,13 +71,13 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
         (["--set", "model.family=mamba"], "unknown dense family 'mamba'"),
     ],
 )
-def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, tmp_path: Path) -> None:
-    done = run(*arguments, "--out", str(tmp_path / "out"))
+def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, command: Command, tmp_path: Path) -> None:
+    done = command("compare", *arguments, "--out", str(tmp_path / "out"))
     assert done.returncode == 2
     assert says in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_help_has_an_example() -> None:
-    assert "holdfast compare --routers" in run("--help").stdout.replace("\n", " ")
+def test_help_has_an_example(command: Command) -> None:
+    assert "holdfast compare --routers" in command("compare", "--help").stdout.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""`holdfast plan` as a user runs it: in a process, with its mistakes."""
+"""`holdfast plan` as a user runs it, with its mistakes."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Command
 
 from holdfast.cli.main import main
 
@@ -17,21 +18,15 @@ SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_
 SMALL = ("--set", *SIZES)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast.cli.main", "plan", *arguments]
-    env = {**os.environ, "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env)
-
-
-def test_a_table_has_a_column_for_each_router() -> None:
-    done = run("llama", "--experts", "8", "--gpus", "8", "--tokens", "1e9", *SMALL)
+def test_a_table_has_a_column_for_each_router(command: Command) -> None:
+    done = command("plan", "llama", "--experts", "8", "--gpus", "8", "--tokens", "1e9", *SMALL, columns=120)
     assert done.returncode == 0, done.stderr
     for name in ("smoe", "symphony", "similarity", "attention", "ac", "smooth", "training of 1 G tokens", "experts apart"):
         assert name in done.stdout
 
 
-def test_json_holds_every_number() -> None:
-    done = run("llama", "--experts", "8", "--json", "--router", "smoe", "similarity[rank=4]", *SMALL)
+def test_json_holds_every_number(command: Command) -> None:
+    done = command("plan", "llama", "--experts", "8", "--json", "--router", "smoe", "similarity[rank=4]", *SMALL)
     stored = json.loads(done.stdout)
     assert [column["router"] for column in stored["columns"]] == ["smoe", "similarity[rank=4]"]
     plain, ranked = (column["parameters"] for column in stored["columns"])
@@ -39,10 +34,10 @@ def test_json_holds_every_number() -> None:
     assert stored["columns"][0]["fits"] == {"ddp": True, "fsdp": True, "expert": True}
 
 
-def test_a_folder_with_nothing_but_a_config(tmp_path: Path) -> None:
+def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) -> None:
     config = {"model_type": "olmoe", "num_hidden_layers": 2, "auto_map": {"AutoModel": "evil--code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run(str(tmp_path), "--router", "native", "--json")
+    done = command("plan", str(tmp_path), "--router", "native", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sparse_layers"] == 2
 
@@ -88,22 +83,23 @@ def test_a_mistake_is_one_sentence_and_no_traceback(
 
 
 def test_a_name_that_the_hub_does_not_know_is_one_sentence_too() -> None:
-    done = run("nobody/nothing-of-that-name")
+    """In a process of its own: whether to ask the hub is decided on import."""
+    command = [sys.executable, "-m", "holdfast.cli.main", "plan", "nobody/nothing-of-that-name"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 2
     assert "the hub gave no config.json of that name" in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
 
 
-def test_help_has_an_example() -> None:
-    done = run("--help")
+def test_help_has_an_example(command: Command) -> None:
+    done = command("plan", "--help", columns=120)
     assert done.returncode == 0
     assert "holdfast plan llama --experts 16" in done.stdout
 
 
-def test_what_the_page_prints_is_what_the_command_prints() -> None:
+def test_what_the_page_prints_is_what_the_command_prints(command: Command) -> None:
     shown = re.findall(r"```sh\nholdfast (plan [^\n]*)\n```\n\n```text\n(.*?)```", SCALING.read_text(), flags=re.DOTALL)
     assert shown
-    for command, text in shown:
-        _, *arguments = shlex.split(command)
-        printed = run(*arguments).stdout
+    for line, text in shown:
+        printed = command(*shlex.split(line), columns=120).stdout
         assert [line.rstrip() for line in text.splitlines()] == [line.rstrip() for line in printed.splitlines()]

@@ -1,27 +1,23 @@
-"""`holdfast routers` as a user runs it: in a process, with its mistakes."""
+"""`holdfast routers` as a user runs it, with its mistakes."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+from commands import Command
 
 import holdfast
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
-
-
-def test_every_router_is_listed_with_its_paper() -> None:
-    out = run("routers").stdout
+def test_every_router_is_listed_with_its_paper(command: Command) -> None:
+    out = command("routers", columns=160).stdout
     assert all(name in out for name in holdfast.routers())
     assert "Shazeer et al. 2017" in out
 
 
-def test_routing_the_embedded_text_gives_a_row_for_each_router() -> None:
-    done = run("routers", "--route")
+def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command) -> None:
+    done = command("routers", "--route", columns=160)
     assert done.returncode == 0, done.stderr
     rows = {cells[1].strip(): cells for cells in (line.split("│") for line in done.stdout.splitlines()) if len(cells) > 5}
     assert set(holdfast.routers()) <= set(rows)
@@ -29,9 +25,13 @@ def test_routing_the_embedded_text_gives_a_row_for_each_router() -> None:
     assert 0 < float(rows["smoe"][5]) < 100  # rounding tokens to bfloat16 does move some, and not all
 
 
-def test_the_same_seed_prints_the_same_table() -> None:
+def test_the_same_seed_prints_the_same_table(command: Command) -> None:
+    """Here and in a process of its own."""
     arguments = ("routers", "--route", "--names", "xmoe+top-p", "--seed", "3")
-    assert run(*arguments).stdout == run(*arguments).stdout
+    there = [sys.executable, "-m", "holdfast.cli.main", *arguments]
+    done = subprocess.run(there, check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
+    assert "xmoe+top-p" in done.stdout
+    assert command(*arguments, columns=160).stdout == done.stdout
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,15 @@ def test_the_same_seed_prints_the_same_table() -> None:
         (["--route", "--sequences", "1000000"], "more than the text holds"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_no_traceback(arguments: list[str], says: str) -> None:
-    done = run("routers", *arguments)
+def test_a_mistake_is_one_sentence_and_no_traceback(arguments: list[str], says: str, command: Command) -> None:
+    done = command("routers", *arguments, columns=160)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["routers", "--help"]])
-def test_help_has_an_example(arguments: list[str]) -> None:
-    done = run(*arguments)
+def test_help_has_an_example(arguments: list[str], command: Command) -> None:
+    done = command(*arguments, columns=160)
     assert done.returncode == 0
     assert "holdfast routers --route" in done.stdout

@@ -1,6 +1,6 @@
 """Twenty steps on this process's share of each batch under DDP, FSDP2 and expert parallelism; run by test_engines.py.
 
-python engines_on_ranks.py FOLDER   (under torchrun; test_engines.py calls the functions itself for one process)
+python engines_on_ranks.py FOLDER   (on several processes; test_engines.py calls the functions itself for one process)
 
 `fully_shard` directly, because accelerate runs DDP where it is asked for FSDP on a CPU.
 """
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM, MixtralForCausalLM  # noqa: F401  (once, before the processes part)
 
 import holdfast
 

@@ -11,13 +11,14 @@ from torch import Tensor
 import holdfast
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+LAYERS = {"num_hidden_layers": 2}  # a first one and one with a previous: each layer more is traced and compiled once more
 ROUTERS = ["smoe", "symphony+smooth", "xmoe+top-p", "ac+symphony", "similarity", "attention"]
 
 
 def build(kind: str, router: str) -> Any:
     if kind == "llama":
-        return holdfast.sparsify(tiny_dense("llama"), experts=4, router=router, noise=0.5)
-    return holdfast.reroute(tiny("mixtral"), router)
+        return holdfast.sparsify(tiny_dense("llama", **LAYERS), experts=4, router=router, noise=0.5)
+    return holdfast.reroute(tiny("mixtral", **LAYERS), router)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
@@ -47,7 +48,7 @@ def test_the_default_backend_computes_the_same(kind: str) -> None:
 def test_a_compiled_model_fills_its_cache(router: str, one_graph: bool) -> None:
     """Routers that look at other tokens keep rows on the KV cache, and making room for them breaks the graph."""
     torch.compiler.reset()
-    model = holdfast.reroute(tiny("mixtral"), router, layers=[1])
+    model = holdfast.reroute(tiny("mixtral", **LAYERS), router, layers=[1])
     compiled: Any = torch.compile(model, fullgraph=one_graph, backend="aot_eager")
     with torch.no_grad():
         before: Tensor = model(input_ids=IDS).logits

@@ -42,9 +42,9 @@ EXTRA: dict[str, dict[str, Any]] = {
 MOE_LAYERS = {"deepseek_v3": 2, "glm4_moe": 2}  # the first layer of these is dense; all three are MoE elsewhere
 
 
-def tiny(model_type: str, seed: int = 0) -> Any:
+def tiny(model_type: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **EXTRA[model_type]})
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **EXTRA[model_type], **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # several families start their routers at zero, where every token ties
         for parameter in model.parameters():

@@ -62,9 +62,9 @@ CLASSES = {
 LAYERS = {"swin": 4, "siglip": 4}  # three elsewhere
 
 
-def tiny_dense(model_type: str, seed: int = 0) -> Any:
+def tiny_dense(model_type: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    config = transformers.AutoConfig.for_model(model_type, **{**CONFIGS[model_type], **changes})
     model = getattr(transformers, CLASSES[model_type])(config)
     with torch.no_grad():  # weights large enough for a wrong one to show
         for parameter in model.parameters():

@@ -1,6 +1,6 @@
 """Six steps of transformers' Trainer on this process's share of each batch, saved and resumed; run by test_trainer.py.
 
-python trainer_on_ranks.py FOLDER   (under torchrun; test_trainer.py calls `train_all` itself for one process)
+python trainer_on_ranks.py FOLDER   (on several processes; test_trainer.py calls `train_all` itself for one process)
 """
 
 import os
@@ -13,6 +13,7 @@ from test_trainer import HALF, STEPS, assert_equal, contents, dataset, logits, t
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaForCausalLM, MixtralForCausalLM, Trainer  # noqa: F401  (once, before the processes part)
 
 import holdfast
 

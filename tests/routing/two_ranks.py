@@ -1,4 +1,4 @@
-"""Run by test_state.py under torchrun: each rank sees 4 or 6 tokens and both must count 20 after two steps."""
+"""Run by test_state.py on two processes: each rank sees 4 or 6 tokens and both must count 20 after two steps."""
 
 import torch
 import torch.distributed as dist

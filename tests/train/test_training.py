@@ -222,7 +222,7 @@ def test_two_processes_train_as_one_with_the_whole_batch(tiny: Callable[..., Rec
     recipe = tiny({**changes, "training.accumulate": 2})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))
     given = [str(tmp_path / "recipe.yaml"), str(tmp_path / "two"), *RANKS]
-    on_ranks(Path(__file__).with_name("on_ranks.py"), *given)
+    on_ranks(Path(__file__).with_name("on_ranks.py"), *given, torchrun=True)
     for router in RANKS:
         model, alone = trained(recipe, tmp_path / "one" / router, router)
         lines = [json.loads(line) for line in (tmp_path / "two" / router / "log.jsonl").read_text().splitlines()]

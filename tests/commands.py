@@ -1,0 +1,8 @@
+"""The type of the fixture that runs `holdfast` with these arguments, in as many columns."""
+
+from subprocess import CompletedProcess
+from typing import Protocol
+
+
+class Command(Protocol):
+    def __call__(self, *arguments: str, columns: int = 80) -> CompletedProcess[str]: ...
