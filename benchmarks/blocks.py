@@ -27,7 +27,13 @@ from holdfast import Context, Experts, MoE
 from holdfast.routing import Previous
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-ROUTERS = ("smoe", "symphony", "ac", "smooth")
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smoe": ("smoe", {}),
+    "symphony": ("symphony", {}),
+    "ac": ("ac", {}),
+    "smooth": ("smooth", {}),
+    "similarity, rank 64": ("similarity", {"rank": 64}),
+}
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,8 @@ def blocks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, nn.
         before = holdfast.router("smoe", **sizes).to(device, dtype).eval()(tokens)
     context = Context(causal=True, previous=Previous(tokens, before))
     made: dict[str, nn.Module] = {
-        name: Ours(MoE(holdfast.router(name, **sizes).to(device, dtype), shared), context) for name in ROUTERS
+        title: Ours(MoE(holdfast.router(name, **sizes, **options).to(device, dtype), shared), context)
+        for title, (name, options) in ROUTERS.items()
     }
     plain = made["smoe"].block
     assert isinstance(plain, MoE)

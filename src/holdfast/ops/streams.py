@@ -28,5 +28,5 @@ def beside(like: Tensor, work: Callable[[], None]) -> None:
 
 def join(like: Tensor) -> None:
     """What is launched from here on comes after all the work beside."""
-    if like.is_cuda and _running.pop(like.device, None) is not None:
+    if like.is_cuda and not torch.compiler.is_compiling() and _running.pop(like.device, None) is not None:
         torch.cuda.current_stream(like.device).wait_stream(_streams[like.device])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from holdfast.ops import clusters, split
 from holdfast.ops.precision import matmul_float32, scaled_linear_float32
+from holdfast.ops.streams import beside, join
 from holdfast.ops.topk import top
 from holdfast.ops.triton_support import has_kernels
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
@@ -78,6 +79,9 @@ class Clustered(Score, StatefulPart):
         mean = self.get_buffer("staged_deviations") / counts.clamp_min(1)
         return {"spreads": torch.lerp(mean, self.spreads, MEMORY).where(counts >= FEWEST_TOKENS, self.spreads)}
 
+    def begin_training_forward(self) -> None:
+        beside(self.spreads, super().begin_training_forward)  # while tokens are put in the order of their clusters
+
     def absorb_where(self, due: Tensor) -> None:
         if torch.compiler.is_compiling() or not has_kernels(self.spreads):
             super().absorb_where(due)
@@ -128,6 +132,7 @@ class Clustered(Score, StatefulPart):
 
     def _spreads(self, of_batch: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
         """Those to use now; in training the batch's sums of deviations, and of how many tokens, are learnt from."""
+        join(self.spreads)
         if self.stats == "batch":
             deviations, counts = of_batch()
             return (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
