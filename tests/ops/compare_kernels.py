@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from holdfast.moe.activations import ACTIVATIONS
-from holdfast.ops import dispatch_kernels, grouped_kernels, kernels, naive
+from holdfast.ops import grouped_kernels, kernels, naive
 from holdfast.ops.experts import dispatch
 from holdfast.ops.rows import GLUS
 
@@ -76,19 +76,6 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     close(got, naive.grouped_outer(rows[:used].float(), left[:used].float(), offsets), dtype)
 
 
-def sorting(device: str, tokens: int, experts: int, slots: int) -> None:
-    """Exactly the order that a stable sort gives."""
-    global compared
-    chosen = torch.randint(0, experts + 1, (tokens, slots))
-    chosen[chosen == 2] = experts
-    expected = dispatch(chosen, experts)
-    used = int(expected.offsets[-1])
-    order, places, offsets = dispatch_kernels.dispatch(chosen.to(device), experts)
-    assert torch.equal(order[:used].cpu(), expected.order) and torch.equal(offsets.cpu(), expected.offsets)
-    assert torch.equal(places.cpu(), expected.slots)
-    compared += 1
-
-
 if __name__ == "__main__":
     kinds = [torch.float32, torch.float16]
     kinds += [torch.bfloat16] if sys.argv[1] == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
@@ -96,8 +83,4 @@ if __name__ == "__main__":
         compare(sys.argv[1], kind)
     kernels.MOST = 20  # programs take several rows each, as they do where slots are many and ragged
     compare(sys.argv[1], torch.float32, tokens=5, experts=18, slots=kernels.FEW + 1)
-    for sizes in ((1, 1, 1), (700, 6, 2), (50, 200, 9), (1, 16, 5)):
-        sorting(sys.argv[1], *sizes)
-    dispatch_kernels.BLOCK = 16  # so many blocks that they are not all summed at a time
-    sorting(sys.argv[1], 3000, 5, 3)
     print(f"{compared} comparisons")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from holdfast.ops import entropy_kernels, head_kernels, mix_launch, naive, norm_kernels
-from holdfast.ops.mix import BLOCK, sampled
+from holdfast.ops.mix import BLOCK, _needed_again, sampled
 from holdfast.ops.part_kernels import Kinds
 
 compared = 0
@@ -114,17 +114,19 @@ def compare(case: Case, device: str, kinds: Kinds) -> None:
     second_rows = given.get("second query"), given.get("second key")
     rows = mix_launch.Rows(given["query"], given["key"], given["value"], *second_rows)
 
-    def problem(wants: mix_launch.Wants) -> Any:
+    def problem(wants: mix_launch.Wants, *, again: bool) -> Any:
         parts = mix_launch.take_all_apart(rows, allowed[0], wants, kinds=kinds)
+        parts = _needed_again(parts) if again else parts
         return (rows, given.get("bias"), *allowed, parts, case.causal, scale, second_scale)
 
     everything, values_only = mix_launch.Wants(True, True, True), mix_launch.Wants(False, False, True)
-    out, log_total = mix_launch.mix(*problem(everything), kinds=kinds)
+    out, log_total = mix_launch.mix(*problem(everything, again=False), kinds=kinds)
     close(out, expected, 2e-6, "output")
     nothing = ~(weights.sum(-1) > 0)
     assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
-    backward = mix_launch.mix_backward(grad.to(device), out, log_total, *problem(everything), wants=everything, kinds=kinds)
-    again = mix_launch.mix_backward(grad.to(device), out, log_total, *problem(values_only), wants=values_only, kinds=kinds)
+    done = grad.to(device), out, log_total
+    backward = mix_launch.mix_backward(*done, *problem(everything, again=True), wants=everything, kinds=kinds)
+    again = mix_launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, kinds=kinds)
     assert again[2] is not None
     close(again[2], gradients["value"], 1e-4, "gradient of values alone")
     assert all(found is None for index, found in enumerate(again) if index != 2)

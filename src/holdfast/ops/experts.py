@@ -17,10 +17,6 @@ import torch
 from torch import Tensor
 
 from holdfast.ops import grouped, rows
-from holdfast.ops.operators import operator
-from holdfast.ops.triton_support import has_kernels, on_device_of
-
-MOST_EXPERTS = 512  # beyond it, a block of slots is no longer compared with all of them cheaply
 
 
 class Dispatch(NamedTuple):
@@ -37,8 +33,6 @@ class Dispatch(NamedTuple):
 
 def dispatch(chosen: Tensor, experts: int) -> Dispatch:
     """Sort the slots of `chosen (T,K)` by expert, stably, so that the order within an expert is the tokens' own."""
-    if has_kernels(chosen) and experts < MOST_EXPERTS:
-        return Dispatch(*_dispatch(chosen.contiguous(), experts))
     tokens, slots_per_token = chosen.shape
     keys = chosen.reshape(-1)
     if experts < torch.iinfo(torch.int16).max:
@@ -51,24 +45,6 @@ def dispatch(chosen: Tensor, experts: int) -> Dispatch:
     if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
         order = order[: int(offsets[-1])]  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
     return Dispatch(order, slots, offsets)
-
-
-def _dispatch_on_gpu(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    from holdfast.ops import dispatch_kernels
-
-    with on_device_of(chosen):
-        return dispatch_kernels.dispatch(chosen, experts)
-
-
-_dispatch = operator(
-    "dispatch(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)",
-    _dispatch_on_gpu,
-    lambda chosen, experts: (
-        chosen.new_empty(chosen.numel()),
-        torch.empty_like(chosen),
-        chosen.new_empty(experts, dtype=torch.int32),
-    ),
-)
 
 
 def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch) -> Tensor:

@@ -172,6 +172,14 @@ def _on_kernels(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor 
     return mix_launch.supports(query, key, value, second_query, second_key)
 
 
+VALUE_HALVES = 6  # where they are among the parts of `mix_launch.take_all_apart`
+
+
+def _needed_again(parts: list[Tensor]) -> list[Tensor]:
+    """Those that the backward reads: all but the halves of the values."""
+    return [part.new_empty(0) if at == VALUE_HALVES else part for at, part in enumerate(parts)]
+
+
 class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -180,12 +188,12 @@ class _SoftmaxMix(torch.autograd.Function):
         """No key: the queries are."""
         ctx.how = (key is None, causal, scale, second_scale)
         needs = ctx.needs_input_grad[:6]
-        ctx.wants = [needs[0] or needs[3], needs[key is not None] or needs[4] or needs[5], needs[2]]
+        ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2]]
         key = query if key is None else key
         parts = _mix_parts(query, key, value, second_query, second_key, real, ctx.how[0], ctx.wants)
         rows = (query, key, value, second_query, second_key, bias, real, mask)
         out, log_total = _softmax_mix(*rows, parts, *ctx.how)
-        ctx.save_for_backward(out, log_total, *rows, *parts)
+        ctx.save_for_backward(out, log_total, *rows, *_needed_again(parts))
         return out
 
     @staticmethod
