@@ -1,5 +1,6 @@
 """`holdfast COMMAND`: finds the command, and turns a user's mistake into one sentence instead of a traceback."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.train import Train
+from holdfast.suggest import unknown
 
 Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Train
 
@@ -29,8 +31,22 @@ COMMANDS: dict[str, Callable[..., Command]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
     import tyro
 
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        print(f"holdfast: {unknown('command', arguments[0], COMMANDS)}", file=sys.stderr)
+        return 2
     command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="holdfast",
@@ -39,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         command.run()
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as mistake:
         print(f"holdfast: {mistake}", file=sys.stderr)
         return 2

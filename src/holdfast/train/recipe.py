@@ -31,6 +31,10 @@ class SparsePart:
     init: Literal["copy", "random"] = "random"
     balance: Amount = 0.01  # coefficient of the balance loss
 
+    def __post_init__(self) -> None:
+        if self.k > self.experts:
+            raise ValueError(f"k is {self.k}; it must be between 1 and the number of experts, {self.experts}.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataPart:

@@ -1,0 +1,32 @@
+"""The command itself: names it does not know, and readers who have had enough."""
+
+import subprocess
+import sys
+
+import pytest
+from commands import Command
+
+
+@pytest.mark.parametrize("more", [[], ["--help"]], ids=["alone", "with help"])
+def test_an_unknown_command_is_told_the_nearest(more: list[str], command: Command) -> None:
+    done = command("rooters", *more)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "holdfast: unknown command 'rooters': did you mean 'routers'?\n"
+
+
+def test_no_command_at_all_shows_them(command: Command) -> None:
+    assert "compare" in command("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "code"), [("--help", 141), ("routers", 1)]
+)  # tables are rich's, which has its own code
+def test_a_closed_pipe_is_no_traceback(argument: str, code: int) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli.main", argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()  # as `head` does
+    said = run.stderr.read()
+    run.stderr.close()
+    assert run.wait() == code and said == ""
