@@ -2,7 +2,7 @@
 
     T tokens, K slots a token, E experts, d width, H hidden; R rows, one a slot, sorted by expert
 
-The two products are custom operators with backwards of their own, because only then is the whole layer one graph under
+The two products are operators with backwards of their own, because only then is the whole layer one graph under
 `torch.compile(fullgraph=True)` in training, in every dtype, and because autograd's backward of a gather adds with atomics,
 in an order that changes from run to run. Neither keeps the gathered tokens nor the experts' outputs for the backward:
 
@@ -11,12 +11,13 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
                   the activation that makes h of gate and up, it makes h again too
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from holdfast.ops import grouped, rows
+from holdfast.ops.operators import EVERYWHERE, operator
 
 
 class Dispatch(NamedTuple):
@@ -49,7 +50,7 @@ def dispatch(chosen: Tensor, experts: int) -> Dispatch:
 
 def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch) -> Tensor:
     """Each row's token (d) times its expert's weight (E,H,d): (R,H)."""
-    out: Tensor = _gather_mm(tokens, weight, *plan)
+    out: Tensor = _GatherMM.apply(tokens, weight, *plan)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -58,22 +59,42 @@ def mm_combine(hidden: Tensor, weight: Tensor, slot_weights: Tensor, plan: Dispa
 
     With `glu`, an activation's name, `hidden (R,2H)` is gate and up side by side (see `rows.fuses`).
     """
-    out: Tensor = _mm_combine(hidden, weight, slot_weights, *plan, glu or "")
+    out: Tensor = _MMCombine.apply(hidden, weight, slot_weights, *plan, glu or "")  # type: ignore[no-untyped-call]
     return out
 
 
-@torch.library.custom_op("holdfast::gather_mm", mutates_args=())
-def _gather_mm(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+class _GatherMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*inputs)
+        return _gather_mm(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        want_tokens, want_weight = ctx.needs_input_grad[:2]
+        grad_tokens, grad_weight = _gather_mm_backward(grad, *ctx.saved_tensors, want_tokens, want_weight)
+        return grad_tokens if want_tokens else None, grad_weight if want_weight else None, None, None, None
+
+
+class _MMCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, slot_weights, order, slots, offsets, glu):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(hidden, weight, slot_weights, order, slots, offsets)
+        ctx.glu = glu
+        return _mm_combine(hidden, weight, slot_weights, order, slots, offsets, glu)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        wants = ctx.needs_input_grad[:3]
+        grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1])
+        return (*(found if want else None for found, want in zip(grads, wants, strict=True)), *(None,) * 4)
+
+
+def _gather_mm_anywhere(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
     return grouped.mm(rows.gather(tokens.contiguous(), order, slots, offsets[-1]), weight, offsets, transpose=True)
 
 
-@_gather_mm.register_fake
-def _(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
-    return tokens.new_empty(order.shape[0], weight.shape[1])
-
-
-@torch.library.custom_op("holdfast::gather_mm_backward", mutates_args=())
-def _gather_mm_backward(
+def _gather_mm_backward_anywhere(
     grad: Tensor,
     tokens: Tensor,
     weight: Tensor,
@@ -92,27 +113,14 @@ def _gather_mm_backward(
     return grad_tokens, grad_weight
 
 
-@_gather_mm_backward.register_fake
-def _(grad: Tensor, tokens: Tensor, weight: Tensor, *plan_and_wants: Tensor | bool) -> tuple[Tensor, Tensor]:
+def _gather_mm_backward_fake(
+    grad: Tensor, tokens: Tensor, weight: Tensor, *plan_and_wants: Tensor | bool
+) -> tuple[Tensor, Tensor]:
     want_tokens, want_weight = plan_and_wants[-2:]
     return tokens.new_empty(tokens.shape if want_tokens else (0,)), weight.new_empty(weight.shape if want_weight else (0,))
 
 
-def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
-
-
-def _backward_gather_mm(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    want_tokens, want_weight = ctx.needs_input_grad[:2]
-    grad_tokens, grad_weight = _gather_mm_backward(grad, *ctx.saved_tensors, want_tokens, want_weight)
-    return (grad_tokens if want_tokens else None), (grad_weight if want_weight else None), None, None, None
-
-
-_gather_mm.register_autograd(_backward_gather_mm, setup_context=_save)
-
-
-@torch.library.custom_op("holdfast::mm_combine", mutates_args=())
-def _mm_combine(
+def _mm_combine_anywhere(
     hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, glu: str
 ) -> Tensor:
     hidden = rows.glu(hidden.contiguous(), offsets[-1], glu) if glu else hidden.contiguous()
@@ -120,13 +128,7 @@ def _mm_combine(
     return rows.combine(outputs, slots, slot_weights.contiguous(), offsets[-1])
 
 
-@_mm_combine.register_fake
-def _(hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, *_: Tensor | str) -> Tensor:
-    return hidden.new_empty(slots.shape[0], weight.shape[1])
-
-
-@torch.library.custom_op("holdfast::mm_combine_backward", mutates_args=())
-def _mm_combine_backward(
+def _mm_combine_backward_anywhere(
     grad: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -149,28 +151,37 @@ def _mm_combine_backward(
     return grad_hidden, grad_weight, grad_slots
 
 
-@_mm_combine_backward.register_fake
-def _(
+def _mm_combine_backward_fake(
     grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *plan_and_rest: Tensor | str | bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_weight = weight.new_empty(weight.shape if plan_and_rest[-1] else (0,))
     return hidden.new_empty(hidden.shape), grad_weight, slot_weights.new_empty(slot_weights.shape)
 
 
-def _save_and_glu(ctx, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
-    *saved, ctx.glu = inputs
-    ctx.save_for_backward(*saved)
-
-
-def _backward_mm_combine(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    want_hidden, want_weight, want_slots = ctx.needs_input_grad[:3]
-    grad_hidden, grad_weight, grad_slots = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, want_weight)
-    return (
-        grad_hidden if want_hidden else None,
-        grad_weight if want_weight else None,
-        grad_slots if want_slots else None,
-        *(None,) * 4,
-    )
-
-
-_mm_combine.register_autograd(_backward_mm_combine, setup_context=_save_and_glu)
+_PLAN = "Tensor order, Tensor slots, Tensor offsets"
+_gather_mm = operator(
+    f"gather_mm(Tensor tokens, Tensor weight, {_PLAN}) -> Tensor",
+    _gather_mm_anywhere,
+    lambda tokens, weight, order, *_: tokens.new_empty(order.shape[0], weight.shape[1]),
+    devices=EVERYWHERE,
+)
+_gather_mm_backward = operator(
+    f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool want_tokens, bool want_weight)"
+    " -> (Tensor, Tensor)",
+    _gather_mm_backward_anywhere,
+    _gather_mm_backward_fake,
+    devices=EVERYWHERE,
+)
+_mm_combine = operator(
+    f"mm_combine(Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu) -> Tensor",
+    _mm_combine_anywhere,
+    lambda hidden, weight, slot_weights, order, slots, *_: hidden.new_empty(slots.shape[0], weight.shape[1]),
+    devices=EVERYWHERE,
+)
+_mm_combine_backward = operator(
+    f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, "
+    "bool want_weight) -> (Tensor, Tensor, Tensor)",
+    _mm_combine_backward_anywhere,
+    _mm_combine_backward_fake,
+    devices=EVERYWHERE,
+)

@@ -25,7 +25,8 @@ class RouterCache:
     @property
     def tokens(self) -> int:
         """How many tokens have left rows here."""
-        return max((rows.shape[1] for rows in self._rows.values()), default=0)
+        lengths = [rows.shape[1] for rows in self._rows.values()]
+        return max(lengths) if lengths else 0
 
     def reorder(self, sequences: Tensor) -> None:
         """Beam search: sequence i continues what sequence `sequences[i]` was. Also selects a part of the batch."""
