@@ -198,8 +198,8 @@ class _SoftmaxMix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        saved, parts = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
-        grads = _softmax_mix_backward(grad.contiguous(), *saved, list(parts), *ctx.how, ctx.wants)
+        everything = ctx.saved_tensors  # once: under activation checkpointing they are not there a second time
+        grads = _softmax_mix_backward(grad.contiguous(), *everything[:10], list(everything[10:]), *ctx.how, ctx.wants)
         needs = ctx.needs_input_grad[:6]
         return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 5)
 
