@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from command import check, command, write
 from peak import peak_mib
+from routers import ROUTERS
 from timing import median_ratio, time_in_turns
 from torch import Tensor, nn
 from versions import versions
@@ -27,13 +28,7 @@ from holdfast import Context, Experts, MoE
 from holdfast.routing import Previous
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "smoe": ("smoe", {}),
-    "symphony": ("symphony", {}),
-    "ac": ("ac", {}),
-    "smooth": ("smooth", {}),
-    "similarity, rank 64": ("similarity", {"rank": 64}),
-}
+NAMES = ("smoe", "symphony", "ac", "smooth", "similarity, rank 64")
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ def blocks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, nn.
     context = Context(causal=True, previous=Previous(tokens, before))
     made: dict[str, nn.Module] = {
         title: Ours(MoE(holdfast.router(name, **sizes, **options).to(device, dtype), shared), context)
-        for title, (name, options) in ROUTERS.items()
+        for title, (name, options) in ((title, ROUTERS[title]) for title in NAMES)
     }
     plain = made["smoe"].block
     assert isinstance(plain, MoE)

@@ -18,20 +18,14 @@ import torch
 import transformers
 from command import check, command, write
 from peak import peak_mib
+from routers import ROUTERS
 from timing import median_ratio, time_in_turns
 from torch import Tensor
 from versions import versions
 
 import holdfast
 
-ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "smoe": ("smoe", {}),
-    "symphony": ("symphony", {}),
-    "ac": ("ac", {}),
-    "smooth": ("smooth", {}),
-    "similarity, rank 64": ("similarity", {"rank": 64}),
-    "attention": ("attention", {}),
-}
+NAMES = ("smoe", "symphony", "ac", "smooth", "similarity, rank 64", "attention")
 NEW_TOKENS = 32
 
 
@@ -51,7 +45,7 @@ class Shape:
 SHAPES = {"cpu": Shape(2, 64, 4, 64, 8, 2, 16, 64, 2000), "cuda": Shape(6, 2048, 16, 1024, 32, 8, 8, 2048, 32000)}
 
 
-def model(shape: Shape, router: str, options: dict[str, Any], device: str) -> Any:
+def model(shape: Shape, router: str, device: str) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -64,8 +58,10 @@ def model(shape: Shape, router: str, options: dict[str, Any], device: str) -> An
     with torch.device(device):
         made = transformers.AutoModelForCausalLM.from_config(config)
     losses = holdfast.Losses(balance=0.01)
+    name, options = ROUTERS[router]
+    options = {key: value for key, value in options.items() if value is not None}  # a model knows how many heads it has
     return holdfast.sparsify(
-        made, experts=shape.experts, k=shape.k, router=router, init="random", losses=losses, router_options=options
+        made, experts=shape.experts, k=shape.k, router=name, init="random", losses=losses, router_options=options
     )
 
 
@@ -103,11 +99,11 @@ def active(made: Any, ids: Tensor, device: str) -> float:
 def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What was measured of each router, those of `smoe` from its turns with the first."""
     ids = torch.randint(1, shape.vocabulary, (shape.sequences, shape.length), device=device)
-    plain = model(shape, *ROUTERS["smoe"], device)
+    plain = model(shape, "smoe", device)
     found: dict[str, dict[str, Any]] = {}
     plain_step = trainer(plain, ids, device)
     for title in routers:
-        made = {"smoe": plain, title: model(shape, *ROUTERS[title], device)}
+        made = {"smoe": plain, title: model(shape, title, device)}
         steps = {"smoe": plain_step, title: trainer(made[title], ids, device)}
         times = time_in_turns(steps, device, rounds, 3 if device == "cuda" else 1)
         used = {name: active(one, ids, device) for name, one in made.items()}
@@ -138,7 +134,7 @@ def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> d
 
 def main() -> None:
     parser = command(__doc__, rounds=8)
-    parser.add_argument("--routers", nargs="*", default=list(ROUTERS)[1:], help="which of them, beside smoe (default: all)")
+    parser.add_argument("--routers", nargs="*", default=NAMES[1:], help="which of them, beside smoe (default: all)")
     arguments = parser.parse_args()
     check(arguments)
     shape = SHAPES[arguments.device]
