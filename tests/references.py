@@ -187,9 +187,14 @@ def relu(select: ReLU, key: Tensor, gates: Tensor, logits: Tensor, informed: boo
 
 
 def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
-    """weights = softmax(logit_i + S(u_i)) over the experts with u_i > 0; the k best always, with S = 0."""
+    """weights = softmax(logit_i + S(u_i)) over the experts with u_i > 0; the k best always, with S = 0.
+
+    Where only so many may be used, the strip ends at the next.
+    """
     order = top(key, key.shape[-1]).tolist()
     eps, c = select.eps(), logits[order[select.k - 1]].detach()
+    if select.slots < len(order):
+        eps = torch.minimum(eps, c - logits[order[select.slots]].detach())
     kept: dict[int, Tensor] = {}
     for place, expert in enumerate(order):
         if place < select.k:

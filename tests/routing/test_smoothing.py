@@ -103,6 +103,52 @@ def test_smooth_is_continuous_and_plain_top_k_is_not() -> None:
     assert (held / broken).max() < 1e-2
 
 
+def capped(most: int, eps: float, experts: int = 16, k: int = 2) -> tuple[holdfast.Router, holdfast.Router]:
+    """A router whose tokens may use `most` experts, and the same without that."""
+    torch.manual_seed(0)
+    free = holdfast.router("smooth", dim=32, experts=experts, k=k, eps=eps).eval()
+    bound = holdfast.router("smooth", dim=32, experts=experts, k=k, eps=eps, most=most).eval()
+    bound.score.load_state_dict(free.score.state_dict())
+    return bound, free
+
+
+def test_no_token_uses_more_than_the_most_and_others_are_as_without_it() -> None:
+    bound, free = capped(4, 0.3)
+    tokens = torch.randn(1, 2000, 32)
+    got, expected = bound(tokens), free(tokens)
+    assert got.experts.shape == got.weights.shape == (2000, 4)
+    few = expected.used.sum(-1) <= 4
+    assert 0.2 < few.float().mean() < 0.8 and (got.used.sum(-1) <= 4).all()
+    assert torch.equal(got.experts[few], expected.experts[few, :4])
+    torch.testing.assert_close(got.weights[few], expected.weights[few, :4], atol=1e-6, rtol=1e-4)
+    assert (got.weights[~few] - expected.weights[~few, :4]).abs().amax() > 1e-3
+
+
+def test_the_strip_of_a_token_with_too_many_ends_at_the_next_so_nothing_jumps() -> None:
+    """Along a line on which the 4th and the 5th change places, with both in the strip."""
+    bound, _ = capped(4, 3.0)
+    score = DoubleLinear(32, 16)
+    score.load_state_dict(bound.score.state_dict())
+    layer = MoE(holdfast.Router(score, (), bound.select), Experts(32, 32, 16, dtype=torch.float64)).eval()
+    weight = score.weight.detach().double()
+    tokens = torch.randn(500, 32).double()
+    order = (tokens @ weight.t()).argsort(-1, descending=True)
+    normal = weight[order[:, 3]] - weight[order[:, 4]]
+    on_plane = tokens - (tokens * normal).sum(1, keepdim=True) * normal / normal.square().sum(1, keepdim=True)
+    step = 1e-6 * normal / normal.norm(dim=1, keepdim=True)
+    with torch.no_grad():
+        (one, first), (other, second) = (layer((on_plane + sign * step).unsqueeze(0)) for sign in (1, -1))
+    switched = first.logits.argsort(-1, descending=True)[:, 3] != second.logits.argsort(-1, descending=True)[:, 3]
+    assert switched.sum() > 100
+    assert (one - other)[0, switched].norm(dim=1).max() < 1e-3 * one.norm(dim=-1).mean()
+
+
+def test_a_most_that_is_no_number_of_experts_is_one_sentence() -> None:
+    for most in (1, 9):
+        with pytest.raises(ValueError, match=f"most is {most}; it must be between k, 2, and the number of experts, 8"):
+            holdfast.router("smooth", dim=8, experts=8, k=2, most=most)
+
+
 @pytest.mark.parametrize(
     ("name", "budget"),
     [("smooth", 0.5), ("smooth", 1.0), ("xmoe+smooth", 0.5), ("symphony+smooth", 0.5), ("similarity+smooth", 0.5)],

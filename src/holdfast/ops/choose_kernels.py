@@ -76,17 +76,20 @@ def _choose(
     weights,
     slot_of,
     gaps_out,
+    edges,
     rows,
     experts,
     k,
     width,
     HOW: tl.constexpr,
     SMOOTH: tl.constexpr,
+    CAPPED: tl.constexpr,
     INFORMED: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    """CAPPED: there are fewer slots than experts, and a strip ends at the first expert that has none."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)
     inside = (row < rows)[:, None] & (expert < experts)[None, :]
@@ -97,10 +100,17 @@ def _choose(
     in_use, fade = core, tl.zeros((ROWS, EXPERTS), dtype=tl.float32)
     if SMOOTH:
         gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
-        fade, in_strip = _fade(gaps, tl.load(eps))
+        crossed = core
+        if CAPPED:
+            edge = tl.minimum(tl.load(eps), tl.sum(tl.where((slots == width) & inside, gaps, 0.0), axis=1))
+            tl.store(edges + row, edge, mask=row < rows)
+            fade, in_strip = _fade(gaps, edge[:, None])
+            crossed = core | (slots >= width)
+        else:
+            fade, in_strip = _fade(gaps, tl.load(eps))
         fade = tl.where(core, 0.0, fade)
         in_use = core | (in_strip & inside)
-        tl.store(gaps_out + place, tl.where(core, float("inf"), gaps), mask=inside)
+        tl.store(gaps_out + place, tl.where(crossed, float("inf"), gaps), mask=inside)
     if HOW == SOFTMAX:
         level = tl.where(in_use, amount + fade, -float("inf"))
         weight = tl.exp(level - tl.max(level, axis=1)[:, None])
@@ -127,6 +137,7 @@ def _choose_backward(
     eps,
     weights,
     slot_of,
+    edges,
     out,
     rows,
     experts,
@@ -134,6 +145,7 @@ def _choose_backward(
     width,
     HOW: tl.constexpr,
     SMOOTH: tl.constexpr,
+    CAPPED: tl.constexpr,
     INFORMED: tl.constexpr,
     scores,
     ROWS: tl.constexpr,
@@ -157,7 +169,10 @@ def _choose_backward(
         fading = tl.full((ROWS, EXPERTS), 1.0, dtype=tl.float32)
         if SMOOTH:
             gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
-            fade, _ = _fade(gaps, tl.load(eps))
+            if CAPPED:
+                fade, _ = _fade(gaps, tl.load(edges + row, mask=row < rows, other=0.0)[:, None])
+            else:
+                fade, _ = _fade(gaps, tl.load(eps))
             fading = tl.where(slots < k, 1.0, tl.exp(fade))
         if HOW == SHARES:
             amount = tl.load(amounts + place, mask=in_use, other=0.0)
@@ -209,16 +224,22 @@ def choose(
     amounts: Tensor,
     eps: Tensor | None,
     k: int,
+    width: int,
     how: int,
     informed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Experts (T,K), weights (T,K), the slot of each expert (T,E), and with `eps` the gaps (T,E), infinite for the top k."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Experts and weights (T,width), the slot of each expert (T,E), and with `eps` the gaps (T,E), infinite for the top k.
+
+    With `eps` and fewer slots than experts, the gaps of those without one are infinite too, and last comes each strip's
+    width (T,).
+    """
     count, experts = scores.shape
-    width = k if eps is None else experts
+    capped = eps is not None and width < experts
     chosen = torch.empty(count, width, dtype=torch.int64, device=scores.device)
     weights = torch.empty(count, width, dtype=torch.float32, device=scores.device)
     slots = torch.empty(count, experts, dtype=torch.int16, device=scores.device)
     gaps = torch.empty(0 if eps is None else count, experts, dtype=torch.float32, device=scores.device)
+    edges = torch.empty(count if capped else 0, dtype=torch.float32, device=scores.device)
     rows, wide, warps = _blocks(experts)
     _choose[(triton.cdiv(count, rows),)](
         scores,
@@ -228,19 +249,21 @@ def choose(
         weights,
         slots,
         gaps,
+        edges,
         count,
         experts,
         k,
         width,
         HOW=how,
         SMOOTH=eps is not None,
+        CAPPED=capped,
         INFORMED=informed,
         ROWS=rows,
         EXPERTS=wide,
         CHUNK=min(CHUNK, wide),
         num_warps=warps,
     )
-    return chosen, weights, slots, gaps
+    return chosen, weights, slots, gaps, edges
 
 
 def choose_backward(
@@ -250,6 +273,7 @@ def choose_backward(
     eps: Tensor | None,
     weights: Tensor,
     slots: Tensor,
+    edges: Tensor,
     k: int,
     how: int,
     informed: bool,
@@ -264,6 +288,7 @@ def choose_backward(
         amounts if eps is None else eps,
         weights,
         slots,
+        edges,
         out,
         count,
         experts,
@@ -271,6 +296,7 @@ def choose_backward(
         grad.shape[1],
         HOW=how,
         SMOOTH=eps is not None,
+        CAPPED=edges.numel() > 0,
         INFORMED=informed,
         scores=scores,
         ROWS=rows,

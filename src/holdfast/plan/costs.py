@@ -205,8 +205,9 @@ def _(select: ReLU, experts: int) -> Active:
 
 @active.register
 def _(select: SmoothTopK, experts: int) -> Active:
-    training = min(select.k + select.budget, experts)
-    return Active(training, select.k if select.inference == "hard" else training, experts, "k and the budget, on average")
+    training = min(select.k + select.budget, select.slots)
+    inference = select.k if select.inference == "hard" else training
+    return Active(training, inference, select.slots, "k and the budget, on average")
 
 
 def _projecting(score: LinearScore) -> float:

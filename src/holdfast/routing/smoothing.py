@@ -38,6 +38,9 @@ class SmoothTopK(Selector, StatefulPart):
                 experts is the budget. "loss" (the paper's): eps = softplus(eta) is learned, and a boundary loss
                 alpha eps (active - k - budget) steers it; from eta = -9 that takes tens of thousands of steps
     anneal      the budget stays for half of training, goes to 0 over a quarter, and evaluation is hard top-k
+    most        the most experts that a token may use; None is all. A token whose strip holds more has a narrower one, which
+                ends at the first expert too many, so that the output stays continuous. On a GPU, where nobody waits to
+                learn how many are used, memory is kept for `most` slots a token
     eps         a starting width, for a model that is not trained further; None is a narrow strip, as the rule has it
     inference   "smooth" or "hard"
     rule        the convention of the model it enters; None is the paper's, a softmax over the slots in use
@@ -57,6 +60,7 @@ class SmoothTopK(Selector, StatefulPart):
         control: Literal["quantile", "loss"] = "quantile",
         alpha: float = 1.0,
         anneal: bool = False,
+        most: int | None = None,
         eps: float | None = 0.0,
         inference: Literal["smooth", "hard"] = "smooth",
         rule: Rule | None = None,
@@ -67,6 +71,8 @@ class SmoothTopK(Selector, StatefulPart):
             raise ValueError(unknown("control", control, ("quantile", "loss")))
         if inference not in ("smooth", "hard"):
             raise ValueError(unknown("inference", inference, ("smooth", "hard")))
+        if most is not None and not k <= most <= experts:
+            raise ValueError(f"most is {most}; it must be between k, {k}, and the number of experts, {experts}.")
         if not budget >= 0:
             raise ValueError(f"budget is {budget}; a number of extra experts cannot be negative.")
         self.rule = rule or Softmax(renormalise=True)
@@ -76,6 +82,7 @@ class SmoothTopK(Selector, StatefulPart):
         if not alpha > 0:
             raise ValueError(f"alpha is {alpha}; the boundary loss needs a positive weight to steer.")
         self.experts, self.k, self.budget, self.control = experts, k, budget, control
+        self.slots = experts if most is None else most
         self.alpha, self.anneal, self.inference = alpha, anneal, "hard" if anneal else inference
         self.coefficients = ("alpha",) if control == "loss" else ()
         self.register_buffer("budget_now", torch.tensor(float(budget)))
@@ -114,7 +121,9 @@ class SmoothTopK(Selector, StatefulPart):
         amounts = self.rule.amounts(scores)
         if amounts is None or self.eta is not None or not choose.applies(scores.key):
             return self._plainly(scores, tokens, context)
-        experts, weights, gaps = choose.choose_smoothly(scores.key, amounts, self.k, self.eps(), informed=scores.informed)
+        experts, weights, gaps = choose.choose_smoothly(
+            scores.key, amounts, self.k, self.eps(), most=self.slots, informed=scores.informed
+        )
         if self.training:
             self._learn_width(gaps, context.real(tokens))
         return Selection(experts, weights, scores.gates, {})
@@ -124,9 +133,12 @@ class SmoothTopK(Selector, StatefulPart):
         experts = top(self.rule.ranks(scores), self.experts)
         levels = self.rule.levels(scores).gather(-1, experts)
         gaps = (levels[..., self.k - 1 : self.k] - levels).detach()  # c - logit, of the expert in each slot
-        core = torch.arange(self.experts, device=experts.device) < self.k
+        slot = torch.arange(self.experts, device=experts.device)
         eps = self.eps()
-        fade, in_strip = fading(gaps, eps)
+        crossable = gaps.masked_fill((slot < self.k) | (slot >= self.slots), torch.inf)
+        edge = eps if self.slots == self.experts else torch.minimum(eps, gaps[..., self.slots : self.slots + 1])
+        experts, gaps, core = experts[..., : self.slots], gaps[..., : self.slots], slot[: self.slots] < self.k
+        fade, in_strip = fading(gaps, edge)
         in_use = core | in_strip
         fade = fade.where(~core, 0.0)
         weights = self.rule.weigh(scores, experts, in_use, fade, self.k)
@@ -134,7 +146,7 @@ class SmoothTopK(Selector, StatefulPart):
             in_use = core | (in_use & (scores.gates.gather(-1, experts) > 0))
         losses = {}
         if self.training and self.eta is None:
-            self._learn_width(gaps.masked_fill(core, torch.inf), context.real(tokens))
+            self._learn_width(crossable, context.real(tokens))
         elif self.training:
             losses = {"boundary": self._boundary(in_use, eps, context.real_or_all(tokens))}
         experts = experts.where(in_use, self.experts)
