@@ -66,7 +66,7 @@ def test_a_command_of_the_documents_works(line: str, command: Command) -> None:
         run = command(*arguments)
         assert run.returncode == 0, run.stderr
         assert run.stdout
-        if "--help" in arguments:  # a command that is not there gets help too: that of all commands
+        if "--help" in arguments:  # that of this command, not of all
             assert f"usage: holdfast {arguments[0]} " in run.stdout
     elif program == "make":  # that the target exists; running it would set up an environment or run these tests again
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)

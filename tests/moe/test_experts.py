@@ -28,7 +28,8 @@ def gradients(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 def assert_equal_to_naive(experts: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> None:
     """Relative to the norm of each result; the reference runs in float32 on the same values.
 
-    A weight's gradient is a product of two vectors, of which little may be left: relative to their lengths, then.
+    In bfloat16 a weight's gradient is a product of two rounded vectors, of which little may be left: relative to their
+    lengths, then.
     """
     tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
     grad = torch.randn_like(tokens)
@@ -56,7 +57,8 @@ def assert_equal_to_naive(experts: Experts, tokens: Tensor, chosen: Tensor, weig
         assert got.shape == expected.shape
         assert got.isfinite().all()
         error = (got.cpu().float() - expected).norm()
-        size = expected.norm() if index != 2 else torch.maximum(expected.norm(), lengths)
+        cancels = index == 2 and tokens.dtype == torch.bfloat16
+        size = torch.maximum(expected.norm(), lengths) if cancels else expected.norm()
         assert error <= TOLERANCE[tokens.dtype] * size, f"{error / size:.1e} off"
 
 

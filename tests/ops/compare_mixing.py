@@ -214,6 +214,7 @@ def main(device: str) -> None:
             compare_entropy(4, 1, Case("narrow", width=width, dtype=kind), device, kinds)
     if device == "cuda":
         for case in (
+            Case("benchmark", 2048, 2048, 64, 64),
             # At 0.3 every token would look at itself alone, and gradients would be small differences of large numbers.
             Case("benchmark", 2048, 2048, 64, 64, shared=True, scale=0.12),
             Case("benchmark of two", 2048, 2048, 128, 64, second=128, dtype=torch.bfloat16),

@@ -123,6 +123,7 @@ def _is_swiglu(module: Any) -> bool:
     usual = getattr(moe, "_default_apply_gate", None)  # families with a gate of their own have their own function there
     return (
         bool(module.has_gate)
+        and usual is not None
         and getattr(type(module), "_apply_gate", None) is usual
         and type(module.act_fn) is SiLUActivation
     )

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128  # tokens that are counted and placed together
+OWNERS = 16  # tiles whose owners are named together
 SPAN, WIDTH, STAGES = 64, 64, 3  # tokens and features that are summed together, and how far loads run ahead
 SUMS, AROUND, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -97,9 +98,10 @@ def _place(
     before = (cluster[:, None] == cluster[None, :]) & (position[None, :] < position[:, None])
     start = tl.sum(tl.where(cluster[:, None] == bins[None, :], (begin + earlier)[None, :], 0), axis=1)
     tl.store(order + start + tl.sum(before.to(tl.int32), axis=1), token, mask=token < tokens)
-    tile = block * OWNERS + tl.arange(0, OWNERS)
-    owner = tl.sum(((bins <= clusters)[None, :] & (tile[:, None] >= last[None, :])).to(tl.int32), axis=1)
-    tl.store(owners + tile, tl.where(owner > clusters, -1, owner), mask=tile < tiles)
+    for some in range(block * OWNERS, tiles, blocks * OWNERS):
+        tile = some + tl.arange(0, OWNERS)
+        owner = tl.sum(((bins <= clusters)[None, :] & (tile[:, None] >= last[None, :])).to(tl.int32), axis=1)
+        tl.store(owners + tile, tl.where(owner > clusters, -1, owner), mask=tile < tiles)
     for filled in range(block, clusters + 1, blocks):
         place = tl.sum(tl.where(bins == filled, begin + total, 0), axis=0) + tl.arange(0, TILE)
         tl.store(order + place, tokens, mask=place < tl.sum(tl.where(bins == filled, last, 0), axis=0) * TILE)
@@ -256,7 +258,7 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) ->
         BINS=bins,
         BLOCK=BLOCK,
         TILE=tile,
-        OWNERS=triton.next_power_of_2(triton.cdiv(tiles, blocks)),
+        OWNERS=OWNERS,
     )
     return order, owners, bounds, totals
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from holdfast.ops.clusters import TILE
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-# Of weights times scales. What was half precision has 17 bits then: 2^-18 of a weight that itself was rounded to 2^-9 of it.
-SCALED_PARTS = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 3}
+WIDE = 512  # from here on a float32 sum may be off by 2^-15 of its terms
 # numpy, and so the interpreter, has no bfloat16 product: there the parts are held in float32, with the same values.
 PART = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
 
@@ -331,6 +330,12 @@ def in_parts(values: Tensor, count: int) -> Tensor:
     return out
 
 
+def _scaled_parts(weight: Tensor) -> int:
+    """Of a weight times scales. Two have 17 bits: of a bfloat16 weight, which was rounded to 2^-9 of it, that is enough
+    where the sum itself is no more exact."""
+    return 2 if weight.dtype == torch.bfloat16 and weight.shape[1] >= WIDE else 3
+
+
 def linear(
     tokens: Tensor,
     weight: Tensor,
@@ -343,7 +348,7 @@ def linear(
     """`tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32."""
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
-    parts = PARTS[weight.dtype] if clusters is None else SCALED_PARTS[weight.dtype]
+    parts = PARTS[weight.dtype] if clusters is None else _scaled_parts(weight)
     _linear[(_tiles(count, clusters, tile), triton.cdiv(width, 64))](
         tokens,
         in_parts(weight, parts) if clusters is None else weight.contiguous(),
