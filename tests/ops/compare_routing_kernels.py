@@ -111,7 +111,7 @@ def clusters(
     close(
         split_kernels.linear(x, w, parts),
         (tokens.double() * scaling) @ weight.double().t(),
-        2e-6 if weight_dtype == torch.bfloat16 and dim >= split_kernels.WIDE else 1e-6,
+        2**-18 if weight_dtype == torch.bfloat16 and dim >= split_kernels.WIDE else 1e-6,
     )
     close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, HALF[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)

@@ -32,6 +32,20 @@ def test_what_comes_after_a_join_sees_what_was_done_beside(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_work_returns_is_there_after_the_join(device: str) -> None:
+    given = torch.ones(3, device=device)
+
+    def work() -> torch.Tensor:
+        if device == "cuda":
+            torch.cuda._sleep(20_000_000)
+        return given + 1
+
+    result = beside(given, work)
+    join(given)
+    assert (result * 1).tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_memory_that_work_reads_is_let_go_at_the_join_and_not_before(device: str) -> None:
     value, given = torch.zeros(3, device=device), torch.ones(3, device=device)
     alive = weakref.ref(given)

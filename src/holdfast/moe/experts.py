@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from holdfast.moe.activations import Activation, resolve
 from holdfast.moe.sharding import Owners
-from holdfast.ops.experts import Dispatch, dispatch, gather_mm, mm_combine
+from holdfast.ops.dispatch import Dispatch, dispatch
+from holdfast.ops.experts import gather_mm, mm_combine
 from holdfast.ops.rows import fuses
 
 

@@ -40,9 +40,9 @@ def _slots(scores, row, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr
         other = start + tl.arange(0, CHUNK)
         known = here & (other < experts)[None, :]
         others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
-        higher = others[:, :, None] > keys[:, None, :]
-        level = (others[:, :, None] == keys[:, None, :]) & (other[:, None] < expert[None, :])[None, :, :]
-        slots += tl.sum((higher | level).to(tl.int32), axis=1)
+        earlier = (other[:, None] < expert[None, :]).to(tl.int32)[None, :, :]
+        ahead = others[:, :, None] > keys[:, None, :] - earlier  # of equal ones the earlier; no key of a score is the least
+        slots += tl.sum(ahead.to(tl.int32), axis=1)
     return slots
 
 

@@ -1,4 +1,4 @@
-"""Dropless dispatch: tokens to the rows of their experts, through two grouped products, and back.
+"""The experts' products: tokens to the rows of their experts, through two grouped products, and back.
 
     T tokens, K slots a token, E experts, d width, H hidden; R rows, one a slot, sorted by expert
 
@@ -11,41 +11,12 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
                   the activation that makes h of gate and up, it makes h again too
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from holdfast.ops import grouped, rows
+from holdfast.ops.dispatch import Dispatch
 from holdfast.ops.operators import EVERYWHERE, operator
-
-
-class Dispatch(NamedTuple):
-    """Where each slot's row is. Unused slots come last, belong to nobody and are never read."""
-
-    order: Tensor  # (R,) the slot of each row, counted through all of them
-    slots: Tensor  # (T,K) the row of each slot
-    offsets: Tensor  # (E,) int32, where each expert's rows end
-
-    @property
-    def used(self) -> Tensor:
-        return self.offsets[-1]
-
-
-def dispatch(chosen: Tensor, experts: int) -> Dispatch:
-    """Sort the slots of `chosen (T,K)` by expert, stably, so that the order within an expert is the tokens' own."""
-    tokens, slots_per_token = chosen.shape
-    keys = chosen.reshape(-1)
-    if experts < torch.iinfo(torch.int16).max:
-        keys = keys.to(torch.int16)
-    by_expert, order = torch.sort(keys, stable=True)
-    boundaries = torch.arange(experts, device=chosen.device, dtype=by_expert.dtype)
-    offsets = torch.searchsorted(by_expert, boundaries, right=True).to(torch.int32)
-    positions = torch.arange(order.shape[0], device=chosen.device)
-    slots = torch.empty_like(order).scatter_(0, order, positions).view(tokens, slots_per_token)
-    if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
-        order = order[: int(offsets[-1])]  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
-    return Dispatch(order, slots, offsets)
 
 
 def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from holdfast.ops.operators import EVERYWHERE, operator
+from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
 _in_flight: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
 NAME_BYTES = 128
@@ -37,28 +38,39 @@ def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
 
 def _drain() -> None:
     while _in_flight and _in_flight[0][0].query():
-        _, largest, layer = _in_flight.popleft()
-        if not math.isfinite(largest):
+        _, found, layer = _in_flight.popleft()
+        if found:
             _in_flight.clear()
             raise _report(layer, None)
 
 
 def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, traced: bool) -> Tensor:
-    nothing = scores.new_zeros(()) if traced else scores.new_empty(())
-    if not scores.numel():
-        return nothing
-    largest = torch.linalg.vector_norm(scores, ord=math.inf)  # one kernel, and NaN or infinite if one score is
-    if not scores.is_cuda:
+    """Where `traced`, returns a 0: a compiler drops what has no result."""
+    looked = scores.numel() > 0
+    if looked and not scores.is_cuda:
+        largest = torch.linalg.vector_norm(scores, ord=math.inf)  # one kernel, and NaN or infinite if one score is
         if not largest.isfinite():
             raise _report(layer, tokens)
-    elif not torch.cuda.is_current_stream_capturing():
+    elif looked and not torch.cuda.is_current_stream_capturing():
         _drain()
-        on_host = torch.empty((), dtype=largest.dtype, pin_memory=True)
-        on_host.copy_(largest, non_blocking=True)
+        found = torch.zeros((), dtype=torch.int32, pin_memory=True)
+        zero = _look(scores.contiguous(), found)
         arrived = torch.cuda.Event()
         arrived.record()
-        _in_flight.append((arrived, on_host, layer))
-    return nothing
+        _in_flight.append((arrived, found, layer))
+        return zero
+    return scores.new_zeros(()) if traced else scores.new_empty(())
+
+
+def _look(scores: Tensor, found: Tensor) -> Tensor:
+    """Have `found`, in the host's memory, told whether one is not finite, at some time; a 0 on the GPU."""
+    if HAS_TRITON:
+        from holdfast.ops import finite_kernels
+
+        with on_device_of(scores):
+            return finite_kernels.look(scores, found)
+    found.copy_(~scores.isfinite().all(), non_blocking=True)
+    return scores.new_zeros(())
 
 
 _require_finite = operator(

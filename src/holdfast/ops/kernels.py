@@ -70,7 +70,8 @@ def _combine(
 
 
 @triton.jit
-def _scale_and_dot(grad, rows, weights, order, used, scaled_grad, scaled_rows, dots, width, BLOCK: tl.constexpr):
+def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK: tl.constexpr):
+    """The gradients are overwritten by what they are times their weights."""
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         slot = tl.load(order + row)
         weight = tl.load(weights + slot)
@@ -81,8 +82,8 @@ def _scale_and_dot(grad, rows, weights, order, used, scaled_grad, scaled_rows, d
             g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
             h = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
             total += g * h
-            tl.store(scaled_grad + row * width + column, weight * g, mask=inside)
-            tl.store(scaled_rows + row * width + column, weight * h, mask=inside)
+            tl.store(grad + row * width + column, weight * g, mask=inside)
+            tl.store(scaled + row * width + column, weight * h, mask=inside)
         tl.store(dots + slot, tl.sum(total, axis=0))
 
 
@@ -116,10 +117,8 @@ def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _glu_backward(
-    grad, gate_up, weights, order, used, grad_gate_up, scaled, dots, width, NAME: tl.constexpr, BLOCK: tl.constexpr
-):
-    """`_scale_and_dot` with the rows h = activation(gate) * up made again, and on through them."""
+def _glu_backward(grad, gate_up, weights, order, used, grad_gate_up, dots, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    """`_scale_and_dot` with the rows h = activation(gate) * up made again, and on through them; `grad` becomes w h."""
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         slot = tl.load(order + row)
         weight = tl.load(weights + slot)
@@ -131,9 +130,9 @@ def _glu_backward(
             gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
             value, slope = _activation(gate, NAME)
-            h = (value * up).to(scaled.dtype.element_ty).to(tl.float32)  # rounded as it was in the forward
+            h = (value * up).to(grad.dtype.element_ty).to(tl.float32)  # rounded as it was in the forward
             total += g * h
-            tl.store(scaled + row * width + column, weight * h, mask=inside)
+            tl.store(grad + row * width + column, weight * h, mask=inside)
             tl.store(grad_gate_up + row * 2 * width + column, weight * g * up * slope, mask=inside)
             tl.store(grad_gate_up + row * 2 * width + width + column, weight * g * value, mask=inside)
         tl.store(dots + slot, tl.sum(total, axis=0))
@@ -162,10 +161,11 @@ def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -
 
 
 def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scaled_grad, scaled_rows, dots = torch.empty_like(grad), torch.empty_like(rows), torch.zeros_like(weights)
+    """`grad` is scaled where it lies."""
+    scaled, dots = torch.empty_like(rows), torch.zeros_like(weights)
     grid = (min(rows.shape[0], MOST),)
-    _scale_and_dot[grid](grad, rows, weights, order, used, scaled_grad, scaled_rows, dots, rows.shape[1], BLOCK=BLOCK)
-    return scaled_grad, scaled_rows, dots
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, rows.shape[1], BLOCK=BLOCK)
+    return grad, scaled, dots
 
 
 def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
@@ -178,8 +178,8 @@ def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
 def glu_backward(
     grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, scaled, dots = torch.empty_like(gate_up), torch.empty_like(grad), torch.zeros_like(weights)
+    """`grad` is overwritten by the weighted h: a quarter less memory where most is needed."""
+    out, dots = torch.empty_like(gate_up), torch.zeros_like(weights)
     grid = (min(grad.shape[0], MOST),)
-    width = grad.shape[1]
-    _glu_backward[grid](grad, gate_up, weights, order, used, out, scaled, dots, width, NAME=activation, BLOCK=BLOCK // 2)
-    return out, scaled, dots
+    _glu_backward[grid](grad, gate_up, weights, order, used, out, dots, grad.shape[1], NAME=activation, BLOCK=BLOCK // 2)
+    return out, grad, dots

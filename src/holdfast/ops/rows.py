@@ -54,7 +54,10 @@ def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -
 def scale_and_dot(
     grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """weight_r grad_r, weight_r rows_r, and for each slot (T,K) grad_r . rows_r of its row, 0 if it is unused."""
+    """weight_r grad_r, weight_r rows_r, and for each slot (T,K) grad_r . rows_r of its row, 0 if it is unused.
+
+    A kernel writes over `grad`.
+    """
     if has_kernels(rows):
         from holdfast.ops import kernels
 
@@ -84,7 +87,10 @@ def glu(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
 def glu_backward(
     grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With h = glu(gate_up): the gradient of gate_up from that of h, weight_r grad_r; weight_r h_r; grad_r . h_r by slot."""
+    """With h = glu(gate_up): the gradient of gate_up from that of h, weight_r grad_r; weight_r h_r; grad_r . h_r by slot.
+
+    It writes over `grad`.
+    """
     from holdfast.ops import kernels
 
     with on_device_of(grad):

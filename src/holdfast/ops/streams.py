@@ -1,29 +1,32 @@
 """Work that nobody waits for yet: on a GPU on a stream beside what follows, elsewhere in its turn."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_running: dict[torch.device, list[Callable[[], None]]] = {}
+_running: dict[torch.device, list[Callable[[], object]]] = {}
+Result = TypeVar("Result")
 
 
-def beside(like: Tensor, work: Callable[[], None]) -> None:
+def beside(like: Tensor, work: Callable[[], Result]) -> Result:
     """Run `work`, which launches kernels on `like`'s device, at the same time as what is launched until `join`.
 
-    It may read what was launched before. What it writes may be read after `join` only, or by more such work.
+    It may read what was launched before. What it writes or returns may be read after `join` only, or by more such work;
+    from then on a returned tensor is like any other: the next work to get its memory waits for all that was launched before.
     """
     if not like.is_cuda or torch.compiler.is_compiling():
-        work()
-        return
+        return work()
     if like.device not in _streams:
         _streams[like.device] = torch.cuda.Stream(like.device)
     stream = _streams[like.device]
     stream.wait_stream(torch.cuda.current_stream(like.device))
     with torch.cuda.stream(stream):
-        work()
+        result = work()
     _running.setdefault(like.device, []).append(work)  # it holds what it reads, whose memory must not go to others yet
+    return result
 
 
 def join(like: Tensor) -> None:

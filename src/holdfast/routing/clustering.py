@@ -80,7 +80,7 @@ class Clustered(Score, StatefulPart):
         return {"spreads": torch.lerp(mean, self.spreads, MEMORY).where(counts >= FEWEST_TOKENS, self.spreads)}
 
     def begin_training_forward(self) -> None:
-        beside(self.spreads, super().begin_training_forward)  # while tokens are put in the order of their clusters
+        beside(self.spreads, super().begin_training_forward)
 
     def absorb_where(self, due: Tensor) -> None:
         if torch.compiler.is_compiling() or not has_kernels(self.spreads):
@@ -101,15 +101,22 @@ class Clustered(Score, StatefulPart):
         return self.base.finish(scaled_linear_float32(tokens, *features, matrix))
 
     def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
-        """(x * m_c) matrix^T, as from `features`, with the tokens in the order of their clusters."""
+        """(x * m_c) matrix^T, as from `features`, with the tokens in the order of their clusters.
+
+        While they are put in order, the running spreads become scales.
+        """
         self._check(previous)
         real = None if real is None else real.flatten()
+        scales = None
+        if self.stats == "running":
+            scales = beside(self.spreads, lambda: clusters.feature_scales(self.spreads, SMALLEST_SPREAD))
         groups = clusters.group(previous.routing.experts[:, 0], real, self.clusters)
         inputs, squared = previous.tokens.detach().reshape(-1, self.dim), self.spread == "variance"
         spreads = self._spreads(
             lambda: clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
         )
-        scales = clusters.feature_scales(spreads, SMALLEST_SPREAD)
+        if scales is None:
+            scales = clusters.feature_scales(spreads, SMALLEST_SPREAD)
         projected = split.clustered_linear(tokens.reshape(-1, self.dim), matrix, groups, scales)
         return projected.view(*tokens.shape[:-1], matrix.shape[0])
 
