@@ -114,7 +114,7 @@ if __name__ == "__main__":
     looking(sys.argv[1])
     for sizes in ((1, 1, 1), (40, 3, 1), (200, 3, 6), (300, 2, 64), (70, 20, 300)):
         sorting(sys.argv[1], *sizes)
-    dispatch_kernels.PROGRAMS = 3  # each has several blocks of slots
+    dispatch_kernels.SPAN = 2  # their counts are added up in several steps
     for sizes in ((200, 3, 6), (300, 2, 64), (70, 20, 300)):
         sorting(sys.argv[1], *sizes)
     print(f"{compared} comparisons")

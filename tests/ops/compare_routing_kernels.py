@@ -241,6 +241,9 @@ def compare(device: str) -> None:
     for (experts, k, most), (how, informed) in itertools.product(((6, 1, 1), (13, 4, 6), (64, 8, 16)), CASES):
         choices(device, experts, k, how, informed, 1.5, most)
     clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_kernels.WIDE, groups=60)  # more tiles than tokens fill
+    for how, informed in CASES:  # more slots than are filled one after the other
+        choices(device, 40, choose_kernels.FEW + 1, how, informed, None, 40)
+    graphs(device, 40, choose_kernels.FEW + 1, True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     T tokens, E experts, K slots a token
 
 An expert's slot is the number of experts ahead of it: those with a higher score, and those with the same and a lower index.
-Counting them, E^2 comparisons a token, is cheaper on a GPU than sorting, and leaves each expert knowing its own slot.
+Counting them, E^2 comparisons a token, is cheaper on a GPU than sorting, and leaves each expert knowing its own slot; where
+only a few slots matter, taking the best out again and again is cheaper still.
 """
 
 # mypy: ignore-errors
@@ -18,6 +19,7 @@ LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
 BLOCK_ELEMENTS = 256  # scores a program reads at a time
 CHUNK = 32  # experts that all are compared with at a time
+FEW = 16  # slots that are filled one after the other
 
 
 @triton.jit
@@ -29,20 +31,27 @@ def _keys(values, inside):
 
 
 @triton.jit
-def _slots(scores, row, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """(ROWS, EXPERTS): how many experts are ahead of each."""
+def _slots(scores, row, rows, experts, k, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr):
+    """(ROWS, EXPERTS): how many experts are ahead of each. FEW: of the k best only, EXPERTS for the others."""
     expert = tl.arange(0, EXPERTS)
     here = (row < rows)[:, None]
     inside = here & (expert < experts)[None, :]
     keys = _keys(tl.load(scores + row[:, None] * experts + expert[None, :], mask=inside, other=0.0), inside)
-    slots = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
-    for start in range(0, experts, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        known = here & (other < experts)[None, :]
-        others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
-        earlier = (other[:, None] < expert[None, :]).to(tl.int32)[None, :, :]
-        ahead = others[:, :, None] > keys[:, None, :] - earlier  # of equal ones the earlier; no key of a score is the least
-        slots += tl.sum(ahead.to(tl.int32), axis=1)
+    if FEW:
+        slots = tl.full((ROWS, EXPERTS), EXPERTS, dtype=tl.int32)
+        for slot in range(k):
+            best = expert[None, :] == tl.argmax(keys, axis=1)[:, None]
+            slots = tl.where(best, slot, slots)
+            keys = tl.where(best, LOWEST, keys)
+    else:
+        slots = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
+        for start in range(0, experts, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            known = here & (other < experts)[None, :]
+            others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
+            higher = others[:, :, None] > keys[:, None, :]
+            level = (others[:, :, None] == keys[:, None, :]) & (other[:, None] < expert[None, :])[None, :, :]
+            slots += tl.sum((higher | level).to(tl.int32), axis=1)
     return slots
 
 
@@ -88,13 +97,14 @@ def _choose(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """CAPPED: there are fewer slots than experts, and a strip ends at the first expert that has none."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)
     inside = (row < rows)[:, None] & (expert < experts)[None, :]
     place = row[:, None] * experts + expert[None, :]
-    slots = _slots(scores, row, rows, experts, ROWS, EXPERTS, CHUNK)
+    slots = _slots(scores, row, rows, experts, k, ROWS, EXPERTS, CHUNK, FEW)
     amount = tl.load(amounts + place, mask=inside, other=0.0)
     core = inside & (slots < k)
     in_use, fade = core, tl.zeros((ROWS, EXPERTS), dtype=tl.float32)
@@ -195,6 +205,7 @@ def _together(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
     PART: tl.constexpr,
 ):
     """out[s] = Z^T Z over the s-th share of the rows: sums of 0 and 1, exact in any order."""
@@ -203,7 +214,7 @@ def _together(
     total = tl.zeros((EXPERTS, EXPERTS), dtype=tl.float32)
     for start in range(split * share, min(rows, (split + 1) * share), ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        slots = _slots(scores, row, rows, experts, ROWS, EXPERTS, CHUNK)
+        slots = _slots(scores, row, rows, experts, k, ROWS, EXPERTS, CHUNK, FEW)
         counted = (row < rows)[:, None] & (expert < experts)[None, :]
         if PADDED:
             counted = counted & (tl.load(real + row, mask=row < rows, other=0) != 0)[:, None]
@@ -261,6 +272,7 @@ def choose(
         ROWS=rows,
         EXPERTS=wide,
         CHUNK=min(CHUNK, wide),
+        FEW=eps is None and k <= FEW,
         num_warps=warps,
     )
     return chosen, weights, slots, gaps, edges
@@ -324,6 +336,7 @@ def together(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.d
         ROWS=16,
         EXPERTS=wide,
         CHUNK=16,
+        FEW=k <= FEW,
         PART=part,
         num_warps=warps,
     )

@@ -49,7 +49,7 @@ def _count(
 
 
 @triton.jit
-def sum_counts(counts, block, blocks, BINS: tl.constexpr):
+def _sum_counts(counts, block, blocks, BINS: tl.constexpr):
     """Over all blocks, and over those before `block`."""
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), dtype=tl.int32)
@@ -88,7 +88,7 @@ def _place(
     """
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    total, earlier = sum_counts(counts, block, blocks, BINS)
+    total, earlier = _sum_counts(counts, block, blocks, BINS)
     own_tiles = (total + TILE - 1) // TILE
     last = tl.cumsum(own_tiles, axis=0)
     begin = (last - own_tiles) * TILE
@@ -108,7 +108,7 @@ def _place(
     if block == 0:
         tl.store(bounds + bins, last, mask=bins <= clusters)
         if PADDED:
-            total, _ = sum_counts(real_counts, block, blocks, BINS)
+            total, _ = _sum_counts(real_counts, block, blocks, BINS)
         tl.store(totals + bins, total.to(tl.float32), mask=bins < clusters)
 
 

@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
 # Measured on an H200. The first that fits into a multiprocessor's shared memory is taken, the last fits everywhere.
 SMALL = (Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1))
 TILINGS = {
-    "mix": (Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
+    "mix": (Tiling(64, 64, 4, 3, fold=True), Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
     "query": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), *SMALL),
     "key": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),
     "value": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),  # the kernel over keys where only values are wanted
