@@ -242,7 +242,8 @@ def compare(device: str) -> None:
         choices(device, experts, k, how, informed, 1.5, most)
     clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_kernels.WIDE, groups=60)  # more tiles than tokens fill
     for how, informed in CASES:  # more slots than are filled one after the other
-        choices(device, 40, choose_kernels.FEW + 1, how, informed, None, 40)
+        for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):
+            choices(device, 40, choose_kernels.FEW + 1, how, informed, eps, most)
     graphs(device, 40, choose_kernels.FEW + 1, True)
 
 

@@ -7,7 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+import holdfast
+from holdfast import Context
+from holdfast.ops import streams as streams_module
 from holdfast.ops.streams import beside, join
+from holdfast.routing import Previous
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -56,3 +60,24 @@ def test_memory_that_work_reads_is_let_go_at_the_join_and_not_before(device: str
     join(value)
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_are_the_same_to_the_bit_with_and_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    router = holdfast.router("ac+similarity", dim=256, experts=16, k=4, rank=32).to("cuda", torch.bfloat16)
+    tokens = torch.randn(4, 1024, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    previous = Previous(tokens.detach(), router.eval()(tokens.detach()))
+    router.train()
+    state = {name: value.clone() for name, value in router.state_dict().items()}
+    expected, got = [], []
+    for steps, streams in ((expected, False), (got, True)):
+        monkeypatch.setattr(streams_module, "_has_streams", lambda like, streams=streams: streams)
+        router.load_state_dict(state)
+        for _ in range(30):  # memory is handed out again while kernels run
+            routing = router(tokens, Context(causal=True, previous=previous))
+            inputs = [tokens, *router.parameters()]
+            torch.cuda._sleep(200_000)
+            steps.append(torch.autograd.grad(routing.weights.square().sum() + routing.gates.square().sum(), inputs))
+    for one, other in zip(expected, got, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -31,28 +31,49 @@ def _keys(values, inside):
 
 
 @triton.jit
-def _slots(scores, row, rows, experts, k, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr):
-    """(ROWS, EXPERTS): how many experts are ahead of each. FEW: of the k best only, EXPERTS for the others."""
+def _own_keys(scores, row, rows, experts, EXPERTS: tl.constexpr):
     expert = tl.arange(0, EXPERTS)
-    here = (row < rows)[:, None]
-    inside = here & (expert < experts)[None, :]
-    keys = _keys(tl.load(scores + row[:, None] * experts + expert[None, :], mask=inside, other=0.0), inside)
-    if FEW:
-        slots = tl.full((ROWS, EXPERTS), EXPERTS, dtype=tl.int32)
-        for slot in range(k):
-            best = expert[None, :] == tl.argmax(keys, axis=1)[:, None]
-            slots = tl.where(best, slot, slots)
-            keys = tl.where(best, LOWEST, keys)
-    else:
-        slots = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
-        for start in range(0, experts, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            known = here & (other < experts)[None, :]
-            others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
-            higher = others[:, :, None] > keys[:, None, :]
-            level = (others[:, :, None] == keys[:, None, :]) & (other[:, None] < expert[None, :])[None, :, :]
-            slots += tl.sum((higher | level).to(tl.int32), axis=1)
+    inside = (row < rows)[:, None] & (expert < experts)[None, :]
+    return _keys(tl.load(scores + row[:, None] * experts + expert[None, :], mask=inside, other=0.0), inside)
+
+
+@triton.jit
+def _fill_slots(keys, slots, first, last, EXPERTS: tl.constexpr):
+    """Give the slots from `first` to `last` to the best that are left, and take them out of the keys."""
+    expert = tl.arange(0, EXPERTS)
+    for slot in range(first, last):
+        best = expert[None, :] == tl.argmax(keys, axis=1)[:, None]
+        slots = tl.where(best, slot, slots)
+        keys = tl.where(best, LOWEST, keys)
+    return keys, slots
+
+
+@triton.jit
+def _count_ahead(scores, row, rows, keys, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """(ROWS, EXPERTS): how many experts are ahead of each."""
+    expert = tl.arange(0, EXPERTS)
+    slots = tl.zeros((ROWS, EXPERTS), dtype=tl.int32)
+    for start in range(0, experts, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        known = (row < rows)[:, None] & (other < experts)[None, :]
+        others = _keys(tl.load(scores + row[:, None] * experts + other[None, :], mask=known, other=0.0), known)
+        higher = others[:, :, None] > keys[:, None, :]
+        level = (others[:, :, None] == keys[:, None, :]) & (other[:, None] < expert[None, :])[None, :, :]
+        slots += tl.sum((higher | level).to(tl.int32), axis=1)
     return slots
+
+
+@triton.jit
+def _slots(
+    scores, row, rows, experts, wanted, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr
+):
+    """(ROWS, EXPERTS): the slot of each expert, where they are FEW of the first `wanted` only; and the keys of the rest."""
+    keys = _own_keys(scores, row, rows, experts, EXPERTS)
+    if FEW:
+        keys, slots = _fill_slots(keys, tl.full((ROWS, EXPERTS), EXPERTS, dtype=tl.int32), 0, wanted, EXPERTS)
+    else:
+        slots = _count_ahead(scores, row, rows, keys, experts, ROWS, EXPERTS, CHUNK)
+    return slots, keys
 
 
 @triton.jit
@@ -99,12 +120,16 @@ def _choose(
     CHUNK: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """CAPPED: there are fewer slots than experts, and a strip ends at the first expert that has none."""
+    """CAPPED: there are fewer slots than experts, and a strip ends at the first expert that has none.
+
+    FEW: slots are filled one after the other, those of a strip as far as any token's reaches.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)
     inside = (row < rows)[:, None] & (expert < experts)[None, :]
     place = row[:, None] * experts + expert[None, :]
-    slots = _slots(scores, row, rows, experts, k, ROWS, EXPERTS, CHUNK, FEW)
+    wanted = width + 1 if CAPPED else k
+    slots, keys = _slots(scores, row, rows, experts, wanted, ROWS, EXPERTS, CHUNK, FEW)
     amount = tl.load(amounts + place, mask=inside, other=0.0)
     core = inside & (slots < k)
     in_use, fade = core, tl.zeros((ROWS, EXPERTS), dtype=tl.float32)
@@ -118,6 +143,12 @@ def _choose(
             crossed = core | (slots >= width)
         else:
             fade, in_strip = _fade(gaps, tl.load(eps))
+            if FEW:
+                crossing = tl.max(tl.sum((in_strip & inside & ~core).to(tl.int32), axis=1), axis=0)
+                keys, slots = _fill_slots(keys, slots, k, k + crossing, EXPERTS)
+                unused = (row < rows)[:, None] & ((expert >= k + crossing) & (expert < width))[None, :]
+                tl.store(chosen + row[:, None] * width + expert[None, :], experts, mask=unused)
+                tl.store(weights + row[:, None] * width + expert[None, :], 0.0, mask=unused)
         fade = tl.where(core, 0.0, fade)
         in_use = core | (in_strip & inside)
         tl.store(gaps_out + place, tl.where(crossed, float("inf"), gaps), mask=inside)
@@ -214,7 +245,7 @@ def _together(
     total = tl.zeros((EXPERTS, EXPERTS), dtype=tl.float32)
     for start in range(split * share, min(rows, (split + 1) * share), ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        slots = _slots(scores, row, rows, experts, k, ROWS, EXPERTS, CHUNK, FEW)
+        slots, _ = _slots(scores, row, rows, experts, k, ROWS, EXPERTS, CHUNK, FEW)
         counted = (row < rows)[:, None] & (expert < experts)[None, :]
         if PADDED:
             counted = counted & (tl.load(real + row, mask=row < rows, other=0) != 0)[:, None]
@@ -272,7 +303,7 @@ def choose(
         ROWS=rows,
         EXPERTS=wide,
         CHUNK=min(CHUNK, wide),
-        FEW=eps is None and k <= FEW,
+        FEW=(width if capped else k) <= FEW,
         num_warps=warps,
     )
     return chosen, weights, slots, gaps, edges

@@ -287,6 +287,7 @@ def query_gradient(
     HAS_BIAS: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
+    SHARED: tl.constexpr,  # the keys are the queries, and their gradient is there: add to it
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FOLD: tl.constexpr,
@@ -330,7 +331,11 @@ def query_gradient(
                 second_gradient = product(second_gradient, slopes, b, 2, PARTS[6], False)
     across = tl.arange(0, WIDTH)
     inside = (row < queries)[:, None] & (across < width)[None, :]
-    tl.store(out + (group * queries + row[:, None]) * width + across[None, :], gradient * scale, mask=inside)
+    place = out + (group * queries + row[:, None]) * width + across[None, :]
+    gradient *= scale
+    if SHARED:
+        gradient += tl.load(place, mask=inside, other=0.0)
+    tl.store(place, gradient, mask=inside)
     if SECOND > 0:
         across = tl.arange(0, SECOND)
         inside = (row < queries)[:, None] & (across < second_width)[None, :]
@@ -375,7 +380,6 @@ def key_gradient(
     MASK: tl.constexpr,
     WANTS_KEY: tl.constexpr,
     WANTS_VALUE: tl.constexpr,
-    SHARED: tl.constexpr,  # keys are the queries, whose gradient is there: add to it
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FOLD: tl.constexpr,
@@ -453,10 +457,7 @@ def key_gradient(
         across = tl.arange(0, WIDTH)
         inside = own[:, None] & (across < width)[None, :]
         place = out + here[:, None] * width + across[None, :]
-        gradient *= scale
-        if SHARED:
-            gradient += tl.load(place, mask=inside, other=0.0)
-        tl.store(place, gradient, mask=inside)
+        tl.store(place, gradient * scale, mask=inside)
         if SECOND > 0:
             across = tl.arange(0, SECOND)
             inside = own[:, None] & (across < second_width)[None, :]

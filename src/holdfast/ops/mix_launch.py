@@ -12,6 +12,7 @@ from torch import Tensor
 from holdfast.ops import mix_kernels
 from holdfast.ops.mix_kernels import Mask
 from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Apart, Kinds, as_brains, as_halves, take_apart, tile_width
+from holdfast.ops.streams import backward_beside
 
 
 class Tiling(NamedTuple):
@@ -258,11 +259,13 @@ def mix_backward(
     second_scale: float,
     *,
     wants: Wants,
+    aside: bool = False,
     kinds: Kinds = NATIVE,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, second query, second key and bias; None where not wanted.
 
-    Where the key is the query, its gradient is in the query's.
+    Where the key is the query, its gradient is in the query's. With `aside` the gradients of the queries come last, on the
+    stream beside (see ops/streams.py).
     """
     problem = _problem(rows, bias, real, mask, parts, causal, kinds)
     query, key, value, second_query, second_key = rows
@@ -290,7 +293,8 @@ def mix_backward(
     shared = key is query and wants.query and wants.key
     of_key = of_query if shared else like(key, wants.key)
     of_value = like(value, wants.value)
-    if wants.query:
+
+    def gradient_of_queries() -> None:
         these = counts(key, query, second_key, second_query)
         constants = {**problem.constants, "PARTS": (*part_counts, *these)}
         tiling = _tiling("query", constants, query.device)
@@ -306,9 +310,11 @@ def mix_backward(
             scale,
             second_scale,
             **constants,
+            SHARED=shared,
             **tiling.options,
             FOLD=tiling.fold,
         )
+
     if wants.key or wants.value:
         these = counts(query, key, second_query, second_key)
         constants = {**problem.constants, "PARTS": (*part_counts, *these)}
@@ -328,8 +334,13 @@ def mix_backward(
             **constants,
             WANTS_KEY=wants.key,
             WANTS_VALUE=wants.value,
-            SHARED=shared,
             **tiling.options,
             FOLD=tiling.fold,
         )
+    if wants.query and aside:
+        read = (*rows, grad, out, log_total, centre, *grad_parts, *parts, *problem.limits[:2], problem.limits[2].at)
+        crossing = [each for each in (*read, of_query, of_second_query) if each is not None]
+        backward_beside(query, crossing, gradient_of_queries)
+    elif wants.query:
+        gradient_of_queries()
     return of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias
