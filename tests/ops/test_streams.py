@@ -9,9 +9,8 @@ import torch
 
 import holdfast
 from holdfast import Context
-from holdfast.ops import streams as streams_module
 from holdfast.ops.streams import beside, join
-from holdfast.routing import Previous
+from holdfast.routing import Previous, clustering
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -70,9 +69,10 @@ def test_gradients_are_the_same_to_the_bit_with_and_without_streams(monkeypatch:
     previous = Previous(tokens.detach(), router.eval()(tokens.detach()))
     router.train()
     state = {name: value.clone() for name, value in router.state_dict().items()}
-    expected, got = [], []
+    expected: list[tuple[torch.Tensor, ...]] = []
+    got: list[tuple[torch.Tensor, ...]] = []
     for steps, streams in ((expected, False), (got, True)):
-        monkeypatch.setattr(streams_module, "_has_streams", lambda like, streams=streams: streams)
+        monkeypatch.setattr(clustering, "beside", beside if streams else lambda _, work: work())
         router.load_state_dict(state)
         for _ in range(30):  # memory is handed out again while kernels run
             routing = router(tokens, Context(causal=True, previous=previous))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 128  # slots that are counted and placed together
+BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
 
 
@@ -70,7 +70,9 @@ def dispatch(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     order = torch.empty(slots, dtype=torch.int64, device=device)
     rows = torch.empty(chosen.shape, dtype=torch.int64, device=device)
     offsets = torch.empty(experts, dtype=torch.int32, device=device)
-    _count[(blocks,)](chosen, counts, slots, experts, blocks, BINS=bins, BLOCK=BLOCK)
+    _count[(blocks,)](chosen, counts, slots, experts, blocks, BINS=bins, BLOCK=BLOCK, num_warps=1)
     _add_up[(experts,)](counts, totals, blocks, SPAN=SPAN)
-    _place[(blocks,)](chosen, counts, totals, order, rows, offsets, slots, experts, blocks, BINS=bins, BLOCK=BLOCK)
+    _place[(blocks,)](
+        chosen, counts, totals, order, rows, offsets, slots, experts, blocks, BINS=bins, BLOCK=BLOCK, num_warps=1
+    )
     return order, rows, offsets

@@ -45,28 +45,13 @@ def softmax_mix(
     mask: Tensor | None = None,  # (G,N,M), or 1 in place of G or N
     second: Second | None = None,
     bias: Tensor | None = None,  # (G,M), added to the scores of a key
-    aside: bool = False,
 ) -> Tensor:
-    """out (G,N,n), float32, differentiable in everything but a bias in `mask`.
-
-    `aside`: the queries come `with_backward_beside`, and so may their gradient.
-    """
+    """out (G,N,n), float32, differentiable in everything but a bias in `mask`."""
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
     own_key = None if key is query else key
     out: Tensor = _SoftmaxMix.apply(  # type: ignore[no-untyped-call]
-        query,
-        own_key,
-        value,
-        other_query,
-        other_key,
-        bias,
-        real,
-        _expanded(mask, query, key),
-        causal,
-        scale,
-        other_scale,
-        aside,
+        query, own_key, value, other_query, other_key, bias, real, _expanded(mask, query, key), causal, scale, other_scale
     )
     return out
 
@@ -198,10 +183,9 @@ def _needed_again(parts: list[Tensor]) -> list[Tensor]:
 class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, query, key, value, second_query, second_key, bias, real, mask, causal, scale, second_scale, aside
+        ctx, query, key, value, second_query, second_key, bias, real, mask, causal, scale, second_scale
     ):
         """No key: the queries are."""
-        ctx.aside = aside and not torch.compiler.is_compiling()  # a compiler has one stream
         ctx.how = (key is None, causal, scale, second_scale)
         needs = ctx.needs_input_grad[:6]
         ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2]]
@@ -215,11 +199,9 @@ class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         everything = ctx.saved_tensors  # once: under activation checkpointing they are not there a second time
-        aside = ctx.aside and not torch.compiler.is_compiling()
-        parts = list(everything[10:])
-        grads = _softmax_mix_backward(grad.contiguous(), *everything[:10], parts, *ctx.how, aside, ctx.wants)
+        grads = _softmax_mix_backward(grad.contiguous(), *everything[:10], list(everything[10:]), *ctx.how, ctx.wants)
         needs = ctx.needs_input_grad[:6]
-        return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 6)
+        return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 5)
 
 
 def _mix_parts_anywhere(
@@ -321,7 +303,6 @@ def _softmax_mix_backward_anywhere(
     causal: bool,
     scale: float,
     second_scale: float,
-    aside: bool,
     wants: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients of the first six operands; one without elements where it is not wanted or there is no operand.
@@ -334,7 +315,7 @@ def _softmax_mix_backward_anywhere(
         rows = mix_launch.Rows(query, query if shared else key, value, second_query, second_key)
         how = (bias, real, mask, parts, causal, scale, second_scale)
         with on_device_of(query):
-            grads = mix_launch.mix_backward(grad, out, log_total, rows, *how, wants=mix_launch.Wants(*wants), aside=aside)
+            grads = mix_launch.mix_backward(grad, out, log_total, rows, *how, wants=mix_launch.Wants(*wants))
     else:
         terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
         grads = _blocked_backward(grad, out, log_total, terms, _only_real(value, real), shared)
@@ -357,8 +338,7 @@ def _softmax_mix_backward_fake(grad: Tensor, out: Tensor, log_total: Tensor, *re
 
 
 _softmax_mix_backward = operator(
-    f"softmax_mix_backward(Tensor grad, Tensor out, Tensor log_total, {_ROWS}, {_LIMITS}, {_HOW}, bool aside, "
-    "bool[] wants) -> Tensor[]",
+    f"softmax_mix_backward(Tensor grad, Tensor out, Tensor log_total, {_ROWS}, {_LIMITS}, {_HOW}, bool[] wants) -> Tensor[]",
     _softmax_mix_backward_anywhere,
     _softmax_mix_backward_fake,
     devices=EVERYWHERE,

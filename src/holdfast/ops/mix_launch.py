@@ -12,7 +12,6 @@ from torch import Tensor
 from holdfast.ops import mix_kernels
 from holdfast.ops.mix_kernels import Mask
 from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Apart, Kinds, as_brains, as_halves, take_apart, tile_width
-from holdfast.ops.streams import backward_beside
 
 
 class Tiling(NamedTuple):
@@ -37,7 +36,7 @@ class Tiling(NamedTuple):
 # Measured on an H200. The first that fits into a multiprocessor's shared memory is taken, the last fits everywhere.
 SMALL = (Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1))
 TILINGS = {
-    "mix": (Tiling(64, 64, 4, 3, fold=True), Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
+    "mix": (Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
     "query": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), *SMALL),
     "key": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),
     "value": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),  # the kernel over keys where only values are wanted
@@ -259,13 +258,11 @@ def mix_backward(
     second_scale: float,
     *,
     wants: Wants,
-    aside: bool = False,
     kinds: Kinds = NATIVE,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, second query, second key and bias; None where not wanted.
 
-    Where the key is the query, its gradient is in the query's. With `aside` the gradients of the queries come last, on the
-    stream beside (see ops/streams.py).
+    Where the key is the query, its gradient is in the query's.
     """
     problem = _problem(rows, bias, real, mask, parts, causal, kinds)
     query, key, value, second_query, second_key = rows
@@ -293,28 +290,6 @@ def mix_backward(
     shared = key is query and wants.query and wants.key
     of_key = of_query if shared else like(key, wants.key)
     of_value = like(value, wants.value)
-
-    def gradient_of_queries() -> None:
-        these = counts(key, query, second_key, second_query)
-        constants = {**problem.constants, "PARTS": (*part_counts, *these)}
-        tiling = _tiling("query", constants, query.device)
-        mix_kernels.query_gradient[groups, triton.cdiv(queries, tiling.rows)](
-            *operands,
-            *brains(problem.key, key, problem.second_key, second_key),
-            *rest,
-            of_query,
-            grad if of_second_query is None else of_second_query,
-            queries,
-            keys,
-            *widths,
-            scale,
-            second_scale,
-            **constants,
-            SHARED=shared,
-            **tiling.options,
-            FOLD=tiling.fold,
-        )
-
     if wants.key or wants.value:
         these = counts(query, key, second_query, second_key)
         constants = {**problem.constants, "PARTS": (*part_counts, *these)}
@@ -337,10 +312,24 @@ def mix_backward(
             **tiling.options,
             FOLD=tiling.fold,
         )
-    if wants.query and aside:
-        read = (*rows, grad, out, log_total, centre, *grad_parts, *parts, *problem.limits[:2], problem.limits[2].at)
-        crossing = [each for each in (*read, of_query, of_second_query) if each is not None]
-        backward_beside(query, crossing, gradient_of_queries)
-    elif wants.query:
-        gradient_of_queries()
+    if wants.query:
+        these = counts(key, query, second_key, second_query)
+        constants = {**problem.constants, "PARTS": (*part_counts, *these)}
+        tiling = _tiling("query", constants, query.device)
+        mix_kernels.query_gradient[groups, triton.cdiv(queries, tiling.rows)](
+            *operands,
+            *brains(problem.key, key, problem.second_key, second_key),
+            *rest,
+            of_query,
+            grad if of_second_query is None else of_second_query,
+            queries,
+            keys,
+            *widths,
+            scale,
+            second_scale,
+            **constants,
+            SHARED=shared,
+            **tiling.options,
+            FOLD=tiling.fold,
+        )
     return of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias

@@ -15,7 +15,6 @@ from holdfast.ops.mix import Second, attention_entropy, sampled, softmax_mix
 from holdfast.ops.norms import projected_norms
 from holdfast.ops.precision import linear_float32
 from holdfast.ops.running import absorb_mean, running_mean
-from holdfast.ops.streams import with_backward_beside
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, sum_over_ranks
@@ -56,7 +55,8 @@ class Similarity(Informer):
         return self.strength == 0
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        u = self._reduced(tokens if context.attention is None else context.attention.output)
+        u = tokens if context.attention is None else context.attention.output
+        u = u if self.reduce is None else linear_float32(u, self.reduce)
         own, keys, real, mask = gates, u, context.padding, _allowed(context.attention)
         if context.cache is not None:
             gates, keys = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", keys)
@@ -64,14 +64,8 @@ class Similarity(Informer):
             if context.attention is not None:
                 keys, gates, real = (_latest(rows, context.attention) for rows in (keys, gates, real))
         causal, mask = (context.causal, mask) if self.causal else (False, None)
-        aside = self.reduce is not None and keys is u
-        mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask, aside=aside)
+        mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask)
         return _blend(own, mixed, self.strength)
-
-    def _reduced(self, u: Tensor) -> Tensor:
-        """In the backward the scores wait for the gradients of gates alone, so those of `reduce` may come beside theirs."""
-        reduce = self.reduce
-        return u if reduce is None else with_backward_beside(u, lambda: linear_float32(u, reduce))
 
 
 class AttentionPosterior(Informer, StatefulPart):
