@@ -11,7 +11,20 @@ from torch import Tensor
 
 from holdfast.ops import mix_kernels
 from holdfast.ops.mix_kernels import Mask
-from holdfast.ops.part_kernels import DTYPES, NATIVE, WIDEST, Apart, Kinds, as_brains, as_halves, take_apart, tile_width
+from holdfast.ops.part_kernels import (
+    DTYPES,
+    NATIVE,
+    WIDEST,
+    Apart,
+    Kinds,
+    Order,
+    as_brains,
+    as_halves,
+    fill_orders,
+    order_apart,
+    take_apart,
+    tile_width,
+)
 
 
 class Tiling(NamedTuple):
@@ -36,9 +49,9 @@ class Tiling(NamedTuple):
 # Measured on an H200. The first that fits into a multiprocessor's shared memory is taken, the last fits everywhere.
 SMALL = (Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1))
 TILINGS = {
-    "mix": (Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
+    "mix": (Tiling(64, 64, 4, 3, fold=True), Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
     "query": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), *SMALL),
-    "key": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),
+    "key": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),
     "value": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),  # the kernel over keys where only values are wanted
 }
 SCRATCH = 8192  # bytes that a kernel takes beside its tiles
@@ -133,7 +146,11 @@ def take_all_apart(
 ) -> list[Tensor]:
     """All parts that `mix` and `mix_backward` need, once for both: an `Apart` for each of the rows, one after another."""
     real = None if real is None else real.contiguous()
-    how = {"kinds": kinds, "fill": fill}
+    orders: list[Order] = []
+
+    def apart(part: Tensor, real: Tensor | None, halves: int, brains: int) -> Apart:
+        orders.append(order_apart(part, real, halves=halves, brains=brains, kinds=kinds))
+        return orders[-1].apart
 
     def product(query: Tensor, key: Tensor, scaled: bool) -> list[Tensor]:
         of_query, of_key = (_halves(query), _halves(key)) if scaled else (0, 0)
@@ -141,18 +158,17 @@ def take_all_apart(
         query_brains = _brains(query, key.dtype, kinds) if needs_query else 0
         key_brains = _brains(key, query.dtype, kinds) if needs_key else 0
         if key is query and real is None:
-            apart, _ = take_apart(query, halves=of_query, brains=max(query_brains, key_brains), **how)
-            return [*apart, *(part.new_empty(0) for part in apart)]
-        return [
-            *take_apart(query, halves=of_query, brains=query_brains, **how)[0],
-            *take_apart(key, real, halves=of_key, brains=key_brains, **how)[0],
-        ]
+            both = apart(query, None, of_query, max(query_brains, key_brains))
+            return [*both, *(part.new_empty(0) for part in both)]
+        return [*apart(query, None, of_query, query_brains), *apart(key, real, of_key, key_brains)]
 
     value_brains = _brains(rows.value, torch.float32, kinds) if wants.query or wants.key else 0
     parts = product(rows.query, rows.key, rows.scaled(kinds))
-    parts += take_apart(rows.value, real, halves=_halves(rows.value), brains=value_brains, **how)[0]
+    parts += apart(rows.value, real, _halves(rows.value), value_brains)
     if rows.second_query is not None and rows.second_key is not None:
         parts += product(rows.second_query, rows.second_key, True)
+    if fill:
+        fill_orders(orders)
     return parts
 
 

@@ -11,7 +11,8 @@ The two parts lie side by side in a row.
 """
 
 # mypy: ignore-errors
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -132,20 +133,26 @@ def _store_parts(numbers, out, place, inside, WIDTH: tl.constexpr, PARTS: tl.con
         numbers -= rounded.to(tl.float32)
 
 
+class Job(NamedTuple):
+    """Rows (G,M,width) to take apart, and where to put what."""
+
+    rows: Tensor
+    real: Tensor
+    halves: Tensor
+    factors: Tensor
+    brains: Tensor
+    other: Tensor
+    dots: Tensor
+    count: int
+    width: int
+    group: int
+    row: int
+    column: int
+
+
 @triton.jit
-def _take_apart(
-    rows,
-    real,
-    halves,
-    scales,
-    brains,
-    other,
-    dots,
-    count,
-    width,
-    stride_group,
-    stride_row,
-    stride_column,
+def _take_one_apart(
+    job,
     HAS_REAL: tl.constexpr,
     HAS_OTHER: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -156,28 +163,36 @@ def _take_apart(
     group = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
-    own = row < count
+    own = row < job.count
     taken = own
     if HAS_REAL:
-        taken = taken & (tl.load(real + group * count + row, mask=own, other=0) != 0)
-    inside = taken[:, None] & (column < width)[None, :]
-    place = group * stride_group + row[:, None].to(tl.int64) * stride_row + column[None, :] * stride_column
-    numbers = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+        taken = taken & (tl.load(job.real + group * job.count + row, mask=own, other=0) != 0)
+    inside = taken[:, None] & (column < job.width)[None, :]
+    place = group * job.group + row[:, None].to(tl.int64) * job.row + column[None, :] * job.column
+    numbers = tl.load(job.rows + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_OTHER:
-        place = (group * count + row[:, None]) * width + column[None, :]
-        tl.store(dots + group * count + row, tl.sum(numbers * tl.load(other + place, mask=inside, other=0.0), 1), mask=own)
-    row_start = (group * count + row[:, None]).to(tl.int64) * WIDTH
+        place = (group * job.count + row[:, None]) * job.width + column[None, :]
+        dots = tl.sum(numbers * tl.load(job.other + place, mask=inside, other=0.0), 1)
+        tl.store(job.dots + group * job.count + row, dots, mask=own)
+    row_start = (group * job.count + row[:, None]).to(tl.int64) * WIDTH
     if BRAINS > 0:
-        _store_parts(numbers, brains, row_start * BRAINS + column[None, :], own[:, None], WIDTH, BRAINS)
+        _store_parts(numbers, job.brains, row_start * BRAINS + column[None, :], own[:, None], WIDTH, BRAINS)
     if HALVES > 0:
         # NaN and inf, which only their own row may suffer from, do not count; a row of zeros is left as it is.
         sizes = tl.abs(numbers)
         size = tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1)
         exponent = ((size.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
         exponent = tl.where(size > 0, tl.minimum(tl.maximum(exponent, -60), 60), 0) - HIGHEST
-        tl.store(scales + group * count + row, _power_of_2(exponent), mask=own)
+        tl.store(job.factors + group * job.count + row, _power_of_2(exponent), mask=own)
         numbers *= _power_of_2(-exponent)[:, None]
-        _store_parts(numbers, halves, row_start * HALVES + column[None, :], own[:, None], WIDTH, HALVES)
+        _store_parts(numbers, job.halves, row_start * HALVES + column[None, :], own[:, None], WIDTH, HALVES)
+
+
+@triton.jit
+def _take_apart(jobs, HOW: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    for index in tl.static_range(COUNT):
+        if tl.program_id(2) == index:
+            _take_one_apart(jobs[index], HOW[index][0], HOW[index][1], HOW[index][2], HOW[index][3], HOW[index][4], BLOCK)
 
 
 def tile_width(width: int) -> int:
@@ -195,7 +210,16 @@ def as_brains(apart: Apart, rows: Tensor) -> Operand:
     return Operand(brains, brains.stride(0), brains.stride(1), apart.factors)
 
 
-def take_apart(
+class Order(NamedTuple):
+    """Parts that are yet to be made."""
+
+    apart: Apart
+    sums: Tensor
+    job: Job
+    how: tuple[bool, bool, int, int, int]  # of `_take_one_apart`
+
+
+def order_apart(
     rows: Tensor,  # (G,M,width)
     real: Tensor | None = None,  # (G,M), contiguous; other rows become 0, whatever they hold, since 0 times NaN is NaN
     *,
@@ -203,9 +227,8 @@ def take_apart(
     brains: int = 0,
     kinds: Kinds = NATIVE,
     other: Tensor | None = None,  # (G,M,width), contiguous: also give the sum over the width of rows * other
-    fill: bool = True,  # False: the right shapes are enough
-) -> tuple[Apart, Tensor]:
-    """`rows` as so many halves and brains, and the sums, in one pass."""
+) -> Order:
+    """Room for `rows` as so many halves and brains, and for the sums."""
     groups, count, width = rows.shape
     padded = tile_width(width)
     if brains == 1 and rows.dtype == kinds.brain and real is None and width == padded and rows.stride(2) == 1:
@@ -218,23 +241,23 @@ def take_apart(
     sums = torch.empty((groups, count) if other is not None else (0, 0), dtype=torch.float32, device=rows.device)
     factors = torch.empty((groups, count) if halves else (0, 0), dtype=torch.float32, device=rows.device)
     apart = Apart(room(halves, kinds.half), factors, room(brains, kinds.brain))
-    if fill and (halves or brains or other is not None):
-        _take_apart[groups, triton.cdiv(count, BLOCK)](
-            rows,
-            rows if real is None else real.view(torch.uint8),
-            apart.halves,
-            apart.factors,
-            apart.brains,
-            rows if other is None else other,
-            sums,
-            count,
-            width,
-            *rows.stride(),
-            HAS_REAL=real is not None,
-            HAS_OTHER=other is not None,
-            WIDTH=padded,
-            HALVES=halves,
-            BRAINS=brains,
-            BLOCK=BLOCK,
-        )
-    return apart, sums
+    mask, beside = rows if real is None else real.view(torch.uint8), rows if other is None else other
+    job = Job(rows, mask, *apart, beside, sums, count, width, *rows.stride())
+    return Order(apart, sums, job, (real is not None, other is not None, padded, halves, brains))
+
+
+def fill_orders(orders: Sequence[Order]) -> None:
+    """All of them, of as many groups, in one launch."""
+    due = [order for order in orders if any(order.how[index] for index in (1, 3, 4))]
+    if due:
+        groups = due[0].job.rows.shape[0]
+        blocks = triton.cdiv(max(order.job.count for order in due), BLOCK)
+        how = tuple(order.how for order in due)
+        _take_apart[groups, blocks, len(due)](tuple(order.job for order in due), HOW=how, COUNT=len(due), BLOCK=BLOCK)
+
+
+def take_apart(rows: Tensor, real: Tensor | None = None, **how: Any) -> tuple[Apart, Tensor]:
+    """`rows` as so many halves and brains, and the sums, as `order_apart` has them."""
+    order = order_apart(rows, real, **how)
+    fill_orders([order])
+    return order.apart, order.sums
