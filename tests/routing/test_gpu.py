@@ -108,6 +108,25 @@ def test_half_precision_tokens_are_routed_as_their_float32_copies(kind: str, dty
         torch.testing.assert_close(routers[0].state_dict()[key], value, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rank", [None, 24])
+def test_half_precision_similarity_is_that_of_its_float32_copy(rank: int | None) -> None:
+    """Weights too are bfloat16: what `reduce` learns from a gradient that is rounded to it anyway."""
+    torch.manual_seed(0)
+    half = holdfast.router("similarity", dim=96, experts=12, k=3, rank=rank, tau=9.0).cuda().bfloat16()
+    exact = holdfast.router("similarity", dim=96, experts=12, k=3, rank=rank, tau=9.0).cuda()
+    exact.load_state_dict(half.state_dict())
+    tokens = torch.randn(4, 200, 96).cuda().bfloat16()
+    results = []
+    for router, copy in ((half, tokens.clone()), (exact, tokens.float())):
+        copy.requires_grad_()
+        routing = router(copy, Context(causal=True))
+        results.append((routing, torch.autograd.grad(routing.gates.square().sum(), [copy, *router.parameters()])))
+    (got, grads), (expected, wanted) = results
+    assert not differing(got, expected, weights_within=STEEP).any()
+    for ours, theirs in zip(grads, wanted, strict=True):
+        assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()
+
+
 @pytest.mark.parametrize("kind", ["smoe", "symphony", "ac", "smooth"])
 def test_a_router_with_its_kernels_is_one_graph(kind: str) -> None:
     name, options = HALF[kind]

@@ -45,13 +45,28 @@ def softmax_mix(
     mask: Tensor | None = None,  # (G,N,M), or 1 in place of G or N
     second: Second | None = None,
     bias: Tensor | None = None,  # (G,M), added to the scores of a key
+    coarse: bool = False,
 ) -> Tensor:
-    """out (G,N,n), float32, differentiable in everything but a bias in `mask`."""
+    """out (G,N,n), float32, differentiable in everything but a bias in `mask`.
+
+    `coarse`: gradients of queries and keys end up in bfloat16, and need be no better than that.
+    """
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
     own_key = None if key is query else key
     out: Tensor = _SoftmaxMix.apply(  # type: ignore[no-untyped-call]
-        query, own_key, value, other_query, other_key, bias, real, _expanded(mask, query, key), causal, scale, other_scale
+        query,
+        own_key,
+        value,
+        other_query,
+        other_key,
+        bias,
+        real,
+        _expanded(mask, query, key),
+        causal,
+        scale,
+        other_scale,
+        coarse,
     )
     return out
 
@@ -183,12 +198,12 @@ def _needed_again(parts: list[Tensor]) -> list[Tensor]:
 class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, query, key, value, second_query, second_key, bias, real, mask, causal, scale, second_scale
+        ctx, query, key, value, second_query, second_key, bias, real, mask, causal, scale, second_scale, coarse
     ):
         """No key: the queries are."""
         ctx.how = (key is None, causal, scale, second_scale)
         needs = ctx.needs_input_grad[:6]
-        ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2]]
+        ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
         key = query if key is None else key
         parts = _mix_parts(query, key, value, second_query, second_key, real, ctx.how[0], ctx.wants)
         rows = (query, key, value, second_query, second_key, bias, real, mask)
@@ -201,7 +216,7 @@ class _SoftmaxMix(torch.autograd.Function):
         everything = ctx.saved_tensors  # once: under activation checkpointing they are not there a second time
         grads = _softmax_mix_backward(grad.contiguous(), *everything[:10], list(everything[10:]), *ctx.how, ctx.wants)
         needs = ctx.needs_input_grad[:6]
-        return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 5)
+        return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 6)
 
 
 def _mix_parts_anywhere(

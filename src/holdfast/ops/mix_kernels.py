@@ -282,6 +282,7 @@ def query_gradient(
     SECOND: tl.constexpr,
     VALUES: tl.constexpr,
     PARTS: tl.constexpr,  # of query, key, second query, second key, value, key's brain, second key's brain
+    SLOPES: tl.constexpr,  # parts of what the gradients of scores are taken into
     SCALED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -325,10 +326,10 @@ def query_gradient(
             slopes = in_two(tl.exp2(scores - level[:, None]) * slopes, v[0].dtype)
             if SCALED:
                 b = parts_apart(key_brain, group, start, keys, COLUMNS, WIDTH, PARTS[5], ask)
-            gradient = product(gradient, slopes, b, 2, PARTS[5], False)
+            gradient = product(gradient, slopes, b, SLOPES, PARTS[5], False)
             if SECOND > 0:
                 b = parts_apart(second_key_brain, group, start, keys, COLUMNS, SECOND, PARTS[6], ask)
-                second_gradient = product(second_gradient, slopes, b, 2, PARTS[6], False)
+                second_gradient = product(second_gradient, slopes, b, SLOPES, PARTS[6], False)
     across = tl.arange(0, WIDTH)
     inside = (row < queries)[:, None] & (across < width)[None, :]
     place = out + (group * queries + row[:, None]) * width + across[None, :]
@@ -373,6 +374,7 @@ def key_gradient(
     SECOND: tl.constexpr,
     VALUES: tl.constexpr,
     PARTS: tl.constexpr,  # of query, key, second query, second key, value, query's brain, second query's brain
+    SLOPES: tl.constexpr,  # parts of what the gradients of scores are taken into
     SCALED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -443,10 +445,10 @@ def key_gradient(
                 slopes = in_two(slopes, g[0].dtype)
                 if SCALED:
                     b = parts_apart(query_brain, group, start, queries, ROWS, WIDTH, PARTS[5], ask)
-                gradient = product(gradient, slopes, b, 2, PARTS[5], False)
+                gradient = product(gradient, slopes, b, SLOPES, PARTS[5], False)
                 if SECOND > 0:
                     b = parts_apart(second_query_brain, group, start, queries, ROWS, SECOND, PARTS[6], ask)
-                    second_gradient = product(second_gradient, slopes, b, 2, PARTS[6], False)
+                    second_gradient = product(second_gradient, slopes, b, SLOPES, PARTS[6], False)
     own = column < keys
     here = group * keys + column
     if WANTS_VALUE:

@@ -139,6 +139,12 @@ class Wants(NamedTuple):
     query: bool
     key: bool  # and bias
     value: bool
+    coarse: bool = False  # those of queries and keys will be rounded to bfloat16: one part of each factor shows as much
+
+
+def _gradient_brains(rows: Tensor, other: Tensor, wants: Wants, kinds: Kinds) -> int:
+    """Of the rows that are a factor of the other's gradient."""
+    return 1 if wants.coarse else _brains(rows, other.dtype, kinds)
 
 
 def take_all_apart(
@@ -155,8 +161,8 @@ def take_all_apart(
     def product(query: Tensor, key: Tensor, scaled: bool) -> list[Tensor]:
         of_query, of_key = (_halves(query), _halves(key)) if scaled else (0, 0)
         needs_query, needs_key = (wants.key, wants.query) if scaled else (True, True)
-        query_brains = _brains(query, key.dtype, kinds) if needs_query else 0
-        key_brains = _brains(key, query.dtype, kinds) if needs_key else 0
+        query_brains = _gradient_brains(query, key, wants, kinds) if needs_query else 0
+        key_brains = _gradient_brains(key, query, wants, kinds) if needs_key else 0
         if key is query and real is None:
             both = apart(query, None, of_query, max(query_brains, key_brains))
             return [*both, *(part.new_empty(0) for part in both)]
@@ -290,6 +296,7 @@ def mix_backward(
     rest = (*problem.limits, log_total, centre)
     widths = (width, 0 if second_query is None else second_query.shape[2])
     part_counts = (*problem.constants["PARTS"], _brains(value, torch.float32, kinds))
+    slopes = 1 if wants.coarse else 2
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted and tensor is not None else None
@@ -299,7 +306,8 @@ def mix_backward(
         return first, first if of_second is None else as_brains(second, of_second)
 
     def counts(first: Tensor, other: Tensor, second: Tensor | None, second_other: Tensor | None) -> tuple[int, int]:
-        return _brains(first, other.dtype, kinds), 1 if second is None else _brains(second, second_other.dtype, kinds)
+        of_second = 1 if second is None else _gradient_brains(second, second_other, wants, kinds)
+        return _gradient_brains(first, other, wants, kinds), of_second
 
     of_query, of_second_query = like(query, wants.query), like(second_query, wants.query)
     of_second_key, of_bias = like(second_key, wants.key), like(bias, wants.key)
@@ -308,7 +316,7 @@ def mix_backward(
     of_value = like(value, wants.value)
     if wants.key or wants.value:
         these = counts(query, key, second_query, second_key)
-        constants = {**problem.constants, "PARTS": (*part_counts, *these)}
+        constants = {**problem.constants, "PARTS": (*part_counts, *these), "SLOPES": slopes}
         tiling = _tiling("key" if wants.key else "value", constants, query.device)
         places = [grad if place is None else place for place in (of_key, of_second_key, of_value, of_bias)]
         mix_kernels.key_gradient[groups, triton.cdiv(keys, tiling.columns)](
@@ -330,7 +338,7 @@ def mix_backward(
         )
     if wants.query:
         these = counts(key, query, second_key, second_query)
-        constants = {**problem.constants, "PARTS": (*part_counts, *these)}
+        constants = {**problem.constants, "PARTS": (*part_counts, *these), "SLOPES": slopes}
         tiling = _tiling("query", constants, query.device)
         mix_kernels.query_gradient[groups, triton.cdiv(queries, tiling.rows)](
             *operands,

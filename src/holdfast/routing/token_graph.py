@@ -56,6 +56,7 @@ class Similarity(Informer):
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         u = tokens if context.attention is None else context.attention.output
+        coarse = self.reduce is not None and u.dtype == self.reduce.dtype == torch.bfloat16
         u = u if self.reduce is None else linear_float32(u, self.reduce)
         own, keys, real, mask = gates, u, context.padding, _allowed(context.attention)
         if context.cache is not None:
@@ -64,7 +65,7 @@ class Similarity(Informer):
             if context.attention is not None:
                 keys, gates, real = (_latest(rows, context.attention) for rows in (keys, gates, real))
         causal, mask = (context.causal, mask) if self.causal else (False, None)
-        mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask)
+        mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask, coarse=coarse)
         return _blend(own, mixed, self.strength)
 
 
