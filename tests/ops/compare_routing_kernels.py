@@ -22,7 +22,7 @@ from holdfast.routing.smoothing import SmoothTopK
 from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
 
 CASES: list[tuple[How, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
-HALF = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
+WITHIN = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 compared = 0
 
 
@@ -47,14 +47,14 @@ def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: 
     weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
     wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
     x, w = tokens.to(device), weight.to(device)
-    g = split_kernels.gradient_parts(grad.to(device), w)
+    g = split_kernels.gradient_parts(grad.to(device), x, w)
     close(split_kernels.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
     close(split_kernels.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
-    close(split_kernels.grad_tokens(g, x, w, None), wide_grad @ wide_weight, HALF[dtype])
+    close(split_kernels.grad_tokens(g, x, w, None), wide_grad @ wide_weight, WITHIN[dtype])
     in_shares = split_kernels.grad_tokens(g, x, w, None, features=16, share=48)
-    close(in_shares, wide_grad @ wide_weight, HALF[dtype])
+    close(in_shares, wide_grad @ wide_weight, WITHIN[dtype])
     exact = wide_grad.t() @ wide_tokens
-    close(split_kernels.grad_weight(g, x, w, None), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
+    close(split_kernels.grad_weight(g, x, w, None), exact, WITHIN[weight_dtype])
 
 
 def one_token_at_a_time(device: str) -> None:
@@ -107,15 +107,15 @@ def clusters(
     scaling = scales.cpu().double()[first]
     parts = split_kernels.Clusters(order, owners, bounds, scales)
     x, w = tokens.to(device), weight.to(device)
-    g = split_kernels.gradient_parts(grad.to(device), w)
+    g = split_kernels.gradient_parts(grad.to(device), x, w)
     close(
         split_kernels.linear(x, w, parts),
         (tokens.double() * scaling) @ weight.double().t(),
         2**-18 if weight_dtype == torch.bfloat16 and dim >= split_kernels.WIDE else 1e-6,
     )
-    close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, HALF[dtype])
+    close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, WITHIN[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)
-    close(split_kernels.grad_weight(g, x, w, parts), exact, 1e-6 if weight_dtype == torch.float32 else HALF[weight_dtype])
+    close(split_kernels.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
 
 
 def spreads(device: str) -> None:
@@ -245,6 +245,11 @@ def compare(device: str) -> None:
         for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):
             choices(device, 40, choose_kernels.FEW + 1, how, informed, eps, most)
     graphs(device, 40, choose_kernels.FEW + 1, True)
+    kinds = (torch.float32, halves[0])
+    for weight_dtype, (width, dim) in itertools.product(kinds, ((5, 100), (70, 128))):
+        products(device, torch.float32, weight_dtype, width, dim)
+    for weight_dtype, padded in itertools.product(kinds, (False, True)):
+        clusters(device, torch.float32, weight_dtype, padded)
 
 
 if __name__ == "__main__":

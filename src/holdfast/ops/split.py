@@ -1,6 +1,6 @@
-"""True float32 products of half-precision tokens, on tensor cores and without float32 copies of the tokens.
+"""True float32 products on tensor cores, and without float32 copies of half-precision tokens.
 
-tokens (T,d) bfloat16 or float16, weight (n,d) of any of these or float32; split_kernels.py says how. On a GPU only.
+tokens (T,d) and weight (n,d) bfloat16, float16 or float32; split_kernels.py says how. On a GPU only.
 """
 
 from typing import Any
@@ -13,13 +13,14 @@ from holdfast.ops.operators import operator
 from holdfast.ops.triton_support import has_kernels, on_device_of
 
 HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALVES, torch.float32)
 
 
 def applies(tokens: Tensor, weight: Tensor) -> bool:
-    """Half-precision tokens on a GPU that has bfloat16 tensor cores."""
+    """On a GPU that has bfloat16 tensor cores."""
     return (
-        tokens.dtype in HALVES
-        and weight.dtype in (*HALVES, torch.float32)
+        tokens.dtype in DTYPES
+        and weight.dtype in DTYPES
         and has_kernels(tokens)
         and torch.cuda.get_device_capability(tokens.device) >= (8, 0)
     )
@@ -82,7 +83,7 @@ def _linear_backward_on_gpu(
     clusters = _clusters(order, owners, bounds, scales)
     grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
     with on_device_of(tokens):
-        parts = split_kernels.gradient_parts(grad, weight)
+        parts = split_kernels.gradient_parts(grad, tokens, weight)
         if want_tokens:
             grad_tokens = split_kernels.grad_tokens(parts, tokens, weight, clusters)
         if want_weight:

@@ -188,6 +188,8 @@ def _grad_tokens(
     share,
     grad_size,
     weight_size,
+    one,
+    GRAD_PARTS: tl.constexpr,
     WEIGHT_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
     NARROW: tl.constexpr,
@@ -196,7 +198,7 @@ def _grad_tokens(
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """grad weight (times the scales). It is rounded to half precision, for which two parts and a sum inside are plenty.
+    """grad weight (times the scales), of two parts each where it is rounded to half precision: they are plenty then.
 
     A program makes a share of the features of its tokens, programs side by side the others. NARROW: no more than DEPTH
     outputs, so that the tokens' gradients are read once.
@@ -212,24 +214,27 @@ def _grad_tokens(
         mine = (row < count)[:, None]
         column = tl.arange(0, DEPTH).to(tl.int64)
         known = mine & (column < width)[None, :]
-        g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, 2, PART)
+        g_0, g_1, g_2 = _load_parts(grad, grad_size, row[:, None] * width + column[None, :], known, GRAD_PARTS, PART)
         first = tl.program_id(0) % shares * share
         for start in range(first, min(first + share, inner), WIDTH):
             feature = (start + tl.arange(0, WIDTH)).to(tl.int64)
             used = (feature < inner)[None, :]
             places = column[:, None] * inner + feature[None, :]
             w_0, w_1, w_2 = _load_parts(weight, weight_size, places, (column < width)[:, None] & used, WEIGHT_PARTS, PART)
-            total = _product(g_0, g_1, g_2, w_0, w_1, w_2, TILE, WIDTH, 2, WEIGHT_PARTS, 2)
+            total = _product(g_0, g_1, g_2, w_0, w_1, w_2, TILE, WIDTH, GRAD_PARTS, WEIGHT_PARTS, GRAD_PARTS)
             if not NARROW:
                 for begin in range(DEPTH, width, DEPTH):
                     more = begin + column
                     known = mine & (more < width)[None, :]
-                    h_0, h_1, h_2 = _load_parts(grad, grad_size, row[:, None] * width + more[None, :], known, 2, PART)
+                    h_0, h_1, h_2 = _load_parts(
+                        grad, grad_size, row[:, None] * width + more[None, :], known, GRAD_PARTS, PART
+                    )
                     places = more[:, None] * inner + feature[None, :]
                     w_0, w_1, w_2 = _load_parts(
                         weight, weight_size, places, (more < width)[:, None] & used, WEIGHT_PARTS, PART
                     )
-                    total += _product(h_0, h_1, h_2, w_0, w_1, w_2, TILE, WIDTH, 2, WEIGHT_PARTS, 2)
+                    more_of_it = _product(h_0, h_1, h_2, w_0, w_1, w_2, TILE, WIDTH, GRAD_PARTS, WEIGHT_PARTS, GRAD_PARTS)
+                    total += more_of_it * one
             if CLUSTERED:
                 total = total * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
             tl.store(out + row[:, None] * inner + feature[None, :], total, mask=mine & used)
@@ -369,7 +374,7 @@ def linear(
         DEPTH=depth,
         num_warps=4,
         # Few enough stages and registers that the programs of 16384 tokens all fit on a large GPU at a time.
-        num_stages=num_stages or (4 if parts == 1 else 3),
+        num_stages=num_stages or (2 if tokens.dtype == torch.float32 else 4 if parts == 1 else 3),
         maxnreg=maxnreg or (None if clusters is None else 168),
     )
     return out
@@ -381,7 +386,7 @@ def grad_tokens(
     weight: Tensor,
     clusters: Clusters | None,
     tile: int = TILE,
-    features: int = 128,
+    features: int | None = None,
     share: int = 512,
     num_stages: int | None = None,
     maxnreg: int | None = None,
@@ -389,7 +394,10 @@ def grad_tokens(
     """The gradient of the logits, (T,n) in parts, times `weight (n,d)`, in the dtype of `like (T,d)`."""
     (count, inner), width = like.shape, weight.shape[0]
     out = torch.empty_like(like)
-    parts = min(PARTS[weight.dtype], 2)
+    wide = like.dtype != torch.float32
+    features = features or (128 if wide else 64)
+    grad_count = gradient_count(like.dtype)
+    parts = min(PARTS[weight.dtype], grad_count)
     _grad_tokens[(_tiles(count, clusters, tile) * triton.cdiv(inner, share),)](
         grad_parts,
         in_parts(weight, parts),
@@ -401,6 +409,8 @@ def grad_tokens(
         share,
         count * width,
         width * inner,
+        1.0,
+        GRAD_PARTS=grad_count,
         WEIGHT_PARTS=parts,
         CLUSTERED=clusters is not None,
         NARROW=width <= 64,
@@ -409,7 +419,7 @@ def grad_tokens(
         WIDTH=features,
         DEPTH=64,
         num_warps=4,
-        num_stages=num_stages or (2 if clusters is None else 3),
+        num_stages=num_stages or (3 if clusters is not None and wide else 2),
         maxnreg=maxnreg,
     )
     return out
@@ -422,12 +432,13 @@ def grad_weight(
     clusters: Clusters | None,
     features: int | None = None,
     programs: int | None = None,
-    num_stages: int = 3,
+    num_stages: int | None = None,
     maxnreg: int | None = None,
 ) -> Tensor:
     """The gradient of the logits, (T,n) in parts, transposed times `tokens (T,d)`, in the dtype of `like (n,d)`."""
     (count, inner), width = tokens.shape, like.shape[0]
-    features, programs = features or (128 if clusters is None else 64), programs or (256 if clusters is None else 512)
+    wide = clusters is None and tokens.dtype != torch.float32
+    features, programs = features or (128 if wide else 64), programs or (256 if wide else 512)
     across, up = triton.cdiv(inner, features), triton.cdiv(width, 64)
     splits = max(1, min(programs // (across * up), triton.cdiv(count, 4 * TILE)))
     out = torch.empty(splits, width, inner, dtype=torch.float32, device=tokens.device)
@@ -442,7 +453,7 @@ def grad_weight(
         width,
         count * width,
         1.0,
-        GRAD_PARTS=grad_parts.shape[0],
+        GRAD_PARTS=gradient_count(like.dtype),
         TOKEN_PARTS=PARTS[tokens.dtype],
         CLUSTERED=clusters is not None,
         PART=PART,
@@ -450,7 +461,7 @@ def grad_weight(
         HEIGHT=64,
         WIDTH=features,
         num_warps=4,
-        num_stages=num_stages,
+        num_stages=num_stages or (2 if tokens.dtype == torch.float32 else 3),
         maxnreg=maxnreg,
     )
     total = torch.empty(width, inner, dtype=like.dtype, device=tokens.device)
@@ -458,6 +469,11 @@ def grad_weight(
     return total
 
 
-def gradient_parts(grad: Tensor, weight: Tensor) -> Tensor:
-    """`grad (T,n)` in as many parts as the gradients of the tokens and of `weight` need."""
-    return in_parts(grad, 3 if weight.dtype == torch.float32 else 2)
+def gradient_count(out: torch.dtype) -> int:
+    """Of parts of the gradient of the logits that one of dtype `out` is made of."""
+    return 3 if out == torch.float32 else 2
+
+
+def gradient_parts(grad: Tensor, *likes: Tensor) -> Tensor:
+    """`grad (T,n)` in as many parts as gradients of tensors like these need."""
+    return in_parts(grad, max(gradient_count(like.dtype) for like in likes))
