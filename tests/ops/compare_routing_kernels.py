@@ -26,12 +26,14 @@ WITHIN = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 compared = 0
 
 
-def close(got: Tensor, expected: Tensor, tolerance: float) -> None:
+def close(got: Tensor, expected: Tensor, tolerance: float, cancelled: Tensor | None = None) -> None:
+    """As a part of the expected norm, and of that of terms that cancel in it."""
     global compared
     compared += 1
     got, expected = got.detach().cpu().double(), expected.detach().double()
     assert got.shape == expected.shape
-    assert (got - expected).norm() <= tolerance * expected.norm(), (got - expected).norm() / expected.norm()
+    size = expected.norm() + (0 if cancelled is None else cancelled.detach().double().norm())
+    assert (got - expected).norm() <= tolerance * size, (got - expected).norm() / size
 
 
 def same(got: Tensor, expected: Tensor) -> None:
@@ -187,7 +189,13 @@ def choices(device: str, experts: int, k: int, how: How, informed: bool, eps: fl
     same(chosen, selected.experts)
     steep = 1e-4 if most < experts else 1e-5  # a strip that ends early may be narrow, and is as steep as it is narrow
     close(weights, selected.weights, steep if eps else 1e-6)
-    close(choose_kernels.choose_backward(grad.to(device), *there, weights, slots, edges, k, *rest), slope, steep)
+    # A weight's gradient less the mean of all: with one expert nothing is left but rounding.
+    terms = grad * selected.weights
+    if how == "shares":
+        chosen_amounts = amounts.gather(1, selected.experts.clamp_max(experts - 1))
+        terms = torch.where(selected.weights > 0, terms / chosen_amounts, 0.0)
+    slopes = choose_kernels.choose_backward(grad.to(device), *there, weights, slots, edges, k, *rest)
+    close(slopes, slope, steep, terms)
     if eps is not None:
         levels = scores.logits.detach()
         best = naive.top(primary.detach(), experts)
