@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv, next_power_of_2
+
 RAW, SHARES, SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # places in ops/choose.py's HOWS
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LOWEST = tl.constexpr(-(2**31))
@@ -257,7 +259,7 @@ def _together(
 
 def _blocks(experts: int) -> tuple[int, int, int]:
     """Rows of a program, experts rounded up, warps: threads lie along the experts, so that each counts for itself."""
-    wide = max(triton.next_power_of_2(experts), 16)
+    wide = max(next_power_of_2(experts), 16)
     return max(BLOCK_ELEMENTS // wide, 1), wide, min(max(wide // 32, 1), 8)
 
 
@@ -283,7 +285,7 @@ def choose(
     gaps = torch.empty(0 if eps is None else count, experts, dtype=torch.float32, device=scores.device)
     edges = torch.empty(count if capped else 0, dtype=torch.float32, device=scores.device)
     rows, wide, warps = _blocks(experts)
-    _choose[(triton.cdiv(count, rows),)](
+    _choose[(cdiv(count, rows),)](
         scores,
         amounts,
         scores if eps is None else eps,
@@ -325,7 +327,7 @@ def choose_backward(
     count, experts = amounts.shape
     out = torch.empty_like(amounts)
     rows, wide, warps = _blocks(experts)
-    _choose_backward[(triton.cdiv(count, rows),)](
+    _choose_backward[(cdiv(count, rows),)](
         grad,
         amounts,
         amounts if eps is None else eps,
@@ -353,7 +355,7 @@ def together(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.d
     """(S,E,E), to be summed: how often two experts are both among a real token's k best."""
     count, experts = scores.shape
     _, wide, warps = _blocks(experts)
-    splits = triton.cdiv(count, share)
+    splits = cdiv(count, share)
     out = torch.empty(splits, experts, experts, dtype=torch.float32, device=scores.device)
     _together[(splits,)](
         scores,

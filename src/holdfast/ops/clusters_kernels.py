@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv, next_power_of_2
+
 BLOCK = 128  # tokens that are counted and placed together
 OWNERS = 16  # tiles whose owners are named together
 SPAN, WIDTH, STAGES = 64, 64, 3  # tokens and features that are summed together, and how far loads run ahead
@@ -220,8 +222,8 @@ def _feature_scales(spreads, out, clusters, width, SMALLEST: tl.constexpr, BLOCK
 def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Order (G * tile,), owners (G,), bounds (C+1,) and totals (C,), as ops/clusters.py has them."""
     tokens, device = clusters_of.shape[0], clusters_of.device
-    blocks, bins = triton.cdiv(tokens, BLOCK), triton.next_power_of_2(clusters + 1)
-    tiles = triton.cdiv(tokens, tile) + clusters + 1
+    blocks, bins = cdiv(tokens, BLOCK), next_power_of_2(clusters + 1)
+    tiles = cdiv(tokens, tile) + clusters + 1
     padded = real is not None
     counts = torch.empty(2 if padded else 1, blocks, bins, dtype=torch.int32, device=device)
     order = torch.empty(tiles * tile, dtype=torch.int32, device=device)
@@ -281,7 +283,7 @@ def sums(
     tokens, width = values.shape
     clusters = bounds.shape[0] - 1
     out = torch.empty(clusters, width, dtype=torch.float32, device=values.device)
-    _sums[(clusters * triton.cdiv(width, WIDTH),)](
+    _sums[(clusters * cdiv(width, WIDTH),)](
         values,
         values if real is None else real,
         order,
@@ -305,13 +307,13 @@ def sums(
 
 def absorb(spreads: Tensor, deviations: Tensor, counts: Tensor, due: Tensor, memory: float, fewest: int) -> None:
     clusters, width = spreads.shape
-    grid = (clusters, triton.cdiv(width, 1024))
+    grid = (clusters, cdiv(width, 1024))
     _absorb[grid](spreads, deviations, counts, due, width, MEMORY=memory, FEWEST=fewest, BLOCK=1024)
 
 
 def feature_scales(spreads: Tensor, smallest: float) -> Tensor:
     clusters, width = spreads.shape
     out = torch.empty(clusters + 1, width, dtype=torch.float32, device=spreads.device)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _feature_scales[(clusters + 1,)](spreads, out, clusters, width, SMALLEST=smallest, BLOCK=block, num_warps=8)
     return out

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv, next_power_of_2
+
 BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
 
@@ -64,7 +66,7 @@ def _place(chosen, counts, totals, order, rows, offsets, slots, experts, blocks,
 def dispatch(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of `chosen (T,K)` the order (T*K,), the rows of the slots (T,K) and the offsets (E,), as ops/dispatch.py has them."""
     slots, device = chosen.numel(), chosen.device
-    blocks, bins = triton.cdiv(slots, BLOCK), max(triton.next_power_of_2(experts), 16)
+    blocks, bins = cdiv(slots, BLOCK), max(next_power_of_2(experts), 16)
     counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
     totals = torch.empty(experts, dtype=torch.int32, device=device)
     order = torch.empty(slots, dtype=torch.int64, device=device)

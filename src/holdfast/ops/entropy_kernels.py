@@ -25,6 +25,7 @@ from holdfast.ops.part_kernels import (
     take_apart,
     tile_width,
 )
+from holdfast.ops.sizes import cdiv
 
 FAINT = tl.constexpr(-200.0)  # 2^-200 is 0 in float32, and 0 times this is 0, where 0 times -inf would be NaN
 TILINGS = (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 1), *SMALL)  # rows no more than BLOCK
@@ -162,7 +163,7 @@ def entropy(
     looked_at = sum(block.stop - block.start for block in sampled(queries, step))
     out = torch.empty(batches, heads, looked_at, dtype=torch.float32, device=query.device)
     tiling = _tiling(parts, tile_width(width), query.device)
-    _entropy[(triton.cdiv(looked_at, tiling.rows) * batches * heads,)](
+    _entropy[(cdiv(looked_at, tiling.rows) * batches * heads,)](
         q,
         k,
         query if real is None else real.contiguous().view(torch.uint8),

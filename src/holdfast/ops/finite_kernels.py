@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv
+
 BLOCK = 4096
 
 
@@ -23,5 +25,5 @@ def _look(scores, found, zero, size, BLOCK: tl.constexpr):
 def look(scores: Tensor, found: Tensor) -> Tensor:
     """Write 1 to `found`, which may lie in the host's pinned memory, if not all are finite; returns a 0 for nobody."""
     zero = torch.empty((), dtype=scores.dtype, device=scores.device)
-    _look[(triton.cdiv(scores.numel(), BLOCK),)](scores, found, zero, scores.numel(), BLOCK=BLOCK)
+    _look[(cdiv(scores.numel(), BLOCK),)](scores, found, zero, scores.numel(), BLOCK=BLOCK)
     return zero

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv
+
 TILE = 64  # rows and columns of a result tile
 DEPTH = 32  # how much of the inner dimension at a time
 
@@ -79,7 +81,7 @@ def _tiles(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
     experts = offsets.shape[0]
     starts = torch.nn.functional.pad(offsets[:-1], (1, 0))
     ends = ((offsets - starts + TILE - 1) // TILE).cumsum(0)
-    tile = torch.arange(triton.cdiv(rows, TILE) + experts, device=offsets.device)
+    tile = torch.arange(cdiv(rows, TILE) + experts, device=offsets.device)
     expert = torch.searchsorted(ends, tile, right=True)
     known = expert.clamp_max(experts - 1)
     first_tile = torch.nn.functional.pad(ends[:-1], (1, 0))[known]
@@ -91,7 +93,7 @@ def mm(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     experts, inner, width = matrices.shape
     out = rows.new_empty(rows.shape[0], width)
     tile_expert, tile_row = _tiles(rows.shape[0], offsets)
-    grid = (tile_expert.shape[0], triton.cdiv(width, TILE))
+    grid = (tile_expert.shape[0], cdiv(width, TILE))
     strides = matrices.stride()
     _mm[grid](rows, matrices, offsets, tile_expert, tile_row, out, experts, inner, width, *strides, TILE=TILE, DEPTH=DEPTH)
     return out
@@ -101,6 +103,6 @@ def outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """The sum over each expert's rows of left (R,n) times right (R,m): (E,n,m)."""
     experts, height, width = offsets.shape[0], left.shape[1], right.shape[1]
     out = left.new_empty(experts, height, width)
-    grid = (experts, triton.cdiv(height, TILE), triton.cdiv(width, TILE))
+    grid = (experts, cdiv(height, TILE), cdiv(width, TILE))
     _outer[grid](left, right, offsets, out, height, width, TILE=TILE, DEPTH=DEPTH)
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv, next_power_of_2
+
 ELEMENTS = 4096  # copied by one program
 
 
@@ -54,9 +56,9 @@ def _put(rows, head, out, heads, own, elements, BLOCK: tl.constexpr):
 
 def take(rows: Sequence[Tensor], head: Tensor, heads: int) -> list[Tensor]:
     outs = [torch.empty(each.shape[0], *each.shape[2:], dtype=each.dtype, device=each.device) for each in rows]
-    widths = [triton.next_power_of_2(each.shape[3]) for each in rows]
+    widths = [next_power_of_2(each.shape[3]) for each in rows]
     shapes = tuple((max(1, ELEMENTS // width), width) for width in widths)
-    blocks = [triton.cdiv(each.shape[2], height) for each, (height, _) in zip(rows, shapes, strict=True)]
+    blocks = [cdiv(each.shape[2], height) for each, (height, _) in zip(rows, shapes, strict=True)]
     sources = tuple(Source(each, *each.stride(), *each.shape, out) for each, out in zip(rows, outs, strict=True))
     _take[max(each.shape[0] for each in rows), max(blocks), len(rows)](sources, shapes, head, heads)
     return outs
@@ -66,5 +68,5 @@ def put(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
     """`rows (B,N,D)`, contiguous."""
     out = torch.empty(rows.shape[0], own, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     elements = rows[0].numel()
-    _put[rows.shape[0] * own, triton.cdiv(elements, ELEMENTS)](rows, head, out, heads, own, elements, BLOCK=ELEMENTS)
+    _put[rows.shape[0] * own, cdiv(elements, ELEMENTS)](rows, head, out, heads, own, elements, BLOCK=ELEMENTS)
     return out

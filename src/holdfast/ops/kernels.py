@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv, next_power_of_2
+
 BLOCK = 1024
 FEW = 16  # slots
 MOST = 2**17  # programs over rows: a program that finds nothing to do still has to be started
@@ -140,19 +142,19 @@ def _glu_backward(grad, gate_up, weights, order, used, grad_gate_up, dots, width
 
 def _slot_options(slots: Tensor) -> dict[str, int | bool]:
     count = slots.shape[1]
-    return {"K": count, "SLOTS": triton.next_power_of_2(count), "FEW": count <= FEW, "BLOCK": BLOCK}
+    return {"K": count, "SLOTS": next_power_of_2(count), "FEW": count <= FEW, "BLOCK": BLOCK}
 
 
 def gather(tokens: Tensor, slots: Tensor, used: Tensor, count: int) -> Tensor:
     out = tokens.new_empty(count, tokens.shape[1])
-    grid = (tokens.shape[0], triton.cdiv(out.shape[1], BLOCK))
+    grid = (tokens.shape[0], cdiv(out.shape[1], BLOCK))
     _gather[grid](tokens, slots, used, out, out.shape[1], **_slot_options(slots))
     return out
 
 
 def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
     out = rows.new_empty(slots.shape[0], rows.shape[1])
-    grid = (out.shape[0], triton.cdiv(out.shape[1], BLOCK))
+    grid = (out.shape[0], cdiv(out.shape[1], BLOCK))
     weighted = weights is not None
     _combine[grid](
         rows, slots, weights if weighted else rows, used, out, out.shape[1], WEIGHTED=weighted, **_slot_options(slots)
@@ -170,7 +172,7 @@ def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, us
 
 def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    grid = (min(out.shape[0], MOST), triton.cdiv(out.shape[1], BLOCK))
+    grid = (min(out.shape[0], MOST), cdiv(out.shape[1], BLOCK))
     _glu[grid](gate_up, used, out, out.shape[1], NAME=activation, BLOCK=BLOCK)
     return out
 

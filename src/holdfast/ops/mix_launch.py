@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from holdfast.ops import mix_kernels
@@ -25,6 +24,7 @@ from holdfast.ops.part_kernels import (
     take_apart,
     tile_width,
 )
+from holdfast.ops.sizes import cdiv
 
 
 class Tiling(NamedTuple):
@@ -248,7 +248,7 @@ def mix(
     out = torch.empty(groups, queries, width, dtype=torch.float32, device=rows.query.device)
     log_total = torch.empty(groups, queries, dtype=torch.float32, device=rows.query.device)
     tiling = _tiling("mix", constants, rows.query.device)
-    mix_kernels.mix[groups, triton.cdiv(queries, tiling.rows)](
+    mix_kernels.mix[groups, cdiv(queries, tiling.rows)](
         *problem.operands,
         as_halves(problem.value),
         *problem.limits,
@@ -319,7 +319,7 @@ def mix_backward(
         constants = {**problem.constants, "PARTS": (*part_counts, *these), "SLOPES": slopes}
         tiling = _tiling("key" if wants.key else "value", constants, query.device)
         places = [grad if place is None else place for place in (of_key, of_second_key, of_value, of_bias)]
-        mix_kernels.key_gradient[groups, triton.cdiv(keys, tiling.columns)](
+        mix_kernels.key_gradient[groups, cdiv(keys, tiling.columns)](
             *operands,
             *(brains(problem.query, query, problem.second_query, second_query) if wants.key else (grads, grads)),
             *rest,
@@ -340,7 +340,7 @@ def mix_backward(
         these = counts(key, query, second_key, second_query)
         constants = {**problem.constants, "PARTS": (*part_counts, *these), "SLOPES": slopes}
         tiling = _tiling("query", constants, query.device)
-        mix_kernels.query_gradient[groups, triton.cdiv(queries, tiling.rows)](
+        mix_kernels.query_gradient[groups, cdiv(queries, tiling.rows)](
             *operands,
             *brains(problem.key, key, problem.second_key, second_key),
             *rest,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.ops.part_kernels import tile_width
+from holdfast.ops.sizes import cdiv
 
 ROWS, COLUMNS = 64, 128
 
@@ -50,7 +51,7 @@ def norms(value: Tensor, across: Tensor, bias: Tensor | None, heads: int) -> Ten
     """`value (T,D)`, `across (D,d)`, `bias (d,)`: (T,), float32."""
     (count, width), dim = value.shape, across.shape[1]
     out = torch.empty(count, dtype=torch.float32, device=value.device)
-    _norms[(triton.cdiv(count, ROWS),)](
+    _norms[(cdiv(count, ROWS),)](
         value,
         across,
         value if bias is None else bias,

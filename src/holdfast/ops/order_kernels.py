@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv
+
 BINS = tl.constexpr(256)
 BLOCK = 2048
 
@@ -84,7 +86,7 @@ def _midpoint(below, counts, out):
 def count(values: Tensor, real: Tensor | None, below: Tensor, counts: Tensor, byte: int) -> None:
     """Count the `byte`-th bytes of the keys, into `counts`, which holds the sums of the bytes before."""
     size = values.numel()
-    _count[(triton.cdiv(size, BLOCK),)](
+    _count[(cdiv(size, BLOCK),)](
         values,
         values if real is None else real,
         below,

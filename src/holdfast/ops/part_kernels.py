@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import cdiv, next_power_of_2
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256  # columns of a part
 BLOCK = 32  # rows taken apart by one program
@@ -197,7 +199,7 @@ def _take_apart(jobs, HOW: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexp
 
 def tile_width(width: int) -> int:
     """The least power of 2, which tiles are made of, and 16, which tensor cores take."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def as_halves(apart: Apart) -> Operand:
@@ -251,7 +253,7 @@ def fill_orders(orders: Sequence[Order]) -> None:
     due = [order for order in orders if any(order.how[index] for index in (1, 3, 4))]
     if due:
         groups = due[0].job.rows.shape[0]
-        blocks = triton.cdiv(max(order.job.count for order in due), BLOCK)
+        blocks = cdiv(max(order.job.count for order in due), BLOCK)
         how = tuple(order.how for order in due)
         _take_apart[groups, blocks, len(due)](tuple(order.job for order in due), HOW=how, COUNT=len(due), BLOCK=BLOCK)
 

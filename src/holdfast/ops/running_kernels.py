@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.ops.sizes import next_power_of_2
+
 
 @triton.jit
 def _absorb(state, seen, staged, tokens, due, size, MEMORY: tl.constexpr, IS_SUM: tl.constexpr, BLOCK: tl.constexpr):
@@ -28,5 +30,5 @@ def _absorb(state, seen, staged, tokens, due, size, MEMORY: tl.constexpr, IS_SUM
 
 def absorb(state: Tensor, seen: Tensor, staged: Tensor, tokens: Tensor, due: Tensor, memory: float, is_sum: bool) -> None:
     size = state.numel()
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _absorb[(1,)](state, seen, staged, tokens, due, size, MEMORY=memory, IS_SUM=is_sum, BLOCK=block, num_warps=1)

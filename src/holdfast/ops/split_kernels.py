@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.ops.clusters import TILE
+from holdfast.ops.sizes import cdiv
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 WIDE = 512  # from here on a float32 sum may be off by 2^-15 of its terms
@@ -321,7 +322,7 @@ class Clusters(NamedTuple):
 
 
 def _tiles(count: int, clusters: Clusters | None, tile: int) -> int:
-    return triton.cdiv(count, tile) if clusters is None else clusters.owners.shape[0]
+    return cdiv(count, tile) if clusters is None else clusters.owners.shape[0]
 
 
 def in_parts(values: Tensor, count: int) -> Tensor:
@@ -330,7 +331,7 @@ def in_parts(values: Tensor, count: int) -> Tensor:
         return values.contiguous()
     height, width = values.shape
     out = torch.empty(count, height, width, dtype=torch.bfloat16, device=values.device)
-    grid = (triton.cdiv(height * width, 1024),)
+    grid = (cdiv(height * width, 1024),)
     _split_all[grid](values, out, height * width, width, *values.stride(), COUNT=count, BLOCK=1024)
     return out
 
@@ -354,7 +355,7 @@ def linear(
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
     parts = PARTS[weight.dtype] if clusters is None else _scaled_parts(weight)
-    _linear[(_tiles(count, clusters, tile), triton.cdiv(width, 64))](
+    _linear[(_tiles(count, clusters, tile), cdiv(width, 64))](
         tokens,
         in_parts(weight, parts) if clusters is None else weight.contiguous(),
         *((tokens,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
@@ -398,7 +399,7 @@ def grad_tokens(
     features = features or (128 if wide else 64)
     grad_count = gradient_count(like.dtype)
     parts = min(PARTS[weight.dtype], grad_count)
-    _grad_tokens[(_tiles(count, clusters, tile) * triton.cdiv(inner, share),)](
+    _grad_tokens[(_tiles(count, clusters, tile) * cdiv(inner, share),)](
         grad_parts,
         in_parts(weight, parts),
         *((out,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
@@ -439,8 +440,8 @@ def grad_weight(
     (count, inner), width = tokens.shape, like.shape[0]
     wide = clusters is None and tokens.dtype != torch.float32
     features, programs = features or (128 if wide else 64), programs or (256 if wide else 512)
-    across, up = triton.cdiv(inner, features), triton.cdiv(width, 64)
-    splits = max(1, min(programs // (across * up), triton.cdiv(count, 4 * TILE)))
+    across, up = cdiv(inner, features), cdiv(width, 64)
+    splits = max(1, min(programs // (across * up), cdiv(count, 4 * TILE)))
     out = torch.empty(splits, width, inner, dtype=torch.float32, device=tokens.device)
     _grad_weight[(across, up, splits)](
         grad_parts,
@@ -465,7 +466,7 @@ def grad_weight(
         maxnreg=maxnreg,
     )
     total = torch.empty(width, inner, dtype=like.dtype, device=tokens.device)
-    _fold[(triton.cdiv(width * inner, 1024),)](out, total, splits, width * inner, BLOCK=1024)
+    _fold[(cdiv(width * inner, 1024),)](out, total, splits, width * inner, BLOCK=1024)
     return total
 
 
