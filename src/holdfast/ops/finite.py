@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,8 +10,20 @@ from torch import Tensor
 from holdfast.ops.operators import EVERYWHERE, operator
 from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
-_in_flight: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
 NAME_BYTES = 128
+
+
+@dataclass
+class _Check:
+    """One that a GPU may not have come to yet. It holds the host's memory that a kernel will write to, until it has."""
+
+    arrived: torch.cuda.Event
+    found: Tensor
+    layer: Tensor
+    silent: bool = False  # it follows from one that was reported
+
+
+_in_flight: deque[_Check] = deque()
 
 
 def encode_name(name: str) -> Tensor:
@@ -37,11 +50,12 @@ def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
 
 
 def _drain() -> None:
-    while _in_flight and _in_flight[0][0].query():
-        _, found, layer = _in_flight.popleft()
-        if found:
-            _in_flight.clear()
-            raise _report(layer, None)
+    while _in_flight and _in_flight[0].arrived.query():
+        check = _in_flight.popleft()
+        if check.found and not check.silent:
+            for later in _in_flight:
+                later.silent = True
+            raise _report(check.layer, None)
 
 
 def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, traced: bool) -> Tensor:
@@ -57,7 +71,7 @@ def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, trac
         zero = _look(scores.contiguous(), found)
         arrived = torch.cuda.Event()
         arrived.record()
-        _in_flight.append((arrived, found, layer))
+        _in_flight.append(_Check(arrived, found, layer))
         return zero
     return scores.new_zeros(()) if traced else scores.new_empty(())
 
