@@ -253,11 +253,10 @@ def compare(device: str) -> None:
         for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):
             choices(device, 40, choose_kernels.FEW + 1, how, informed, eps, most)
     graphs(device, 40, choose_kernels.FEW + 1, True)
-    kinds = (torch.float32, halves[0])
-    for weight_dtype, (width, dim) in itertools.product(kinds, ((5, 100), (70, 128))):
-        products(device, torch.float32, weight_dtype, width, dim)
-    for weight_dtype, padded in itertools.product(kinds, (False, True)):
-        clusters(device, torch.float32, weight_dtype, padded)
+    for weight_dtype in (torch.float32, torch.float16):
+        for width, dim in ((5, 100), (70, 128)):
+            products(device, torch.float32, weight_dtype, width, dim)
+        clusters(device, torch.float32, weight_dtype, padded=weight_dtype == torch.float32)
 
 
 if __name__ == "__main__":
