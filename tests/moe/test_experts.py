@@ -95,6 +95,17 @@ def test_every_variant_equals_the_naive_loop_with_ragged_slots(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dim", "hidden"), [(20, 40), (24, 36), (21, 35)])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_rows_of_any_width_are_right_in_half_precision(gated: bool, dim: int, hidden: int, device: str) -> None:
+    """Torch's grouped product wants rows of whole 16 bytes, or leaves gaps between those it makes."""
+    torch.manual_seed(dim)
+    module = Experts(dim, hidden, 5, gated=gated, device=device, dtype=torch.bfloat16)
+    chosen, weights = choose(70, 5, 2, device=device)
+    assert_equal_to_naive(module, torch.randn(70, dim, device=device, dtype=torch.bfloat16), chosen, weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_no_slot_used_at_all_gives_zero_and_zero_gradients(bias: bool, device: str) -> None:
     module = Experts(16, 8, 4, bias=bias, device=device)

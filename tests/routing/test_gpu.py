@@ -108,6 +108,20 @@ def test_half_precision_tokens_are_routed_as_their_float32_copies(kind: str, dty
         torch.testing.assert_close(routers[0].state_dict()[key], value, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_clusters_of_tokens_that_lie_apart_are_those_of_a_copy(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wide, real = torch.randn(4, 100, 200).cuda().to(dtype), torch.rand(4, 200).cuda() < 0.8
+    tokens, padding = wide[..., :96], real[:, ::2]
+    routing = previous_of(tokens.contiguous(), 12).routing
+    spreads = []
+    for previous, own in ((tokens, padding), (tokens.contiguous(), padding.contiguous())):
+        router = holdfast.router("ac", dim=96, experts=12, k=3).cuda()
+        router(tokens, Context(padding=own, previous=Previous(previous, routing)))
+        spreads.append(router.eval().score.spreads)
+    assert torch.equal(spreads[0], spreads[1]) and not (spreads[0] == 1).all()  # type: ignore[arg-type, union-attr]
+
+
 @pytest.mark.parametrize("rank", [None, 24])
 def test_half_precision_similarity_is_that_of_its_float32_copy(rank: int | None) -> None:
     """Weights too are bfloat16: what `reduce` learns from a gradient that is rounded to it anyway."""

@@ -60,31 +60,34 @@ def _drain() -> None:
 
 def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, traced: bool) -> Tensor:
     """Where `traced`, returns a 0: a compiler drops what has no result."""
-    looked = scores.numel() > 0
-    if looked and not scores.is_cuda:
-        largest = torch.linalg.vector_norm(scores, ord=math.inf)  # one kernel, and NaN or infinite if one score is
-        if not largest.isfinite():
-            raise _report(layer, tokens)
-    elif looked and not torch.cuda.is_current_stream_capturing():
-        _drain()
-        found = torch.zeros((), dtype=torch.int32, pin_memory=True)
-        zero = _look(scores.contiguous(), found)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        _in_flight.append(_Check(arrived, found, layer))
-        return zero
+    if scores.numel() == 0:
+        return scores.new_zeros(())
+    if scores.is_cuda:
+        with on_device_of(scores):
+            return _look_later(scores.contiguous(), layer, traced)
+    largest = torch.linalg.vector_norm(scores, ord=math.inf)  # one kernel, and NaN or infinite if one score is
+    if not largest.isfinite():
+        raise _report(layer, tokens)
     return scores.new_zeros(()) if traced else scores.new_empty(())
 
 
-def _look(scores: Tensor, found: Tensor) -> Tensor:
-    """Have `found`, in the host's memory, told whether one is not finite, at some time; a 0 on the GPU."""
+def _look_later(scores: Tensor, layer: Tensor, traced: bool) -> Tensor:
+    """Have the host told of what is not finite, at some time, by the current device, which is that of the scores."""
+    if torch.cuda.is_current_stream_capturing():
+        return scores.new_zeros(()) if traced else scores.new_empty(())
+    _drain()
+    found = torch.zeros((), dtype=torch.int32, pin_memory=True)
     if HAS_TRITON:
         from holdfast.ops import finite_kernels
 
-        with on_device_of(scores):
-            return finite_kernels.look(scores, found)
-    found.copy_(~scores.isfinite().all(), non_blocking=True)
-    return scores.new_zeros(())
+        zero = finite_kernels.look(scores, found)
+    else:
+        found.copy_(~scores.isfinite().all(), non_blocking=True)
+        zero = scores.new_zeros(())
+    arrived = torch.cuda.Event()
+    arrived.record()
+    _in_flight.append(_Check(arrived, found, layer))
+    return zero
 
 
 _require_finite = operator(

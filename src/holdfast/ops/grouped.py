@@ -22,7 +22,7 @@ def mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool) -> Ten
     matrices = weight.transpose(-2, -1) if transpose else weight
     if rows.shape[0] == 0:
         return rows.new_empty(0, matrices.shape[-1])
-    if _torch_has_kernel(rows, weight):
+    if _torch_has_kernel(rows, weight) and _aligned(matrices):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=offsets)
     if HAS_TRITON and rows.is_cuda:
         from holdfast.ops import grouped_kernels
@@ -69,6 +69,11 @@ def _torch_has_kernel(*operands: Tensor) -> bool:
         first.is_cuda
         and first.dtype == torch.bfloat16
         and torch.cuda.get_device_capability(first.device) >= (8, 0)
-        and all(x.shape[-1] * x.element_size() % ALIGNMENT == 0 for x in operands)
+        and all(_aligned(x) for x in operands)
         and all(x.data_ptr() % ALIGNMENT == 0 for x in operands)
     )
+
+
+def _aligned(operand: Tensor) -> bool:
+    """Of a result as wide as this too: the kernel would leave gaps between its rows."""
+    return operand.shape[-1] * operand.element_size() % ALIGNMENT == 0

@@ -180,7 +180,7 @@ def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
 def glu_backward(
     grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`grad` is overwritten by the weighted h: a quarter less memory where most is needed."""
+    """`grad` is overwritten by the weighted h: memory is saved where most is needed."""
     out, dots = torch.empty_like(gate_up), torch.zeros_like(weights)
     grid = (min(grad.shape[0], MOST),)
     _glu_backward[grid](grad, gate_up, weights, order, used, out, dots, grad.shape[1], NAME=activation, BLOCK=BLOCK // 2)

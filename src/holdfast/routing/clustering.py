@@ -106,12 +106,12 @@ class Clustered(Score, StatefulPart):
         While they are put in order, the running spreads become scales.
         """
         self._check(previous)
-        real = None if real is None else real.flatten()
+        real = None if real is None else real.flatten().contiguous()
         scales = None
         if self.stats == "running":
             scales = beside(self.spreads, lambda: clusters.feature_scales(self.spreads, SMALLEST_SPREAD))
         groups = clusters.group(previous.routing.experts[:, 0], real, self.clusters)
-        inputs, squared = previous.tokens.detach().reshape(-1, self.dim), self.spread == "variance"
+        inputs, squared = previous.tokens.detach().reshape(-1, self.dim).contiguous(), self.spread == "variance"
         spreads = self._spreads(
             lambda: clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
         )
