@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops import choose_kernels, clusters_kernels, naive, order_kernels, running_kernels, split_kernels
+from holdfast.ops import choose_kernels, clusters_kernels, naive, order_kernels, running_kernels, split_launch
 from holdfast.ops.choose import HOWS, How
 from holdfast.ops.clusters import TILE
 from holdfast.ops.order import midpoint
@@ -49,21 +49,21 @@ def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: 
     weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
     wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
     x, w = tokens.to(device), weight.to(device)
-    g = split_kernels.gradient_parts(grad.to(device), x, w)
-    close(split_kernels.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
-    close(split_kernels.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
-    close(split_kernels.grad_tokens(g, x, w, None), wide_grad @ wide_weight, WITHIN[dtype])
-    in_shares = split_kernels.grad_tokens(g, x, w, None, features=16, share=48)
+    g = split_launch.gradient_parts(grad.to(device), x, w)
+    close(split_launch.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(split_launch.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(split_launch.grad_tokens(g, x, w, None), wide_grad @ wide_weight, WITHIN[dtype])
+    in_shares = split_launch.grad_tokens(g, x, w, None, features=16, share=48)
     close(in_shares, wide_grad @ wide_weight, WITHIN[dtype])
     exact = wide_grad.t() @ wide_tokens
-    close(split_kernels.grad_weight(g, x, w, None), exact, WITHIN[weight_dtype])
+    close(split_launch.grad_weight(g, x, w, None), exact, WITHIN[weight_dtype])
 
 
 def one_token_at_a_time(device: str) -> None:
     """A token's logits are the same to the bit whatever is beside it."""
     tokens, weight = torch.randn(130, 96).half().to(device), torch.randn(9, 96).to(device)
-    together = split_kernels.linear(tokens, weight, None)
-    same(split_kernels.linear(tokens[77:78].contiguous(), weight, None), together[77:78].cpu())
+    together = split_launch.linear(tokens, weight, None)
+    same(split_launch.linear(tokens[77:78].contiguous(), weight, None), together[77:78].cpu())
 
 
 def clusters(
@@ -107,17 +107,17 @@ def clusters(
     scales = clusters_kernels.feature_scales(spreads.to(device), SMALLEST_SPREAD)
     close(scales, torch.cat([feature_scales(spreads), torch.ones(1, dim)]), 1e-6)
     scaling = scales.cpu().double()[first]
-    parts = split_kernels.Clusters(order, owners, bounds, scales)
+    parts = split_launch.Clusters(order, owners, bounds, scales)
     x, w = tokens.to(device), weight.to(device)
-    g = split_kernels.gradient_parts(grad.to(device), x, w)
+    g = split_launch.gradient_parts(grad.to(device), x, w)
     close(
-        split_kernels.linear(x, w, parts),
+        split_launch.linear(x, w, parts),
         (tokens.double() * scaling) @ weight.double().t(),
-        2**-18 if weight_dtype == torch.bfloat16 and dim >= split_kernels.WIDE else 1e-6,
+        2**-18 if weight_dtype == torch.bfloat16 and dim >= split_launch.WIDE else 1e-6,
     )
-    close(split_kernels.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, WITHIN[dtype])
+    close(split_launch.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, WITHIN[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)
-    close(split_kernels.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
+    close(split_launch.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
 
 
 def spreads(device: str) -> None:
@@ -248,7 +248,7 @@ def compare(device: str) -> None:
         order(device, padded)
     for (experts, k, most), (how, informed) in itertools.product(((6, 1, 1), (13, 4, 6), (64, 8, 16)), CASES):
         choices(device, experts, k, how, informed, 1.5, most)
-    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_kernels.WIDE, groups=60)  # more tiles than tokens fill
+    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_launch.WIDE, groups=60)  # more tiles than tokens fill
     for how, informed in CASES:  # more slots than are filled one after the other
         for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):
             choices(device, 40, choose_kernels.FEW + 1, how, informed, eps, most)

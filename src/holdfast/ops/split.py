@@ -54,15 +54,15 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:
-    from holdfast.ops import split_kernels
+    from holdfast.ops import split_launch
 
     with on_device_of(tokens):
-        return split_kernels.linear(tokens, weight, _clusters(*clusters))
+        return split_launch.linear(tokens, weight, _clusters(*clusters))
 
 
 def _clusters(*clusters: Tensor | None) -> Any:
     """All four, or none."""
-    from holdfast.ops.split_kernels import Clusters
+    from holdfast.ops.split_launch import Clusters
 
     return None if clusters[0] is None else Clusters(*clusters)  # type: ignore[arg-type]
 
@@ -78,16 +78,16 @@ def _linear_backward_on_gpu(
     want_tokens: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    from holdfast.ops import split_kernels
+    from holdfast.ops import split_launch
 
     clusters = _clusters(order, owners, bounds, scales)
     grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
     with on_device_of(tokens):
-        parts = split_kernels.gradient_parts(grad, tokens, weight)
+        parts = split_launch.gradient_parts(grad, tokens, weight)
         if want_tokens:
-            grad_tokens = split_kernels.grad_tokens(parts, tokens, weight, clusters)
+            grad_tokens = split_launch.grad_tokens(parts, tokens, weight, clusters)
         if want_weight:
-            grad_weight = split_kernels.grad_weight(parts, tokens, weight, clusters)
+            grad_weight = split_launch.grad_weight(parts, tokens, weight, clusters)
     return grad_tokens, grad_weight
 
 

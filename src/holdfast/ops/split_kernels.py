@@ -13,18 +13,10 @@ the same to the bit in any batch.
 
 # mypy: ignore-errors
 import os
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from holdfast.ops.clusters import TILE
-from holdfast.ops.sizes import cdiv
-
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-WIDE = 512  # from here on a float32 sum may be off by 2^-15 of its terms
 # numpy, and so the interpreter, has no bfloat16 product: there the parts are held in float32, with the same values.
 PART = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
 
@@ -102,7 +94,7 @@ def _load_parts(parts, size, places, mask, COUNT: tl.constexpr, PART: tl.constex
 
 
 @triton.jit
-def _split_all(values, out, size, width, stride_height, stride_width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def split_all(values, out, size, width, stride_height, stride_width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     value = tl.load(values + place // width * stride_height + place % width * stride_width, mask=inside, other=0.0)
@@ -114,7 +106,7 @@ def _split_all(values, out, size, width, stride_height, stride_width, COUNT: tl.
 
 
 @triton.jit
-def _linear(
+def linear(
     tokens,
     weight,
     order,
@@ -176,7 +168,7 @@ def _linear(
 
 
 @triton.jit
-def _grad_tokens(
+def grad_tokens(
     grad,
     weight,
     order,
@@ -242,7 +234,7 @@ def _grad_tokens(
 
 
 @triton.jit
-def _grad_weight(
+def grad_weight(
     grad,
     tokens,
     order,
@@ -264,7 +256,7 @@ def _grad_weight(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """out[s] = grad^T tokens (times the scales) over the s-th share of the tokens, in short sums as in `_linear`."""
+    """out[s] = grad^T tokens (times the scales) over the s-th share of the tokens, in short sums as in `linear`."""
     feature = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
     column = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
     split = tl.program_id(2)
@@ -303,178 +295,10 @@ def _grad_weight(
 
 
 @triton.jit
-def _fold(parts, out, splits, size, BLOCK: tl.constexpr):
+def fold(parts, out, splits, size, BLOCK: tl.constexpr):
     """The sum over the first axis, in its order."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(splits):
         total += tl.load(parts + split * size + place, mask=place < size, other=0.0)
     tl.store(out + place, total, mask=place < size)
-
-
-class Clusters(NamedTuple):
-    """Tokens in the order of their clusters, as ops/clusters.py has it, and every cluster's scales."""
-
-    order: Tensor
-    owners: Tensor
-    bounds: Tensor
-    scales: Tensor
-
-
-def _tiles(count: int, clusters: Clusters | None, tile: int) -> int:
-    return cdiv(count, tile) if clusters is None else clusters.owners.shape[0]
-
-
-def in_parts(values: Tensor, count: int) -> Tensor:
-    """(count, m, n) bfloat16: the first parts of `values (m,n)`; the values themselves where one part is all of them."""
-    if count == 1:
-        return values.contiguous()
-    height, width = values.shape
-    out = torch.empty(count, height, width, dtype=torch.bfloat16, device=values.device)
-    grid = (cdiv(height * width, 1024),)
-    _split_all[grid](values, out, height * width, width, *values.stride(), COUNT=count, BLOCK=1024)
-    return out
-
-
-def _scaled_parts(weight: Tensor) -> int:
-    """Of a weight times scales. Two have 17 bits: of a bfloat16 weight, which was rounded to 2^-9 of it, that is enough
-    where the sum itself is no more exact."""
-    return 2 if weight.dtype == torch.bfloat16 and weight.shape[1] >= WIDE else 3
-
-
-def linear(
-    tokens: Tensor,
-    weight: Tensor,
-    clusters: Clusters | None,
-    tile: int = TILE,
-    depth: int = 64,
-    num_stages: int | None = None,
-    maxnreg: int | None = None,
-) -> Tensor:
-    """`tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32."""
-    (count, inner), width = tokens.shape, weight.shape[0]
-    out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
-    parts = PARTS[weight.dtype] if clusters is None else _scaled_parts(weight)
-    _linear[(_tiles(count, clusters, tile), cdiv(width, 64))](
-        tokens,
-        in_parts(weight, parts) if clusters is None else weight.contiguous(),
-        *((tokens,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
-        out,
-        count,
-        inner,
-        width,
-        width * inner,
-        1.0,
-        TOKEN_PARTS=PARTS[tokens.dtype],
-        WEIGHT_PARTS=parts,
-        CLUSTERED=clusters is not None,
-        EVEN=inner % depth == 0,
-        PART=PART,
-        TILE=tile,
-        WIDTH=64,
-        DEPTH=depth,
-        num_warps=4,
-        # Few enough stages and registers that the programs of 16384 tokens all fit on a large GPU at a time.
-        num_stages=num_stages or (2 if tokens.dtype == torch.float32 else 4 if parts == 1 else 3),
-        maxnreg=maxnreg or (None if clusters is None else 168),
-    )
-    return out
-
-
-def grad_tokens(
-    grad_parts: Tensor,
-    like: Tensor,
-    weight: Tensor,
-    clusters: Clusters | None,
-    tile: int = TILE,
-    features: int | None = None,
-    share: int = 512,
-    num_stages: int | None = None,
-    maxnreg: int | None = None,
-) -> Tensor:
-    """The gradient of the logits, (T,n) in parts, times `weight (n,d)`, in the dtype of `like (T,d)`."""
-    (count, inner), width = like.shape, weight.shape[0]
-    out = torch.empty_like(like)
-    wide = like.dtype != torch.float32
-    features = features or (128 if wide else 64)
-    grad_count = gradient_count(like.dtype)
-    parts = min(PARTS[weight.dtype], grad_count)
-    _grad_tokens[(_tiles(count, clusters, tile) * cdiv(inner, share),)](
-        grad_parts,
-        in_parts(weight, parts),
-        *((out,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
-        out,
-        count,
-        inner,
-        width,
-        share,
-        count * width,
-        width * inner,
-        1.0,
-        GRAD_PARTS=grad_count,
-        WEIGHT_PARTS=parts,
-        CLUSTERED=clusters is not None,
-        NARROW=width <= 64,
-        PART=PART,
-        TILE=tile,
-        WIDTH=features,
-        DEPTH=64,
-        num_warps=4,
-        num_stages=num_stages or (3 if clusters is not None and wide else 2),
-        maxnreg=maxnreg,
-    )
-    return out
-
-
-def grad_weight(
-    grad_parts: Tensor,
-    tokens: Tensor,
-    like: Tensor,
-    clusters: Clusters | None,
-    features: int | None = None,
-    programs: int | None = None,
-    num_stages: int | None = None,
-    maxnreg: int | None = None,
-) -> Tensor:
-    """The gradient of the logits, (T,n) in parts, transposed times `tokens (T,d)`, in the dtype of `like (n,d)`."""
-    (count, inner), width = tokens.shape, like.shape[0]
-    wide = clusters is None and tokens.dtype != torch.float32
-    features, programs = features or (128 if wide else 64), programs or (256 if wide else 512)
-    across, up = cdiv(inner, features), cdiv(width, 64)
-    splits = max(1, min(programs // (across * up), cdiv(count, 4 * TILE)))
-    out = torch.empty(splits, width, inner, dtype=torch.float32, device=tokens.device)
-    _grad_weight[(across, up, splits)](
-        grad_parts,
-        tokens,
-        *(clusters or (out,) * 4),
-        out,
-        count,
-        0 if clusters is None else clusters.bounds.shape[0] - 1,
-        inner,
-        width,
-        count * width,
-        1.0,
-        GRAD_PARTS=gradient_count(like.dtype),
-        TOKEN_PARTS=PARTS[tokens.dtype],
-        CLUSTERED=clusters is not None,
-        PART=PART,
-        TILE=TILE,
-        HEIGHT=64,
-        WIDTH=features,
-        num_warps=4,
-        num_stages=num_stages or (2 if tokens.dtype == torch.float32 else 3),
-        maxnreg=maxnreg,
-    )
-    total = torch.empty(width, inner, dtype=like.dtype, device=tokens.device)
-    _fold[(cdiv(width * inner, 1024),)](out, total, splits, width * inner, BLOCK=1024)
-    return total
-
-
-def gradient_count(out: torch.dtype) -> int:
-    """Of parts of the gradient of the logits that one of dtype `out` is made of."""
-    return 3 if out == torch.float32 else 2
-
-
-def gradient_parts(grad: Tensor, *likes: Tensor) -> Tensor:
-    """`grad (T,n)` in as many parts as gradients of tensors like these need."""
-    return in_parts(grad, max(gradient_count(like.dtype) for like in likes))
