@@ -230,7 +230,7 @@ def order(device: str, padded: bool) -> None:
 def compare(device: str) -> None:
     torch.manual_seed(0)
     halves = [torch.float16, torch.bfloat16]
-    for dtype, (width, dim) in itertools.product(halves, ((5, 100), (70, 128))):
+    for dtype, (width, dim) in itertools.product(halves, ((5, 100), (140, 128))):
         for weight_dtype in (dtype, torch.float32):
             products(device, dtype, weight_dtype, width, dim)
     one_token_at_a_time(device)
@@ -248,6 +248,8 @@ def compare(device: str) -> None:
         order(device, padded)
     for (experts, k, most), (how, informed) in itertools.product(((6, 1, 1), (13, 4, 6), (64, 8, 16)), CASES):
         choices(device, experts, k, how, informed, 1.5, most)
+    for eps in (None, 0.3):
+        choices(device, 200, 8, *CASES[0], eps, 200)  # more experts than a warp's threads have one each of
     clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_launch.WIDE, groups=60)  # more tiles than tokens fill
     for how, informed in CASES:  # more slots than are filled one after the other
         for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):

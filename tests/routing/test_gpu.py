@@ -9,7 +9,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, MoE
-from holdfast.ops import split
+from holdfast.ops import choose, split
 from holdfast.routing import Attention, Previous, Routing
 from holdfast.testing.subject import STEEP, differing
 
@@ -112,6 +112,21 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
             assert (ours.float() - theirs).norm() <= tolerance * theirs.norm() + 1e-6
     for key, value in routers[1].state_dict().items():
         torch.testing.assert_close(routers[0].state_dict()[key], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("experts", [choose.MOST_IN_GRAPH, choose.MOST_IN_GRAPH + 40])
+def test_a_wide_expert_graph_is_learnt_as_on_a_cpu(experts: int) -> None:
+    torch.manual_seed(0)
+    router = holdfast.router("symphony", dim=16, experts=experts, k=8)
+    on_gpu = holdfast.router("symphony", dim=16, experts=experts, k=8).cuda()
+    on_gpu.load_state_dict(router.state_dict())
+    tokens, padding = torch.randn(4, 50, 16), torch.rand(4, 50) < 0.8
+    router(tokens, Context(padding=padding))
+    on_gpu(tokens.cuda(), Context(padding=padding.cuda()))
+    learnt = {key: value for key, value in router.state_dict().items() if key.endswith("staged_together")}
+    assert [bool(value.any()) for value in learnt.values()] == [True]
+    for key, value in learnt.items():
+        assert torch.equal(on_gpu.state_dict()[key].cpu(), value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

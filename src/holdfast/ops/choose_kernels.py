@@ -19,7 +19,8 @@ RAW, SHARES, SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # plac
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
-BLOCK_ELEMENTS = 256  # scores a program reads at a time
+CHOSEN_FROM = 256  # scores a program has at a time
+GIVEN_BACK = 512  # and gradients of scores
 CHUNK = 32  # experts that all are compared with at a time
 FEW = 16  # slots that are filled one after the other
 
@@ -257,10 +258,10 @@ def _together(
     tl.store(out + place, total, mask=(expert < experts)[:, None] & (expert < experts)[None, :])
 
 
-def _blocks(experts: int) -> tuple[int, int, int]:
-    """Rows of a program, experts rounded up, warps: threads lie along the experts, so that each counts for itself."""
+def _block(experts: int, elements: int) -> tuple[int, int]:
+    """Rows of a program that has so many elements, and experts rounded up."""
     wide = max(next_power_of_2(experts), 16)
-    return max(BLOCK_ELEMENTS // wide, 1), wide, min(max(wide // 32, 1), 8)
+    return max(elements // wide, 1), wide
 
 
 def choose(
@@ -284,7 +285,8 @@ def choose(
     slots = torch.empty(count, experts, dtype=torch.int16, device=scores.device)
     gaps = torch.empty(0 if eps is None else count, experts, dtype=torch.float32, device=scores.device)
     edges = torch.empty(count if capped else 0, dtype=torch.float32, device=scores.device)
-    rows, wide, warps = _blocks(experts)
+    rows, wide = _block(experts, CHOSEN_FROM)
+    few = (width if capped else k) <= FEW
     _choose[(cdiv(count, rows),)](
         scores,
         amounts,
@@ -305,8 +307,9 @@ def choose(
         ROWS=rows,
         EXPERTS=wide,
         CHUNK=min(CHUNK, wide),
-        FEW=(width if capped else k) <= FEW,
-        num_warps=warps,
+        FEW=few,
+        # The best of a row is found fastest within a warp; where all are compared, each thread counts for its own experts.
+        num_warps=1 if few else min(max(wide // 32, 1), 8),
     )
     return chosen, weights, slots, gaps, edges
 
@@ -326,7 +329,7 @@ def choose_backward(
     """The gradient of the amounts (T,E) from that of the weights (T,K)."""
     count, experts = amounts.shape
     out = torch.empty_like(amounts)
-    rows, wide, warps = _blocks(experts)
+    rows, wide = _block(experts, GIVEN_BACK)
     _choose_backward[(cdiv(count, rows),)](
         grad,
         amounts,
@@ -346,7 +349,7 @@ def choose_backward(
         scores=scores,
         ROWS=rows,
         EXPERTS=wide,
-        num_warps=warps,
+        num_warps=1,
     )
     return out
 
@@ -354,7 +357,6 @@ def choose_backward(
 def together(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.dtype = tl.bfloat16) -> Tensor:
     """(S,E,E), to be summed: how often two experts are both among a real token's k best."""
     count, experts = scores.shape
-    _, wide, warps = _blocks(experts)
     splits = cdiv(count, share)
     out = torch.empty(splits, experts, experts, dtype=torch.float32, device=scores.device)
     _together[(splits,)](
@@ -367,10 +369,10 @@ def together(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.d
         k,
         PADDED=real is not None,
         ROWS=16,
-        EXPERTS=wide,
+        EXPERTS=max(next_power_of_2(experts), 16),
         CHUNK=16,
         FEW=k <= FEW,
         PART=part,
-        num_warps=warps,
+        num_warps=4,
     )
     return out

@@ -55,7 +55,9 @@ def linear(
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
     parts = PARTS[weight.dtype] if clusters is None else _scaled_parts(weight)
-    split_kernels.linear[(_tiles(count, clusters), cdiv(width, 64))](
+    light = parts == PARTS[tokens.dtype] == 1
+    outputs = 128 if light and width > 64 else 64  # for which tokens are read once
+    split_kernels.linear[(_tiles(count, clusters), cdiv(width, outputs))](
         tokens,
         in_parts(weight, parts) if clusters is None else weight.contiguous(),
         *((tokens,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
@@ -71,11 +73,11 @@ def linear(
         EVEN=inner % DEPTH == 0,
         PART=PART,
         TILE=TILE,
-        WIDTH=64,
+        WIDTH=outputs,
         DEPTH=DEPTH,
         num_warps=4,
         # Few enough stages and registers that the programs of 16384 tokens all fit on a large GPU at a time.
-        num_stages=2 if tokens.dtype == torch.float32 else 4 if parts == 1 else 3,
+        num_stages=4 if light else 2 if tokens.dtype == torch.float32 else 3,
         maxnreg=None if clusters is None else 168,
     )
     return out

@@ -91,9 +91,11 @@ class ExpertGraph(Informer, StatefulPart):
 
     def _together(self, logits: Tensor, real: Tensor | None) -> Tensor:
         """C = Z^T Z."""
-        if choose.applies(logits) and logits.shape[-1] <= choose.MOST_IN_GRAPH:
+        fused = choose.applies(logits)
+        if fused and logits.shape[-1] <= choose.MOST_IN_GRAPH:
             return choose.together(logits.flatten(0, 1), None if real is None else real.flatten(), self.k)
-        chosen = torch.zeros_like(logits).scatter(-1, top(logits, self.k), 1.0)
+        best = choose.choose(logits, choose.Amounts(logits, "raw"), self.k)[0] if fused else top(logits, self.k)
+        chosen = torch.zeros_like(logits).scatter(-1, best, 1.0)
         chosen = (chosen if real is None else chosen * real.unsqueeze(-1)).flatten(0, 1)
         return chosen.t() @ chosen
 
