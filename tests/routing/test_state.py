@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor
@@ -131,3 +132,28 @@ def test_copies_do_not_share_state() -> None:
 def test_two_processes_learn_the_same_from_both_batches() -> None:
     script = Path(__file__).with_name("two_ranks.py")
     assert sorted(on_ranks(script).split("\n"))[-2:] == ["rank 0: 20", "rank 1: 20"]
+
+
+@pytest.mark.parametrize("name", ["remoe", "smooth"])
+def test_a_recomputation_neither_counts_nor_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the gradient of the forward that did."""
+    messages: list[int] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: messages.append(value.nbytes))
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        built, x = router(name, dim=4, experts=3, k=1), torch.randn(2, 5, 4, requires_grad=True)
+
+        def forward(y: Tensor, built: Router = built) -> Tensor:
+            routing = built(y)
+            return routing.weights.square().sum() + 1e8 * routing.loss  # remoe's own is too small to see
+
+        total = checkpoint(forward, x, use_reentrant=False) if recompute else forward(x)
+        assert messages
+        messages.clear()
+        total.backward()
+        assert not messages
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.ops import choose
+from holdfast.ops.streams import join
 from holdfast.ops.topk import top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
@@ -173,9 +174,15 @@ class ReLU(Selector, StatefulPart):
         losses = {}
         if self.training:
             real = context.real_or_all(tokens)
-            active = ((weights > 0) & real.unsqueeze(-1)).sum()
-            active, count = mean_over_ranks(torch.stack([active, real.sum()]).float())
+            self.learn(lambda: self._counts(weights, real))
+            join(tokens)
+            count = self.get_buffer("staged_tokens")  # also in a recomputation, which counts nothing
             # Over the mean number of tokens: the mean over ranks of this loss is then that of the whole batch.
             losses["l1"] = self.l1.clone() * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
-            self.stage(active=active, tokens=count)
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
+
+    def _counts(self, weights: Tensor, real: Tensor) -> dict[str, Tensor]:
+        """Experts in use and tokens of the batch, the mean over ranks."""
+        active = ((weights > 0) & real.unsqueeze(-1)).sum()
+        active, count = mean_over_ranks(torch.stack([active, real.sum()]).float())
+        return {"active": active, "tokens": count}

@@ -125,7 +125,7 @@ class SmoothTopK(Selector, StatefulPart):
             scores.key, amounts, self.k, self.eps(), most=self.slots, informed=scores.informed
         )
         if self.training:
-            self._learn_width(gaps, context.real(tokens))
+            self.learn(lambda: self._batch_width(gaps, context.real(tokens)))
         return Selection(experts, weights, scores.gates, {})
 
     def _plainly(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
@@ -146,7 +146,7 @@ class SmoothTopK(Selector, StatefulPart):
             in_use = core | (in_use & (scores.gates.gather(-1, experts) > 0))
         losses = {}
         if self.training and self.eta is None:
-            self._learn_width(crossable, context.real(tokens))
+            self.learn(lambda: self._batch_width(crossable, context.real(tokens)))
         elif self.training:
             losses = {"boundary": self._boundary(in_use, eps, context.real_or_all(tokens))}
         experts = experts.where(in_use, self.experts)
@@ -160,13 +160,12 @@ class SmoothTopK(Selector, StatefulPart):
         active = active / count.clamp_min(1)
         return self.alpha * eps * (active - (self.k + self.budget_now)).detach()
 
-    @torch.no_grad()
-    def _learn_width(self, gaps: Tensor, real: Tensor | None) -> None:
-        """Stage the batch's quantile for the running width. Gaps that are infinite are not to be crossed."""
+    def _batch_width(self, gaps: Tensor, real: Tensor | None) -> dict[str, Tensor]:
+        """The batch's quantile, for the running width. Gaps that are infinite are not to be crossed."""
         here = torch.full((), gaps[..., 0].numel(), device=gaps.device) if real is None else real.sum()
         tokens = sum_over_ranks(here)
         allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use
-        self.stage(width=midpoint(gaps, real, allowed, sum_over_ranks), tokens=tokens)
+        return {"width": midpoint(gaps, real, allowed, sum_over_ranks), "tokens": tokens}
 
 
 def fading(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
