@@ -1,14 +1,18 @@
-"""What GPUs send: routers' sums exactly, the rest by the formulas of a ring."""
+"""What GPUs send: routers' sums and what experts exchange as measured, the rest by the formulas of a ring."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import exchanges_on_ranks
 import pytest
 import torch
+from ranks import on_ranks
 from tiny_dense import tiny_dense
 
 import holdfast
 from holdfast.plan import memory
-from holdfast.plan.communication import layouts, reduced, sums
+from holdfast.plan.communication import layouts, reduced, row, sums, sums_again, visited
 from holdfast.plan.outline import Setting, outline
 
 
@@ -16,15 +20,30 @@ def sparse(router: str = "smoe", **options: Any) -> Any:
     return holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router, **options).train()
 
 
-@pytest.mark.parametrize("router", [*holdfast.routers(), "symphony+attention", "ac+smooth"])
-def test_routers_sum_what_is_planned(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = sparse(router)
+@pytest.mark.parametrize(
+    ("router", "options"),
+    [
+        *((name, {}) for name in [*holdfast.routers(), "symphony+attention", "ac+smooth"]),
+        ("ac", {"stats": "batch"}),
+        ("smooth", {"control": "loss"}),
+    ],
+    ids=str,
+)
+def test_routers_sum_what_is_planned(router: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a forward, and in its recomputation: what they learn once only."""
+    model = sparse(router, **options)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sent: list[int] = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: sent.append(value.nbytes))
-    model(input_ids=torch.arange(3, 27).view(2, 12))
-    assert sum(sent) == sums(outline(model, Setting(12, 4)))
+    shape, ids = outline(model, Setting(12, 4)), torch.arange(3, 27).view(2, 12)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert sum(sent) == sums(shape)
+    sent.clear()
+    loss.backward()
+    assert sum(sent) == sums_again(shape)
+    assert (sums_again(shape) > 0) == bool(options)
 
 
 def spread(gpus: int, router: str = "smoe", checkpointing: bool = False) -> dict[str, Any]:
@@ -52,7 +71,10 @@ def test_ddp_reduces_gradients_and_fsdp_gathers_weights_twice() -> None:
 
 def test_experts_apart_exchange_rows_there_and_back_forward_and_backward() -> None:
     at = spread(4)
-    assert at["expert"].exchanged == 4 * 24 * 3 * 2 * 32 * 2 * 3 / 4  # tokens, layers, k, d, bytes, what leaves
+    other = 3 * (1 - 15 / 28)  # of 3 GPUs those with one of k = 2 experts: 1 - C(6,2) / C(8,2)
+    assert at["expert"].exchanged == pytest.approx(24 * 3 * other * (4 * 32 * 2 + 16 * 2))  # tokens, layers, d, bytes, k
+    again = spread(4, checkpointing=True)["expert"].exchanged
+    assert again == pytest.approx(24 * 3 * other * (5 * 32 * 2 + 28 * 2))
     share = at["shape"].expert_parameters / at["shape"].parameters
     assert at["expert"].held == pytest.approx(at["memory"].held * (1 - share * 3 / 4))
 
@@ -63,8 +85,36 @@ def test_more_gpus_than_experts_hold_copies_of_them() -> None:
     assert many["expert"].sent > eight["expert"].sent  # the copies' gradients are summed
 
 
-def test_a_recomputation_sums_once_more() -> None:
-    assert spread(4, "symphony", checkpointing=True)["ddp"].summed == 2 * spread(4, "symphony")["ddp"].summed > 0
+@pytest.mark.parametrize(("experts", "used", "processes"), [(8, 2, 2), (8, 4, 2), (12, 5, 4), (6, 6, 3), (16, 2.5, 8)])
+def test_how_many_processes_a_token_visits(experts: int, used: float, processes: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    draws = 200_000
+    order = torch.rand(draws, experts, generator=random).argsort(1)
+    number = int(used) + (torch.rand(draws, 1, generator=random) < used % 1).int()
+    owner = (order // (experts // processes)).where(torch.arange(experts) < number, 0)  # at home
+    others = sum((owner == process).any(1).double().mean() for process in range(1, processes))
+    assert visited(experts, used, processes) == pytest.approx(float(others), abs=0.01)
+
+
+def test_a_token_visits_no_process_where_all_experts_are_at_home() -> None:
+    assert visited(8, 2, 1) == 0
+
+
+def test_two_processes_exchange_what_is_planned() -> None:
+    """What a row carries to the byte; how many there are, as far as routers that just began choose uniformly."""
+    script = Path(exchanges_on_ranks.__file__)
+    found = json.loads(on_ranks(script).splitlines()[-1])
+    sequences, length = exchanges_on_ranks.SIZE
+    for case in exchanges_on_ranks.CASES:
+        shape = outline(exchanges_on_ranks.built(case), Setting(length, 4))
+        layers = [layer for layer in shape.layers if layer.sparse is not None]
+        for checkpointing in (False, True):
+            rows, size = found[f"{case}, checkpointed" if checkpointing else case]
+            each = {row(layer, 4, checkpointing) for layer in layers}
+            assert [size / rows] == list(each), (case, checkpointing)
+            held = memory.training(shape, sequences * length, 4, checkpointing)
+            apart = layouts(shape, held, gpus=2, tokens=sequences * length, number=4, checkpointing=checkpointing)[2]
+            assert size / 2 == pytest.approx(apart.exchanged, rel=0.05), (case, checkpointing)
 
 
 def test_a_ring() -> None:

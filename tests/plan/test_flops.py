@@ -86,6 +86,24 @@ def test_checkpointing_runs_every_layer_once_more() -> None:
     assert 0.9 * expected < counted <= expected
 
 
+@pytest.mark.parametrize(
+    ("router", "options"), [*((name, {}) for name in ROUTERS[1:]), ("smoe", {"noise": "gaussian"})], ids=str
+)
+def test_a_recomputation_learns_nothing(router: str, options: dict[str, Any]) -> None:
+    """Whatever it leaves out of a layer's end it leaves out with every router: what a router adds to smoe is exact."""
+    counted, planned = [], []
+    for name, given in (("smoe", {}), (router, options)):
+        for again in (False, True):
+            model = eager(tiny_dense("llama"))
+            holdfast.sparsify(model, experts=8, k=2, router=name, router_options=given)
+            if again:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            counted.append(count_training(model, batch()) - (3 + again) * once(model, name))
+            planned.append(flops.training(outline(model, square()), square(), checkpointing=again).total * 24)
+    (plain, plain_again, other, other_again), (smoe, smoe_again, its, its_again) = counted, planned
+    assert other_again - other - (plain_again - plain) == pytest.approx(its_again - its - (smoe_again - smoe), abs=1e-3)
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "phi3", "bert"])
 def test_the_forward_of_dense_families(model_type: str) -> None:
     model = holdfast.sparsify(eager(tiny_dense(model_type)), experts=4, k=2, router="symphony", layers="alternate")

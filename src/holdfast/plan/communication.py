@@ -1,7 +1,12 @@
 """Bytes that each of n GPUs sends in a training step, and what it holds, for three ways to spread a model.
 
     ring all-reduce of S bytes 2 S (n-1)/n        all-gather or reduce-scatter of S bytes S (n-1)/n
-    all-to-all   a token's row goes to its experts and back, forward and backward: 4 K d b, less the share that stays
+    exchange     a token's row goes once to each other GPU that has one of its experts, and back, forward and backward; with
+                 it K indices of 8 bytes, out, and K float32 weights, out and as gradients back: 4 d b + 16 K. Where
+                 experts are chosen uniformly, a token of K of E, it goes to (e-1) (1 - C(E-E/e, K) / C(E, K)) of the others
+                 on average; fewer where a family (DeepSeek's) chooses within groups. A recomputation goes out again,
+                 d b + 12 K, and comes home again, d b, only where something after the experts is kept for the backward:
+                 torch stops at the last tensor that it needs
     ddp          everything everywhere; gradients all-reduced
     fsdp         weights, gradients and optimizer in n shares; weights gathered for the forward and again for the backward,
                  where a recomputation uses them too, gradients reduce-scattered; two layers are whole at a time, the one
@@ -9,16 +14,17 @@
     expert       experts in e shares, e the largest number that divides both n and E; the rest as ddp, and experts' gradients
                  all-reduced among the n / e GPUs that hold the same
 
-Routers' statistics are all-reduced, float32 or int64, in each training forward, whatever the layout; a recomputation does
-so again.
+Routers' statistics are all-reduced, float32 or int64, in each training forward, whatever the layout. A recomputation learns
+nothing and sums only what routes and losses need.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast.plan.costs import FLOAT, INTEGER
 from holdfast.plan.memory import Training
-from holdfast.plan.outline import Outline
+from holdfast.plan.outline import LayerShape, Outline
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,11 @@ def layouts(
     shape: Outline, memory: Training, *, gpus: int, tokens: int, number: int, checkpointing: bool = False
 ) -> list[Layout]:
     """`tokens` are one GPU's."""
-    summed = reduced(float(sums(shape)), gpus) * (2 if checkpointing else 1)
+    summed = reduced(float(sums(shape) + (sums_again(shape) if checkpointing else 0)), gpus)
     ways: list[Callable[[], Layout]] = [
         lambda: _ddp(memory, gpus, summed),
         lambda: _fsdp(shape, memory, gpus, number, summed),
-        lambda: _expert(shape, memory, gpus, tokens, number, summed),
+        lambda: _expert(shape, memory, gpus, tokens, number, summed, checkpointing),
     ]
     return [way() for way in ways]
 
@@ -58,6 +64,11 @@ def layouts(
 def sums(shape: Outline) -> int:
     """Bytes of the statistics that routers sum over ranks in one training forward."""
     return sum(cost.summed for sparse in shape.sparse for cost in sparse.costs)
+
+
+def sums_again(shape: Outline) -> int:
+    """And in a recomputation of it."""
+    return sum(cost.summed_again for sparse in shape.sparse for cost in sparse.costs)
 
 
 def reduced(size: float, gpus: int) -> float:
@@ -77,12 +88,38 @@ def _fsdp(shape: Outline, memory: Training, gpus: int, number: int, summed: floa
     return Layout("fsdp", sharded / gpus + memory.state, whole, memory.activations, sent, 0.0, summed)
 
 
-def _expert(shape: Outline, memory: Training, gpus: int, tokens: int, number: int, summed: float) -> Layout:
+def visited(experts: int, used: float, processes: int) -> float:
+    """How many other processes have one of the `used` experts of a token, on average, where all are as likely.
+
+    A mean number that is none of experts counts as of tokens that use the next lower and the next higher one.
+    """
+
+    def of(number: int) -> float:
+        return (processes - 1) * (1 - math.comb(experts - experts // processes, number) / math.comb(experts, number))
+
+    lower = math.floor(used)
+    return of(lower) if lower == used else (lower + 1 - used) * of(lower) + (used - lower) * of(lower + 1)
+
+
+def row(layer: LayerShape, number: int, checkpointing: bool = False) -> float:
+    """Bytes that travel for each GPU that a token goes to."""
+    assert layer.sparse is not None
+    again = int(checkpointing)
+    vectors = 4 + again * (2 if layer.goes_on else 1)
+    return vectors * layer.dim * number + layer.sparse.active.slots * (INTEGER * (1 + again) + FLOAT * (2 + again))
+
+
+def _expert(
+    shape: Outline, memory: Training, gpus: int, tokens: int, number: int, summed: float, checkpointing: bool
+) -> Layout:
     divided = math.gcd(gpus, *(sparse.experts for sparse in shape.sparse))
     experts = shape.expert_parameters / shape.parameters
     held = (memory.held - memory.state) * (1 - experts + experts / divided) + memory.state
-    rows = sum(sparse.active.training * layer.dim for layer in shape.layers if (sparse := layer.sparse) is not None)
-    exchanged = 4 * tokens * rows * number * (divided - 1) / divided
+    exchanged = tokens * sum(
+        visited(sparse.experts, sparse.active.training, divided) * row(layer, number, checkpointing)
+        for layer in shape.layers
+        if (sparse := layer.sparse) is not None
+    )
     shared = reduced(memory.gradients * (1 - experts), gpus)
     own = reduced(memory.gradients * experts / divided, gpus // divided)
     return Layout("expert", held, 0.0, memory.activations, shared + own, exchanged, summed)

@@ -40,20 +40,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one part in one layer. FLOPs and bytes are a token's, except `summed`."""
+    """Of one part in one layer. FLOPs and bytes are a token's, except the sums."""
 
     part: str
     forward: float = 0.0
     backward: float = 0.0
-    learning: float = 0.0  # in training, in the forward, without a gradient
+    disturbing: float = 0.0  # in training, in the forward and in a recomputation
+    learning: float = 0.0  # in training, in the forward, not in a recomputation
     kept: float = 0.0  # bytes kept for the backward
     cached: float = 0.0  # bytes kept while decoding
     summed: int = 0  # bytes that every rank contributes to sums, each training forward
+    summed_again: int = 0  # of these, in a recomputation
     known: bool = True
 
     @property
     def training(self) -> float:
-        return self.forward + self.learning + self.backward
+        return self.forward + self.disturbing + self.learning + self.backward
+
+    @property
+    def again(self) -> float:
+        """In a recomputation, which learns nothing."""
+        return self.forward + self.disturbing
 
 
 @dataclass(frozen=True)
@@ -86,13 +93,15 @@ def _(part: Clustered, place: Place) -> Cost:
         return Cost("clusters")
     scaling = 2.0 * part.clusters * place.dim
     batch = part.stats == "batch"
+    summed = FLOAT * (part.clusters + 2 * part.clusters * place.dim)
     return Cost(
         "clusters",
         forward=scaling + (3 * scaling if batch else 0),
         backward=scaling,
         learning=0 if batch else 3 * scaling,
         kept=FLOAT * part.clusters,
-        summed=FLOAT * (part.clusters + 2 * part.clusters * place.dim),
+        summed=summed,
+        summed_again=summed if batch else 0,
     )
 
 
@@ -148,7 +157,7 @@ def _(part: AttentionPosterior, place: Place) -> Cost:
 def _(part: TopK, place: Place) -> Cost:
     learned_noise = isinstance(part.noise, GaussianNoise) and part.noise.weight is not None
     noise = 2.0 * place.dim * place.experts if learned_noise else 0.0
-    return Cost("selection", backward=2 * noise, learning=noise, kept=_selecting(part.slots, place))
+    return Cost("selection", backward=2 * noise, disturbing=noise, kept=_selecting(part.slots, place))
 
 
 @cost.register
@@ -163,10 +172,15 @@ def _(part: ReLU, place: Place) -> Cost:
 
 @cost.register
 def _(part: SmoothTopK, place: Place) -> Cost:
-    """The strip's width is an order statistic: two of them, by histograms that are summed over ranks, and two counts."""
+    """The strip's width is an order statistic: two of them, by histograms that are summed over ranks, and two counts.
+
+    So on a CPU; on a GPU the histograms are of bytes and smaller (16 KiB). Of the boundary loss only two counts are summed.
+    """
+    counts = 2 * INTEGER
+    if part.control == "loss":
+        return Cost("selection", kept=_selecting(place.experts, place), summed=counts, summed_again=counts)
     bins = sum(2**bits for _, bits in DIGITS)
-    summed = 0 if part.control == "loss" else 2 * bins * INTEGER + 2 * INTEGER
-    return Cost("selection", kept=_selecting(place.experts, place), summed=summed)
+    return Cost("selection", kept=_selecting(place.experts, place), summed=2 * bins * INTEGER + counts)
 
 
 def costs(router: Router, place: Place) -> tuple[Cost, ...]:

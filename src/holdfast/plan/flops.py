@@ -35,7 +35,8 @@ def forward(shape: Outline, setting: Setting) -> Flops:
 
 
 def training(shape: Outline, setting: Setting, checkpointing: bool = False) -> Flops:
-    """Of a training step: forward, backward and what routers count; with checkpointing, every layer's forward once more."""
+    """Of a training step: forward, backward and what routers learn; with checkpointing, every layer's forward once more,
+    which learns nothing."""
     step = _flops(shape, setting, experts_as="training", part="training", times=3)
     if not checkpointing:
         return step
@@ -62,9 +63,7 @@ def _flops(shape: Outline, setting: Setting, *, experts_as: str, part: str, time
         # The matrix that says whose a row is has no gradient: that product has one in its backward, others two.
         experts += times * (sparse.flops * used + tokens) + min(times, 2) * rows
         for cost in sparse.costs:
-            # A recomputation counts again, and what it counted is dropped.
-            amount = cost.forward + cost.learning if part == "again" else getattr(cost, part)
-            parts[cost.part] = parts.get(cost.part, 0.0) + amount
+            parts[cost.part] = parts.get(cost.part, 0.0) + getattr(cost, part)
     return Flops(
         projections=times * sum(layer.attention.projections for layer in shape.layers),
         mixing=times * sum(layer.attention.mixing for layer in shape.layers),

@@ -10,6 +10,7 @@ from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find, 
 from holdfast.hub.sites import Site, sites
 from holdfast.plan.costs import Active, Cost, Place, active, costs
 from holdfast.routing import Router
+from holdfast.routing.selection import check_k
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class LayerShape:
     dense: float  # FLOPs a token of the feed-forward network that every token passes (a shared expert too)
     dense_widths: int  # sum of the widths of what its linear maps put out
     sparse: SparseShape | None
+    goes_on: bool = False  # something that comes after its experts is kept for the backward
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,15 @@ def _layer(family: MoEFamily | DenseFamily, name: str, layer: nn.Module, site: S
         dense=dense,
         dense_widths=widths,
         sparse=None if site is None else _sparse(site, attention, setting),
+        goes_on=dense > 0 or _dropped_or_normed(family, layer),
     )
+
+
+def _dropped_or_normed(family: MoEFamily | DenseFamily, layer: nn.Module) -> bool:
+    """Of the feed-forward network's output. What is bypassed is followed by BERT's norm."""
+    around = family.attention.split(".")[0] + "."
+    drops = (m.p > 0 for path, m in layer.named_modules() if isinstance(m, nn.Dropout) and not path.startswith(around))
+    return any(drops) or (isinstance(family, DenseFamily) and bool(family.bypassed))
 
 
 def _attention(family: MoEFamily | DenseFamily, layer: nn.Module, projections: float, setting: Setting) -> AttentionShape:
@@ -280,6 +290,7 @@ def _gate(site: Site) -> nn.Module:
 
 def _native_active(site: Site) -> Active:
     k = int(site.gate.top_k)
+    check_k(k, site.size[1])
     return Active(k, k, k)
 
 
