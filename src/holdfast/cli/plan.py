@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,8 +61,8 @@ class Plan:
 
         quiet()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try to reach the hub
-        if self.tokens is not None and not self.tokens > 0:
-            raise ValueError(f"tokens is {self.tokens:g}; a training has more than 0.")
+        if self.tokens is not None and not 0 < self.tokens < math.inf:
+            raise ValueError(f"tokens is {self.tokens:g}; a training has more than 0, and a finite number of them.")
         done = plan(
             self.model,
             [_choice(written) for written in self.router],
@@ -77,7 +78,7 @@ class Plan:
             if self.tokens is not None:
                 for entry in stored["columns"]:
                     entry["whole_training"] = entry["training"]["total"] * self.tokens
-            print(json.dumps(stored, indent=2))
+            print(json.dumps(stored, indent=2, allow_nan=False))
         else:
             print_plan(done, self.tokens)
 

@@ -1,5 +1,6 @@
 """A model with each of several routers: what it has, does, holds and sends."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,8 +32,8 @@ class Workload:
             raise ValueError(unknown("dtype", self.dtype, DTYPES))
         for name in ("sequence", "batch", "gpus", "gpu_memory"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be positive.")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be {'finite' if value == math.inf else 'positive'}.")
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,9 @@ def _build(config: Any) -> Any:
         model = kind(config)
     except Exception as problem:  # sizes that do not go together fail wherever they meet first
         raise ValueError(f"no {kind.__name__} has these sizes: {_one_line(problem)}") from None
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            raise ValueError(f"{name} would be {' x '.join(map(str, parameter.shape))}; no size may be 0.")
     return model
 
 
