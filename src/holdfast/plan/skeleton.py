@@ -5,6 +5,7 @@ So parameters and state are counted, not computed again: what is counted is what
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +165,9 @@ def _build(config: Any) -> Any:
     if described is not None:
         del config.holdfast
     try:
-        model = kind(config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # that is an error below
+            model = kind(config)
     except Exception as problem:  # sizes that do not go together fail wherever they meet first
         raise ValueError(f"no {kind.__name__} has these sizes: {_one_line(problem)}") from None
     for name, parameter in model.named_parameters():
