@@ -53,6 +53,16 @@ def test_the_native_router_is_bit_identical(family: str, backend: str) -> None:
     assert torch.equal(generated(model), tokens)
 
 
+def test_a_tie_between_groups_of_experts_goes_to_the_lower_one() -> None:
+    model = tiny("deepseek_v3", n_routed_experts=64, n_group=16, topk_group=4, num_experts_per_tok=4)
+    holdfast.reroute(model, "smoe")
+    for site in sites(model):
+        torch.nn.init.zeros_(site.gate.weight)
+    with holdfast.trace(model) as routes:
+        logits(model)
+    assert all(torch.equal(routing.experts, torch.arange(4).expand_as(routing.experts)) for routing in routes)
+
+
 @pytest.mark.parametrize("backend", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_router_changes_the_output_and_restore_brings_it_back(family: str, backend: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.ops.topk import top
 from holdfast.routing.parts import Scores, shares
 from holdfast.routing.rules import Rule, dampened
 
@@ -34,7 +35,7 @@ class GroupedSigmoid(Rule):
             return choice
         grouped = choice.unflatten(-1, (self.groups, -1))
         worth = grouped.topk(min(HIGHEST_OF_GROUP, grouped.shape[-1]), dim=-1).values.sum(-1)
-        kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(self.groups_kept, dim=-1).indices, True)
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, top(worth, self.groups_kept), True)
         return grouped.where(kept.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def levels(self, scores: Scores) -> Tensor:
