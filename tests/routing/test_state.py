@@ -1,6 +1,7 @@
 """The state rule: staged by a training forward, committed once, all ranks alike."""
 
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,21 @@ def test_recomputation_of_a_compiled_router_counts_once() -> None:
         checkpoint(lambda y: compiled(y).gates.square().sum(), x, use_reentrant=False).backward()
     built.eval()
     assert counter.count == 30
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor has no C++ compiler here")
+def test_a_compiled_backward_reads_the_state_that_its_forward_saw() -> None:
+    """Inductor makes small things again in the backward, when buffers have moved on."""
+    torch.compiler.reset()
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        built = router("remoe", dim=4, experts=3, l1=0.1)
+        run = torch.compile(built, fullgraph=True) if compiled else built
+        batches = [torch.randn(2, 5, 4, requires_grad=True) for _ in range(3)]
+        gradients.append([torch.autograd.grad(run(batch).loss, batch)[0] for batch in batches])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_backward_after_the_next_forward_still_works() -> None:

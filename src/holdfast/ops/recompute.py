@@ -1,7 +1,9 @@
-"""Is this forward the first one, or activation checkpointing running it again inside a backward?"""
+"""What a backward runs again: is this forward the first one or a recomputation, and which state do both see?"""
 
 import torch
 from torch import Tensor
+
+from holdfast.ops.operators import EVERYWHERE, operator
 
 
 def recomputing() -> bool:
@@ -19,6 +21,15 @@ def _first_forward(like: Tensor) -> Tensor:
 @_first_forward.register_fake
 def _(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.bool, device=like.device)
+
+
+_copy = operator("copy_of(Tensor state) -> Tensor", torch.clone, torch.empty_like, devices=EVERYWHERE)
+
+
+def as_now(state: Tensor) -> Tensor:
+    """A copy of a buffer for a backward to read; a compiled one would make it again, from what the buffer is by then."""
+    out: Tensor = _copy(state)
+    return out
 
 
 def first_forward(like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from holdfast.ops import choose
 from holdfast.ops.precision import linear_float32
+from holdfast.ops.recompute import as_now
 from holdfast.ops.topk import top
 from holdfast.routing.parts import TINY, Informer
 from holdfast.routing.records import Context
@@ -80,7 +81,7 @@ class ExpertGraph(Informer, StatefulPart):
     def effective(self) -> Tensor:
         """(E,E): the graph as it acts, without what is below the threshold."""
         if self.threshold == 0:
-            return self.graph.clone()  # what a backward reads must not be what the next forward commits to
+            return as_now(self.graph)
         return self.graph.where(self.graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.ops import choose
+from holdfast.ops.recompute import as_now
 from holdfast.ops.streams import join
 from holdfast.ops.topk import top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
@@ -178,7 +179,7 @@ class ReLU(Selector, StatefulPart):
             join(tokens)
             count = self.get_buffer("staged_tokens")  # also in a recomputation, which counts nothing
             # Over the mean number of tokens: the mean over ranks of this loss is then that of the whole batch.
-            losses["l1"] = self.l1.clone() * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
+            losses["l1"] = as_now(self.l1) * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
 
     def _counts(self, weights: Tensor, real: Tensor) -> dict[str, Tensor]:

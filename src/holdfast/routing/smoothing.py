@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.ops import choose
 from holdfast.ops.order import midpoint
+from holdfast.ops.recompute import as_now
 from holdfast.ops.running import absorb_mean, running_mean
 from holdfast.ops.topk import top
 from holdfast.routing.parts import TINY, Scores, Selection, Selector
@@ -89,7 +90,7 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_buffer("width", torch.tensor(float(eps)))
         self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
-        start = ETA_START if eps == 0 else math.log(math.expm1(eps))
+        start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # softplus back
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
     def gate(self, logits: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class SmoothTopK(Selector, StatefulPart):
         """The width of the strip now; 0 is hard top-k."""
         if self.inference == "hard" and not self.training:
             return torch.zeros_like(self.width)
-        eps = self.width if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
+        eps = as_now(self.width) if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
         return eps.where(self.budget_now > 0, 0.0)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
