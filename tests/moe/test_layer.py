@@ -191,3 +191,9 @@ def test_a_router_and_experts_that_do_not_fit_are_one_clear_sentence() -> None:
         MoE(router, holdfast.Experts(32, 24, 4))
     with pytest.raises(ValueError, match="width 32, the experts of width 16"):
         MoE(router, holdfast.Experts(16, 24, 8))
+
+
+def test_tokens_that_are_no_floats_are_refused() -> None:
+    layer = MoE(holdfast.router("smoe", dim=32, experts=8), holdfast.Experts(32, 24, 8))
+    with pytest.raises(ValueError, match=r"tokens are torch\.int64; expected floating-point numbers"):
+        layer(torch.ones(1, 2, 32, dtype=torch.int64))

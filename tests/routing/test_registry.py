@@ -70,6 +70,8 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
         ("xmoe+topp", {}, "unknown router 'topp': did you mean 'top-p'"),
         ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, remoe"),
         ("", {}, "unknown router ''"),
+        (None, {}, "a router is named by a string, such as"),
+        ("similarity[rank=4]", {}, "has options in brackets, which compare, train and plan take; here they are arguments"),
         ("top-p+remoe", {}, "'top-p' and 'remoe' both claim the select slot"),
         ("xmoe+smoe-dropout", {}, "'xmoe' and 'smoe-dropout' both claim the score slot"),
         ("xmoe+xmoe", {}, "'xmoe' and 'xmoe' both claim"),

@@ -86,6 +86,14 @@ class Registry:
 
     def parse(self, name: str) -> list[Preset]:
         """The presets that `name` joins with `+`; an error if one is unknown or two claim one slot."""
+        if not isinstance(name, str):
+            raise ValueError(
+                f"a router is named by a string, such as 'smooth' or 'ac+symphony', not by a {type(name).__name__}."
+            )
+        if "[" in name:
+            raise ValueError(
+                f"{name!r} has options in brackets, which compare, train and plan take; here they are arguments."
+            )
         presets = [self[part.strip()] for part in name.split("+")]
         _claims(presets)
         return presets
