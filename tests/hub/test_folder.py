@@ -207,6 +207,17 @@ def test_save_pretrained_writes_the_same_folder(model_type: str, kept: Path, tmp
     assert_same(model, holdfast.load(tmp_path))
 
 
+@pytest.mark.parametrize("router", ["xmoe", "smoe-dropout"])
+def test_what_is_not_trained_is_not_trained_after_loading(router: str, tmp_path: Path) -> None:
+    """A gate that the router leaves unused, and scores that stay as they are: optimizers and DDP count on it."""
+    model = changed("mixtral", router)
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in loaded.named_parameters()} == trained
+    assert not all(trained.values())
+    assert all(parameter.requires_grad for parameter in holdfast.restore(loaded).parameters())
+
+
 def test_a_folder_in_shards_is_loaded(kept: Path) -> None:
     assert len(list((kept / "sharded").glob("model-*.safetensors"))) > 3
     assert_same(changed("llama"), holdfast.load(kept / "sharded"))
@@ -255,6 +266,22 @@ def test_a_folder_that_is_there_is_replaced_only_by_force(kept: Path, tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         holdfast.save(first, tmp_path / "file", force=True)
+
+
+def test_a_link_is_followed_and_the_working_folder_stays(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, link, place = holdfast.load(kept / "mixtral"), tmp_path / "link", tmp_path / "elsewhere"
+    place.mkdir()
+    link.symlink_to(place)
+    assert holdfast.save(model, link) == link
+    assert link.is_symlink()
+    assert_same(model, holdfast.load(place))
+    monkeypatch.chdir(place)
+    for folder in (".", ".."):
+        with pytest.raises(ValueError, match="works in"):
+            holdfast.save(model, folder, force=True)
+    assert_same(model, holdfast.load("."))
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
@@ -559,7 +586,7 @@ def test_pickled_weights_are_refused(name: str, trapped: bool, copied: Callable[
 def test_plain_transformers_fails_rather_than_make_up_weights(model_type: str, tmp_path: Path) -> None:
     model = changed(model_type, "smoe")
     folder = holdfast.save(model, tmp_path / "out")
-    native: Any = type(model).__mro__[2]  # the family's own class
+    native: Any = type(model).__bases__[1]  # the family's own class
     assert not issubclass(native, type(model)) and native.__name__ == type(model).__name__
     loaders = [transformers.AutoConfig, transformers.AutoModel, transformers.AutoModelForCausalLM]
     loaders += [native.config_class, native]  # in this order: a config that is made up may be that of a model of 7B

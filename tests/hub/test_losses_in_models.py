@@ -1,5 +1,6 @@
 """The routers' losses in `outputs.loss`: there in training, once, whatever the batch is cut or padded into."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -124,15 +125,43 @@ def test_evaluation_adds_nothing(family: str, return_dict: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
-def test_without_labels_a_training_forward_is_as_without_losses(family: str) -> None:
+def test_without_labels_the_losses_stand_alone_and_one_is_told(family: str) -> None:
     with_losses, without = changed(family, losses=LOSSES).train(), changed(family).train()
-    batch = batch_for(family)
+    overheard, batch = Overheard(with_losses), batch_for(family)
     del batch["labels"]
-    out = with_losses(**batch)
+    with pytest.warns(UserWarning, match=r"add outputs\.router_loss"):
+        out = with_losses(**batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        first, *_ = with_losses(**batch, return_dict=False)
     assert out.loss is None
-    assert torch.equal(out.logits, without(**batch).logits)
-    first, *_ = with_losses(**batch, return_dict=False)
-    assert torch.equal(first, out.logits)
+    assert float(out.router_loss.detach()) == pytest.approx(overheard.total / 2)
+    assert torch.equal(out.logits, without(**batch).logits) and torch.equal(first, out.logits)
+    out.router_loss.backward()
+    found: list[Any] = sites(with_losses)
+    gates = [site.gate.weight if family == "mixtral" else site.block.router.score.weight for site in found]
+    assert len(gates) == 3 and all(gate.grad.norm() > 0 for gate in gates)
+
+
+ROLLOUTS = ["symphony", "smooth", "attention", "ac", "remoe"]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("router", ROLLOUTS)
+def test_what_a_model_in_training_generates_teaches_its_routers_nothing(router: str, cached: bool) -> None:
+    """A rollout is no batch, and each process may take as many tokens as it likes."""
+    model = changed("mixtral", router, LOSSES).train()
+    overheard, batch = Overheard(model), text()
+    model(**batch).loss.backward()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    assert all(overheard.losses)
+    overheard.losses.clear()
+    model.generate(batch["input_ids"], max_new_tokens=3, min_new_tokens=3, pad_token_id=0, use_cache=cached)
+    after = dict(model.named_buffers())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert len(overheard.losses) == 9 and not any("balance" in losses for losses in overheard.losses)
+    model(**batch)
+    assert any(not torch.equal(dict(model.named_buffers())[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("router", ["native", "smoe", "symphony+smooth"])
@@ -193,6 +222,15 @@ def test_our_balance_loss_takes_the_place_of_the_models_own(family: str, router:
     holdfast.restore(model)
     assert model.router_aux_loss_coef == 0.25
     assert torch.equal(loss_of(model, batch), native)
+
+
+@pytest.mark.parametrize("router", ["native", "smoe"])
+def test_asking_for_router_logits_later_adds_no_second_balance_loss(router: str) -> None:
+    model = holdfast.reroute(tiny("mixtral"), router, losses=LOSSES).train()
+    coefficient = tiny("mixtral").router_aux_loss_coef
+    assert coefficient > 0
+    assert torch.equal(loss_of(model, text(), output_router_logits=True), loss_of(model, text()))
+    assert holdfast.restore(model).router_aux_loss_coef == coefficient
 
 
 def test_our_balance_loss_stays_the_only_one_after_saving_and_loading(tmp_path: Path) -> None:

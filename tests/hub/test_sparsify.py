@@ -191,7 +191,8 @@ def test_nothing_of_a_forward_is_kept_in_evaluation() -> None:
         outputs(model, batch)
         for site in sites(model):
             around: Any = site.block.surroundings
-            assert around._heard.query is None and around._heard.output is None and around.record is None
+            heard = around._under_way.notes.heard
+            assert heard.query is None and heard.output is None and around.record is None
             assert around.ledger.token_ids is None
 
 

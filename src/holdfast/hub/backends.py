@@ -11,23 +11,30 @@ from typing import Any
 
 from torch import Tensor
 
+from holdfast.hub.per_thread import PerThread
 from holdfast.moe.experts import activate_used, run_experts
 
 NAME = "holdfast"
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"
 
 
+class _Answer(PerThread):
+    """Whether a view gives our name."""
+
+    is_ours = True
+
+
 class ConfigView:
     """A config in which one name is different."""
 
     def __init__(self, config: Any, attribute: str) -> None:
-        self.__dict__.update(config=config, attribute=attribute, value=NAME)
+        self.__dict__.update(config=config, attribute=attribute, answer=_Answer())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying asks for these before there is a config
             raise AttributeError(name)
         own = self.__dict__
-        return own["value"] if own["value"] is not None and name == own["attribute"] else getattr(own["config"], name)
+        return NAME if name == own["attribute"] and own["answer"].is_ours else getattr(own["config"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["config"], name, value)
@@ -35,11 +42,12 @@ class ConfigView:
     @contextmanager
     def as_it_is(self) -> Iterator[Any]:
         """Inside the `with`, the config without the difference: a native function looks up its own name there."""
-        self.__dict__["value"] = None
+        answer = self.__dict__["answer"]
+        answer.is_ours = False
         try:
             yield self.__dict__["config"]
         finally:
-            self.__dict__["value"] = NAME
+            answer.is_ours = True
 
 
 def point(module: Any, attribute: str) -> None:

@@ -15,6 +15,7 @@ from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
 from holdfast.hub.specs import read
 from holdfast.hub.subclasses import with_mixin, without_mixin
+from holdfast.hub.surroundings import LOOKS_AHEAD
 
 MODEL_TYPE = "holdfast"
 NO_DTYPE = "this folder is read with holdfast.load"  # in the error message
@@ -39,6 +40,7 @@ class ChangedModel:
         super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
         assert isinstance(self, nn.Module)
         repeat(self, read(config.holdfast))
+        self.__dict__["_frozen"] = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
         # Under the names they have here, not those of the original checkpoint: a Trainer resumes by these.
@@ -47,6 +49,22 @@ class ChangedModel:
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
         if options.get("is_main_process", True):
             write_manifest(Path(save_directory))
+
+
+class ChangedGenerator(ChangedModel):
+    """Mixed into the class of one that generates."""
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        wiring = self.__dict__["_holdfast"]
+        if wiring.looks_ahead:
+            raise ValueError(f"{LOOKS_AHEAD}; it cannot generate.")
+        with wiring.ledger.generation():
+            return super().generate(*arguments, **options)  # type: ignore[misc]
+
+
+def changed(kind: Any) -> Any:
+    """The class of models of this kind that were changed."""
+    return with_mixin(kind, ChangedGenerator if hasattr(kind, "generate") else ChangedModel)
 
 
 def _require_whole(model: Any, options: dict[str, Any]) -> None:
@@ -75,7 +93,7 @@ def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:
     if not isinstance(config, ChangedConfig):
         config.__class__ = with_mixin(type(config), ChangedConfig)
     if not isinstance(model, ChangedModel):
-        model.__class__ = with_mixin(type(model), ChangedModel)
+        model.__class__ = changed(type(model))
 
 
 def saves_plainly(model: nn.Module) -> None:

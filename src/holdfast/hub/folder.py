@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from holdfast.hub.changed import MODEL_TYPE, NO_DTYPE, ChangedConfig, ChangedModel
+from holdfast.hub.changed import MODEL_TYPE, NO_DTYPE, ChangedConfig, changed
 from holdfast.hub.gathering import as_if_whole, is_spread, on_first_process, whole_state
 from holdfast.hub.manifest import check_manifest
 from holdfast.hub.sites import sites
@@ -26,21 +26,23 @@ def save(model: Any, path: str | os.PathLike[str], *, tokenizer: Any = None, for
     A folder that is there already is replaced only with `force`. Of a model whose weights are spread over processes (FSDP2,
     `shard_experts`) every process calls this, and the first one writes; of any other, only those that call it write.
     """
-    target = Path(path)
+    given, target = Path(path), Path(path).resolve()  # through links, to where the folder lies
     if not is_spread(model):
         _require_free(target, force)
         _write(model, target, tokenizer, {})
-        return target
+        return given
     on_first_process(lambda: _require_free(target, force))
     state = whole_state(model)
     with as_if_whole(model):
         on_first_process(lambda: _write(model, target, tokenizer, {"state_dict": state}))
-    return target
+    return given
 
 
 def _require_free(target: Path, force: bool) -> None:
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; give a folder.")
+    if Path.cwd().is_relative_to(target):
+        raise ValueError(f"{target} is the folder this process works in, and cannot be replaced; give one inside it.")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise ValueError(f"{target} exists and is not empty; choose another folder, or force=True to replace it.")
 
@@ -82,9 +84,11 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
     config = _config(folder, written)
     kind = _model_class(folder, config)
     if description is not None:
-        kind = with_mixin(kind, ChangedModel)
+        kind = changed(kind)
         config.__class__ = with_mixin(type(config), ChangedConfig)
     model = _from_pretrained(kind, folder, config, options)
+    for name in model.__dict__.pop("_frozen", ()):  # loading makes all of them trainable
+        model.get_parameter(name).requires_grad_(False)
     if description is not None:  # the names of this file say nothing about those that a restored model is saved under
         model.__dict__.pop("_weight_conversions", None)
         for site in sites(model):  # `distributed_config` acts after the routers are in

@@ -32,9 +32,10 @@ class ReroutedGate:
         context = surroundings.context(tokens)
         if self.holdfast is None:
             output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states)  # type: ignore[misc]
-            if surroundings.is_read or (self.training and self.losses is not None):
+            has_losses = self.training and self.losses is not None and surroundings.ledger.learning
+            if surroundings.is_read or has_losses:
                 routing = record(output, self.rule)
-                if self.training and self.losses is not None:
+                if has_losses:
                     routing = replace(routing, losses=self.losses(routing, context.padding))
                 surroundings.leave(tokens, routing)
             return output

@@ -6,7 +6,7 @@ sees what it saw at first. One thing does not come by again: what the previous M
 the next forward. So two checkpointed forwards before one backward are not for routers that read it (`ac`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -17,11 +17,13 @@ from holdfast.hub.backends import ATTENTION, point, unpoint
 from holdfast.hub.cache import rows_of
 from holdfast.hub.families import detached
 from holdfast.hub.padding import padding_of
+from holdfast.hub.per_thread import PerThread
 from holdfast.hub.projections import as_linear
 from holdfast.hub.training import Ledger
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
 
 _numbers = count(1)
+LOOKS_AHEAD = "this router lets a token's route depend on tokens after it, in a model that predicts them"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,20 @@ class _Heard:
     output: Tensor | None = None
 
 
+@dataclass
+class _Notes:
+    """What the forward under way has come by so far."""
+
+    shape: torch.Size | None = None  # (B,N)
+    heard: _Heard = field(default_factory=_Heard)
+    record: Previous | None = None
+
+
+class _UnderWay(PerThread):
+    def __init__(self) -> None:  # by every thread
+        self.notes = _Notes()
+
+
 class Surroundings:
     """The hooks around one MoE layer and what they saw in the forward under way."""
 
@@ -64,10 +80,11 @@ class Surroundings:
         self.listens = "attention" in reads and not neighbours.windowed
         self.reads_previous, self.is_read = "previous" in reads, False
         self.reads_ids = "token_ids" in reads
+        causal = bool(getattr(neighbours.attention, "is_causal", False))
+        self.looks_ahead = causal and router is not None and not (router.traits.causal and router.traits.cacheable)
         self.number = next(_numbers)  # whose rows a KV cache holds; any change to the model makes its caches stale
-        self.shape: torch.Size | None = None  # (B,N) of the forward under way
-        self.record: Previous | None = None
-        self._heard = _Heard()
+        self._under_way = _UnderWay()
+        self._latest: Previous | None = None  # of any thread: a GPU's backward recomputes in one of its own
         if self.reads_previous and before is not None:
             before.is_read = True
             ledger.when_done.append(before.forget)
@@ -81,7 +98,12 @@ class Surroundings:
 
     def forget(self) -> None:
         """What the layer did is not needed any more."""
-        self.record = None
+        self._under_way.notes.record = self._latest = None
+
+    @property
+    def record(self) -> Previous | None:
+        """What the layer did in the forward under way."""
+        return self._latest if self._under_way.notes.record is None else self._under_way.notes.record
 
     @property
     def learning(self) -> bool:
@@ -99,18 +121,22 @@ class Surroundings:
 
     def hear(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
         """Called by the attention function, with what it was given."""
-        self._heard.query, self._heard.key, self._heard.value, self._heard.mask = query, key, value, mask
-        self._heard.scale, self._heard.window = options.get("scaling"), options.get("sliding_window")
+        heard = self._under_way.notes.heard
+        heard.query, heard.key, heard.value, heard.mask = query, key, value, mask
+        heard.scale, heard.window = options.get("scaling"), options.get("sliding_window")
 
     def tokens(self, hidden: Tensor) -> Tensor:
         """The router's input (B,N,d), from what the gate was given."""
-        return hidden if self.shape is None else hidden.reshape(*self.shape, hidden.shape[-1])
+        shape = self._under_way.notes.shape
+        return hidden if shape is None else hidden.reshape(*shape, hidden.shape[-1])
 
     def context(self, tokens: Tensor) -> Context:
         """What the router may look at; clears what was heard, so that nothing outlives the forward."""
-        heard, self._heard = self._heard, _Heard()
+        heard, self._under_way.notes.heard = self._under_way.notes.heard, _Heard()
         previous = self.before.record if self.reads_previous and self.before is not None else None
         ids = self.ledger.token_ids if self.reads_ids else None
+        if self.looks_ahead and self._past(heard, tokens.shape[1]):
+            raise ValueError(f"{LOOKS_AHEAD}; it cannot take tokens one after the other from a KV cache.")
         if self.neighbours.windowed or not (self.learning or self.sequence_aware):
             return Context(previous=previous, token_ids=ids)
         if heard.mask is not None and not isinstance(heard.mask, Tensor):
@@ -129,13 +155,13 @@ class Surroundings:
         """Hand on what the router did: its losses to the model, its choice to the next MoE layer."""
         self.ledger.enter(routing)
         if self.is_read:
-            self.record = Previous(tokens.detach(), detached(routing))
+            self._under_way.notes.record = self._latest = Previous(tokens.detach(), detached(routing))
 
     def _note_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
+        self._under_way.notes.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
 
     def _note_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self.sequence_aware or self.learning:
+        if self.sequence_aware or self.learning or self.looks_ahead:
             if self.sequence_aware and options.get("cache") is not None:
                 raise ValueError(
                     "continuous batching (generate_batch) mixes sequences and keeps their tokens in pages, where a "
@@ -149,22 +175,27 @@ class Surroundings:
                     'tell them apart; set the model\'s attention to "sdpa" or "eager".'
                 )
             past = options.get("past_key_values")
-            self._heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
+            self._under_way.notes.heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
         if self.listens and self._projection is not self.neighbours.projection:
             self._projection_hook.remove()
             self._projection = self.neighbours.projection
             self._projection_hook = self._projection.register_forward_hook(self._note_output)
 
     def _note_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        self._heard.output = output
+        self._under_way.notes.heard.output = output
 
     def _cache(self, heard: _Heard, length: int) -> tuple[RouterCache | None, int | None]:
         """The router's rows, and how many tokens came before those at hand; the KV cache has these already."""
         if not self.sequence_aware or heard.past is None:
             return None, None
-        layer = heard.past.layers[self.neighbours.attention.layer_idx]
-        past = int(layer.get_seq_length()) - length
-        return rows_of(layer, past, self.number), past
+        past = self._past(heard, length)
+        return rows_of(heard.past.layers[self.neighbours.attention.layer_idx], past, self.number), past
+
+    def _past(self, heard: _Heard, length: int) -> int:
+        """How many tokens the KV cache had before those at hand."""
+        if heard.past is None:
+            return 0
+        return int(heard.past.layers[self.neighbours.attention.layer_idx].get_seq_length()) - length
 
     def _attention(self, heard: _Heard, past: int | None, length: int) -> Attention | None:
         if not self.listens or heard.query is None or heard.key is None or heard.value is None or heard.output is None:

@@ -1,5 +1,6 @@
 """A changed model's connections: each MoE layer's surroundings, the ledger of losses, the specs."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from holdfast.hub.backends import runs_ours
 from holdfast.hub.changed import saves_itself, saves_plainly
 from holdfast.hub.sites import Site, places
 from holdfast.hub.specs import LayerSpec, describe
-from holdfast.hub.surroundings import Surroundings
+from holdfast.hub.surroundings import LOOKS_AHEAD, Surroundings
 from holdfast.hub.training import Ledger
 from holdfast.moe import name_layers
 
@@ -18,7 +19,8 @@ class Wiring:
     """What holds the changes of a model together; one a model, replaced as a whole by the next change."""
 
     def __init__(self, model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
-        self.specs, self.ledger = dict(specs), Ledger(model)
+        routers = [site.router for site in found if site.name in specs and site.router is not None]
+        self.specs, self.ledger = dict(specs), Ledger(model, routers)
         by_name: dict[str, Surroundings] = {}
         for site, place in zip(found, places(found), strict=True):
             if site.name in specs:
@@ -27,6 +29,11 @@ class Wiring:
                 holder = site.block if site.family is None else site.gate
                 holder.surroundings = around
         self.surroundings = list(by_name.values())
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Does a router in a causal model let a route depend on later tokens?"""
+        return any(around.looks_ahead for around in self.surroundings)
 
     def remove(self) -> None:
         self.ledger.remove()
@@ -53,7 +60,7 @@ def own_balance(model: Any) -> float:
 def _balance_once(model: Any, specs: Mapping[str, LayerSpec]) -> None:
     """Where routers bring losses, the model's own balance loss makes way; without them it comes back."""
     if any(spec.losses for spec in specs.values()):
-        if own_balance(model):
+        if hasattr(model, "router_aux_loss_coef"):  # added in any forward that is asked for router logits
             model.__dict__.setdefault("_own_balance", model.router_aux_loss_coef)
             model.router_aux_loss_coef = 0.0
     elif "_own_balance" in model.__dict__:
@@ -74,6 +81,10 @@ def wire(model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) ->
         model.__dict__.pop("_holdfast", None)
         saves_plainly(model)
         return
-    model.__dict__["_holdfast"] = Wiring(model, found, specs)
+    wired = model.__dict__["_holdfast"] = Wiring(model, found, specs)
+    if wired.looks_ahead:
+        warnings.warn(
+            f"{LOOKS_AHEAD}: its perplexity compares with no causal model's, and it cannot generate.", stacklevel=2
+        )
     saves_itself(model, describe(config.model_type, specs))
     name_layers(model)

@@ -45,7 +45,7 @@ class Router(nn.Module):
                 raise ValueError(f"{count} informers on the {side} side; a Router takes at most one a side.")
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
         self.losses, self.check_finite, self.scale = losses, check_finite, scale
-        self._layer = layer
+        self._layer, self._learning = layer, True
         self.register_buffer("_name", encode_name(layer), persistent=False)
 
     @property
@@ -64,6 +64,18 @@ class Router(nn.Module):
         if not self.get_buffer("_name").is_meta:
             self.layer = self._layer
         return self
+
+    @property
+    def learning(self) -> bool:
+        """Does a training forward teach it, and make losses? Not while a model in training mode generates."""
+        return self._learning
+
+    @learning.setter
+    def learning(self, learning: bool) -> None:
+        self._learning = learning
+        for part in self.parts:
+            if isinstance(part, StatefulPart):
+                part.learning = learning
 
     @property
     def dim(self) -> int:
@@ -128,7 +140,7 @@ class Router(nn.Module):
                 weights=weights.flatten(0, 1),
                 losses=dict(selected.losses),
             )
-            if self.training and self.losses is not None:
+            if self.training and self.learning and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
         join(tokens)
         return routing
@@ -140,6 +152,8 @@ class Router(nn.Module):
             wanted = "(B, N, d)" if self.traits.sequence_aware else "(B, N, d) or (T, d)"
             why = ", because it looks at whole sequences" if self.traits.sequence_aware else ""
             raise ValueError(f"{self.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {wanted}{why}.")
+        if not tokens.is_floating_point():
+            raise ValueError(f"{self.layer}: tokens are {tokens.dtype}; expected floating-point numbers.")
         if tokens.shape[-1] != self.dim:
             raise ValueError(f"{self.layer}: tokens have width {tokens.shape[-1]}; this router was built for {self.dim}.")
         return tokens

@@ -25,6 +25,7 @@ class StatefulPart(Part):
     """A part with state under the rule (abstract). State and staged statistics are buffers: saved, moved, kept float32."""
 
     pending: Tensor
+    learning = True  # False: nothing is staged or committed, even in training
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +44,8 @@ class StatefulPart(Part):
     @torch.no_grad()
     def begin_training_forward(self) -> None:
         """Commit what the last batch staged, unless this forward is a recomputation."""
+        if not self.learning:
+            return
         if torch.compiler.is_compiling():  # then the question is asked when it runs, by an operator
             self._commit(self.pending & first_forward(self.pending))
         elif not recomputing():
@@ -51,7 +54,7 @@ class StatefulPart(Part):
     @torch.no_grad()
     def learn(self, statistics: Callable[[], Mapping[str, Tensor]]) -> None:
         """Stage what the batch teaches. No route depends on it: on a GPU it is computed beside the rest of the forward."""
-        if torch.compiler.is_compiling() or not recomputing():
+        if self.learning and (torch.compiler.is_compiling() or not recomputing()):
             beside(self.pending, lambda: self.stage(**statistics()))
 
     @torch.no_grad()

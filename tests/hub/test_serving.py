@@ -1,0 +1,76 @@
+"""Changed models where they are served: by several threads, sent to other processes, refused where they would see ahead."""
+
+import pickle
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from tiny_dense import inputs, tiny_dense
+from torch import Tensor
+
+import holdfast
+from holdfast import Losses
+
+LOSSES = Losses(balance=0.1)
+
+
+def ids_of(length: int, sequences: int = 2) -> Tensor:
+    return torch.randint(3, 60, (sequences, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("router", ["ac", "similarity", "attention"])
+def test_threads_do_not_hear_each_other(router: str) -> None:
+    model: Any = holdfast.reroute(tiny("mixtral"), router)
+    batches = [ids_of(9), ids_of(14, 3)]
+    with torch.no_grad():
+        expected = [model(input_ids=ids).logits for ids in batches]
+    wrong: list[object] = []
+
+    def serve(ids: Tensor, right: Tensor) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(40):
+                    if not torch.allclose(model(input_ids=ids).logits, right, atol=1e-5):
+                        wrong.append("another's logits")
+        except Exception as problem:
+            wrong.append(problem)
+
+    threads = [threading.Thread(target=serve, args=each) for each in zip(batches, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("family", "router"), [("mixtral", "attention"), ("deepseek_v3", "native"), ("llama", "ac+symphony+similarity+smooth")]
+)
+def test_a_pickled_model_is_the_same_model(family: str, router: str) -> None:
+    if family == "llama":
+        model: Any = holdfast.sparsify(tiny_dense(family), experts=4, router=router, losses=LOSSES)
+    else:
+        model = holdfast.reroute(tiny(family), router, losses=LOSSES)
+    other = pickle.loads(pickle.dumps(model))
+    assert type(other) is type(model) and type(other.config) is type(model.config)
+    batch = inputs("llama") if family == "llama" else {"input_ids": ids_of(9), "labels": ids_of(9)}
+    assert torch.equal(other.eval()(**batch).logits, model.eval()(**batch).logits)
+    assert torch.equal(other.train()(**batch).loss, model.train()(**batch).loss)
+
+
+@pytest.mark.parametrize(("router", "options"), [("similarity", {"causal": False}), ("ac", {"stats": "batch"})])
+def test_a_router_that_sees_ahead_is_announced_and_does_not_generate(router: str, options: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="its perplexity compares with no causal model's"):
+        model: Any = holdfast.reroute(tiny("mixtral"), router, **options)
+    with pytest.raises(ValueError, match="cannot generate"):
+        model.generate(ids_of(9), max_new_tokens=2)
+    past = model(input_ids=ids_of(9)).past_key_values
+    with pytest.raises(ValueError, match="one after the other"):
+        model(input_ids=ids_of(1), past_key_values=past)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        holdfast.sparsify(tiny_dense("bert"), experts=4, router=router, router_options=options)
+        holdfast.reroute(model, router).generate(ids_of(9), max_new_tokens=2)
