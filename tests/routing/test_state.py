@@ -96,6 +96,8 @@ def test_recomputation_sees_the_same_state_and_counts_once() -> None:
 
 def test_recomputation_of_a_compiled_router_counts_once() -> None:
     torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # a compiler does it, and checkpointing does not want to see that
     built, counter = build()
     compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
     for _ in range(3):

@@ -126,8 +126,8 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 def _is_swiglu(module: Any) -> bool:
     """silu(gate) * up and nothing else: then our kernels know it."""
     from transformers.activations import SiLUActivation
-    from transformers.integrations import moe
 
+    moe = sys.modules["transformers.integrations.moe"]  # `_register` has seen to it; older compilers trace no lazy import
     usual = getattr(moe, "_default_apply_gate", None)  # families with a gate of their own have their own function there
     return (
         bool(module.has_gate)
