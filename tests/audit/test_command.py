@@ -10,11 +10,13 @@ import pytest
 import torch
 import transformers
 from audit.subjects import texts, tokenizer
+from safetensors.torch import load_file, save_file
 from tiny import tiny
 
 from holdfast.audit import AuditReport
 from holdfast.cli.main import main
 
+MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
 QUICK = ["--tokens", "96", "--length", "16", "--batch", "4"]
 SMALL = ["training.steps=8", "training.batch=4", "data.length=16", "data.vocabulary=200", "model.config.hidden_size=32"]
 SMALL += ["model.config.intermediate_size=32", "sparse.hidden=16"]
@@ -125,6 +127,8 @@ def test_an_interrupted_command_writes_what_it_has(
         (["BROKEN"], "cannot be loaded"),
         (["SILENT"], "tokeniser"),
         (["WORDLESS"], "holds no tokeniser"),
+        (["FOREIGN"], "the tokeniser is not this model's"),
+        (["NAN"], "model.norm.weight: its weights hold NaN or infinity; the checkpoint is broken."),
         (["nowhere/at-all/here"], "nowhere"),
         ([], "which model"),
         (["MODEL", "--compare", "a.json", "b.json"], "takes no model"),
@@ -135,7 +139,7 @@ def test_a_mistake_gets_one_sentence(
     arguments: list[str], says: str, folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    places = {name: tmp_path / name.lower() for name in ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "EMPTY")}
+    places = {name: tmp_path / name.lower() for name in MISTAKEN}
     made = {name: _make(name, path, folder) for name, path in places.items() if name in arguments}
     source = [] if "--source" in arguments or not made else ["--source", str(text)]
     words = [str(made.get(word, folder if word == "MODEL" else word)) for word in arguments]
@@ -161,6 +165,12 @@ def _make(kind: str, path: Path, folder: Path) -> Path:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 2}
         config = transformers.GPTNeoXConfig(**sizes, intermediate_size=16)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    elif kind == "FOREIGN":
+        tiny("mixtral", vocab_size=8).save_pretrained(path)
+    elif kind == "NAN":
+        tensors = load_file(path / "model.safetensors")
+        tensors["model.norm.weight"][0] = torch.nan
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     elif kind == "BROKEN":
         weights = path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])

@@ -56,7 +56,7 @@ class Reader:
         if not isinstance(tokenizer, Tokenizer) and not callable(tokenizer):
             raise ValueError(f"a {type(tokenizer).__name__} is no tokenizer; take that of the model, AutoTokenizer's.")
         if is_bare(tokenizer):
-            raise ValueError("the tokenizer knows no words, only special tokens: it was loaded from where its files are not.")
+            raise ValueError("the tokenizer knows special tokens and no words: its files were not where it was loaded from.")
         self.tokenizer, self.ours = tokenizer, isinstance(tokenizer, Tokenizer)
         own = None if self.ours else getattr(tokenizer, "pad_token_id", None)
         self.pad = pad if own is None else int(own)

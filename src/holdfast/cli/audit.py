@@ -90,6 +90,7 @@ class Audit:
     def _audit(self) -> AuditReport:
         from holdfast.audit import PERTURBATIONS, audit, what_if
         from holdfast.audit.tasks import Material
+        from holdfast.hub.usable import require_room
         from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject
 
@@ -98,6 +99,8 @@ class Audit:
         quiet()
         model, task = subject(self.model, source=self.source, data=self.data, loading=self.loading.options())
         material = Material(task, self.tokens)
+        if material.tokenizer is not None:
+            require_room(model, self.length)
         names = tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
         settings: dict[str, Any] = {
             "tokenizer": material.tokenizer,

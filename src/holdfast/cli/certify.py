@@ -71,6 +71,7 @@ class Certify:
         from holdfast.audit import certify_model
         from holdfast.audit.tasks import Material
         from holdfast.certify import Smoothing
+        from holdfast.hub.usable import require_room
         from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject
 
@@ -79,6 +80,8 @@ class Certify:
         quiet()
         model, task = subject(self.model, source=self.source, data=self.data, loading=self.loading.options())
         material = Material(task, self.tokens)
+        if material.tokenizer is not None:
+            require_room(model, self.length)
         with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
             found = certify_model(
                 model,
