@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
-from holdfast.cli.terminal import forwards
+from holdfast.cli.terminal import forwards, show
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ class Attack:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=found["title"])
@@ -95,6 +94,6 @@ def _print(found: dict[str, Any]) -> None:
         table.add_column(column)
     for row in found["rows"]:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console().print(table)
+    show(table)
     for flag in found["flags"]:
         print(f"Do not trust this blindly: {flag['kind']}: {flag['detail']}")

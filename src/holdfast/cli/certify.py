@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
-from holdfast.cli.terminal import bar, slim_table
+from holdfast.cli.terminal import bar, show, slim_table
 
 if TYPE_CHECKING:
     from holdfast.audit import ModelCertificates
@@ -100,8 +100,6 @@ class Certify:
 
 
 def print_certificates(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     known = [layer for layer in found["layers"] if layer["skipped"] is None]
     if known:
         levels = list(known[0]["share_at"])
@@ -117,7 +115,7 @@ def print_certificates(found: dict[str, Any]) -> None:
             alarms = (layer["undecided"].get(name) for name in ("bf16", "fp16"))
             rounded = ("" if alarm is None else f"{alarm:.2%}" for alarm in alarms)
             shown.add_row(str(layer["layer"]), layer["kind"], *radii, *shares, *rounded)
-        Console().print(shown)
+        show(shown)
     for layer in found["layers"]:
         if layer["skipped"] is not None:
             print(f"layer {layer['layer']} is not certified: {layer['skipped']}")

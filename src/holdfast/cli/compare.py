@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.terminal import bar, show
+
 if TYPE_CHECKING:
     from holdfast.train import Cell, Comparison, Contender
 
@@ -80,8 +82,6 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
-    from holdfast.cli.terminal import bar
-
     steps, cells = comparison.recipe.training.steps, comparison.cells
     done = dict.fromkeys((cell.name for cell in cells), 0)
     with bar(steps * len(cells)) as tell:
@@ -95,7 +95,6 @@ def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
 
 def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     measure, data = comparison.task.measure, comparison.task.describe()["data"]
@@ -117,7 +116,7 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         ]
         figures = (_figure(row["clean"]), differences[0], _figure(row["attacked"]), differences[1])
         table.add_row(row["router"], _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
-    Console().print(table)
+    show(table)
 
 
 def _in_thousands(count: int) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
+    from rich.table import Column, Table
+
+NO_EDGE = 10_000  # columns
+LONGEST = 24  # characters of a number: longer words that hold a digit may fold
+FRAME = 3  # around a cell, at most
 
 Tell = Callable[[float, str], None]  # how much is done, and what is being done
 
@@ -33,6 +39,35 @@ def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
     for place, column in enumerate(columns):
         table.add_column(column, no_wrap=place == 0)
     return table
+
+
+def screen() -> Console:
+    """Where results are printed. A pipe and a file have no edge, unless COLUMNS gives them one."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = NO_EDGE
+    return console
+
+
+def show(table: Table) -> None:
+    """A table with all its numbers: in little room words fold, and lines run over the edge before a number is cut."""
+    console = screen()
+    for column in table.columns:
+        column.overflow = "fold"
+        column.min_width = max(column.min_width or 0, _needed(console, column))
+    console.width = max(console.width, sum((column.min_width or 0) + FRAME for column in table.columns))
+    console.print(table, crop=False)
+
+
+def _needed(console: Console, column: Column) -> int:
+    """The longest number of a column; of one that is not to be wrapped, its longest cell."""
+    cells = list(column.cells)
+    if column.no_wrap:
+        return max((console.measure(cell).maximum for cell in cells), default=0)
+    words = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
+    return min(max(map(len, words), default=0), LONGEST)
 
 
 @contextmanager
