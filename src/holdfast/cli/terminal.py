@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 NO_EDGE = 10_000  # columns
 LONGEST = 24  # characters of a number: longer words that hold a digit may fold
-FRAME = 3  # around a cell, at most
 
 Tell = Callable[[float, str], None]  # how much is done, and what is being done
 
@@ -57,7 +56,8 @@ def show(table: Table) -> None:
     for column in table.columns:
         column.overflow = "fold"
         column.min_width = max(column.min_width or 0, _needed(console, column))
-    console.width = max(console.width, sum((column.min_width or 0) + FRAME for column in table.columns))
+    frame = table.padding[1] + table.padding[3] + 1  # around a cell
+    console.width = max(console.width, 1 + sum(column.min_width + frame for column in table.columns if column.min_width))
     console.print(table, crop=False)
 
 
