@@ -13,7 +13,7 @@ from audit.subjects import texts, tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 
-from holdfast.audit import AuditReport
+from holdfast.audit import PERTURBATIONS, AuditReport, Settings, parse
 from holdfast.cli.main import main
 
 MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
@@ -54,6 +54,8 @@ def test_a_folder_is_audited_and_all_is_written(folder: Path, text: Path, tmp_pa
     report = AuditReport.load(out / "audit.json")
     assert report.data["source"]["checksum"] and report.model["name"] == str(folder) and report.data["tokens"] >= 96
     assert all(one["skipped"] is None for one in report.perturbations.values())
+    for name in report.numbers():  # any of them may be asked for before an audit
+        parse(f"{name}>0").check(Settings(tuple(PERTURBATIONS), (0.01, 0.05)))
     assert main(given) == 2 and "--force" in capsys.readouterr().err
     (out / "audit.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
     assert main(given) == 2 and "audit.html" in capsys.readouterr().err
@@ -120,6 +122,8 @@ def test_an_interrupted_command_writes_what_it_has(
         (["MODEL", "--perturb", "nois"], "did you mean 'noise'"),
         (["MODEL", "--noise", *(["0.1"] * 9)], "9 noise levels"),
         (["MODEL", "--fail-if", "entropy=3"], "no condition"),
+        (["not/loaded", "--fail-if", "undecided.bf61>0"], "did you mean 'undecided.bf16'?"),
+        (["not/loaded", "--fail-if", "flips.words>0", "--perturb", "none"], "flips.words is not measured by this audit"),
         (["MODEL", "--what-if", "smoth", "--perturb", "none"], "smooth"),
         (["MODEL", "--source", "EMPTY"], "holds no text"),
         (["DENSE"], "sparsify"),

@@ -63,7 +63,7 @@ class Audit:
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
-        from holdfast.audit import AuditReport, parse
+        from holdfast.audit import AuditReport, Settings, parse
         from holdfast.report import write_audit
 
         if self.compare is not None:
@@ -72,6 +72,8 @@ class Audit:
             print_differences(*(AuditReport.load(path) for path in self.compare))
             return
         conditions = [parse(written) for written in self.fail_if]
+        for condition in conditions:
+            condition.check(Settings(self._perturbations(), self.noise))
         target = None if self.out is None else self.out / NAME
         page = None if target is None else target.with_suffix(".html")
         for file in (target, page):
@@ -87,8 +89,13 @@ class Audit:
         if met:
             raise ConditionHolds("; ".join(f"{condition} holds: it is {value:.4g}" for condition, value in met))
 
+    def _perturbations(self) -> tuple[str, ...]:
+        from holdfast.audit import PERTURBATIONS
+
+        return tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
+
     def _audit(self) -> AuditReport:
-        from holdfast.audit import PERTURBATIONS, audit, what_if
+        from holdfast.audit import audit, what_if
         from holdfast.audit.tasks import Material
         from holdfast.hub.usable import require_room
         from holdfast.train.quiet import quiet
@@ -101,10 +108,9 @@ class Audit:
         material = Material(task, self.tokens)
         if material.tokenizer is not None:
             require_room(model, self.length)
-        names = tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
         settings: dict[str, Any] = {
             "tokenizer": material.tokenizer,
-            "perturb": names,
+            "perturb": self._perturbations(),
             "noise": self.noise,
             "name": self.model,
             "seed": self.seed,
