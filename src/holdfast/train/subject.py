@@ -11,7 +11,7 @@ from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.task import Task
 from holdfast.train.text_task import TextTask
-from holdfast.train.trained import is_trained, load_trained
+from holdfast.train.trained import MODEL, is_trained, load_trained
 
 LENGTH = 512  # tokens of a block, where neither the user nor the model says less
 
@@ -41,8 +41,19 @@ def subject(
         part = replace(part, source=source or part.source, length=length or part.length)
         trained = replace(trained, recipe=replace(trained.recipe, data=part, attack=attack or trained.recipe.attack))
         return _usable(trained.model, length), trained.task(data)
+    _require_model(Path(path))
     model = load(path, **options)
     return _usable(model, length), _task(model, path, source, data, length, attack or AttackPart())
+
+
+def _require_model(folder: Path) -> None:
+    """A folder around models is not one; the sentence names the first inside."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return
+    cells = sorted([*folder.glob("cells/*/task.json"), *folder.glob("*/task.json")])
+    inside = folder / MODEL if (folder / MODEL / "config.json").is_file() else cells[0].parent if cells else None
+    if inside is not None:
+        raise ValueError(f"{folder} holds no model itself, but {inside} does: name that one.")
 
 
 def _usable(model: Any, length: int | None) -> Any:
