@@ -32,7 +32,7 @@ class Certify:
     data: Path | None = None
     """Where named sources lie, if they are not to be fetched."""
     tokens: int = 4096
-    """How much of a text is read."""
+    """About how much of a text is read: it ends with a whole batch."""
     length: int = 128
     """Tokens of a sequence."""
     batch: int = 8
