@@ -37,6 +37,6 @@ def require_room(model: Any, length: int) -> None:
 
 
 def longest_sequence(model: Any) -> int | None:
-    """Where its config says so."""
+    """Where its config says so; some say -1 for no end."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if longest is None else int(longest)
+    return int(longest) if longest and longest > 0 else None
