@@ -27,6 +27,7 @@ LAYERS = [
     "audit",
     "report",
     "cli",
+    "__main__",
 ]
 STRANGERS = {"attacks", "metrics", "certify"}  # these know records and protocols, never each other or a concrete model
 NOT_FOR_STRANGERS = {"hub", "moe"}

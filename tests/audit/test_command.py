@@ -10,11 +10,13 @@ import pytest
 import torch
 import transformers
 from audit.subjects import texts, tokenizer
+from safetensors.torch import load_file, save_file
 from tiny import tiny
 
-from holdfast.audit import AuditReport
+from holdfast.audit import PERTURBATIONS, AuditReport, Settings, parse
 from holdfast.cli.main import main
 
+MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
 QUICK = ["--tokens", "96", "--length", "16", "--batch", "4"]
 SMALL = ["training.steps=8", "training.batch=4", "data.length=16", "data.vocabulary=200", "model.config.hidden_size=32"]
 SMALL += ["model.config.intermediate_size=32", "sparse.hidden=16"]
@@ -52,6 +54,8 @@ def test_a_folder_is_audited_and_all_is_written(folder: Path, text: Path, tmp_pa
     report = AuditReport.load(out / "audit.json")
     assert report.data["source"]["checksum"] and report.model["name"] == str(folder) and report.data["tokens"] >= 96
     assert all(one["skipped"] is None for one in report.perturbations.values())
+    for name in report.numbers():  # any of them may be asked for before an audit
+        parse(f"{name}>0").check(Settings(tuple(PERTURBATIONS), (0.01, 0.05)))
     assert main(given) == 2 and "--force" in capsys.readouterr().err
     (out / "audit.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
     assert main(given) == 2 and "audit.html" in capsys.readouterr().err
@@ -118,12 +122,17 @@ def test_an_interrupted_command_writes_what_it_has(
         (["MODEL", "--perturb", "nois"], "did you mean 'noise'"),
         (["MODEL", "--noise", *(["0.1"] * 9)], "9 noise levels"),
         (["MODEL", "--fail-if", "entropy=3"], "no condition"),
+        (["not/loaded", "--fail-if", "undecided.bf61>0"], "did you mean 'undecided.bf16'?"),
+        (["not/loaded", "--fail-if", "flips.words>0", "--perturb", "none"], "flips.words is not measured by this audit"),
         (["MODEL", "--what-if", "smoth", "--perturb", "none"], "smooth"),
         (["MODEL", "--source", "EMPTY"], "holds no text"),
         (["DENSE"], "sparsify"),
         (["STRANGE"], "MoE family"),
         (["BROKEN"], "cannot be loaded"),
         (["SILENT"], "tokeniser"),
+        (["WORDLESS"], "holds no tokeniser"),
+        (["FOREIGN"], "the tokeniser is not this model's"),
+        (["NAN"], "model.norm.weight: its weights hold NaN or infinity; the checkpoint is broken."),
         (["nowhere/at-all/here"], "nowhere"),
         ([], "which model"),
         (["MODEL", "--compare", "a.json", "b.json"], "takes no model"),
@@ -134,7 +143,7 @@ def test_a_mistake_gets_one_sentence(
     arguments: list[str], says: str, folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    places = {name: tmp_path / name.lower() for name in ("DENSE", "STRANGE", "BROKEN", "SILENT", "EMPTY")}
+    places = {name: tmp_path / name.lower() for name in MISTAKEN}
     made = {name: _make(name, path, folder) for name, path in places.items() if name in arguments}
     source = [] if "--source" in arguments or not made else ["--source", str(text)]
     words = [str(made.get(word, folder if word == "MODEL" else word)) for word in arguments]
@@ -160,12 +169,20 @@ def _make(kind: str, path: Path, folder: Path) -> Path:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 2}
         config = transformers.GPTNeoXConfig(**sizes, intermediate_size=16)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    elif kind == "FOREIGN":
+        tiny("mixtral", vocab_size=8).save_pretrained(path)
+    elif kind == "NAN":
+        tensors = load_file(path / "model.safetensors")
+        tensors["model.norm.weight"][0] = torch.nan
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     elif kind == "BROKEN":
         weights = path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
     else:
         for file in path.glob("tokenizer*"):
             file.unlink()
+    if kind == "WORDLESS":  # of this family transformers makes a tokeniser out of nothing
+        tiny("olmoe").save_pretrained(path)
     return path
 
 

@@ -6,12 +6,23 @@ import sys
 import pytest
 from commands import Command
 
+import holdfast
+
 
 @pytest.mark.parametrize("more", [[], ["--help"]], ids=["alone", "with help"])
 def test_an_unknown_command_is_told_the_nearest(more: list[str], command: Command) -> None:
     done = command("rooters", *more)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "holdfast: unknown command 'rooters': did you mean 'routers'?\n"
+
+
+def test_a_command_that_nothing_is_near_gets_them_all(command: Command) -> None:
+    told = command("bogus").stderr
+    assert "did you mean" not in told and "expected one of attack, audit" in told
+
+
+def test_the_version_is_said(command: Command) -> None:
+    assert command("--version").stdout == f"holdfast {holdfast.__version__}\n"
 
 
 def test_no_command_at_all_shows_them(command: Command) -> None:
@@ -23,7 +34,7 @@ def test_no_command_at_all_shows_them(command: Command) -> None:
 )  # tables are rich's, which has its own code
 def test_a_closed_pipe_is_no_traceback(argument: str, code: int) -> None:
     run = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "holdfast", argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert run.stdout is not None and run.stderr is not None
     run.stdout.close()  # as `head` does

@@ -30,3 +30,26 @@ def test_a_bar_counts_the_inputs_of_a_model_and_leaves_it_alone(monkeypatch: pyt
         model(pixels=torch.zeros(2, 2))
     assert told == [(0, "scoring"), (3, "scoring"), (5, "scoring")]
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("columns", [None, "80", "20"])
+def test_a_table_keeps_every_number_and_its_last_column(
+    columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pipe, which has no edge, and where there is too little room."""
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    routers = [f"router-{number}" for number in range(12)]
+    table = terminal.slim_table("Figures", "a name that is not cut", *routers, caption="The end of a caption.")
+    table.columns[-1].min_width = 14
+    figures = [f"+{number}234.567" for number in range(12)]
+    table.add_row("a long name of a row", *figures)
+    terminal.show(table)
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "a long name of a row" in shown
+    assert [figure for figure in figures if figure not in shown] == []
+    assert " ".join(shown.split()[-5:]) == "The end of a caption."
+    if columns is None:
+        assert all(name in shown for name in routers) and len(shown.splitlines()) == 5

@@ -167,6 +167,9 @@ def test_attacks_on_pictures_grow_with_their_budget(pictures: Path, tmp_path: Pa
         (["train", "tiny", "--log", "tensorbord"], "tensorboard"),
         (["train", "tiny", "--set", "data.source=none.txt"], "does not exist"),
         (["evaluate", "nowhere/at-all/here"], "nowhere"),
+        (["evaluate", "TRAINED", "--length", "0"], "length is 0"),
+        (["evaluate", "TRAINED", "--length", "9999"], "the model's positions end at 128"),
+        (["certify", "TRAINED", "--length", "9999"], "the model's positions end at 128"),
         (["attack", "TRAINED", "words"], "--rate"),
         (["attack", "TRAINED", "words", "--budget", "1", "--rate", "0.1"], "--rate and nothing else"),
         (["attack", "TRAINED", "words", "--rate", "2"], "rate is 2"),
@@ -197,7 +200,20 @@ def test_a_mistake_gets_one_sentence(
 def test_a_folder_of_another_training_is_left_alone(trained: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["train", "tiny", "--out", str(trained), "--set", f"data.source={text}", *SMALL]
     assert main([*given, "--router", "smoe"]) == 2
-    assert "belongs to another run" in capsys.readouterr().err
+    assert "belongs to another run (router symphony+smooth);" in capsys.readouterr().err
+
+
+def test_a_folder_around_models_is_told_which_are_inside(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = tmp_path / "run" / "cells" / "smoe-seed0"
+    cell.parent.mkdir(parents=True)
+    cell.symlink_to(trained)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "model").symlink_to(trained / "model")
+    for folder, inside in (("run", cell), ("run/cells", cell), ("bare", tmp_path / "bare" / "model")):
+        assert main(["evaluate", str(tmp_path / folder)]) == 2
+        assert f"holds no model itself, but {inside} does" in capsys.readouterr().err
 
 
 def test_training_logs_to_tensorboard_where_it_is_installed(text: Path, tmp_path: Path) -> None:

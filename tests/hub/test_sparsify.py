@@ -220,6 +220,7 @@ def test_mistakes_get_one_sentence_and_change_nothing() -> None:
         (lambda: holdfast.sparsify(model, experts=4, k=5), "k is 5"),
         (lambda: holdfast.sparsify(model, experts=0), "experts is 0"),
         (lambda: holdfast.sparsify(model, experts=4, hidden=7), 'init="random"'),
+        (lambda: holdfast.sparsify(model, experts=4, hidden=0, init="random"), "hidden is 0"),
         (lambda: holdfast.sparsify(model, experts=4, init="kopy"), "copy"),  # type: ignore[arg-type]
         (lambda: holdfast.sparsify(model, experts=4, noise=-1), "noise"),
         (lambda: holdfast.sparsify(model, experts=4, layers="odd"), "choice of layers"),

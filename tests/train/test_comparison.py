@@ -88,6 +88,20 @@ def test_a_finished_cell_is_not_run_again_and_a_new_router_joins(tiny: Callable[
     assert [result["router"] for result in results] == ["smoe", "smooth"]
 
 
+def test_a_router_named_alone_joins_those_that_are_there(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    first = Comparison(tiny({"training.steps": 4}), contenders("smooth,smoe"), 1, tmp_path / "run")
+    alone = first.finish(first.run())
+    later = Comparison(tiny({"training.steps": 4}), contenders("ac"), 2, tmp_path / "run")
+    rows = later.finish(later.run())
+    assert [row["router"] for row in rows] == ["smooth", "smoe", "ac"] and rows[:2] == alone
+    assert rows[2]["seeds"] == [0, 1] and rows[2]["clean, difference"]["seeds"] == 1
+    stored = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert stored["rows"] == json.loads(json.dumps(rows)) and len(stored["cells"]) == 4
+    (tmp_path / "run" / "cells" / "ac-seed1" / "result.json").write_text("{")
+    with pytest.raises(ValueError, match=r"ac-seed1.result.json is damaged; remove .*ac-seed1, and"):
+        first.finish(first.run())
+
+
 def test_folders_and_routers_that_do_not_fit_get_one_sentence(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     Comparison(tiny(), contenders("smoe"), 1, folder).run()

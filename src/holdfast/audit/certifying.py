@@ -16,6 +16,7 @@ from holdfast.audit.subject import Audited, evaluating
 from holdfast.certify import Certificates, MajorityVote, NoBound, Norm, Smoothing, certify, undecided
 from holdfast.certify.arithmetic import Rounding
 from holdfast.hub import Call
+from holdfast.hub.usable import require_finite
 from holdfast.metrics.report import plain
 from holdfast.routing import Router
 
@@ -131,6 +132,7 @@ def certify_model(
     Interrupted (Ctrl-C), it tells of the batches that were finished.
     """
     audited = Audited(model)
+    require_finite(model)
     reader = None if tokenizer is None else Reader(tokenizer, audited.pad)
     how = How(norm, rounding, smoothing)
     about = audited.describe(name)
@@ -143,6 +145,7 @@ def certify_model(
                 if progress is not None:
                     progress(done, "certifying")
                 seen = observe(audited, sample)
+                seen.require_finite()
                 news = [_layer(audited, layer, seen, _numbered(how, seen, done)) for layer in layers]
                 for layer, (certificates, alarms, reason) in zip(layers, news, strict=True):
                     _take(layer, certificates, alarms, reason)

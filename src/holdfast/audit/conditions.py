@@ -3,10 +3,12 @@
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
+from holdfast.audit.overall import names
 from holdfast.audit.report import AuditReport
+from holdfast.audit.table import PERTURBATIONS, Settings, names_of
 from holdfast.suggest import unknown
 
 SIGNS: dict[str, Callable[[float, float], bool]] = {
@@ -27,6 +29,15 @@ class Condition:
 
     def __str__(self) -> str:
         return f"{self.name} {self.sign} {self.number:g}"
+
+    def check(self, settings: Settings) -> None:
+        """A `ValueError` where an audit so made has no such number: better before it than after."""
+        if self.name in names(names_of(settings)):
+            return
+        known = names(names_of(replace(settings, perturb=tuple(PERTURBATIONS))))
+        if self.name in known:
+            raise ValueError(f"{self.name} is not measured by this audit: its perturbation is not among those that are run.")
+        raise ValueError(unknown("number of the audit", self.name, known))
 
     def holds(self, report: AuditReport) -> tuple[bool, float]:
         """Whether it does, and the number it is about; a `ValueError` where the report has none of that name."""

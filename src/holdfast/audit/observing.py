@@ -56,6 +56,12 @@ class Observation:
         rows = torch.arange(len(self.layers[layer].tokens), device=self.layers[layer].tokens.device)
         return rows if self.padding is None else rows[self.padding.to(rows.device)]
 
+    def require_finite(self) -> None:
+        """Weights may be finite and their products overflow, in float16 above all."""
+        for layer, call in enumerate(self.calls):
+            if not bool(_rows(call.tokens)[self.real(layer)].isfinite().all()):
+                raise ValueError(f"{call.name}: its inputs are NaN or infinite; audit the model in another dtype.")
+
 
 def observe(audited: Audited, sample: Sample, *, moved: Moved | None = None) -> Observation:
     """A forward of the sample, with the routers' inputs `moved` if that is given."""

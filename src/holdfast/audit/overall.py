@@ -2,8 +2,31 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from holdfast.audit.rounding import DTYPES
+from holdfast.metrics.near_ties import WIDTHS
+
+PLAIN = ("layers", "tokens", "experts_per_token", "loss", "perplexity", "entropy", "entropy_share", "instability")
+INNER: dict[str, Iterable[str]] = {
+    "load": ("std", "cv", "dead"),
+    "near_ties": [f"{width:g}" for width in WIDTHS],
+    "undecided": DTYPES,
+    "undecided_worst": DTYPES,
+    "radius": ("median_worst", "below_0.001"),
+    "co_selection": ("spectral_gap", "groups"),
+}
+PERTURBED = ("flips", "first_flips", "weight_change", "prediction_flips", "loss_change")
+OUTPUT = ("total", "flip", "rest", "flip_share")
+
+
+def names(perturbations: Iterable[str]) -> list[str]:
+    """The dotted names of all numbers that an audit with these perturbations may have."""
+    ran = list(perturbations)
+    inner = [f"{name}.{key}" for name, keys in INNER.items() for key in keys]
+    changes = [f"{key}.{one}" for key in PERTURBED for one in ran]
+    return [*PLAIN, *inner, *changes, *(f"output.{one}.{key}" for one in ran for key in OUTPUT)]
 
 
 def overall(baseline: dict[str, Any], perturbed: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from holdfast.audit.report import AuditReport
 from holdfast.audit.samples import Checksum, Reader, Sample, samples
 from holdfast.audit.subject import Audited, evaluating
 from holdfast.audit.table import PERTURBATIONS, Settings, perturbations
+from holdfast.hub.usable import require_finite
 from holdfast.metrics.report import plain
 from holdfast.suggest import unknown
 from holdfast.version import versions
@@ -47,6 +48,7 @@ def audit(
     """
     chosen = (perturb,) if isinstance(perturb, str) else tuple(perturb)
     audited = Audited(model)
+    require_finite(model)
     how = _settings(perturb=chosen, noise=tuple(noise), **settings)
     reader = None if tokenizer is None else Reader(tokenizer, audited.pad)
     run = _Run(audited, how, reader, progress)
@@ -93,6 +95,7 @@ class _Run:
     def _take(self, sample: Sample) -> None:
         self._tell("the model as it is")
         clean = observe(self.audited, sample)
+        clean.require_finite()
         baseline = Baseline(self.audited, self.settings.at_risk)
         baseline.update(clean, sample, self.reader)
         tallies: dict[str, Tally] = {}

@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.attacks.text import Spans
 from holdfast.audit.subject import Audited
 from holdfast.data import Document, Tokenizer
+from holdfast.data.hub_tokenizer import is_bare
 from holdfast.metrics.likelihood import IGNORED
 
 
@@ -54,6 +55,8 @@ class Reader:
     def __init__(self, tokenizer: Any, pad: int = 0) -> None:
         if not isinstance(tokenizer, Tokenizer) and not callable(tokenizer):
             raise ValueError(f"a {type(tokenizer).__name__} is no tokenizer; take that of the model, AutoTokenizer's.")
+        if is_bare(tokenizer):
+            raise ValueError("the tokenizer knows special tokens and no words: its files were not where it was loaded from.")
         self.tokenizer, self.ours = tokenizer, isinstance(tokenizer, Tokenizer)
         own = None if self.ours else getattr(tokenizer, "pad_token_id", None)
         self.pad = pad if own is None else int(own)

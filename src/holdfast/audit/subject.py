@@ -12,6 +12,7 @@ from holdfast.audit.offloading import device_of
 from holdfast.certify import Gate
 from holdfast.hub.sites import Site, sites
 from holdfast.hub.trace import watched
+from holdfast.hub.usable import require_known
 from holdfast.metrics import Boundary, boundary_of, levels_of
 from holdfast.routing import Router, SmoothTopK
 
@@ -53,6 +54,8 @@ class Audited:
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         """On the model's device and, for pixels, in its dtype; nothing is cached."""
+        if "input_ids" in inputs:
+            require_known(self.model, inputs["input_ids"])
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         moved = {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in moved.items()}
         options = {"use_cache": False} if self._cached and "input_ids" in inputs else {}

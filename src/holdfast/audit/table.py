@@ -65,6 +65,17 @@ class Settings:
         return {**asdict(self), "perturb": list(self.perturb), "noise": list(self.noise)}
 
 
+def names_of(settings: Settings) -> list[str]:
+    """What is run is called so in the report; of a model's two other dtypes, both, because no model is there yet."""
+    several = {
+        "noise": [f"noise.{level:g}" for level in settings.noise],
+        "routing": [f"routing.{dtype}" for dtype in DTYPES],
+        "model": ["model.bf16", "model.fp32"],
+        "batch": ["batch.alone", "batch.left", "batch.right"],
+    }
+    return [name for one in PERTURBATIONS if one in settings.perturb for name in several.get(one, [one])]
+
+
 def perturbations(settings: Settings, audited: Audited, reader: Reader | None) -> list[Perturbation]:
     """In the order of the table, whatever the order of the names."""
     makers: dict[str, Sequence[Perturbation]] = {

@@ -10,16 +10,16 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
-from holdfast.cli.terminal import forwards
+from holdfast.cli.terminal import forwards, show
 
 
 @dataclass(frozen=True)
 class Attack:
     """Attack a saved model and say how much it gave way.
 
-    words, typos: a share of the words of a text (--rate). fgsm, pgd, spsa: pixels between 0 and 1, l_inf (--budget).
-    corruptions: all that need no files, at a severity from 1 to 5 (--budget). routes: the smallest moves that send tokens
-    to other experts, by layer (--budget, as a multiple of each router input's length).
+    words, typos: a share of the words of a text, stop words excepted (--rate). fgsm, pgd, spsa: pixels between 0 and 1,
+    l_inf (--budget). corruptions: all that need no files, at a severity from 1 to 5 (--budget). routes: the smallest moves
+    that send tokens to other experts, by layer (--budget, as a multiple of each router input's length).
 
     Examples: `holdfast attack comparison/cells/smoe-seed0 words --rate 0.1`,
     `holdfast attack comparison/cells/smoe-seed0 routes --budget 0.05`,
@@ -31,7 +31,7 @@ class Attack:
     kind: Positional[Literal["words", "typos", "fgsm", "pgd", "spsa", "corruptions", "routes"]]
     """Which attack."""
     rate: float | None = None
-    """Of words, for attacks on text."""
+    """Of words, for attacks on text: the chance of each that is no stop word. The share of all words is printed."""
     budget: float | None = None
     """How far the attack may go; there is none by default, because a figure without its budget means nothing."""
     steps: int = 20
@@ -87,7 +87,6 @@ class Attack:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=found["title"])
@@ -95,6 +94,6 @@ def _print(found: dict[str, Any]) -> None:
         table.add_column(column)
     for row in found["rows"]:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console().print(table)
+    show(table)
     for flag in found["flags"]:
         print(f"Do not trust this blindly: {flag['kind']}: {flag['detail']}")

@@ -39,7 +39,7 @@ class Audit:
     data: Path | None = None
     """Where named sources lie, if they are not to be fetched."""
     tokens: int = 4096
-    """How much of a text is read."""
+    """About how much of a text is read: it ends with a whole batch."""
     length: int = 128
     """Tokens of a sequence."""
     batch: int = 8
@@ -63,7 +63,7 @@ class Audit:
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
-        from holdfast.audit import AuditReport, parse
+        from holdfast.audit import AuditReport, Settings, parse
         from holdfast.report import write_audit
 
         if self.compare is not None:
@@ -72,6 +72,8 @@ class Audit:
             print_differences(*(AuditReport.load(path) for path in self.compare))
             return
         conditions = [parse(written) for written in self.fail_if]
+        for condition in conditions:
+            condition.check(Settings(self._perturbations(), self.noise))
         target = None if self.out is None else self.out / NAME
         page = None if target is None else target.with_suffix(".html")
         for file in (target, page):
@@ -87,9 +89,15 @@ class Audit:
         if met:
             raise ConditionHolds("; ".join(f"{condition} holds: it is {value:.4g}" for condition, value in met))
 
+    def _perturbations(self) -> tuple[str, ...]:
+        from holdfast.audit import PERTURBATIONS
+
+        return tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
+
     def _audit(self) -> AuditReport:
-        from holdfast.audit import PERTURBATIONS, audit, what_if
+        from holdfast.audit import audit, what_if
         from holdfast.audit.tasks import Material
+        from holdfast.hub.usable import require_room
         from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject
 
@@ -98,10 +106,11 @@ class Audit:
         quiet()
         model, task = subject(self.model, source=self.source, data=self.data, loading=self.loading.options())
         material = Material(task, self.tokens)
-        names = tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
+        if material.tokenizer is not None:
+            require_room(model, self.length)
         settings: dict[str, Any] = {
             "tokenizer": material.tokenizer,
-            "perturb": names,
+            "perturb": self._perturbations(),
             "noise": self.noise,
             "name": self.model,
             "seed": self.seed,

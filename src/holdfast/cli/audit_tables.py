@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.terminal import slim_table
+from holdfast.cli.terminal import show, slim_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,11 +16,8 @@ SHOWN_FINDINGS, SHOWN_TOKENS = 10, 5
 
 
 def print_report(report: AuditReport) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(_layers(report))
-    console.print(_perturbations(report))
+    show(_layers(report))
+    show(_perturbations(report))
     _print_skipped(report)
     _print_tokens(report)
     _print_findings(report)
@@ -29,19 +26,15 @@ def print_report(report: AuditReport) -> None:
 
 
 def print_what_if(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     shown = slim_table(f"With {found['router']} instead, untrained", "", "as it is", f"with {found['router']}")
     for name, pair in found["cost"].items():
         shown.add_row(name.replace("_", " "), _number(pair["before"]), _number(pair["after"]))
     for name, pair in found["flip_output"].items():
         shown.add_row(f"output change by flips, {name}", _number(pair["before"]), _number(pair["after"]))
-    Console().print(shown)
+    show(shown)
 
 
 def print_differences(before: AuditReport, after: AuditReport) -> None:
-    from rich.console import Console
-
     from holdfast.audit import differences
 
     found = differences(before, after)
@@ -50,7 +43,10 @@ def print_differences(before: AuditReport, after: AuditReport) -> None:
     shown = slim_table(f"{before.model['name']} and {after.model['name']}", "number", "first", "second")
     for name, one, two in found:
         shown.add_row(name, _number(one), _number(two))
-    Console().print(shown if found else "The overall numbers are the same.")
+    if found:
+        show(shown)
+    else:
+        print("The overall numbers are the same.")
 
 
 def _layers(report: AuditReport) -> Table:
@@ -107,8 +103,6 @@ def _print_skipped(report: AuditReport) -> None:
 
 
 def _print_tokens(report: AuditReport) -> None:
-    from rich.console import Console
-
     known = [entry for entry in report.at_risk if entry["text"] is not None][:SHOWN_TOKENS]
     if not known:
         return
@@ -117,7 +111,7 @@ def _print_tokens(report: AuditReport) -> None:
         # Written as Python writes it, and not as markup: a text may hold anything.
         cells = (repr(entry["text"]), repr(entry["context"]), entry["layer"], f"{entry['relative']:.2g}")
         shown.add_row(*(_plain(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
-    Console().print(shown)
+    show(shown)
 
 
 def _print_findings(report: AuditReport) -> None:

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
-from holdfast.cli.terminal import bar, slim_table
+from holdfast.cli.terminal import bar, show, slim_table
 
 if TYPE_CHECKING:
     from holdfast.audit import ModelCertificates
@@ -32,7 +32,7 @@ class Certify:
     data: Path | None = None
     """Where named sources lie, if they are not to be fetched."""
     tokens: int = 4096
-    """How much of a text is read."""
+    """About how much of a text is read: it ends with a whole batch."""
     length: int = 128
     """Tokens of a sequence."""
     batch: int = 8
@@ -71,6 +71,7 @@ class Certify:
         from holdfast.audit import certify_model
         from holdfast.audit.tasks import Material
         from holdfast.certify import Smoothing
+        from holdfast.hub.usable import require_room
         from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject
 
@@ -79,6 +80,8 @@ class Certify:
         quiet()
         model, task = subject(self.model, source=self.source, data=self.data, loading=self.loading.options())
         material = Material(task, self.tokens)
+        if material.tokenizer is not None:
+            require_room(model, self.length)
         with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
             found = certify_model(
                 model,
@@ -97,8 +100,6 @@ class Certify:
 
 
 def print_certificates(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     known = [layer for layer in found["layers"] if layer["skipped"] is None]
     if known:
         levels = list(known[0]["share_at"])
@@ -114,7 +115,7 @@ def print_certificates(found: dict[str, Any]) -> None:
             alarms = (layer["undecided"].get(name) for name in ("bf16", "fp16"))
             rounded = ("" if alarm is None else f"{alarm:.2%}" for alarm in alarms)
             shown.add_row(str(layer["layer"]), layer["kind"], *radii, *shares, *rounded)
-        Console().print(shown)
+        show(shown)
     for layer in found["layers"]:
         if layer["skipped"] is not None:
             print(f"layer {layer['layer']} is not certified: {layer['skipped']}")

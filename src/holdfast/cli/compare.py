@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.terminal import bar, show
+
 if TYPE_CHECKING:
     from holdfast.train import Cell, Comparison, Contender
 
@@ -15,7 +17,7 @@ class Compare:
     """Train several routers under equal conditions, attack each, and print how they did.
 
     Every router sees the same batches in the same order and starts from the same weights wherever shapes agree. Interrupted,
-    the same command continues where it was; a finished cell is not run again.
+    the same command continues where it was; a finished cell is not run again. Routers named later join those in the folder.
 
     Examples: `holdfast compare`, `holdfast compare --routers smoe,smooth --seeds 5 --out runs/smooth`,
     `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`
@@ -24,8 +26,8 @@ class Compare:
     recipe: str = "tiny"
     """A shipped recipe, or the path of a .yaml file."""
     routers: str = "smoe,symphony,similarity,ac,smooth"
-    """Names joined by commas; the first is the baseline. A plus sign joins parts, brackets hold options:
-    smoe,symphony+smooth,similarity[causal=false]."""
+    """Names joined by commas; the first is the baseline, unless the folder has one already. A plus sign joins parts,
+    brackets hold options: smoe,symphony+smooth,similarity[causal=false]."""
     seeds: int = 3
     """How many times each router is trained, each time with other weights and another order of the data."""
     out: Path = Path("comparison")
@@ -80,8 +82,6 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
-    from holdfast.cli.terminal import bar
-
     steps, cells = comparison.recipe.training.steps, comparison.cells
     done = dict.fromkeys((cell.name for cell in cells), 0)
     with bar(steps * len(cells)) as tell:
@@ -95,7 +95,6 @@ def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
 
 def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     measure, data = comparison.task.measure, comparison.task.describe()["data"]
@@ -104,7 +103,7 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        title=f"{comparison.recipe.about}; {data['name']}, {comparison.seeds} seeds",
+        title=f"{comparison.recipe.about}; {data['name']}, {_seeds(rows)}",
         caption=f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
         f"{rows[0]['router']}, paired by seed, with 95% intervals; experts are those used a token.",
     )
@@ -117,7 +116,13 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         ]
         figures = (_figure(row["clean"]), differences[0], _figure(row["attacked"]), differences[1])
         table.add_row(row["router"], _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
-    Console().print(table)
+    show(table)
+
+
+def _seeds(rows: list[dict[str, Any]]) -> str:
+    """Those that joined later may have fewer."""
+    counts = sorted({len(row["seeds"]) for row in rows})
+    return f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' if counts[0] > 1 else ''}"
 
 
 def _in_thousands(count: int) -> str:

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
-from holdfast.cli.terminal import forwards
+from holdfast.cli.terminal import forwards, show
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class Evaluate:
 
 
 def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     measure = task.measure
@@ -72,11 +71,10 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     for name, score in scores.items():
         figures = (score.get(key) for key in shown.values() if key is not None)
         table.add_row(name, *("" if figure is None else f"{figure:.4f}" for figure in figures))
-    Console().print(table)
+    show(table)
 
 
 def print_routing(routing: dict[str, Any] | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     if routing is None:
@@ -90,9 +88,13 @@ def print_routing(routing: dict[str, Any] | None) -> None:
         table.add_row(
             str(layer["layer"]),
             f"{layer['experts_per_token']['mean']:.2f}",
-            f"{layer['entropy']:.3f}",
-            f"{layer['load']['cv']:.3f}",
+            _number(layer["entropy"]),
+            _number(layer["load"]["cv"]),
             str(len(layer["load"]["dead"])),
             "" if close is None else f"{close:.2%}",
         )
-    Console().print(table)
+    show(table)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

@@ -14,6 +14,7 @@ from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.train import Train
 from holdfast.suggest import unknown
+from holdfast.version import VERSION
 
 Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Train
 
@@ -47,10 +48,13 @@ def _run(arguments: list[str]) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         print(f"holdfast: {unknown('command', arguments[0], COMMANDS)}", file=sys.stderr)
         return 2
+    if arguments == ["--version"]:
+        print(f"holdfast {VERSION}")
+        return 0
     command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="holdfast",
-        description="Mixture-of-experts routing that holds. Start with: holdfast compare",
+        description=f"Mixture-of-experts routing that holds, version {VERSION}. Start with: holdfast compare",
         args=arguments,
     )
     try:

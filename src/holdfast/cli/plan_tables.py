@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from holdfast.cli.terminal import screen, show
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -36,10 +38,7 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...], unit: str) -> s
 
 
 def print_plan(plan: Plan, tokens: float | None = None) -> None:
-    from rich.console import Console
-
-    console = Console()
-    work = plan.workload
+    console, work = screen(), plan.workload
     console.print(
         f"{plan.model} ({plan.model_type}): {plan.sparse_layers} of {plan.layers} layers with {plan.experts} experts each; "
         f"{work.batch} x {plan.sequence} tokens a GPU and step, {work.gpus} GPU{'s' if work.gpus > 1 else ''} of "
@@ -47,7 +46,7 @@ def print_plan(plan: Plan, tokens: float | None = None) -> None:
         highlight=False,
     )
     for table in (_model(plan), _flops(plan, tokens), _memory(plan), _spread(plan)):
-        console.print(table)
+        show(table)
     for column in plan.columns:
         if column.about:
             console.print(f"{column.router}: {column.about}.", highlight=False, markup=False)

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.terminal import show
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -46,7 +48,6 @@ class Routers:
             self._print_names()
 
     def _print_names(self) -> None:
-        from rich.console import Console
         from rich.table import Table
 
         from holdfast.routing.presets import REGISTRY
@@ -57,7 +58,7 @@ class Routers:
             table.add_column(column)
         for preset in wanted:
             table.add_row(preset.name, ", ".join(preset.claims) or "nothing", preset.about, preset.paper)
-        Console().print(table)
+        show(table)
 
     def _print_routes(self) -> None:
         from rich.console import Console
@@ -86,7 +87,7 @@ class Routers:
         names, hidden = list(self.names or routers()), not sys.stderr.isatty()
         for name in track(names, "Routing", console=Console(stderr=True), transient=True, disable=hidden):
             table.add_row(name, *self._describe(name, batches))
-        Console().print(table)
+        show(table)
 
     def _describe(self, name: str, batches: list[Tensor]) -> list[str]:
         """What the router `name` did with the last batch: one cell a column."""

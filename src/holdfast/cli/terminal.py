@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
+    from rich.table import Column, Table
+
+NO_EDGE = 10_000  # columns
+LONGEST = 24  # characters of a number: longer words that hold a digit may fold
 
 Tell = Callable[[float, str], None]  # how much is done, and what is being done
 
@@ -33,6 +38,36 @@ def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
     for place, column in enumerate(columns):
         table.add_column(column, no_wrap=place == 0)
     return table
+
+
+def screen() -> Console:
+    """Where results are printed. A pipe and a file have no edge, unless COLUMNS gives them one."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = NO_EDGE
+    return console
+
+
+def show(table: Table) -> None:
+    """A table with all its numbers: in little room words fold, and lines run over the edge before a number is cut."""
+    console = screen()
+    for column in table.columns:
+        column.overflow = "fold"
+        column.min_width = max(column.min_width or 0, _needed(console, column))
+    frame = table.padding[1] + table.padding[3] + 1  # around a cell
+    console.width = max(console.width, 1 + sum(column.min_width + frame for column in table.columns if column.min_width))
+    console.print(table, crop=False)
+
+
+def _needed(console: Console, column: Column) -> int:
+    """The longest number of a column; of one that is not to be wrapped, its longest cell."""
+    cells = list(column.cells)
+    if column.no_wrap:
+        return max((console.measure(cell).maximum for cell in cells), default=0)
+    words = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
+    return min(max(map(len, words), default=0), LONGEST)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ class Train:
 
     Examples: `holdfast train tiny --router smooth --out runs/smooth`, `holdfast train switch-small --router
     "similarity[tau=2]" --data ~/data --set data.source=wikitext-2 training.steps=5000 --best --log tensorboard`,
-    `torchrun --nproc-per-node 8 -m holdfast.cli.main train enwik8 --router symphony --data ~/data --bf16`
+    `torchrun --nproc-per-node 8 -m holdfast train enwik8 --router symphony --data ~/data --bf16`
     """
 
     recipe: Positional[str]

@@ -13,6 +13,12 @@ from holdfast.data.documents import Document
 from holdfast.data.tokens import Spans, Tokenizer, numbers
 
 
+def is_bare(tokenizer: Any) -> bool:
+    """Has it special tokens only? Of several families transformers makes one where there are no files at all."""
+    special = getattr(tokenizer, "all_special_ids", None)
+    return special is not None and len(tokenizer) <= len(special)
+
+
 @final
 class HubTokenizer(Tokenizer):
     """A tokeniser that belongs to a model. Documents end with its end-of-text token, where it has one."""
@@ -26,6 +32,8 @@ class HubTokenizer(Tokenizer):
         except Exception as error:  # as many types as there are tokenisers
             reason = " ".join(str(error).split())
             raise ValueError(f"{place} holds no tokeniser that transformers can read: {reason}") from error
+        if is_bare(self.tokenizer):
+            raise ValueError(f"{place} holds no tokeniser: transformers made one without a single word.")
         self.name = place
         self.end = self.tokenizer.eos_token_id
 

@@ -48,6 +48,8 @@ def sparsify(
         raise ValueError(unknown("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):
         raise ValueError(f"noise is {noise} with init={init!r}; it disturbs copied weights and cannot be negative.")
+    if hidden is not None and hidden < 1:
+        raise ValueError(f"hidden is {hidden}; an expert is at least 1 wide.")
     if any(isinstance(module, SparseLayer) for module in model.modules()):
         raise ValueError("this model is sparse already; reroute changes its routers.")
     family = dense_family(model)

@@ -11,6 +11,7 @@ import torch
 
 from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
+from holdfast.train.joining import joined
 from holdfast.train.loop import require_trainable, train
 from holdfast.train.ownership import agrees, claim, require_own, write_json
 from holdfast.train.recipe import Recipe
@@ -66,11 +67,12 @@ class Comparison:
         return [self.result(cell, progress) for cell in self.cells]
 
     def finish(self, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows that put the routers side by side; with all that was found, they are written to results.json."""
-        rows = summarise(results, self.contenders[0].name)
+        """Rows that put the routers side by side, those finished in the folder before included; all goes to results.json."""
+        cells = joined(self.folder, results)
+        rows = summarise(cells, cells[0]["router"])
         # Versions are not part of a run's identity: an update must not keep a run from continuing.
         run = {**self.identity(), "measure": asdict(self.task.measure)}
-        write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": results})
+        write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": cells})
         return rows
 
     def _claim(self, cell: Cell) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast.hub import has_routers, trace
+from holdfast.hub.usable import require_known
 from holdfast.metrics import RoutingReport, boundary_of, token_nll
 from holdfast.routing import Router
 
@@ -30,6 +31,7 @@ def score_text(model: Any, trial: "Trial", *, routing: bool = True) -> dict[str,
     "figure" is the perplexity over all targets, "figure_of_kept" over those that the attack leaves alone: the same words in
     the clean text and in the attacked one.
     """
+    require_known(model, trial.blocks.tokens)
     was_training = model.training
     model.eval()
     total = of_kept = 0.0

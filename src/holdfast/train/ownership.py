@@ -12,9 +12,23 @@ NAME = "run.json"
 def require_own(folder: Path, identity: dict[str, Any]) -> None:
     """A ValueError where the folder holds another run, or something that is no run."""
     if not agrees(folder / NAME, identity):
-        raise ValueError(f"{folder} belongs to another run (recipe, data or version differ); choose another folder.")
+        raise ValueError(f"{folder} belongs to another run ({_whose(folder, identity)}); choose another folder.")
     if not (folder / NAME).exists() and folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty and holds no run; choose another folder.")
+
+
+def _whose(folder: Path, identity: dict[str, Any]) -> str:
+    """In what the run that is there is another than this one."""
+    stored, mine = json.loads((folder / NAME).read_text(encoding="utf-8")), json.loads(json.dumps(identity))
+    if not isinstance(stored, dict) or stored.keys() != mine.keys():
+        return "of another command"
+    return ", ".join(_differing(key, stored[key]) for key in mine if stored[key] != mine[key])
+
+
+def _differing(key: str, value: Any) -> str:
+    if key == "router" and isinstance(value, dict) and "name" in value:
+        return f"router {value['name']}"
+    return f"{key} {value}" if key in ("holdfast", "seed") else f"another {key}"
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:

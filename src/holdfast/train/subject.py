@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.hub import load
+from holdfast.hub.usable import longest_sequence, require_finite, require_room
 from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.task import Task
 from holdfast.train.text_task import TextTask
-from holdfast.train.trained import is_trained, load_trained
+from holdfast.train.trained import MODEL, is_trained, load_trained
 
 LENGTH = 512  # tokens of a block, where neither the user nor the model says less
 
@@ -31,15 +32,35 @@ def subject(
     length      of a block of text
     loading     options of `from_pretrained`: device_map, dtype, ...
     """
+    if length is not None and length < 1:
+        raise ValueError(f"length is {length}; a block of text has at least 1 token.")
     options = dict(loading or {})
     if is_trained(Path(path)):
         trained = load_trained(Path(path), **options)
         part = trained.recipe.data
         part = replace(part, source=source or part.source, length=length or part.length)
         trained = replace(trained, recipe=replace(trained.recipe, data=part, attack=attack or trained.recipe.attack))
-        return trained.model.eval(), trained.task(data)
+        return _usable(trained.model, length), trained.task(data)
+    _require_model(Path(path))
     model = load(path, **options)
-    return model.eval(), _task(model, path, source, data, length, attack or AttackPart())
+    return _usable(model, length), _task(model, path, source, data, length, attack or AttackPart())
+
+
+def _require_model(folder: Path) -> None:
+    """A folder around models is not one; the sentence names the first inside."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return
+    cells = sorted([*folder.glob("cells/*/task.json"), *folder.glob("*/task.json")])
+    inside = folder / MODEL if (folder / MODEL / "config.json").is_file() else cells[0].parent if cells else None
+    if inside is not None:
+        raise ValueError(f"{folder} holds no model itself, but {inside} does: name that one.")
+
+
+def _usable(model: Any, length: int | None) -> Any:
+    require_finite(model)
+    if length is not None:
+        require_room(model, length)
+    return model.eval()
 
 
 def _task(
@@ -58,7 +79,7 @@ def _task(
         raise ValueError(
             f"{path} is a {type(model).__name__}; what can be tried here predicts tokens or classifies pictures."
         )
-    longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    longest = longest_sequence(model) or LENGTH
     part = DataPart(source=source or "python-docs", tokens=_as_path(path), length=length or min(LENGTH, longest))
     return TextTask(Recipe(**fixed, training=training, data=part), data)
 

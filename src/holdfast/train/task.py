@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.data import Order
+from holdfast.hub.usable import require_known
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward
@@ -94,7 +95,10 @@ class Task(ABC):
 
 def forward(model: Any, inputs: Inputs) -> Any:
     """The model's outputs for inputs from anywhere; nothing is cached."""
-    options = {"use_cache": False} if "input_ids" in inputs else {}
+    options = {}
+    if "input_ids" in inputs:
+        require_known(model, inputs["input_ids"])
+        options = {"use_cache": False}
     return model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **options)
 
 

@@ -1,0 +1,38 @@
+"""All that is finished in the folder of a comparison is one comparison, whoever named its routers and when."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def joined(folder: Path, results: Sequence[Result]) -> list[Result]:
+    """These and the other finished cells, router by router: as in the last results, so that their baseline stays."""
+    found = {_key(result): result for result in results}
+    for path in sorted((folder / "cells").glob("*/result.json")):
+        key, result = _read(path)
+        found.setdefault(key, result)
+    order = list(dict.fromkeys([*_routers_before(folder), *(router for router, _ in found)]))
+    return [found[key] for key in sorted(found, key=lambda key: (order.index(key[0]), key[1]))]
+
+
+def _key(result: Result) -> tuple[str, int]:
+    return str(result["router"]), int(result["seed"])
+
+
+def _read(path: Path) -> tuple[tuple[str, int], Result]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        return _key(result), result
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is damaged; remove {path.parent}, and its cell is trained again.") from None
+
+
+def _routers_before(folder: Path) -> list[str]:
+    try:
+        stored = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        return [str(row["router"]) for row in stored["rows"]]
+    except (OSError, ValueError, KeyError, TypeError):  # there are none, or they are damaged: they are written anew
+        return []

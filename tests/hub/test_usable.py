@@ -1,0 +1,47 @@
+"""Models that cannot be tried are refused by name, before anything is computed with them."""
+
+import pytest
+import torch
+from tiny import tiny
+
+from holdfast.audit import audit, certify_model
+from holdfast.hub.usable import require_finite, require_known, require_room
+
+IDS = torch.arange(3, 15).view(1, 12)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_weight_that_is_not_finite_is_named(bad: float) -> None:
+    model = tiny("deepseek_v3")
+    require_finite(model)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"  # a buffer, and of the checkpoint all the same
+    with torch.no_grad():
+        model.state_dict()[name][2] = bad
+    for run in (audit, certify_model):
+        with pytest.raises(ValueError, match=f"^{name}: its weights hold NaN or infinity; the checkpoint is broken.$"):
+            run(model, [{"input_ids": IDS}])
+
+
+def test_large_weights_are_finite_though_their_sum_is_not() -> None:
+    model = tiny("mixtral")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    require_finite(model)
+
+
+def test_products_that_overflow_are_one_sentence_too() -> None:
+    model = tiny("mixtral")
+    with torch.no_grad():
+        model.model.layers[0].post_attention_layernorm.weight.fill_(3e38)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.gate: its inputs are NaN or infinite"):
+        audit(model, [{"input_ids": IDS}], perturb=["none"])
+
+
+def test_tokens_and_positions_end_where_the_model_does() -> None:
+    model = tiny("mixtral")
+    require_known(model, torch.tensor([0, 63]))
+    require_room(model, 128)
+    with pytest.raises(ValueError, match="a token 64, but this model has 64"):
+        require_known(model, torch.tensor([64]))
+    with pytest.raises(ValueError, match="length is 129, but the model's positions end at 128"):
+        require_room(model, 129)
