@@ -3,6 +3,7 @@
 import pickle
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,3 +75,21 @@ def test_a_router_that_sees_ahead_is_announced_and_does_not_generate(router: str
         warnings.simplefilter("error")
         holdfast.sparsify(tiny_dense("bert"), experts=4, router=router, router_options=options)
         holdfast.reroute(model, router).generate(ids_of(9), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("router", ["ac", "attention"])
+def test_a_backward_in_another_thread_recomputes_what_the_forward_saw(router: str) -> None:
+    """As on a GPU, whose backward has a thread of its own, from step to step."""
+    gradients = []
+    for checkpointed in (False, True):
+        model: Any = holdfast.reroute(tiny("mixtral"), router).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with ThreadPoolExecutor(1) as backwards:
+            for turn in range(3):
+                ids = ids_of(12, 3).roll(turn)
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                backwards.submit(loss.backward).result()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    for name, theirs in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], theirs, atol=1e-6, rtol=1e-5)

@@ -20,6 +20,7 @@ from holdfast.hub.padding import padding_of
 from holdfast.hub.per_thread import PerThread
 from holdfast.hub.projections import as_linear
 from holdfast.hub.training import Ledger
+from holdfast.ops.recompute import recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
 
 _numbers = count(1)
@@ -84,7 +85,7 @@ class Surroundings:
         self.looks_ahead = causal and router is not None and not (router.traits.causal and router.traits.cacheable)
         self.number = next(_numbers)  # whose rows a KV cache holds; any change to the model makes its caches stale
         self._under_way = _UnderWay()
-        self._latest: Previous | None = None  # of any thread: a GPU's backward recomputes in one of its own
+        self._latest: Previous | None = None  # of any thread: a GPU's backward has one of its own
         if self.reads_previous and before is not None:
             before.is_read = True
             ledger.when_done.append(before.forget)
@@ -102,8 +103,10 @@ class Surroundings:
 
     @property
     def record(self) -> Previous | None:
-        """What the layer did in the forward under way."""
-        return self._latest if self._under_way.notes.record is None else self._under_way.notes.record
+        """What the layer did in the forward under way, or in the one that a backward recomputes."""
+        if not torch.compiler.is_compiling() and recomputing():
+            return self._latest
+        return self._under_way.notes.record
 
     @property
     def learning(self) -> bool:
