@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/holdfast compare --out results/demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -250,7 +250,8 @@ def compare(device: str) -> None:
         choices(device, experts, k, how, informed, 1.5, most)
     for eps in (None, 0.3):
         choices(device, 200, 8, *CASES[0], eps, 200)  # more experts than a warp's threads have one each of
-    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_launch.WIDE, groups=60)  # more tiles than tokens fill
+    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_launch.WIDE)
+    clusters(device, torch.bfloat16, torch.bfloat16, False, groups=30)  # more tiles than tokens fill
     for how, informed in CASES:  # more slots than are filled one after the other
         for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):
             choices(device, 40, choose_kernels.FEW + 1, how, informed, eps, most)
