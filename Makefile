@@ -43,7 +43,7 @@ pretrained: .pretrained/ready
 MATRIX := 5.17.0 $(shell sed -n 's/^transformers==//p' constraints.txt)
 
 test-matrix: $(MATRIX:%=.matrix/%/ready)
-	for version in $(MATRIX); do echo "transformers $$version" && .matrix/$$version/bin/python -m pytest -n auto tests/hub || exit 1; done
+	for version in $(MATRIX); do echo "transformers $$version" && .matrix/$$version/bin/python -m pytest -n auto --dist worksteal tests/hub || exit 1; done
 
 .matrix/%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .matrix/$*
