@@ -64,7 +64,7 @@ _matmul = operator(
 def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     """`tokens (..., d)` times `weight (n,d)` transposed, in true float32; the backward keeps tokens in their own dtype."""
     rows = tokens.reshape(-1, tokens.shape[-1])
-    in_parts = rows.dtype in split.HALVES and split.applies(rows, weight)  # torch's is as fast for float32 rows
+    in_parts = rows.dtype in split.HALVES and split.applies(rows, weight)  # of float32 rows neither is always faster
     out = split.linear(rows, weight) if in_parts else matmul_float32(rows, weight.t())
     return out.view(*tokens.shape[:-1], weight.shape[0])
 

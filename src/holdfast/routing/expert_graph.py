@@ -80,9 +80,8 @@ class ExpertGraph(Informer, StatefulPart):
 
     def effective(self) -> Tensor:
         """(E,E): the graph as it acts, without what is below the threshold."""
-        if self.threshold == 0:
-            return as_now(self.graph)
-        return self.graph.where(self.graph >= self.threshold, 0.0)
+        graph = as_now(self.graph)
+        return graph if self.threshold == 0 else graph.where(graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         graph = self.effective()

@@ -173,11 +173,11 @@ class ReLU(Selector, StatefulPart):
         experts = top(scores.key, self.experts)
         weights = scores.gates.gather(-1, experts)
         losses = {}
-        if self.training:
+        if self.training and self.learning:
             real = context.real_or_all(tokens)
             self.learn(lambda: self._counts(weights, real))
             join(tokens)
-            count = self.get_buffer("staged_tokens")  # also in a recomputation, which counts nothing
+            count = as_now(self.get_buffer("staged_tokens"))  # also in a recomputation, which counts nothing
             # Over the mean number of tokens: the mean over ranks of this loss is then that of the whole batch.
             losses["l1"] = as_now(self.l1) * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)

@@ -148,7 +148,7 @@ class SmoothTopK(Selector, StatefulPart):
         losses = {}
         if self.training and self.eta is None:
             self.learn(lambda: self._batch_width(crossable, context.real(tokens)))
-        elif self.training:
+        elif self.training and self.learning:
             losses = {"boundary": self._boundary(in_use, eps, context.real_or_all(tokens))}
         experts = experts.where(in_use, self.experts)
         if not self.rule.ordered:

@@ -25,7 +25,7 @@ class StatefulPart(Part):
     """A part with state under the rule (abstract). State and staged statistics are buffers: saved, moved, kept float32."""
 
     pending: Tensor
-    learning = True  # False: nothing is staged or committed, even in training
+    learning = True  # False: nothing is staged or committed and no loss made, even in training
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from holdfast.ops.heads import take_heads
 from holdfast.ops.mix import Second, attention_entropy, sampled, softmax_mix
 from holdfast.ops.norms import projected_norms
 from holdfast.ops.precision import linear_float32
+from holdfast.ops.recompute import as_now
 from holdfast.ops.running import absorb_mean, running_mean
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
@@ -122,7 +123,7 @@ class AttentionPosterior(Informer, StatefulPart):
         attention = self._attention(context)
         if self.training:
             self.learn(lambda: self._entropies(attention, tokens, context))
-        head = self.entropy.argmin().view(1)
+        head = as_now(self.entropy).argmin().view(1)
         query, key, explained, bias = self._log_weights(attention, head, context)
         own, real, mask = gates, context.padding, _mask(attention, head)
         if context.cache is not None:
