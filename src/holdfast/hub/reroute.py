@@ -15,7 +15,7 @@ from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import reroute_sites, set_trained
-from holdfast.hub.wiring import own_balance, specs_of, wire, wiring
+from holdfast.hub.wiring import mark_changed, own_balance, specs_of, wire, wiring
 from holdfast.losses import Losses
 from holdfast.routing import Router
 from holdfast.routing.presets import REGISTRY
@@ -63,6 +63,7 @@ def reroute(
             site.block.__dict__["former"] = former[site.name]
     order = {site.name: index for index, site in enumerate(found)}
     wire(model, found, dict(sorted({**specs, **fresh}.items(), key=lambda entry: order[entry[0]])))
+    mark_changed(model)
     return model
 
 
@@ -80,6 +81,7 @@ def restore(model: Any) -> Any:
                 set_trained(site.gate, True)
             uninstall(site.gate)
     wire(model, found, {})
+    mark_changed(model, False)
     return model
 
 

@@ -13,7 +13,7 @@ from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
-from holdfast.hub.wiring import wire
+from holdfast.hub.wiring import mark_changed, wire
 from holdfast.losses import Losses
 from holdfast.suggest import unknown
 
@@ -69,6 +69,7 @@ def sparsify(
     for name, sparse in make_sparse(family, targets, specs).items():
         _fill(sparse, dense.pop(name), noise, _spread(targets[name], family))
     wire(model, sites(model), specs)
+    mark_changed(model)
     return model
 
 

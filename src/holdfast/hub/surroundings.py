@@ -74,8 +74,10 @@ class _UnderWay(PerThread):
 class Surroundings:
     """The hooks around one MoE layer and what they saw in the forward under way."""
 
-    def __init__(self, router: Router | None, neighbours: Neighbours, ledger: Ledger, before: "Surroundings | None") -> None:
-        self.router, self.neighbours, self.ledger, self.before = router, neighbours, ledger, before
+    def __init__(
+        self, router: Router | None, neighbours: Neighbours, ledger: Ledger, before: "Surroundings | None", k: int
+    ) -> None:
+        self.router, self.neighbours, self.ledger, self.before, self.k = router, neighbours, ledger, before, k
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.listens = "attention" in reads and not neighbours.windowed
@@ -140,7 +142,7 @@ class Surroundings:
         ids = self.ledger.token_ids if self.reads_ids else None
         if self.looks_ahead and self._past(heard, tokens.shape[1]):
             raise ValueError(f"{LOOKS_AHEAD}; it cannot take tokens one after the other from a KV cache.")
-        if self.neighbours.windowed or not (self.learning or self.sequence_aware):
+        if self.neighbours.windowed or not (self.learning or self.sequence_aware or self.ledger.asked):
             return Context(previous=previous, token_ids=ids)
         if heard.mask is not None and not isinstance(heard.mask, Tensor):
             raise ValueError(
@@ -154,17 +156,23 @@ class Surroundings:
         attention = self._attention(heard, past, length)
         return Context(causal, padding, attention, previous, cache, ids)
 
-    def leave(self, tokens: Tensor, routing: Routing) -> None:
-        """Hand on what the router did: its losses to the model, its choice to the next MoE layer."""
-        self.ledger.enter(routing)
+    def leave(
+        self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
+    ) -> Tensor:
+        """Hand on what the router did: its losses to the model, its choice to the next MoE layer.
+
+        Return the weights for the experts: `weights`, or else the routing's own, with the layer's loss on them.
+        """
         if self.is_read:
             self._under_way.notes.record = self._latest = Previous(tokens.detach(), detached(routing))
+        given = routing.weights if weights is None else weights
+        return self.ledger.collect(routing, given, losses, context.padding, self.k)
 
     def _note_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._under_way.notes.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
 
     def _note_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self.sequence_aware or self.learning or self.looks_ahead:
+        if self.sequence_aware or self.learning or self.looks_ahead or self.ledger.asked:
             if self.sequence_aware and options.get("cache") is not None:
                 raise ValueError(
                     "continuous batching (generate_batch) mixes sequences and keeps their tokens in pages, where a "
