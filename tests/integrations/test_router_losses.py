@@ -2,11 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 from test_losses_in_models import LOSSES, changed, gradients, quiet, rows, text
 from torch import Tensor
 
@@ -300,3 +303,34 @@ def test_a_sparsified_config_says_what_trainers_look_for_and_a_restored_one_does
     assert deep.config.router_aux_loss_coef == 1.0
     deep = holdfast.load(holdfast.save(deep, tmp_path / "deep"))
     assert not hasattr(holdfast.restore(deep).config, "router_aux_loss_coef")
+
+
+def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path: Path) -> None:
+    from router_losses_on_ranks import MODELS, WAYS, backward
+
+    on_ranks(Path(__file__).with_name("router_losses_on_ranks.py"), str(tmp_path))
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for family, router in MODELS:
+        expected = backward(family, router, "outputs.loss", 0, 1)
+        for way in WAYS:
+            for rank in range(2):
+                ours = found[rank][f"{family} {router} {way}"]
+                assert ours.keys() == expected.keys()
+                for name, value in expected.items():
+                    bound = 2e-5 * max(1.0, float(value.abs().max()))
+                    assert (ours[name] - value).abs().max() <= bound, (way, name)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_the_callback_reads_the_scaler_and_the_last_parts_of_an_epoch(accumulated: int) -> None:
+    model, callback = model_of("llama", "smoe"), holdfast.trainer_callback()
+    optimizer = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=512.0))
+    optimizer.scaler.scale(torch.ones(()))  # it has no factor before it is used
+    arguments = SimpleNamespace(gradient_accumulation_steps=accumulated)
+    scales = []
+    for step in range(8):
+        state = SimpleNamespace(global_step=step, max_steps=8)
+        callback.on_step_begin(arguments, state, None, model=model, optimizer=optimizer, train_dataloader=range(10))
+        scales.append(model.__dict__["_holdfast"].ledger.loss_scale)
+    # Ten batches by three: the fourth update of an epoch has one.
+    assert scales == [512.0] * 8 if accumulated == 1 else scales == pytest.approx(([512 / 3] * 3 + [512.0]) * 2)

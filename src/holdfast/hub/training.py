@@ -70,8 +70,8 @@ class Ledger:
 
     Open only while the model's forward runs: what a recomputation collects during the backward is not counted again. A
     forward without gradients (a reference model, old log-probabilities, a rollout) makes no losses and changes no state.
-    Calls of `model.forward` bypass the hooks: there a forward without gradients changes state, since it may be the first half
-    of one that a backward runs again (GradCache).
+    Calls of `model.forward` bypass the hooks: there a forward without gradients changes state, since it may be the first
+    half of one that a backward runs again (GradCache).
 
     own_coefficient  of the balance loss that the family adds to its loss when it is asked for router logits
     unit             what `outputs.aux_loss` is divided by, so that a trainer's coefficient times it is the routers' loss
