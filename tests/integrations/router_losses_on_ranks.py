@@ -43,7 +43,8 @@ def backward(family: str, router: str, way: str, rank: int, world: int) -> dict[
     model = model_of(family, router)
     holdfast.router_loss_scale(model, 1.0)
     given = rows(batch(), slice(rank * 4 // world, (rank + 1) * 4 // world))
-    READERS[way](Wrapped(model) if world > 1 else model, given).backward()
+    called = Wrapped(model) if world > 1 else model  # kept: gradients are averaged only while DDP lives
+    READERS[way](called, given).backward()
     return gradients(model)
 
 
