@@ -76,8 +76,7 @@ class ChangedModel:
         """The model and its loading info, from a folder whose checksums were compared."""
         settings = {**options, **SAFE, "output_loading_info": True}
         model, found = super().from_pretrained(folder, *arguments, config=config, **settings)  # type: ignore[misc]
-        same_class = getattr(config, "architectures", None) == [cls.__name__]
-        require_all_used(found, model.__dict__["_holdfast"].specs, folder, same_class=same_class)
+        require_all_used(found, model, folder, layers=model.__dict__["_holdfast"].specs)
         finish_loading(model)
         return model, found
 
