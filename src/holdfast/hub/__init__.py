@@ -1,5 +1,6 @@
 """Hugging Face models: routers put into them, watched, saved and loaded."""
 
+from holdfast.hub.auto_classes import register as register_auto_classes
 from holdfast.hub.calls import Call as Call
 from holdfast.hub.calls import calls as calls
 from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
@@ -16,3 +17,5 @@ from holdfast.hub.trace import trace as trace
 from holdfast.hub.trainer_callback import calibrate as calibrate
 from holdfast.hub.trainer_callback import router_loss_scale as router_loss_scale
 from holdfast.hub.trainer_callback import trainer_callback as trainer_callback
+
+register_auto_classes()
