@@ -334,3 +334,45 @@ def test_the_callback_reads_the_scaler_and_the_last_parts_of_an_epoch(accumulate
         scales.append(model.__dict__["_holdfast"].ledger.loss_scale)
     # Ten batches by three: the fourth update of an epoch has one.
     assert scales == [512.0] * 8 if accumulated == 1 else scales == pytest.approx(([512 / 3] * 3 + [512.0]) * 2)
+
+
+CHECKPOINTED = ["ac+symphony+smooth", "attention", "smoe"]
+
+
+@pytest.mark.parametrize("router", CHECKPOINTED)
+def test_a_reference_forward_before_a_checkpointed_backward_changes_nothing(router: str) -> None:
+    """DPO on adapters runs the same model without gradients in between."""
+    batch, other = text(), text(seed=7)
+    found = []
+    for checkpointed, between in ((False, False), (True, True)):
+        model = model_of("llama", router)
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        loss = model(**batch).loss
+        if between:
+            with torch.no_grad():
+                model(**inputs(other))
+        loss.backward()
+        found.append(model)
+    assert_same(found[1], gradients(found[0]))
+    learned = dict(found[0].eval().named_buffers())
+    for name, value in found[1].eval().named_buffers():
+        torch.testing.assert_close(value, learned[name])
+
+
+@pytest.mark.parametrize("router", CHECKPOINTED)
+def test_two_checkpointed_forwards_before_one_backward_are_refused_where_they_would_be_wrong(router: str) -> None:
+    batch = text()
+    model = model_of("llama", router)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    first = model(**batch).loss
+    if router == "smoe":
+        (first + model(**text(seed=7)).loss).backward()
+        return
+    with pytest.raises(ValueError, match="one forward for each backward"):
+        model(**text(seed=7))
+    first.backward()
+    model(**batch)  # whose outputs, and graph, are thrown away
+    model(**batch).loss.backward()
+    model.gradient_checkpointing_disable()
+    (model(**batch).loss + model(**text(seed=7)).loss).backward()

@@ -47,12 +47,12 @@ def preferences() -> Any:
 
 def sft(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
     rows = datasets.Dataset.from_list([{"text": sentence(seed, 5 + seed % 5)} for seed in range(8)])
-    arguments = trl.SFTConfig(output_dir=str(folder), **{**SETTINGS, **options}, gradient_checkpointing=False)
+    arguments = trl.SFTConfig(output_dir=str(folder), **{**SETTINGS, **options})
     return trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
 
 
 def dpo(model: Any, folder: Path, callbacks: Any, reference: Any = None, **options: Any) -> Any:
-    arguments = trl.DPOConfig(output_dir=str(folder), **{**SETTINGS, **options}, gradient_checkpointing=False)
+    arguments = trl.DPOConfig(output_dir=str(folder), **{**SETTINGS, **options})
     return trl.DPOTrainer(
         model, reference, arguments, train_dataset=preferences(), processing_class=tokenizer(), callbacks=callbacks
     )
@@ -61,7 +61,7 @@ def dpo(model: Any, folder: Path, callbacks: Any, reference: Any = None, **optio
 def grpo(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
     rows = datasets.Dataset.from_list([{"prompt": sentence(seed, 4)} for seed in range(8)])
     settings = {**SETTINGS, "num_generations": 2, "max_completion_length": 6, "beta": 0.0, "temperature": 1.0, **options}
-    arguments = trl.GRPOConfig(output_dir=str(folder), **settings, gradient_checkpointing=False)
+    arguments = trl.GRPOConfig(output_dir=str(folder), **settings)
     torch.manual_seed(0)
     return trl.GRPOTrainer(
         model,
@@ -186,6 +186,25 @@ def test_dpo_makes_its_reference_from_a_saved_folder(tmp_path: Path) -> None:
     ids = torch.arange(10, 22).view(2, 6)
     with torch.no_grad():
         assert torch.equal(run.ref_model.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_gradient_checkpointing_which_is_trls_default_changes_nothing(trainer: str, adapted: bool, tmp_path: Path) -> None:
+    import peft
+
+    found = []
+    for checkpointed in (False, True):
+        model = model_of("mixtral", "ac+symphony+smooth", LOSSES)
+        options = {"gradient_checkpointing": checkpointed}
+        if trainer == "DPO" and not adapted:
+            options |= needed(trainer, "mixtral", "ac+symphony+smooth")
+        if adapted:
+            torch.manual_seed(4)
+            config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+            model = peft.get_peft_model(model, config)
+        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(checkpointed), [], **options), model))
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("trainer", ["SFT", "DPO"])

@@ -81,5 +81,6 @@ SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "disable_tqdm": True,
     "bf16": False,
+    "gradient_checkpointing": False,
     "seed": 3,
 }

@@ -3,9 +3,11 @@
 A family's gate sees (T,d) only. Shape, padding, the attention before it, its place in the KV cache and the previous MoE
 layer come from the modules around it, by hooks. They run again when a checkpointed layer is recomputed, so a router then
 sees what it saw at first. One thing does not come by again: what the previous MoE layer did, which is therefore kept until
-the next forward. So two checkpointed forwards before one backward are not for routers that read it (`ac`).
+the next forward that has a backward. Two checkpointed forwards before one backward are refused for routers that read it
+(`ac`), and for those with state.
 """
 
+import weakref
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,6 +24,7 @@ from holdfast.hub.projections import as_linear
 from holdfast.hub.training import Ledger
 from holdfast.ops.recompute import recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
+from holdfast.routing.state import StatefulPart
 
 _numbers = count(1)
 LOOKS_AHEAD = "this router lets a token's route depend on tokens after it, in a model that predicts them"
@@ -66,6 +69,15 @@ class _Notes:
     record: Previous | None = None
 
 
+class _Waiting:
+    """A forward whose backward has yet to come."""
+
+    done = False
+
+    def finish(self, gradient: Tensor) -> None:
+        self.done = True
+
+
 class _UnderWay(PerThread):
     def __init__(self) -> None:  # by every thread
         self.notes = _Notes()
@@ -88,6 +100,9 @@ class Surroundings:
         self.number = next(_numbers)  # whose rows a KV cache holds; any change to the model makes its caches stale
         self._under_way = _UnderWay()
         self._latest: Previous | None = None  # of any thread: a GPU's backward has one of its own
+        parts = router.parts if router is not None else []
+        self._remembers = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
+        self._waiting: weakref.ref[_Waiting] | None = None  # the last forward of a checkpointed layer
         if self.reads_previous and before is not None:
             before.is_read = True
             ledger.when_done.append(before.forget)
@@ -137,6 +152,8 @@ class Surroundings:
 
     def context(self, tokens: Tensor) -> Context:
         """What the router may look at; clears what was heard, so that nothing outlives the forward."""
+        if self._will_be_recomputed:
+            self._require_one_forward()
         heard, self._under_way.notes.heard = self._under_way.notes.heard, _Heard()
         previous = self.before.record if self.reads_previous and self.before is not None else None
         ids = self.ledger.token_ids if self.reads_ids else None
@@ -164,9 +181,40 @@ class Surroundings:
         Return the weights for the experts: `weights`, or else the routing's own, with the layer's loss on them.
         """
         if self.is_read:
-            self._under_way.notes.record = self._latest = Previous(tokens.detach(), detached(routing))
+            self._under_way.notes.record = Previous(tokens.detach(), detached(routing))
+            if self.ledger.has_backward:
+                self._latest = self._under_way.notes.record
         given = routing.weights if weights is None else weights
-        return self.ledger.collect(routing, given, losses, context.padding, self.k)
+        given = self.ledger.collect(routing, given, losses, context.padding, self.k)
+        if self._will_be_recomputed and given.requires_grad:
+            waiting = _Waiting()
+            self._waiting = weakref.ref(waiting)  # it lives as long as the graph that its hook is in
+            given.register_hook(waiting.finish)
+        return given
+
+    @property
+    def _will_be_recomputed(self) -> bool:
+        """Will a backward run this layer again, with a router that remembers something?"""
+        return (
+            self._remembers
+            and self.learning
+            and self.ledger.has_backward
+            and not torch.compiler.is_compiling()
+            and bool(getattr(self.neighbours.layer, "gradient_checkpointing", False))
+            and not recomputing()
+        )
+
+    def _require_one_forward(self) -> None:
+        """Refuse a second forward before the backward of the first.
+
+        The recomputation would see what the router has learned since, or what the layer before did in the second forward.
+        """
+        waiting = None if self._waiting is None else self._waiting()
+        if waiting is not None and not waiting.done:
+            raise ValueError(
+                "gradient checkpointing with this router takes one forward for each backward, and this is a second one: "
+                "switch gradient checkpointing off, put the batches into one forward, or choose a router without state."
+            )
 
     def _note_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._under_way.notes.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None

@@ -98,8 +98,10 @@ class Ledger:
         self._with_gradient = self._generating = self._calibrating = self._under_way = self._warned = False
         self.loss_scale: float | None = None  # of losses that were not read; None: not set
         self.asked = False  # for router logits, in the forward under way
+        self.has_backward = True  # the forward under way, as far as one can tell
         self.learning = True
-        self.token_ids: Tensor | None = None  # of the forward under way
+        self._ids: Tensor | None = None  # of the forward under way
+        self._latest_ids: Tensor | None = None  # of the last one that a backward may recompute
         self.when_done: list[Callable[[], None]] = []  # called when nothing of a forward is needed any more
         extend_annotated(model)
         self._handles = [
@@ -113,6 +115,11 @@ class Ledger:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The tokens of the forward under way, or of the one that a backward recomputes."""
+        return self._ids if self._under_way else self._latest_ids
 
     def collect(self, routing: Routing, weights: Tensor, losses: Any, padding: Tensor | None, k: int) -> Tensor:
         """Collect what a layer's router did; return the weights for its experts, on which the layer's loss hangs.
@@ -195,8 +202,11 @@ class Ledger:
     def _open(
         self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self.token_ids = options.get("input_ids", inputs[0] if inputs else None)
+        self._ids = options.get("input_ids", inputs[0] if inputs else None)
         self._with_gradient, self._under_way = torch.is_grad_enabled(), True
+        self.has_backward = self._with_gradient or not model.training
+        if self.has_backward:
+            self._latest_ids = self._ids
         if model.training:
             self._let_learn(self._with_gradient or (self._calibrating and not self._generating))
         self._read = [] if model.training and self.learning else None
@@ -219,9 +229,9 @@ class Ledger:
     def _close(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
         read, self._read = self._read, None
         self._let_learn(True)
-        self._under_way = False
-        if not (model.training and torch.is_grad_enabled()):  # no backward that would recompute a layer
-            self.token_ids = None
+        self._under_way, self.has_backward = False, True
+        if not model.training:  # a forward without gradients in training may stand between another and its backward
+            self._ids = self._latest_ids = None
             for forget in self.when_done:
                 forget()
         if not read and not self.asked:
