@@ -6,6 +6,7 @@ sees what it saw at first. One thing does not come by again: what the previous M
 the next forward. So two checkpointed forwards before one backward are not for routers that read it (`ac`).
 """
 
+import copy
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -79,6 +80,7 @@ class Surroundings:
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.listens = "attention" in reads and not neighbours.windowed
+        self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read = "previous" in reads, False
         self.reads_ids = "token_ids" in reads
         causal = bool(getattr(neighbours.attention, "is_causal", False))
@@ -96,6 +98,14 @@ class Surroundings:
             self._projection_hook = self._projection.register_forward_hook(self._note_output)
             neighbours.attention.listener = self
             point(neighbours.attention, ATTENTION)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Surroundings":
+        """Copy these with their layer; a copy of a module inside it (PEFT's `modules_to_save`) shares them."""
+        if id(self.ledger) not in memo and id(self.neighbours.layer) not in memo:
+            return self
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def forget(self) -> None:
         """What the layer did is not needed any more."""
@@ -210,7 +220,8 @@ class Surroundings:
             mask = mask[..., : key.shape[2]] if mask.dim() == 4 else None  # a 2-D mask is padding only
         if mask is None and heard.window is not None and key.shape[2] > heard.window:
             mask = _looking_back(length, key, heard.window)  # a kernel that is told of its window has no mask for it
-        return Attention(heard.query, key, value, as_linear(self.neighbours.projection), heard.output, mask, heard.scale)
+        projection = as_linear(self.neighbours.projection) if self.reads_projection else None
+        return Attention(heard.query, key, value, projection, heard.output, mask, heard.scale)
 
 
 def _looking_back(queries: int, key: Tensor, window: int) -> Tensor:
