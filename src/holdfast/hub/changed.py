@@ -13,6 +13,7 @@ from torch import nn
 
 from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
+from holdfast.hub.quantisers import require_writable
 from holdfast.hub.specs import read
 from holdfast.hub.subclasses import with_mixin, without_mixin
 from holdfast.hub.surroundings import LOOKS_AHEAD
@@ -46,6 +47,7 @@ class ChangedModel:
         # Under the names they have here, not those of the original checkpoint: a Trainer resumes by these.
         options.setdefault("save_original_format", False)
         _require_whole(self, options)
+        require_writable(self)
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
         if options.get("is_main_process", True):
             write_manifest(Path(save_directory))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.weights import as_float
+from holdfast.ops.quantised import as_float, is_quantised
 from holdfast.routing.offload import loaded
 from holdfast.routing.records import Projection
 
@@ -21,11 +21,16 @@ def as_linear(module: Any) -> nn.Linear | Projection:
 
     GPT-2's keep their weights transposed. PEFT's LoRA and DoRA change the weight of the layer that they wrap.
     """
-    if type(module) is nn.Linear and type(module.weight) is nn.Parameter and not module.weight.is_meta:
+    if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
         return module
     with loaded(module):
         base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-        weight = as_float(base, "weight", f"the attention router cannot read it; {INSTEAD}")
+        weight = as_float(base, "weight", f"the attention router cannot read them; {INSTEAD}")
+        if weight.is_meta:
+            raise ValueError(
+                f"the output projection's weights, which the attention router reads, are not in memory; {INSTEAD}."
+            )
+
         weight = weight.t() if _is_transposed(base) else weight
         if base is not module:
             weight = _with_adapters(module, weight)
@@ -43,17 +48,12 @@ def _with_adapters(module: Any, weight: Tensor) -> Tensor:
     if module.disable_adapters or module.merged:
         return weight
     if not hasattr(module, "lora_A"):
-        raise ValueError(
-            f"the attention router cannot read an adapter of kind {_kind(module)} on the output projection; {_MERGE}"
-        )
+        raise _unreadable(_kind(module))
     added: Tensor | int = 0
     for name in module.active_adapters:
         if name in module.lora_A:
             added = added + _change(module, name, weight)
     return weight + added
-
-
-_MERGE = f"merge it (merge_adapter), leave that layer out of target_modules, or {INSTEAD}."
 
 
 def _change(module: Any, name: str, weight: Tensor) -> Tensor:
@@ -65,8 +65,7 @@ def _change(module: Any, name: str, weight: Tensor) -> Tensor:
     if variant is None:
         return delta
     if type(variant).__name__ != "DoraLinearVariant":
-        kind = type(variant).__name__.removesuffix("LinearVariant")
-        raise ValueError(f"the attention router cannot read an adapter of kind {kind} on the output projection; {_MERGE}")
+        raise _unreadable(type(variant).__name__.removesuffix("LinearVariant"))
     # DoRA learns the length of each row; no gradient flows through the length that it had (section 4.3 of the paper).
     length = torch.linalg.vector_norm(weight + delta, dim=1).detach()
     factor = (module.lora_magnitude_vector[name].weight / length).unsqueeze(1)
@@ -77,3 +76,10 @@ def _kind(module: Any) -> str:
     """Return the name of the method: PEFT keeps a package for each."""
     steps = type(module).__module__.split(".")
     return steps[2] if steps[:2] == ["peft", "tuners"] and len(steps) > 2 else type(module).__name__
+
+
+def _unreadable(kind: str) -> ValueError:
+    return ValueError(
+        f"the attention router cannot read an adapter of kind {kind} on the output projection; merge it (merge_adapter), "
+        f"leave that layer out of target_modules, or {INSTEAD}."
+    )

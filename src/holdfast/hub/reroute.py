@@ -6,17 +6,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from holdfast.hub.changed import require_unwrapped
 from holdfast.hub.gates import uninstall
 from holdfast.hub.layers import Layers, choose
+from holdfast.hub.quantisers import unmark_dequantised
+from holdfast.hub.scores import UNKNOWN_FORMAT
 from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import reroute_sites, set_trained
 from holdfast.hub.wiring import own_balance, specs_of, wire, wiring
 from holdfast.losses import Losses
+from holdfast.ops.quantised import as_float
 from holdfast.routing import Router
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.rules import Softmax
@@ -40,6 +42,7 @@ def reroute(
     the identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a narrow strip.
     """
     require_unwrapped(model)
+    unmark_dequantised(model)
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]
     specs = specs_of(model)
@@ -151,6 +154,6 @@ def _before(found: list[Site], specs: Mapping[str, LayerSpec]) -> list[Site]:
 def _require_finite_gate(site: Site) -> None:
     if site.family is None:
         return
-    weight: nn.Parameter = site.gate.get_parameter(site.family.weight)
+    weight = as_float(site.gate, site.family.weight, UNKNOWN_FORMAT)
     if not weight.is_meta and not bool(weight.isfinite().all()):
         raise ValueError(f"{site.name}.{site.family.gate}: its weights hold NaN or infinity; the checkpoint is broken.")
