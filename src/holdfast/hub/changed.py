@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.hub.adapters import NAME as ROUTER_STATE
+from holdfast.hub.adapters import CarriesRouterState, carry_state
 from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
 from holdfast.hub.quantisers import require_writable
@@ -31,7 +33,7 @@ class ChangedConfig:
         return {**written, **sections, "model_type": MODEL_TYPE}
 
 
-class ChangedModel:
+class ChangedModel(CarriesRouterState):
     """Mixed into the class of a changed model."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -49,7 +51,8 @@ class ChangedModel:
         _require_whole(self, options)
         require_writable(self)
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
-        if options.get("is_main_process", True):
+        # Of a model with adapters of transformers' own (add_adapter), only an adapter was written.
+        if options.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
             write_manifest(Path(save_directory))
 
 
@@ -96,6 +99,8 @@ def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:
         config.__class__ = with_mixin(type(config), ChangedConfig)
     if not isinstance(model, ChangedModel):
         model.__class__ = changed(type(model))
+    model._modules.pop(ROUTER_STATE, None)  # of the routers that were there before
+    carry_state(model)
 
 
 def saves_plainly(model: nn.Module) -> None:
@@ -104,5 +109,6 @@ def saves_plainly(model: nn.Module) -> None:
     if isinstance(config, ChangedConfig):
         config.__class__ = without_mixin(type(config))
         delattr(config, "holdfast")
+    model._modules.pop(ROUTER_STATE, None)
     if isinstance(model, ChangedModel):
         model.__class__ = without_mixin(type(model))

@@ -39,6 +39,7 @@ class ReroutedGate:
                     routing = replace(routing, losses=self.losses(routing, context.padding))
                 surroundings.leave(tokens, routing)
             return output
+        surroundings.follow(self.holdfast)
         routing = self.holdfast(tokens, context)
         surroundings.leave(tokens, routing)
         output = (routing.logits, routing.weights, routing.experts)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from holdfast.hub.adapters import running
 from holdfast.hub.changed import require_unwrapped
+from holdfast.hub.families import find
 from holdfast.hub.gates import uninstall
 from holdfast.hub.layers import Layers, choose
 from holdfast.hub.quantisers import unmark_dequantised
@@ -45,6 +47,7 @@ def reroute(
     unmark_dequantised(model)
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]
+    _require_no_copies(found)
     specs = specs_of(model)
     terms = _terms(model, losses, len(found))
     fresh = {}
@@ -75,6 +78,7 @@ def restore(model: Any) -> Any:
     if current is None:
         raise ValueError("nothing to restore: this model was not rerouted.")
     found = sites(model)
+    _require_no_copies(found)
     if found[0].family is None:
         return _restore_sparse(model, found)
     for site in found:
@@ -84,6 +88,16 @@ def restore(model: Any) -> Any:
             uninstall(site.gate)
     wire(model, found, {})
     return model
+
+
+def _require_no_copies(found: list[Site]) -> None:
+    """A change would reach only one of the gates that PEFT keeps, one for each adapter."""
+    for site in found:
+        gate = site.block.router if isinstance(site.block, SparseLayer) else find(site.block, site.family.gate)  # type: ignore[union-attr]
+        if running(gate) is not gate:
+            raise ValueError(
+                f"{site.name}: PEFT holds copies of its gate (modules_to_save); change the model before wrapping it."
+            )
 
 
 def _restore_sparse(model: Any, found: list[Site]) -> Any:

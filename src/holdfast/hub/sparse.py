@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from holdfast.hub.adapters import running
 from holdfast.moe import Experts
 from holdfast.routing import Router
 
@@ -21,6 +22,7 @@ class SparseLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         surroundings = self.surroundings
+        surroundings.follow(running(self.router))
         routing = self.router(hidden_states, surroundings.context(hidden_states))
         surroundings.leave(hidden_states, routing)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -107,6 +107,13 @@ class Surroundings:
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
+    def follow(self, router: Router) -> None:
+        """Treat `router` as the layer's: PEFT runs a copy of one that is among its `modules_to_save`."""
+        if self.router is not router:
+            self.router = router
+        if router.learning != self.ledger.learning:
+            router.learning = self.ledger.learning
+
     def forget(self) -> None:
         """What the layer did is not needed any more."""
         self._under_way.notes.record = self._latest = None
