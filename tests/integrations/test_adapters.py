@@ -21,8 +21,11 @@ IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 STATEFUL = "symphony+attention+smooth"
 
 
-def rerouted(router: str = STATEFUL, **options: Any) -> Any:
-    return holdfast.reroute(tiny("mixtral"), router, **options)
+def rerouted(router: str = STATEFUL, seed: int = 1, **options: Any) -> Any:
+    """Scores that start at random start by `seed`; the model is always the same."""
+    model = tiny("mixtral")
+    torch.manual_seed(seed)
+    return holdfast.reroute(model, router, **options)
 
 
 def adapted(model: Any, **options: Any) -> Any:
@@ -60,13 +63,11 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("router", [STATEFUL, "ac+symphony", "remoe", "top-p", "xmoe", "smoe-dropout"])
 def test_an_adapter_carries_the_state_of_routers(router: str, tmp_path: Path) -> None:
-    torch.manual_seed(3)
     wrapped = train(adapted(rerouted(router)))
     wrapped.save_pretrained(tmp_path)
-    torch.manual_seed(4)  # scores that start at random start differently
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "this adapter holds no state")
-        loaded = peft.PeftModel.from_pretrained(rerouted(router), tmp_path)
+        loaded = peft.PeftModel.from_pretrained(rerouted(router, seed=4), tmp_path)
     assert_same(state(loaded), state(wrapped))
     assert torch.equal(logits(loaded), logits(wrapped))
 
@@ -138,6 +139,42 @@ def test_a_checkpoint_of_the_trainer_carries_it_and_resumes(tmp_path: Path) -> N
     assert torch.equal(logits(loaded), logits(whole.model))
 
 
+def test_a_checkpoint_of_trl_carries_it(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="TRL trains")
+    datasets = pytest.importorskip("datasets", reason="TRL takes its data so")
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        save_steps=2,
+        learning_rate=0.01,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    trainer = trl.SFTTrainer(
+        rerouted(),
+        arguments,
+        train_dataset=datasets.Dataset.from_dict({"input_ids": IDS.tolist()}),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"]),
+    )
+    trainer.train()
+    loaded = peft.PeftModel.from_pretrained(rerouted(), tmp_path / "checkpoint-2")
+    assert_same(state(loaded), state(trainer.model))
+    assert torch.equal(logits(loaded), logits(trainer.model))
+
+
+def tokenizer() -> Any:
+    """Of words that are numbers; TRL wants one though its data is tokens."""
+    from tokenizers import Tokenizer, models
+
+    words = {str(index): index for index in range(64)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="0", eos_token="2", bos_token="1")
+
+
 def test_without_adapters_routers_have_the_state_from_before() -> None:
     """As for a reference model: `disable_adapter` is the base, state included, and what it sees teaches nothing."""
     model = rerouted()
@@ -190,8 +227,7 @@ def test_each_adapter_has_a_state_of_its_own(tmp_path: Path) -> None:
     assert_same(state(wrapped), first)
     assert torch.equal(logits(wrapped), out)
     wrapped.save_pretrained(tmp_path)
-    torch.manual_seed(9)
-    loaded = peft.PeftModel.from_pretrained(rerouted("xmoe+symphony"), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(rerouted("xmoe+symphony", seed=9), tmp_path)
     own = state(loaded)
     loaded.load_adapter(tmp_path / "second", adapter_name="other")
     assert_same(own, first)
@@ -216,6 +252,31 @@ def test_merging_keeps_the_state_and_unloading_does_not() -> None:
     assert torch.equal(logits(spare.unload()), before)
 
 
+def test_a_model_that_is_rerouted_inside_its_wrapper_carries_it_too(tmp_path: Path) -> None:
+    wrapped = adapted(tiny("mixtral"))
+    holdfast.reroute(wrapped.get_base_model(), "similarity")
+    holdfast.reroute(wrapped.get_base_model(), "symphony")
+    train(wrapped)
+    wrapped.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(rerouted("symphony"), tmp_path)
+    assert_same(state(loaded), state(wrapped))
+    holdfast.restore(wrapped.get_base_model())
+    assert not hasattr(wrapped.get_base_model(), "router_state")
+    wrapped.save_pretrained(tmp_path / "plain")
+    peft.PeftModel.from_pretrained(tiny("mixtral"), tmp_path / "plain")
+
+
+def test_a_pickled_model_keeps_the_states_of_its_adapters(tmp_path: Path) -> None:
+    wrapped = train(adapted(rerouted("symphony")))
+    torch.save(wrapped, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    for model in (wrapped, again):
+        with model.disable_adapter():
+            logits(model)
+    assert_same(state(again), state(wrapped))
+    assert torch.equal(logits(again), logits(wrapped))
+
+
 def test_an_adapter_without_state_is_warned_about(tmp_path: Path) -> None:
     adapted(tiny("mixtral")).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="this adapter holds no state of routers"):
@@ -236,7 +297,6 @@ def test_an_adapter_of_other_routers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("router", ["native", "smoe", STATEFUL, "ac+symphony", "xmoe"])
 def test_a_gate_among_the_modules_to_save_learns_is_saved_and_loaded(router: str, tmp_path: Path) -> None:
-    torch.manual_seed(3)
     model = rerouted(router, losses=holdfast.Losses(z=0.1))
     plain = logits(model)
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -254,7 +314,7 @@ def test_a_gate_among_the_modules_to_save_learns_is_saved_and_loaded(router: str
     out = logits(wrapped)
     assert (out - plain).abs().max() > 0.1
     wrapped.save_pretrained(tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(rerouted(router), tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(rerouted(router, seed=5), tmp_path / "adapter")
     assert torch.equal(logits(loaded), out)
     with wrapped.disable_adapter():
         assert torch.equal(logits(wrapped), plain)

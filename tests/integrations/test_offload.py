@@ -90,6 +90,18 @@ def test_a_model_that_was_offloaded_first_is_rerouted(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), logits(holdfast.reroute(tiny("mixtral"), "attention")))
 
 
+def test_an_offloaded_model_is_saved_if_transformers_can_find_its_weights(tmp_path: Path) -> None:
+    model = stateful(holdfast.reroute(tiny("mixtral"), "symphony+attention"))
+    expected = logits(model)
+    holdfast.save(model, tmp_path / "whole")
+    places = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    places |= {f"model.layers.{index}": "disk" for index in range(3)}
+    away = holdfast.load(tmp_path / "whole", device_map=places, offload_folder=tmp_path / "offload")
+    torch.testing.assert_close(logits(holdfast.load(holdfast.save(away, tmp_path / "again"))), expected)
+    with pytest.raises(ValueError, match="save the model before offloading it"):
+        holdfast.save(accelerate.cpu_offload(model), tmp_path / "never")
+
+
 def test_an_adapter_on_an_offloaded_projection_is_read(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the adapter is PEFT's")
 

@@ -81,12 +81,16 @@ class RouterState:
     def __init__(self, model: nn.Module) -> None:
         nn.Module.__init__(self)  # type: ignore[arg-type]
         self.__dict__["model"] = model  # past nn.Module's bookkeeping: this is a part of the model
-        self._active_adapter = next(reversed(model.peft_config))  # type: ignore[arg-type]
-        self._disable_adapters = False
+        self._active_adapter, self._disable_adapters = _active(model)
         self.expected: str | None = None  # the adapter that PEFT is about to load
-        self.current: str | None = self._active_adapter  # whose state the routers have; None is the model's without adapters
+        # Whose state the routers have; None is the model's without adapters.
+        self.current: str | None = None if self._disable_adapters or not self._active_adapter else self._active_adapter[0]
         self.states: dict[str | None, State] = {None: _copied(self._buffers_of_routers())}
         self.replaced: dict[str | None, State] = {None: {}}  # parameters of routers, where an adapter was loaded with others
+
+    def __getattr__(self, name: str) -> Any:
+        """Not PEFT's, which looks on in a wrapped module: there is none."""
+        return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
 
     @property
     def _adapters(self) -> set[str]:
@@ -101,19 +105,17 @@ class RouterState:
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        self._active_adapter = names[:1]  # type: ignore[assignment]
+        self._active_adapter = names[:1]
         if not self._disable_adapters:
             self._switch(names[0] if names else None)
 
     def enable_adapters(self, enabled: bool) -> None:
         self._disable_adapters = not enabled
-        active: list[str] = self.active_adapters  # type: ignore[attr-defined]
-        self._switch(active[0] if enabled and active else None)
+        self._switch(self._active_adapter[0] if enabled and self._active_adapter else None)
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
-        if adapter_name == self.current:
-            self._switch(new_active_adapters[0] if new_active_adapters else None)
-        self._active_adapter = list(new_active_adapters or [])[:1]  # type: ignore[assignment]
+        if adapter_name in self._active_adapter:
+            self.set_adapter(new_active_adapters or [])
         self.states.pop(adapter_name, None)
         self.replaced.pop(adapter_name, None)
 
@@ -157,12 +159,13 @@ class RouterState:
             return
         _require_fitting(given, own)
         adapter = self.current if adapter is None else adapter
-        other = {name: given[name] for name, now in parameters.items() if not torch.equal(given[name].to(now), now)}
+        base = {**parameters, **self.replaced[None]}
+        other = {name: given[name] for name in parameters if not torch.equal(given[name].to(base[name]), base[name])}
         for name in other:
-            self.replaced[None].setdefault(name, parameters[name].detach().clone())
+            self.replaced[None].setdefault(name, base[name].detach().clone())
         if adapter == self.current:
             _fill(buffers, given)
-            _fill(parameters, other)
+            _fill(parameters, {**{name: base[name] for name in self.replaced.get(adapter, {})}, **other})
         else:
             self.states[adapter] = {name: given[name] for name in buffers}
         self.replaced[adapter] = other
@@ -218,6 +221,16 @@ class RouterState:
                 if not name.startswith(tuple(added)):
                     found[_plain_name(f"{router_name}.{name}")] = parameter
         return found
+
+
+def _active(model: nn.Module) -> tuple[list[str], bool]:
+    """The active adapter, if any, and whether adapters are disabled."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            return list(module.active_adapters)[:1], bool(module.disable_adapters)
+    return [], False
 
 
 def _plain_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What quantisers leave on a model: marks of weights that are numbers again, and weights that no file can hold."""
+"""What quantisers and offloaders leave on a model: marks that forbid saving, and weights that cannot be written."""
 
 from typing import Any
 
@@ -12,15 +12,22 @@ def unmark_dequantised(model: Any) -> None:
 
     The mark forbids saving and training, but the weights are ordinary numbers.
     """
-    quantizer = getattr(model, "hf_quantizer", None)
-    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
-    if str(getattr(method, "value", method)) != GGUF or any(is_quantised(weight) for weight in model.parameters()):
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    if getattr(method, "value", method) != GGUF or any(is_quantised(weight) for weight in model.parameters()):
         return
-    quantizer.remove_quantization_config(model)  # type: ignore[union-attr]
+    del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        model.__dict__.pop(name, None)
 
 
 def require_writable(model: Any) -> None:
-    """Raise where weights were quantised in memory: transformers cannot write those, and fails in the middle."""
+    """Raise where weights were quantised or offloaded in memory: transformers cannot write those and fails half-way."""
+    if not hasattr(model, "hf_device_map") and any(weight.is_meta for weight in model.parameters()):
+        raise ValueError(
+            "the weights were offloaded in memory (cpu_offload, disk_offload), from where they cannot be saved; save the "
+            "model before offloading it, or load it with a device_map."
+        )
     if getattr(model, "hf_quantizer", None) is not None:  # loaded with a quantization_config, which knows how, or says so
         return
     for name, weight in model.named_parameters():
