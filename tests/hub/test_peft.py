@@ -148,11 +148,28 @@ def test_adapters_that_are_switched_off_are_not_read_either() -> None:
         torch.testing.assert_close(logits(wrapped), plain, atol=1e-5, rtol=1e-5)
 
 
-def test_an_adapter_that_is_more_than_a_sum_is_not_read_as_one() -> None:
-    """DoRA rescales the projection: similarity looks at its output and works, the attention router says that it cannot."""
-    similar = adapted(holdfast.reroute(tiny("mixtral"), "similarity"), ["o_proj"], use_dora=True)
-    train(similar, steps=5)
-    unmerged = logits(similar)
-    torch.testing.assert_close(logits(similar.merge_and_unload()), unmerged, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="with its output projection"):
-        logits(adapted(holdfast.reroute(tiny("mixtral"), "attention"), ["o_proj"], use_dora=True))
+@pytest.mark.parametrize("router", ["similarity", "attention"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
+def test_dora_is_read_as_the_weights_that_it_merges_to(family: str, router: str) -> None:
+    """It rescales the rows of the projection, as well as adding to them."""
+    model: Any = (
+        holdfast.reroute(tiny(family), router)
+        if family == "mixtral"
+        else holdfast.sparsify(tiny_dense(family), experts=8, k=2, router=router, noise=0.5)
+    )
+    targets = ["o_proj"] if family == "mixtral" else ["attn.c_proj"]
+    wrapped = adapted(model, targets, use_dora=True, fan_in_fan_out=family == "gpt2")
+    train(wrapped, steps=5)
+    unmerged = logits(wrapped)
+    torch.testing.assert_close(logits(wrapped.merge_and_unload()), unmerged, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_that_changes_more_than_a_weight_is_refused_in_a_sentence() -> None:
+    """The similarity router reads no weights and works; the attention router names the adapter and what to do."""
+    ia3 = peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[], init_ia3_weights=False)
+    logits(peft.get_peft_model(holdfast.reroute(tiny("mixtral"), "similarity"), ia3))
+    wrapped = peft.get_peft_model(holdfast.reroute(tiny("mixtral"), "attention"), ia3)
+    with pytest.raises(ValueError, match="cannot read an adapter of kind ia3 on the output projection; merge it"):
+        logits(wrapped)
+    wrapped.merge_adapter()
+    assert logits(wrapped).isfinite().all()

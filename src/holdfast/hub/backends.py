@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from holdfast.hub.per_thread import PerThread
-from holdfast.moe.experts import activate_used, run_experts
+from holdfast.moe.experts import UNKNOWN_FORMAT, activate_used, run_experts
+from holdfast.ops.quantised import as_float
 
 NAME = "holdfast"
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"
@@ -105,7 +106,7 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     """A family's experts for routers that leave slots unused, which not all of transformers' functions survive, and for
     experts that are spread over processes."""
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = getattr(module, up_name), module.down_proj
+    up, down = (as_float(module, name, UNKNOWN_FORMAT) for name in (up_name, "down_proj"))
     if module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     activation = module._apply_gate if module.has_gate else module.act_fn

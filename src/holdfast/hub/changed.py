@@ -11,11 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.hub.adapters import NAME as ROUTER_STATE
+from holdfast.hub.adapters import CarriesRouterState, carry_state
 from holdfast.hub.card import write_card
 from holdfast.hub.complete import check_folder, fetched, require_all_used
 from holdfast.hub.config_file import config_class, family_values, is_changed, unwrapped, wrapped
 from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
+from holdfast.hub.quantisers import require_writable
 from holdfast.hub.specs import LayerSpec, names_in_base, names_in_model, read
 from holdfast.hub.subclasses import with_mixin, without_mixin
 from holdfast.hub.surroundings import LOOKS_AHEAD
@@ -48,7 +51,7 @@ class ChangedConfig:
         return super().from_dict(values, **options)  # type: ignore[misc]
 
 
-class ChangedModel:
+class ChangedModel(CarriesRouterState):
     """Mixed into the class of a changed model."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -93,8 +96,10 @@ class ChangedModel:
         _require_whole(self, options)
         if options.get("push_to_hub"):
             raise ValueError("push_to_hub=True would upload before the checksums are written; use model.push_to_hub(name).")
+        require_writable(self)
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
-        if options.get("is_main_process", True):
+        # Of a model with adapters of transformers' own (add_adapter), only an adapter was written.
+        if options.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
             write_manifest(Path(save_directory))
             write_card(Path(save_directory), self.config.holdfast)  # type: ignore[attr-defined]
 
@@ -199,6 +204,8 @@ def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:
     for name, part in _models_in(model):
         if any(layer.startswith(f"{name}.") for layer in inside) and not isinstance(part, ChangedModel | ChangedPart):
             part.__class__ = changed(type(part)) if part.config is config else with_mixin(type(part), ChangedPart)
+    model._modules.pop(ROUTER_STATE, None)  # of the routers that were there before
+    carry_state(model)
 
 
 def _models_in(model: nn.Module) -> list[tuple[str, Any]]:
@@ -220,6 +227,7 @@ def saves_plainly(model: nn.Module) -> None:
     if isinstance(config, ChangedConfig):
         config.__class__ = without_mixin(type(config))
         delattr(config, "holdfast")
+    model._modules.pop(ROUTER_STATE, None)
     for part in (model, *(part for _, part in _models_in(model))):
         if isinstance(part, ChangedModel | ChangedPart):
             part.__class__ = without_mixin(type(part))

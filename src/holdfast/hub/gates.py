@@ -40,6 +40,7 @@ class ReroutedGate:
                 weights = surroundings.leave(tokens, routing, context, self.losses, output[1])
                 output = (output[0], weights, output[2])
             return output
+        surroundings.follow(self.holdfast)
         routing = self.holdfast(tokens, context)
         weights = surroundings.leave(tokens, routing, context, self.holdfast.losses)
         output = (routing.logits, weights, routing.experts)

@@ -6,17 +6,21 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
+from holdfast.hub.adapters import running
 from holdfast.hub.changed import require_unwrapped
+from holdfast.hub.families import find
 from holdfast.hub.gates import uninstall
 from holdfast.hub.layers import Layers, choose
+from holdfast.hub.quantisers import unmark_dequantised
+from holdfast.hub.scores import UNKNOWN_FORMAT
 from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import reroute_sites, set_trained
 from holdfast.hub.wiring import mark_changed, own_balance, specs_of, wire, wiring
 from holdfast.losses import Losses
+from holdfast.ops.quantised import as_float
 from holdfast.routing import Router
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.rules import Softmax
@@ -40,8 +44,10 @@ def reroute(
     the identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a narrow strip.
     """
     require_unwrapped(model)
+    unmark_dequantised(model)
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]
+    _require_no_copies(found)
     specs = specs_of(model)
     terms = _terms(model, losses, len(found))
     fresh = {}
@@ -73,6 +79,7 @@ def restore(model: Any) -> Any:
     if current is None:
         raise ValueError("nothing to restore: this model was not rerouted.")
     found = sites(model)
+    _require_no_copies(found)
     if found[0].family is None:
         return _restore_sparse(model, found)
     for site in found:
@@ -83,6 +90,16 @@ def restore(model: Any) -> Any:
     wire(model, found, {})
     mark_changed(model, False)
     return model
+
+
+def _require_no_copies(found: list[Site]) -> None:
+    """A change would reach only one of the gates that PEFT keeps, one for each adapter."""
+    for site in found:
+        gate = site.block.router if isinstance(site.block, SparseLayer) else find(site.block, site.family.gate)  # type: ignore[union-attr]
+        if running(gate) is not gate:
+            raise ValueError(
+                f"{site.name}: PEFT holds copies of its gate (modules_to_save); change the model before wrapping it."
+            )
 
 
 def _restore_sparse(model: Any, found: list[Site]) -> Any:
@@ -153,6 +170,6 @@ def _before(found: list[Site], specs: Mapping[str, LayerSpec]) -> list[Site]:
 def _require_finite_gate(site: Site) -> None:
     if site.family is None:
         return
-    weight: nn.Parameter = site.gate.get_parameter(site.family.weight)
+    weight = as_float(site.gate, site.family.weight, UNKNOWN_FORMAT)
     if not weight.is_meta and not bool(weight.isfinite().all()):
         raise ValueError(f"{site.name}.{site.family.gate}: its weights hold NaN or infinity; the checkpoint is broken.")

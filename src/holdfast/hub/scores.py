@@ -2,7 +2,10 @@
 
 from torch import Tensor, nn
 
+from holdfast.ops.quantised import as_float
 from holdfast.routing.parts import LinearScore
+
+UNKNOWN_FORMAT = "a router cannot score by them; leave gates out when quantising"
 
 
 class GateScore(LinearScore):
@@ -22,8 +25,9 @@ class GateScore(LinearScore):
     @property
     def matrix(self) -> Tensor:
         # Not `get_parameter`: while an adapter (PEFT's) adds to it, it is none.
-        matrix: Tensor = getattr(self.__dict__["gate"], self.weight_name)
-        return matrix
+        return as_float(
+            self.__dict__["gate"], self.weight_name, "a router cannot score by it; leave gates out when quantising"
+        )
 
     def finish(self, projected: Tensor) -> Tensor:
         if self.bias_name is None:

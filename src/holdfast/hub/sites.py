@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.hub.adapters import running
 from holdfast.hub.building import Place, in_order
 from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, MoEFamily, dense_family, find, layers_of, moe_family
 from holdfast.hub.sparse import SparseLayer
@@ -28,7 +29,7 @@ class Site:
     def gate(self) -> Any:
         """The family's gate."""
         assert self.family is not None
-        return self.block.get_submodule(self.family.gate)
+        return running(self.block.get_submodule(self.family.gate))
 
     @property
     def experts(self) -> Any:
@@ -37,7 +38,8 @@ class Site:
     @property
     def router(self) -> Router | None:
         """Our router; None where the family's own rule holds."""
-        router = self.block.router if isinstance(self.block, SparseLayer) else getattr(self.gate, "holdfast", None)
+        sparse = isinstance(self.block, SparseLayer)
+        router = running(self.block.router) if sparse else getattr(self.gate, "holdfast", None)
         return router if isinstance(router, Router) else None
 
     @property

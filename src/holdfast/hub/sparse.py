@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from holdfast.hub.adapters import running
 from holdfast.moe import Experts
 from holdfast.routing import Router
 
@@ -21,9 +22,11 @@ class SparseLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         surroundings = self.surroundings
+        router = running(self.router)
+        surroundings.follow(router)
         context = surroundings.context(hidden_states)
         routing = self.router(hidden_states, context)
-        weights = surroundings.leave(hidden_states, routing, context, self.router.losses)
+        weights = surroundings.leave(hidden_states, routing, context, router.losses)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         out = self.experts(flat, routing.experts, weights).view(hidden_states.shape)
         return out if self.dropout is None else self.dropout(out)

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from holdfast.hub.changed import require_unwrapped
 from holdfast.hub.families import DenseFamily, dense_family, layers_of
 from holdfast.hub.layers import Layers, choose
+from holdfast.hub.quantisers import unmark_dequantised
 from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
 from holdfast.hub.wiring import mark_changed, wire
 from holdfast.losses import Losses
+from holdfast.ops.quantised import is_quantised
 from holdfast.suggest import unknown
 
 
@@ -43,6 +45,7 @@ def sparsify(
     options     of the router; in `router_options` where one of these has the same name (symphony's `init`, `noise`)
     """
     require_unwrapped(model)
+    unmark_dequantised(model)
     options = {**options, **(router_options or {})}
     if init not in ("copy", "random"):
         raise ValueError(unknown("init", init, ("copy", "random")))
@@ -77,6 +80,7 @@ def _require_usable(family: DenseFamily, name: str, layer: nn.Module, hidden: in
     config = layer.get_submodule(family.attention).config
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("config.chunk_size_feed_forward cuts sequences before the feed-forward network; set it to 0 first.")
+    _require_dense(family, name, layer)
     weights = _dense_weights(family, layer)
     for weight in weights.values():
         if weight.is_meta:
@@ -88,6 +92,17 @@ def _require_usable(family: DenseFamily, name: str, layer: nn.Module, hidden: in
             f"hidden is {hidden}, but a copied expert is as wide as the dense network, {weights['down_proj'].shape[1]}; "
             'leave it out, or use init="random".'
         )
+
+
+def _require_dense(family: DenseFamily, name: str, layer: nn.Module) -> None:
+    for path in (*family.up, family.down):
+        linear: Any = layer.get_submodule(path)
+        weight = getattr(linear, "weight", None)
+        if weight is None or is_quantised(weight) or hasattr(linear, "qweight"):
+            raise ValueError(
+                f"{name}: its feed-forward weights are quantised ({type(linear).__name__}), and experts start from numbers; "
+                "sparsify the model before quantising it."
+            )
 
 
 @torch.no_grad()

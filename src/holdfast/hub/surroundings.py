@@ -7,6 +7,7 @@ the next forward that has a backward. Two checkpointed forwards before one backw
 (`ac`), and for those with state.
 """
 
+import copy
 import weakref
 from dataclasses import dataclass, field
 from itertools import count
@@ -81,6 +82,7 @@ class _Waiting:
 class _UnderWay(PerThread):
     def __init__(self) -> None:  # by every thread
         self.notes = _Notes()
+        self.waiting: weakref.ref[_Waiting] | None = None  # the last forward of a checkpointed layer
 
 
 class Surroundings:
@@ -93,6 +95,7 @@ class Surroundings:
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.listens = "attention" in reads and not neighbours.windowed
+        self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read = "previous" in reads, False
         self.reads_ids = "token_ids" in reads
         causal = bool(getattr(neighbours.attention, "is_causal", False))
@@ -102,7 +105,6 @@ class Surroundings:
         self._latest: Previous | None = None  # of any thread: a GPU's backward has one of its own
         parts = router.parts if router is not None else []
         self._remembers = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
-        self._waiting: weakref.ref[_Waiting] | None = None  # the last forward of a checkpointed layer
         if self.reads_previous and before is not None:
             before.is_read = True
             ledger.when_done.append(before.forget)
@@ -113,6 +115,21 @@ class Surroundings:
             self._projection_hook = self._projection.register_forward_hook(self._note_output)
             neighbours.attention.listener = self
             point(neighbours.attention, ATTENTION)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Surroundings":
+        """Copy these with their layer; a copy of a module inside it (PEFT's `modules_to_save`) shares them."""
+        if id(self.ledger) not in memo and id(self.neighbours.layer) not in memo:
+            return self
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def follow(self, router: Router) -> None:
+        """Treat `router` as the layer's: PEFT runs a copy of one that is among its `modules_to_save`."""
+        if self.router is not router:
+            self.router = router
+        if router.learning != self.ledger.learning:
+            router.learning = self.ledger.learning
 
     def forget(self) -> None:
         """What the layer did is not needed any more."""
@@ -188,7 +205,7 @@ class Surroundings:
         given = self.ledger.collect(routing, given, losses, context.padding, self.k)
         if self._will_be_recomputed and given.requires_grad:
             waiting = _Waiting()
-            self._waiting = weakref.ref(waiting)  # it lives as long as the graph that its hook is in
+            self._under_way.waiting = weakref.ref(waiting)  # it lives as long as the graph that its hook is in
             given.register_hook(waiting.finish)
         return given
 
@@ -209,7 +226,8 @@ class Surroundings:
 
         The recomputation would see what the router has learned since, or what the layer before did in the second forward.
         """
-        waiting = None if self._waiting is None else self._waiting()
+        last = self._under_way.waiting
+        waiting = None if last is None else last()
         if waiting is not None and not waiting.done:
             raise ValueError(
                 "gradient checkpointing with this router takes one forward for each backward, and this is a second one: "
@@ -266,7 +284,8 @@ class Surroundings:
             mask = mask[..., : key.shape[2]] if mask.dim() == 4 else None  # a 2-D mask is padding only
         if mask is None and heard.window is not None and key.shape[2] > heard.window:
             mask = _looking_back(length, key, heard.window)  # a kernel that is told of its window has no mask for it
-        return Attention(heard.query, key, value, as_linear(self.neighbours.projection), heard.output, mask, heard.scale)
+        projection = as_linear(self.neighbours.projection) if self.reads_projection else None
+        return Attention(heard.query, key, value, projection, heard.output, mask, heard.scale)
 
 
 def _looking_back(queries: int, key: Tensor, window: int) -> Tensor:

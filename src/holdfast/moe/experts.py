@@ -11,7 +11,10 @@ from holdfast.moe.activations import Activation, resolve
 from holdfast.moe.sharding import Owners
 from holdfast.ops.dispatch import Dispatch, dispatch
 from holdfast.ops.experts import gather_mm, mm_combine
+from holdfast.ops.quantised import as_float
 from holdfast.ops.rows import fuses
+
+UNKNOWN_FORMAT = "experts cannot be run from this format; leave them out when quantising"
 
 
 class Experts(nn.Module):
@@ -64,13 +67,12 @@ class Experts(nn.Module):
         self._check(tokens, experts, weights)
         up_bias = self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None
         down_bias = self.down_proj_bias if self.has_bias else None
-        up = self.get_parameter(self._up_name)
         return run_experts(
             tokens,
             experts,
             weights,
-            up,
-            self.down_proj,
+            as_float(self, self._up_name, UNKNOWN_FORMAT),
+            as_float(self, "down_proj", UNKNOWN_FORMAT),
             up_bias,
             down_bias,
             activate=self._activate,

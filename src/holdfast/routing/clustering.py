@@ -16,6 +16,7 @@ from holdfast.ops.precision import matmul_float32, scaled_linear_float32
 from holdfast.ops.streams import beside, join
 from holdfast.ops.topk import top
 from holdfast.ops.triton_support import has_kernels
+from holdfast.routing.offload import is_offloaded, loaded
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
 from holdfast.routing.records import Context, Previous
 from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
@@ -93,9 +94,15 @@ class Clustered(Score, StatefulPart):
         if context.previous is None or self.plain:
             logits: Tensor = self.base(tokens, context)
             return logits
+        if is_offloaded(self.base):  # its own forward, which would load its weights, does not run
+            with loaded(self.base):
+                return self._clustered(tokens, context, context.previous)
+        return self._clustered(tokens, context, context.previous)
+
+    def _clustered(self, tokens: Tensor, context: Context, previous: Previous) -> Tensor:
         matrix = self.base.matrix
         if self.mix == 1 and self.clusters < clusters.MOST_CLUSTERS and split.applies(tokens, matrix):
-            return self.base.finish(self._grouped(tokens, matrix, context.previous, context.real(tokens)))
+            return self.base.finish(self._grouped(tokens, matrix, previous, context.real(tokens)))
         features = self.features(tokens, context)
         assert features is not None
         return self.base.finish(scaled_linear_float32(tokens, *features, matrix))

@@ -47,7 +47,9 @@ class Part(nn.Module, ABC):
 
     traits: Traits = Traits()
     coefficients: tuple[str, ...] = ()  # the loss coefficients it carries, by attribute name
-    reads: tuple[str, ...] = ()  # the fields of a Context it needs beyond causal, padding and cache
+    # The fields of a Context it needs beyond causal, padding and cache. "attention" comes without the output projection,
+    # which may have to be loaded and dequantised: "attention.projection" asks for it.
+    reads: tuple[str, ...] = ()
     entering: ClassVar[
         Mapping[str, Any]
     ] = {}  # defaults with which it enters a pretrained model, so as to start from its outputs

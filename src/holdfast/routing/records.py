@@ -62,7 +62,7 @@ class Attention:
     query: Tensor  # (B,heads,N,D), of the tokens at hand
     key: Tensor  # (B,key heads,M,D), of all tokens so far: M is N unless decoding
     value: Tensor  # (B,key heads,M,D_v)
-    projection: nn.Linear | Projection | None  # the output projection
+    projection: nn.Linear | Projection | None  # the output projection; None unless a part reads "attention.projection"
     output: Tensor  # (B,N,d), after the projection, before the residual
     mask: Tensor | None = None  # broadcasts to (B,heads,N,M): bool, True where allowed, or added to the scores
     scale: float | None = None  # what q.k is multiplied with; 1/sqrt(D) if None

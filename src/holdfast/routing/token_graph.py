@@ -86,7 +86,7 @@ class AttentionPosterior(Informer, StatefulPart):
     """
 
     side = "token"
-    reads = ("attention",)
+    reads = ("attention", "attention.projection")
     traits = Traits(sequence_aware=True)
     entropy: Tensor
     seen: Tensor

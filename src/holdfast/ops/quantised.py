@@ -1,0 +1,76 @@
+"""Quantised weights, as the numbers that act in a forward.
+
+Routers read a few weights outside the forward of the module that owns them (an attention's output projection), and our
+experts function reads those of experts: there no quantiser's own forward dequantises them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INT8_STEPS = 127  # a row of bitsandbytes' 8-bit weights is integers times its largest absolute value over this
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight is something else than its numbers: another library's tensor class, integers or 8-bit floats."""
+    kind = type(weight)
+    if kind is Tensor or kind is nn.Parameter:
+        return weight.dtype not in FLOATS
+    return weight.dtype not in FLOATS or not _is_of_torch(kind)
+
+
+@torch.compiler.assume_constant_result
+def _is_of_torch(kind: type) -> bool:
+    """Whether a class of tensors is PyTorch's own (DTensor, fake tensors): those are read as any other."""
+    return kind.__module__.split(".")[0] == "torch"
+
+
+def as_float(module: Any, name: str, refusal: str) -> Tensor:
+    """Return a weight of `module` as floating-point numbers, or raise where its format is not known; `refusal` ends the
+    sentence."""
+    weight: Any = getattr(module, name, None)
+    quantised: Any = getattr(module, f"q{name}", None)  # quanto quantises in the forward until the model is frozen
+    if hasattr(quantised, "dequantize"):
+        weight = quantised
+    if isinstance(weight, Tensor) and not is_quantised(weight):
+        return weight
+    numbers = _dequantised(module, weight) if isinstance(weight, Tensor) else None
+    if numbers is None:
+        kind = type(module).__name__ if not isinstance(weight, Tensor) else f"{type(module).__name__} ({_format(weight)})"
+        raise ValueError(f"the weights of a {kind} are quantised, and {refusal}.")
+    return numbers
+
+
+def _dequantised(module: Any, weight: Any) -> Tensor | None:
+    kind = type(weight).__name__
+    if kind == "Params4bit":
+        return _from_4_bits(weight.data, weight.quant_state)
+    if kind == "Int8Params":
+        scales = getattr(weight, "SCB", None)
+        scales = module.state.SCB if scales is None else scales  # the first forward moves them there
+        if weight.dtype in FLOATS:  # not quantised yet
+            return weight.data.as_subclass(Tensor)
+        return None if scales is None else weight.data.float() * (scales.float() / INT8_STEPS).unsqueeze(1)
+    if type(weight).dequantize is not Tensor.dequantize:  # torchao, quanto
+        numbers: Tensor = weight.dequantize()
+        return numbers
+    return None
+
+
+def _from_4_bits(data: Tensor, state: Any) -> Tensor:
+    """Return bitsandbytes' 4-bit weights as numbers."""
+    import bitsandbytes
+
+    whole: Tensor
+    if getattr(state, "packing_format_for_cpu", False):  # an order that only its product reads: with the identity, then
+        identity = torch.eye(state.shape[1], dtype=state.dtype, device=data.device)
+        whole = bitsandbytes.matmul_4bit(identity, data, quant_state=state).t()
+    else:
+        whole = bitsandbytes.functional.dequantize_4bit(data, state)
+    return whole
+
+
+def _format(weight: Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")
