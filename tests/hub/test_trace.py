@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EXTRA, MOE_LAYERS, tiny
+from tiny import EXTRA, HYBRIDS, MOE_LAYERS, tiny
 from torch import Tensor
 
 import holdfast
@@ -16,7 +16,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert set(EXTRA) == set(FAMILIES)
+    assert set(EXTRA | HYBRIDS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
