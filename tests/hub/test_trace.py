@@ -97,8 +97,6 @@ def whole(model: Any, ids: Tensor, mask: Tensor) -> Any:
 @pytest.mark.parametrize("model_type", [*FAMILIES, "rerouted"])
 def test_all_steps_of_generate_are_the_routes_of_the_whole_sequence(model_type: str, options: dict[str, Any]) -> None:
     """Left-padded; the prompt at once or in chunks of four tokens; with every kind of cache and with none."""
-    if options.get("cache_implementation") == "static" and model_type in HYBRIDS:
-        pytest.skip("transformers has no static cache for layers without attention")
     model = holdfast.reroute(tiny("mixtral"), "similarity") if model_type == "rerouted" else tiny(model_type)
     sizes: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     with holdfast.trace(model, keep="all") as routes:
