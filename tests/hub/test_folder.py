@@ -1,6 +1,5 @@
 """`save` and `load`: the same model comes back bit for bit, and what was damaged, changed or made up is refused."""
 
-import contextlib
 import json
 import os
 import re
@@ -87,6 +86,13 @@ def copied(kept: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def edit_config(folder: Path, edit: Edit) -> None:
+    """Edit the family's config, which holds the description of routers."""
+    config = json.loads((folder / "config.json").read_text())
+    edit(config.get("model_config", config))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_upper_level(folder: Path, edit: Edit) -> None:
     config = json.loads((folder / "config.json").read_text())
     edit(config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -442,7 +448,7 @@ EDITS: dict[str, Edit] = {
     "a layer too few": lambda config: config["holdfast"]["layers"].popitem(),
     "no layers": lambda config: config["holdfast"].update(layers={}),
     "layers in a list": lambda config: config["holdfast"].update(layers=[]),
-    "a format to come": lambda config: config["holdfast"].update(format=2),
+    "a format to come": lambda config: config["holdfast"].update(format=3),
     "another family": lambda config: config["holdfast"].update(model_type="olmoe"),
     "an unknown family": lambda config: config["holdfast"].update(model_type="nonsense"),
     "families in a list": lambda config: config["holdfast"].update(model_type=["mixtral"]),
@@ -472,15 +478,16 @@ def test_wrong_shapes_are_said_in_our_words(copied: Callable[[str], Path]) -> No
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda config: config.pop("holdfast"),
-        lambda config: config.update(holdfast=None),
+        lambda config: config.pop("model_config"),
+        lambda config: config["model_config"].pop("holdfast"),
+        lambda config: config["model_config"].update(holdfast=None),
         lambda config: config.update(model_type="mixtral"),
         lambda config: config.update(model_type=["holdfast"]),
     ],
 )
 def test_a_config_that_is_half_ours_is_refused(edit: Edit, copied: Callable[[str], Path]) -> None:
     folder = copied("mixtral")
-    edit_config(folder, edit)
+    edit_upper_level(folder, edit)
     write_manifest(folder)
     assert "does not say whether Holdfast wrote it" in refusal(folder)
 
@@ -545,13 +552,17 @@ def test_no_code_of_a_folder_is_run(
     names = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
     kernels = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel", "experts_implementation": "evil"}
     edit_config(folder, lambda config: config.update(auto_map=names, **kernels))
+    edit_upper_level(folder, lambda config: config.update(auto_map=names, **kernels))
     for options in ({}, {"trust_remote_code": True}):
         loaded = holdfast.load(folder, **options)
         assert torch.equal(said(loaded, "mixtral"), expected)
         assert loaded.config._attn_implementation == "sdpa" and not hasattr(loaded.config, "auto_map")
     assert not mark.exists()
-    with contextlib.suppress(AttributeError):  # ours is no config for others, but by then it is too late
-        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    if name == "mixtral":
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert torch.equal(said(loaded, "mixtral"), expected) and not mark.exists()
+        edit_upper_level(folder, lambda config: config.update(model_type="unknown to transformers"))
+    transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert mark.exists()  # the trap works
 
 
@@ -582,17 +593,40 @@ def test_pickled_weights_are_refused(name: str, trapped: bool, copied: Callable[
 # Loaders that do not know us
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "llama", "gpt2", "bert", "vit", "swin", "siglip"])
-def test_plain_transformers_fails_rather_than_make_up_weights(model_type: str, tmp_path: Path) -> None:
-    model = changed(model_type, "smoe")
-    folder = holdfast.save(model, tmp_path / "out")
-    native: Any = type(model).__bases__[1]  # the family's own class
-    assert not issubclass(native, type(model)) and native.__name__ == type(model).__name__
-    loaders = [transformers.AutoConfig, transformers.AutoModel, transformers.AutoModelForCausalLM]
-    loaders += [native.config_class, native]  # in this order: a config that is made up may be that of a model of 7B
-    for loader in loaders:
-        with pytest.raises((ValueError, AttributeError), match="holdfast"):
-            loader.from_pretrained(folder)
+WITHOUT_HOLDFAST = """
+import json, sys
+import transformers
+found = {}
+for folder, *classes in json.loads(sys.argv[1]):
+    for name in ["AutoConfig", "AutoModel", "AutoModelForCausalLM", *classes]:
+        for options in ({}, {"attn_implementation": "eager"}, {"trust_remote_code": True}):
+            try:
+                getattr(transformers, name).from_pretrained(folder, **options)
+            except (ValueError, OSError) as problem:
+                found[f"{folder} {name} {options}"] = str(problem)
+            else:
+                found[f"{folder} {name} {options}"] = "OPENED"
+assert "holdfast" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+def test_plain_transformers_fails_rather_than_make_up_weights(tmp_path: Path) -> None:
+    """In a Python without Holdfast: Auto classes, the family's own class, its base model, another family."""
+    asked = []
+    for model_type in ("mixtral", "gpt_oss", "llama", "gpt2", "bert", "vit", "swin", "siglip"):
+        model = changed(model_type, "smoe")
+        folder = holdfast.save(model, tmp_path / model_type)
+        native: Any = type(model).__bases__[1]  # the family's own class
+        assert not issubclass(native, type(model)) and native.__name__ == type(model).__name__
+        own = {native.__name__, native.__name__.replace("ForCausalLM", "Model"), "LlamaForCausalLM"}
+        asked.append([str(folder), *own, *(["SiglipTextModel", "SiglipVisionModel"] if model_type == "siglip" else [])])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HOLDFAST, json.dumps(asked)], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 100
+    assert [what for what, problem in found.items() if "holdfast" not in problem] == []
 
 
 def test_what_reads_the_config_only_in_passing_is_not_disturbed(kept: Path) -> None:
@@ -625,7 +659,7 @@ def test_a_folder_with_an_adapter_is_for_peft(tmp_path: Path) -> None:
 
 
 def test_a_single_tower_of_a_changed_model_is_not_made_up(tmp_path: Path) -> None:
-    """A tower's own class would find its section of the config, and new weights for the experts it does not know."""
+    """A tower's own class would make new weights for the experts it does not know."""
     holdfast.save(holdfast.sparsify(tiny_dense("siglip"), experts=4), tmp_path / "saved")
     for tower in (transformers.SiglipTextModel, transformers.SiglipVisionModel):
         with pytest.raises(Exception, match=r"holdfast\.load"):

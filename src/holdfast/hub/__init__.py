@@ -1,5 +1,6 @@
 """Hugging Face models: routers put into them, watched, saved and loaded."""
 
+from holdfast.hub.auto_classes import register as register_auto_classes
 from holdfast.hub.calls import Call as Call
 from holdfast.hub.calls import calls as calls
 from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
@@ -14,3 +15,5 @@ from holdfast.hub.sparsify import sparsify as sparsify
 from holdfast.hub.trace import Routes as Routes
 from holdfast.hub.trace import has_routers as has_routers
 from holdfast.hub.trace import trace as trace
+
+register_auto_classes()
