@@ -10,12 +10,10 @@ Without the option nothing is changed, so that the same command gives the result
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-_undo: list[Callable[[], None]] = []
 _counts = {"rerouted": 0, "loading": 0}
 
 
@@ -34,13 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if router is not None:
         for kind in _causal_models():
             _reroute_what_is_built(kind, router)
-
-
-def pytest_unconfigure() -> None:
-    """Change them back."""
-    while _undo:
-        _undo.pop()()
-    _counts["rerouted"] = 0
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -98,9 +89,3 @@ def _reroute_what_is_built(kind: Any, router: str) -> None:
             _counts["loading"] -= 1
 
     kind.__init__, kind.from_pretrained = build_and_reroute, classmethod(load_unchanged)
-
-    def undo() -> None:
-        kind.__init__ = build
-        del kind.from_pretrained
-
-    _undo.append(undo)
