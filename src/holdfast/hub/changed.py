@@ -93,6 +93,13 @@ class ChangedModel:
             write_card(Path(save_directory), self.config.holdfast)  # type: ignore[attr-defined]
 
 
+class ChangedPart:
+    """Mixed into the class of a model inside a changed one, with a config of its own that describes no changes: a tower."""
+
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        raise ValueError(f"this {type(self).__name__} is a part of a changed model; save the whole model.")
+
+
 class ChangedGenerator(ChangedModel):
     """Mixed into the class of one that generates."""
 
@@ -186,6 +193,15 @@ def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:
         config.__class__ = changed_config(type(config))
     if not isinstance(model, ChangedModel):
         model.__class__ = changed(type(model))
+    inside = tuple(f"{name}." for name in description["layers"])
+    for name, part in _models_in(model):
+        if any(layer.startswith(f"{name}.") for layer in inside) and not isinstance(part, ChangedModel | ChangedPart):
+            part.__class__ = changed(type(part)) if part.config is config else with_mixin(type(part), ChangedPart)
+
+
+def _models_in(model: nn.Module) -> list[tuple[str, Any]]:
+    """The models inside a model, with names: those that could be saved by themselves."""
+    return [(name, part) for name, part in model.named_modules() if name and hasattr(part, "save_pretrained")]
 
 
 def _base_model(config: Any) -> str | None:
@@ -202,5 +218,6 @@ def saves_plainly(model: nn.Module) -> None:
     if isinstance(config, ChangedConfig):
         config.__class__ = without_mixin(type(config))
         delattr(config, "holdfast")
-    if isinstance(model, ChangedModel):
-        model.__class__ = without_mixin(type(model))
+    for part in (model, *(part for _, part in _models_in(model))):
+        if isinstance(part, ChangedModel | ChangedPart):
+            part.__class__ = without_mixin(type(part))
