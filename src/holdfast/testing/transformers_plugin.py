@@ -5,7 +5,7 @@ In a checkout of transformers whose version is the installed one (its tests also
     pytest -p holdfast.testing.transformers_plugin --holdfast-router smooth tests/models/mixtral
 
 Every causal language model of a family that `holdfast.reroute` knows is rerouted as soon as a test has built it from a
-config. What `from_pretrained` builds is left as the folder says: a folder that such a model was saved to opens rerouted.
+config. What `from_pretrained` reads from a folder is left as that says: where such a model was saved, it opens rerouted.
 Without the option nothing is changed, so that the same command gives the result to compare with.
 """
 
@@ -68,6 +68,13 @@ def _causal_models() -> list[Any]:
     return [MODEL_FOR_CAUSAL_LM_MAPPING[config] for config in known if config in MODEL_FOR_CAUSAL_LM_MAPPING]
 
 
+def _replace_garbage(model: Any) -> None:
+    """Set to 0 what a test has left uninitialised: it may be NaN, which `reroute` refuses in a gate."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def _reroute_what_is_built(kind: Any, router: str) -> None:
     from holdfast.hub import reroute
 
@@ -77,15 +84,17 @@ def _reroute_what_is_built(kind: Any, router: str) -> None:
     def build_and_reroute(model: Any, *arguments: Any, **options: Any) -> None:
         build(model, *arguments, **options)
         if type(model) is kind and not _counts["loading"]:
+            _replace_garbage(model)
             reroute(model, router)
             _counts["rerouted"] += 1
 
     @functools.wraps(load)
     def load_unchanged(own: Any, *arguments: Any, **options: Any) -> Any:
-        _counts["loading"] += 1
+        folder = arguments[0] if arguments else options.get("pretrained_model_name_or_path")
+        _counts["loading"] += folder is not None
         try:
             return load(own, *arguments, **options)
         finally:
-            _counts["loading"] -= 1
+            _counts["loading"] -= folder is not None
 
     kind.__init__, kind.from_pretrained = build_and_reroute, classmethod(load_unchanged)
