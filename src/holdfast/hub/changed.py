@@ -59,6 +59,13 @@ class ChangedModel(CarriesRouterState):
         super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
         repeat_changes(self)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """Give a module of a model that was made without memory (on `meta`) the values it starts with."""
+        from holdfast.hub.surgery import initialise
+
+        super()._init_weights(module)  # type: ignore[misc]
+        initialise(self, module)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, config: Any = None, **options: Any) -> Any:
         """As the family's own, with the folder's changes. None of its code is run, and only safetensors are read."""

@@ -92,7 +92,7 @@ def without_code(values: Mapping[str, Any]) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json."""
     try:
-        written = json.loads((folder / "config.json").read_text())
+        written = json.loads((folder / "config.json").read_text(), object_hook=_special_float)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no config.json: it is no model folder, or not complete.") from None
     except (OSError, ValueError):
@@ -100,6 +100,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise ValueError(f"{folder / 'config.json'} does not describe a model.")
     return written
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """The number that transformers writes as {"__float__": "Infinity"}, which JSON has no word for."""
+    return float(value["__float__"]) if value.get("__float__") in ("Infinity", "-Infinity", "NaN") else value
 
 
 def config_class(own_type: Any, name: object) -> Any:

@@ -40,11 +40,17 @@ class Neighbours:
     layer: nn.Module  # around them all
     projection_path: str  # of the attention's output, in the layer
     windowed: bool = False  # it attends within windows: its queries and masks are no sequence's
+    recurrent: bool = False  # it is no attention but mixes tokens one after the other, with a state instead of a KV cache
 
     @property
     def projection(self) -> nn.Module:
         """Looked up when used: an adapter may have wrapped it since, or been merged into it."""
         return self.layer.get_submodule(self.projection_path)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return self.recurrent or bool(getattr(self.attention, "is_causal", False))
 
 
 @dataclass
@@ -53,6 +59,7 @@ class _Heard:
 
     mask: Any = None
     past: Any = None
+    continues: bool = False  # a recurrent layer had a state of earlier tokens
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
@@ -98,8 +105,9 @@ class Surroundings:
         self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read = "previous" in reads, False
         self.reads_ids = "token_ids" in reads
-        causal = bool(getattr(neighbours.attention, "is_causal", False))
-        self.looks_ahead = causal and router is not None and not (router.traits.causal and router.traits.cacheable)
+        self.looks_ahead = (
+            neighbours.causal and router is not None and not (router.traits.causal and router.traits.cacheable)
+        )
         self.number = next(_numbers)  # whose rows a KV cache holds; any change to the model makes its caches stale
         self._under_way = _UnderWay()
         self._latest: Previous | None = None  # of any thread: a GPU's backward has one of its own
@@ -174,7 +182,7 @@ class Surroundings:
         heard, self._under_way.notes.heard = self._under_way.notes.heard, _Heard()
         previous = self.before.record if self.reads_previous and self.before is not None else None
         ids = self.ledger.token_ids if self.reads_ids else None
-        if self.looks_ahead and self._past(heard, tokens.shape[1]):
+        if self.looks_ahead and (heard.continues or self._past(heard, tokens.shape[1])):
             raise ValueError(f"{LOOKS_AHEAD}; it cannot take tokens one after the other from a KV cache.")
         if self.neighbours.windowed or not (self.learning or self.sequence_aware or self.ledger.asked):
             return Context(previous=previous, token_ids=ids)
@@ -186,9 +194,8 @@ class Surroundings:
         length = tokens.shape[1]
         cache, past = self._cache(heard, length)
         padding = padding_of(heard.mask, tokens.shape[0], length, past)
-        causal = bool(getattr(self.neighbours.attention, "is_causal", False))
         attention = self._attention(heard, past, length)
-        return Context(causal, padding, attention, previous, cache, ids)
+        return Context(self.neighbours.causal, padding, attention, previous, cache, ids)
 
     def leave(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
@@ -253,6 +260,8 @@ class Surroundings:
                 )
             past = options.get("past_key_values")
             self._under_way.notes.heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
+            if self.neighbours.recurrent:
+                self._under_way.notes.heard.continues = _has_state(attention, options.get("cache_params"))
         if self.listens and self._projection is not self.neighbours.projection:
             self._projection_hook.remove()
             self._projection = self.neighbours.projection
@@ -286,6 +295,14 @@ class Surroundings:
             mask = _looking_back(length, key, heard.window)  # a kernel that is told of its window has no mask for it
         projection = as_linear(self.neighbours.projection) if self.reads_projection else None
         return Attention(heard.query, key, value, projection, heard.output, mask, heard.scale)
+
+
+def _has_state(mixer: Any, cache: Any) -> bool:
+    """Whether a recurrent layer has a state of earlier tokens; transformers 5.22 keeps one flag for each of its states."""
+    if cache is None:
+        return False
+    flags = cache.layers[mixer.layer_idx].has_previous_state
+    return any(flags.values()) if isinstance(flags, dict) else bool(flags)
 
 
 def _looking_back(queries: int, key: Tensor, window: int) -> Tensor:

@@ -29,6 +29,7 @@ UNPLANNED = {
     "siglip": "it has two towers and pools with an attention of its own",
     "siglip_text_model": "it is half of a model with two towers",
     "siglip_vision_model": "it pools with an attention of its own",
+    **{name: "it has layers without attention" for name, family in MOE_FAMILIES.items() if family.recurrent is not None},
 }
 
 
