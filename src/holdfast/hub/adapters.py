@@ -61,7 +61,10 @@ def carry_state(model: Any) -> None:
     if "peft_config" in model.__dict__ and NAME not in model._modules:
         from peft.utils import AuxiliaryTrainingWrapper
 
-        model.add_module(NAME, with_mixin(AuxiliaryTrainingWrapper, RouterState)(model))
+        first = {NAME: with_mixin(AuxiliaryTrainingWrapper, RouterState)(model)}
+        others = dict(model._modules)
+        model._modules.clear()
+        model._modules.update({**first, **others})  # before all others: what it refuses, PEFT has then not begun
 
 
 def running(module: Any) -> Any:
@@ -87,6 +90,21 @@ class RouterState:
         self.current: str | None = None if self._disable_adapters or not self._active_adapter else self._active_adapter[0]
         self.states: dict[str | None, State] = {None: _copied(self._buffers_of_routers())}
         self.replaced: dict[str | None, State] = {None: {}}  # parameters of routers, where an adapter was loaded with others
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """Raise when PEFT announces a batch with an adapter for each row (`adapter_names`)."""
+        if "adapter_names" in getattr(hook, "keywords", {}) and self._is_of_one_adapter():
+            raise ValueError(
+                "rows of one batch have different adapters (adapter_names), but routers have one state and read one "
+                "projection for all rows; run a batch for each adapter."
+            )
+        return nn.Module.register_forward_pre_hook(self, hook, **options)  # type: ignore[arg-type]
+
+    def _is_of_one_adapter(self) -> bool:
+        """Whether routes depend on which adapter is active."""
+        if self._buffers_of_routers() or self._parameters_of_routers():
+            return True
+        return any("attention.projection" in router.reads for _, router in self._routers())
 
     def __getattr__(self, name: str) -> Any:
         """Not PEFT's, which looks on in a wrapped module: there is none."""
