@@ -14,7 +14,8 @@ def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float 
     launch = [str(FORKED), str(processes)] if processes > 1 else []
     if torchrun:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    paths = [str(script.parent), str(script.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = script.parent.parent
+    paths = [str(script.parent), str(tests), str(tests / "hub"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, *launch, str(script), *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

@@ -1,13 +1,16 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
 from holdfast.audit.running import audit as audit
+from holdfast.hub import calibrate as calibrate
 from holdfast.hub import load as load
 from holdfast.hub import reroute as reroute
 from holdfast.hub import restore as restore
+from holdfast.hub import router_loss_scale as router_loss_scale
 from holdfast.hub import save as save
 from holdfast.hub import shard_experts as shard_experts
 from holdfast.hub import sparsify as sparsify
 from holdfast.hub import trace as trace
+from holdfast.hub import trainer_callback as trainer_callback
 from holdfast.losses import Losses as Losses
 from holdfast.moe import Experts as Experts
 from holdfast.moe import FeedForward as FeedForward
@@ -30,14 +33,17 @@ __all__ = [
     "Router",
     "Routing",
     "audit",
+    "calibrate",
     "load",
     "register",
     "reroute",
     "restore",
     "router",
+    "router_loss_scale",
     "routers",
     "save",
     "shard_experts",
     "sparsify",
     "trace",
+    "trainer_callback",
 ]

@@ -84,10 +84,12 @@ class Losses:
             if not math.isfinite(getattr(self, term.name)):
                 raise ValueError(f"the coefficient of {term.name} is {getattr(self, term.name)}; it must be finite.")
 
-    def __call__(self, routing: Routing, padding: Tensor | None = None) -> Mapping[str, Tensor]:
+    def __call__(
+        self, routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks
+    ) -> Mapping[str, Tensor]:
         """The weighted terms by name, as they enter the training loss: of the tokens of all processes."""
         weights = {name: getattr(self, name) for name in TERMS if getattr(self, name) != 0}
-        return {name: weight * TERMS[name](routing, padding, mean_over_ranks) for name, weight in weights.items()}
+        return {name: weight * TERMS[name](routing, padding, over_ranks) for name, weight in weights.items()}
 
 
 def _distribution(routing: Routing) -> Tensor:

@@ -1,6 +1,5 @@
 """`save` and `load`: the same model comes back bit for bit, and what was damaged, changed or made up is refused."""
 
-import contextlib
 import json
 import os
 import re
@@ -87,6 +86,13 @@ def copied(kept: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def edit_config(folder: Path, edit: Edit) -> None:
+    """Edit the family's config, which holds the description of routers."""
+    config = json.loads((folder / "config.json").read_text())
+    edit(config.get("model_config", config))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_upper_level(folder: Path, edit: Edit) -> None:
     config = json.loads((folder / "config.json").read_text())
     edit(config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -246,6 +252,104 @@ def test_a_loaded_sparse_model_can_be_rerouted_and_saved_again(kept: Path, tmp_p
     loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
     assert_same(model, loaded)
     assert torch.equal(said(model, "llama"), said(loaded, "llama"))
+
+
+def as_format_1(folder: Path) -> None:
+    """Rewrite a folder's config.json as Holdfast 0.1.0 wrote it, with names of layers as in the saved class."""
+    section = json.loads((folder / "config.json").read_text())["model_config"]
+    for name in ("quantization_config", "transformers_weights"):
+        del section[name]
+    description = section["holdfast"]
+    description["format"] = 1
+    description["layers"] = {f"model.{name}": spec for name, spec in description["layers"].items()}
+    description["dtype"] = "this folder is read with holdfast.load"
+    section["model_type"] = "holdfast"
+    (folder / "config.json").write_text(json.dumps(section))
+    write_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_a_folder_of_format_1_is_read_and_saved_in_format_2(
+    name: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected, folder = holdfast.load(copied(name)), tmp_path / name
+    own: Any = type(expected).__bases__[1]
+    as_format_1(folder)
+    for opens in (holdfast.load, transformers.AutoModelForCausalLM.from_pretrained):
+        loaded = opens(folder)
+        assert_same(expected, loaded)
+        assert torch.equal(said(loaded, name), said(expected, name))
+    assert isinstance(transformers.AutoModel.from_pretrained(folder), transformers.PreTrainedModel)
+    with pytest.raises(AttributeError, match="holdfast"):  # as ever: the family's own class opens format 2
+        own.from_pretrained(folder)
+    again = json.loads((holdfast.save(loaded, tmp_path / "again") / "config.json").read_text())["model_config"]["holdfast"]
+    assert again["format"] == 2 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
+
+
+def test_either_name_of_the_dtype_is_heeded(kept: Path) -> None:
+    for name in ("dtype", "torch_dtype"):
+        for folder in ("mixtral", "plain"):
+            loaded = holdfast.load(kept / folder, **{name: torch.bfloat16})
+            assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert holdfast.load(kept / "mixtral").dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["mixtral", "plain"])
+def test_options_reach_the_config(name: str, kept: Path) -> None:
+    loaded = holdfast.load(kept / name, attn_implementation="eager", router_aux_loss_coef=0.25, num_labels=7)
+    assert loaded.config._attn_implementation == "eager"
+    assert loaded.config.router_aux_loss_coef == 0.25 == loaded.router_aux_loss_coef and loaded.config.num_labels == 7
+
+
+def test_options_of_save_pretrained_are_heeded_and_unknown_ones_refused(kept: Path, tmp_path: Path) -> None:
+    model = holdfast.load(kept / "llama")
+    folder = holdfast.save(model, tmp_path / "out", max_shard_size="30KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    for opens in (holdfast.load, transformers.LlamaForCausalLM.from_pretrained):
+        assert_same(model, opens(folder))
+    folder = holdfast.save(model, tmp_path / "variant", variant="small")
+    assert (folder / "model.small.safetensors").exists()
+    assert_same(model, holdfast.load(folder, variant="small"))
+    with pytest.raises(ValueError, match="did you mean 'max_shard_size'"):
+        holdfast.save(model, tmp_path / "wrong", max_shards_size="30KB")
+    with pytest.raises(ValueError, match=r"model\.push_to_hub"):
+        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    assert not (tmp_path / "wrong").exists() and not (tmp_path / "pushed").exists()
+
+
+def test_a_model_card_says_how_to_load_the_folder(tmp_path: Path) -> None:
+    model = tiny("mixtral")
+    model.config._name_or_path = "someone/Mixtral-of-theirs"
+    model = holdfast.reroute(model, "symphony")
+    card = huggingface_hub.ModelCard.load(holdfast.save(model, tmp_path / "out") / "README.md")
+    assert card.data.library_name == "holdfast" and card.data.base_model == "someone/Mixtral-of-theirs"
+    assert "pip install holdfast" in card.text and "holdfast.load(" in card.text and "`symphony`" in card.text
+    loaded = holdfast.load(tmp_path / "out")
+    again = huggingface_hub.ModelCard.load(holdfast.save(loaded, tmp_path / "again") / "README.md")
+    assert again.content == card.content  # what it was made of is not forgotten
+
+
+@pytest.mark.parametrize("name", ["/home/me/mine", "runs/mine", "../up/mine", "a/b\nevil: 1", None, 5])
+def test_a_model_card_names_nothing_of_this_machine(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    model = tiny("mixtral")
+    model.config._name_or_path = name
+    card = huggingface_hub.ModelCard.load(holdfast.save(holdfast.reroute(model, "smoe"), tmp_path / "out") / "README.md")
+    assert card.data.base_model is None and str(name) not in card.text
+
+
+def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
+    model = holdfast.reroute(tiny("mixtral"), "smoe")
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    holdfast.save(model, tmp_path / "out")
+    (tmp_path / "out" / "README.md").write_text("mine")
+    holdfast.save(model, tmp_path / "out", force=True)  # replaces the folder, as it says
+    assert "library_name: holdfast" in (tmp_path / "out" / "README.md").read_text()
+    holdfast.save(tiny("mixtral"), tmp_path / "plain")  # of a plain model we know nothing to say
+    assert not (tmp_path / "plain" / "README.md").exists()
 
 
 # Saving, whole or not at all
@@ -442,7 +546,7 @@ EDITS: dict[str, Edit] = {
     "a layer too few": lambda config: config["holdfast"]["layers"].popitem(),
     "no layers": lambda config: config["holdfast"].update(layers={}),
     "layers in a list": lambda config: config["holdfast"].update(layers=[]),
-    "a format to come": lambda config: config["holdfast"].update(format=2),
+    "a format to come": lambda config: config["holdfast"].update(format=3),
     "another family": lambda config: config["holdfast"].update(model_type="olmoe"),
     "an unknown family": lambda config: config["holdfast"].update(model_type="nonsense"),
     "families in a list": lambda config: config["holdfast"].update(model_type=["mixtral"]),
@@ -472,15 +576,16 @@ def test_wrong_shapes_are_said_in_our_words(copied: Callable[[str], Path]) -> No
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda config: config.pop("holdfast"),
-        lambda config: config.update(holdfast=None),
+        lambda config: config.pop("model_config"),
+        lambda config: config["model_config"].pop("holdfast"),
+        lambda config: config["model_config"].update(holdfast=None),
         lambda config: config.update(model_type="mixtral"),
         lambda config: config.update(model_type=["holdfast"]),
     ],
 )
 def test_a_config_that_is_half_ours_is_refused(edit: Edit, copied: Callable[[str], Path]) -> None:
     folder = copied("mixtral")
-    edit_config(folder, edit)
+    edit_upper_level(folder, edit)
     write_manifest(folder)
     assert "does not say whether Holdfast wrote it" in refusal(folder)
 
@@ -545,13 +650,17 @@ def test_no_code_of_a_folder_is_run(
     names = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
     kernels = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel", "experts_implementation": "evil"}
     edit_config(folder, lambda config: config.update(auto_map=names, **kernels))
+    edit_upper_level(folder, lambda config: config.update(auto_map=names, **kernels))
     for options in ({}, {"trust_remote_code": True}):
         loaded = holdfast.load(folder, **options)
         assert torch.equal(said(loaded, "mixtral"), expected)
         assert loaded.config._attn_implementation == "sdpa" and not hasattr(loaded.config, "auto_map")
     assert not mark.exists()
-    with contextlib.suppress(AttributeError):  # ours is no config for others, but by then it is too late
-        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    if name == "mixtral":
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert torch.equal(said(loaded, "mixtral"), expected) and not mark.exists()
+        edit_upper_level(folder, lambda config: config.update(model_type="unknown to transformers"))
+    transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert mark.exists()  # the trap works
 
 
@@ -582,17 +691,40 @@ def test_pickled_weights_are_refused(name: str, trapped: bool, copied: Callable[
 # Loaders that do not know us
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "llama", "gpt2", "bert", "vit", "swin", "siglip"])
-def test_plain_transformers_fails_rather_than_make_up_weights(model_type: str, tmp_path: Path) -> None:
-    model = changed(model_type, "smoe")
-    folder = holdfast.save(model, tmp_path / "out")
-    native: Any = type(model).__bases__[1]  # the family's own class
-    assert not issubclass(native, type(model)) and native.__name__ == type(model).__name__
-    loaders = [transformers.AutoConfig, transformers.AutoModel, transformers.AutoModelForCausalLM]
-    loaders += [native.config_class, native]  # in this order: a config that is made up may be that of a model of 7B
-    for loader in loaders:
-        with pytest.raises((ValueError, AttributeError), match="holdfast"):
-            loader.from_pretrained(folder)
+WITHOUT_HOLDFAST = """
+import json, sys
+import transformers
+found = {}
+for folder, *classes in json.loads(sys.argv[1]):
+    for name in ["AutoConfig", "AutoModel", "AutoModelForCausalLM", *classes]:
+        for options in ({}, {"attn_implementation": "eager"}, {"trust_remote_code": True}):
+            try:
+                getattr(transformers, name).from_pretrained(folder, **options)
+            except (ValueError, OSError) as problem:
+                found[f"{folder} {name} {options}"] = str(problem)
+            else:
+                found[f"{folder} {name} {options}"] = "OPENED"
+assert "holdfast" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+def test_plain_transformers_fails_rather_than_make_up_weights(tmp_path: Path) -> None:
+    """In a Python without Holdfast: Auto classes, the family's own class, its base model, another family."""
+    asked = []
+    for model_type in ("mixtral", "gpt_oss", "llama", "gpt2", "bert", "vit", "swin", "siglip"):
+        model = changed(model_type, "smoe")
+        folder = holdfast.save(model, tmp_path / model_type)
+        native: Any = type(model).__bases__[1]  # the family's own class
+        assert not issubclass(native, type(model)) and native.__name__ == type(model).__name__
+        own = {native.__name__, native.__name__.replace("ForCausalLM", "Model"), "LlamaForCausalLM"}
+        asked.append([str(folder), *own, *(["SiglipTextModel", "SiglipVisionModel"] if model_type == "siglip" else [])])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HOLDFAST, json.dumps(asked)], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 100
+    assert [what for what, problem in found.items() if "holdfast" not in problem] == []
 
 
 def test_what_reads_the_config_only_in_passing_is_not_disturbed(kept: Path) -> None:
@@ -625,7 +757,7 @@ def test_a_folder_with_an_adapter_is_for_peft(tmp_path: Path) -> None:
 
 
 def test_a_single_tower_of_a_changed_model_is_not_made_up(tmp_path: Path) -> None:
-    """A tower's own class would find its section of the config, and new weights for the experts it does not know."""
+    """A tower's own class would make new weights for the experts it does not know."""
     holdfast.save(holdfast.sparsify(tiny_dense("siglip"), experts=4), tmp_path / "saved")
     for tower in (transformers.SiglipTextModel, transformers.SiglipVisionModel):
         with pytest.raises(Exception, match=r"holdfast\.load"):

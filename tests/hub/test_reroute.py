@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny import EXTRA, MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -394,3 +395,46 @@ def test_unused_slots_are_refused_where_another_library_dispatches_tokens() -> N
         holdfast.reroute(model, "smooth")
     before = logits(model)
     torch.testing.assert_close(logits(holdfast.reroute(model, "symphony")), before, atol=1e-5, rtol=1e-5)
+
+
+def _state(model: Any) -> dict[str, Tensor]:
+    """What routers and experts of ours hold."""
+    return {name: value for name, value in model.state_dict().items() if "holdfast" in name or "router" in name}
+
+
+@pytest.mark.parametrize("router", ["symphony", "smooth", "ac", "ac+symphony+smooth"])
+@pytest.mark.parametrize("kind", ["mixtral", "llama"])
+def test_a_model_made_on_meta_starts_as_one_made_in_memory(kind: str, router: str) -> None:
+    """`init_weights` after `to_empty`, as transformers' own tests do: without it, state would be what the memory held."""
+
+    def build() -> Any:
+        if kind == "mixtral":
+            return holdfast.reroute(transformers.MixtralForCausalLM(tiny("mixtral").config), router)
+        return type(changed)(copy.deepcopy(changed.config))
+
+    changed: Any = holdfast.sparsify(tiny_dense("llama"), experts=4, router=router) if kind == "llama" else None
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(7)  # as memory may hold
+    model.init_weights()
+    expected = _state(build())
+    assert _state(model).keys() == expected.keys() and expected
+    for name, value in _state(model).items():
+        if name.endswith(("score.weight", "base.weight")):  # random
+            assert 0 < value.std() < 1
+        else:
+            torch.testing.assert_close(value, expected[name])
+    assert not any((parameter == 7).all() for parameter in model.parameters())
+
+
+def test_init_weights_leaves_a_router_that_has_learned_alone() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "ac+symphony+smooth").train()
+    for _ in range(2):
+        model(input_ids=IDS, attention_mask=MASK)
+    before = copy.deepcopy(model.state_dict())
+    model.init_weights()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EXTRA, MOE_LAYERS, tiny
+from tiny import EXTRA, HYBRIDS, MOE_LAYERS, tiny
 from torch import Tensor
 
 import holdfast
@@ -16,7 +16,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert set(EXTRA) == set(FAMILIES)
+    assert set(EXTRA | HYBRIDS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -77,6 +77,119 @@ def test_each_step_of_generate_is_a_forward(model_type: str) -> None:
     assert seen == [(i, 12, 10) for i in range(layers)] + [(i, 2, 2) for i in range(layers)] * 3
     with pytest.raises(ValueError, match="recorded nothing"):
         routes[0]
+
+
+def joined(routes: Any, layer: int, rows: int = 2) -> Tensor:
+    """The dense weights (B,N,E) of every step, one after the other."""
+    return torch.cat([step[layer].dense_weights.view(rows, -1, 8) for step in routes.steps], dim=1)
+
+
+def whole(model: Any, ids: Tensor, mask: Tensor) -> Any:
+    """The routes of one forward over whole sequences."""
+    with holdfast.trace(model) as routes, torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    return routes
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}, {"use_cache": False}]
+)
+@pytest.mark.parametrize("model_type", [*FAMILIES, "rerouted"])
+def test_all_steps_of_generate_are_the_routes_of_the_whole_sequence(model_type: str, options: dict[str, Any]) -> None:
+    """Left-padded; the prompt at once or in chunks of four tokens; with every kind of cache and with none."""
+    model = holdfast.reroute(tiny("mixtral"), "similarity") if model_type == "rerouted" else tiny(model_type)
+    sizes: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    with holdfast.trace(model, keep="all") as routes:
+        tokens = model.generate(input_ids=IDS, attention_mask=MASK, **sizes, **options)
+    mask = torch.cat([MASK, torch.ones(2, 4, dtype=torch.long)], dim=1)
+    full = whole(model, tokens[:, :-1], mask)
+    if options == {"use_cache": False}:  # every step is a whole forward
+        assert [step.shape for step in routes.steps] == [(2, 6 + step) for step in range(5)]
+        torch.testing.assert_close(routes.padding, mask.bool())
+        torch.testing.assert_close(routes[0].dense_weights, full[0].dense_weights)
+        return
+    prompt = [(2, 4), (2, 2)] if "prefill_chunk_size" in options else [(2, 6)]
+    assert [step.shape for step in routes.steps] == prompt + [(2, 1)] * 4
+    for layer in range(len(routes)):
+        expected = full[layer].dense_weights.view(2, 10, 8)
+        torch.testing.assert_close(joined(routes, layer)[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
+    padding = [step.padding for step in routes.steps]
+    assert torch.equal(torch.cat([real for real in padding if real is not None], dim=1), mask.bool())
+
+
+def test_all_steps_of_a_beam_search_are_the_routes_of_the_beams_that_it_followed() -> None:
+    model = tiny("mixtral")
+    model.generation_config.eos_token_id = None
+    with holdfast.trace(model, keep="all") as routes:
+        out = model.generate(
+            input_ids=IDS,
+            attention_mask=MASK,
+            max_new_tokens=5,
+            num_beams=3,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    mask = torch.cat([MASK, torch.ones(2, 4, dtype=torch.long)], dim=1)
+    full = whole(model, out.sequences[:, :-1], mask)
+    assert [step.shape for step in routes.steps] == [(6, 6)] + [(6, 1)] * 4
+    # Token t + 1 of a sequence was chosen in row beam_indices[t + 1], which the forward over token t was that of.
+    for layer in range(3):
+        prompt = routes.steps[0][layer].dense_weights.view(6, 6, 8)[out.beam_indices[:, 0]]
+        later = [step[layer].dense_weights[out.beam_indices[:, t + 1]] for t, step in enumerate(routes.steps[1:])]
+        found = torch.cat([prompt, torch.stack(later, dim=1)], dim=1)
+        expected = full[layer].dense_weights.view(2, 10, 8)
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
+
+
+def test_only_what_was_asked_for_is_kept() -> None:
+    model = tiny("mixtral")
+    with holdfast.trace(model) as routes:
+        model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, min_new_tokens=4)
+    assert len(routes.steps) == 1 and routes[0].experts.shape == (2, 2)
+    with holdfast.trace(model, each=lambda *_: None) as routes:
+        model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, min_new_tokens=4)
+    assert len(routes.steps) == 1 and not routes.steps[0]._routings
+    with pytest.raises(ValueError, match="unknown keep 'every'"), holdfast.trace(model, keep="every"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ValueError, match="exclude each other"), holdfast.trace(model, keep="all", each=lambda *_: None):
+        pass
+
+
+def test_what_a_backward_computes_again_is_no_step() -> None:
+    model = tiny("mixtral").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with holdfast.trace(model, keep="all") as routes:
+        for _ in range(2):
+            model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
+    assert [len(step._routings) for step in routes.steps] == [3, 3]
+
+
+def test_a_base_model_that_is_called_by_itself_makes_steps_with_its_own_padding() -> None:
+    model = tiny("mixtral")
+    with holdfast.trace(model, keep="all") as routes, torch.no_grad():
+        model(input_ids=IDS[:, :3])
+        model.model(input_ids=IDS, attention_mask=MASK)
+        model.model.forward(input_ids=IDS)
+    assert [step.shape for step in routes.steps] == [(2, 3), (2, 6), None]
+    assert routes.steps[0].padding is None
+    torch.testing.assert_close(routes.steps[1].padding, MASK.bool())
+    assert routes[0].experts.shape == (12, 2)
+    with pytest.raises(ValueError, match="padding is unknown"):
+        _ = routes.padding
+
+
+def test_a_forward_that_fails_leaves_nothing_to_the_next_one() -> None:
+    model = tiny("mixtral")
+    with holdfast.trace(model, keep="all") as routes, torch.no_grad():
+        with pytest.raises(IndexError):
+            model(input_ids=IDS + 1000)
+        model.model(input_ids=IDS[:1, :4], attention_mask=MASK[1:, :4])
+    assert (
+        routes.steps[-1].shape == (1, 4)
+        and routes.padding is not None
+        and routes.padding.tolist() == MASK[1:, :4].bool().tolist()
+    )
 
 
 def test_the_last_forward_is_the_one_that_is_kept() -> None:

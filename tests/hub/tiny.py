@@ -39,12 +39,37 @@ EXTRA: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 8},
     "granitemoe": {"num_local_experts": 8},
 }
+LINEAR = {
+    "num_experts": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+    "linear_conv_kernel_dim": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {  # only the last layer has attention
+    "qwen3_next": {**LINEAR, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {**LINEAR, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "granitemoehybrid": {
+        "num_local_experts": 8,
+        "shared_intermediate_size": 16,
+        "layer_types": ["mamba", "mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 2,
+        "mamba_chunk_size": 4,
+    },
+}
 MOE_LAYERS = {"deepseek_v3": 2, "glm4_moe": 2}  # the first layer of these is dense; all three are MoE elsewhere
 
 
 def tiny(model_type: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **EXTRA[model_type], **changes})
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **(EXTRA | HYBRIDS)[model_type], **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # several families start their routers at zero, where every token ties
         for parameter in model.parameters():

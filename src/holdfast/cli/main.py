@@ -12,11 +12,12 @@ from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
+from holdfast.cli.run import Run, given
 from holdfast.cli.train import Train
 from holdfast.suggest import unknown
 from holdfast.version import VERSION
 
-Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Train
+Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Run | Train
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "plan": Plan,
     "report": Report,
     "routers": Routers,
+    "run": Run,
 }
 
 
@@ -51,7 +53,8 @@ def _run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"holdfast {VERSION}")
         return 0
-    command = tyro.extras.subcommand_cli_from_dict(
+    program = given(arguments) if arguments[:1] == ["run"] else None  # its options are not ours
+    command = program or tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="holdfast",
         description=f"Mixture-of-experts routing that holds, version {VERSION}. Start with: holdfast compare",

@@ -20,9 +20,10 @@ class Place:
     name: str
     dim: int
     experts: int
-    heads: int | None  # None: attention within windows
+    heads: int | None  # None: attention within windows, or no attention
     depth: int = 0  # which MoE layer of its stack it is
     before: "Place | None" = None  # the MoE layer before it
+    recurrent: bool = False  # a hybrid model's layer without attention
 
 
 def in_order(places: Sequence[Place]) -> list[Place]:
@@ -45,7 +46,16 @@ def build_routers(
     places: Sequence[Place], specs: Mapping[str, LayerSpec], hosts: Mapping[str, Host]
 ) -> dict[str, Router | None]:
     """A router for each layer that `specs` names; None is the family's own rule. All or none: nothing is changed here."""
-    return {place.name: _build(place, specs[place.name], hosts[place.name]) for place in places if place.name in specs}
+    built = {place.name: _build(place, specs[place.name], hosts[place.name]) for place in places if place.name in specs}
+    for place in places:
+        router = built.get(place.name)
+        if place.recurrent and router is not None and router.traits.sequence_aware:
+            attending = [index for index, other in enumerate(places) if not other.recurrent]
+            raise ValueError(
+                f"{place.name}: router {specs[place.name].router!r} looks at other tokens, and this layer has no attention "
+                f"and no KV cache to take them from; use it only in layers that have (layers={attending})."
+            )
+    return built
 
 
 def _build(place: Place, spec: LayerSpec, host: Host) -> Router | None:
@@ -66,7 +76,7 @@ def _build(place: Place, spec: LayerSpec, host: Host) -> Router | None:
             host=replace(host, pretrained=spec.pretrained, options=brought),
             **spec.options,
         )
-    if place.heads is None and any(isinstance(part, AttentionPosterior) for part in router.parts):
+    if place.heads is None and not place.recurrent and any(isinstance(part, AttentionPosterior) for part in router.parts):
         raise ValueError(
             f"{place.name}: this model attends within windows, so the attention router has no sequence to read; "
             "use 'similarity'."

@@ -1,11 +1,11 @@
 """Models and configs that know they were changed: saving writes what was changed, loading repeats it, then fills in weights.
 
-Both keep their class's name and stay instances of it. The file says `"model_type": "holdfast"`, so that `AutoModel` fails,
-rather than make up new weights for what it does not find. A family's own class (`LlamaForCausalLM`) only warns of that name.
-It then takes any section with its own `model_type` for its config, and finds ours, or one of a model with two towers, with a
-dtype that there is not.
+Both keep their class's name and stay instances of it. `config_file` says what is written, and how others are kept from
+reading it as something else.
 """
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,42 @@ from torch import nn
 
 from holdfast.hub.adapters import NAME as ROUTER_STATE
 from holdfast.hub.adapters import CarriesRouterState, carry_state
+from holdfast.hub.card import write_card
+from holdfast.hub.complete import check_folder, fetched, require_all_used
+from holdfast.hub.config_file import config_class, family_values, is_changed, unwrapped, wrapped
 from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
 from holdfast.hub.quantisers import require_writable
-from holdfast.hub.specs import read
+from holdfast.hub.specs import LayerSpec, names_in_base, names_in_model, read
 from holdfast.hub.subclasses import with_mixin, without_mixin
 from holdfast.hub.surroundings import LOOKS_AHEAD
 
-MODEL_TYPE = "holdfast"
-NO_DTYPE = "this folder is read with holdfast.load"  # in the error message
+HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # an owner and a name
+FETCHING = ("revision", "cache_dir", "token", "force_download", "local_files_only")  # options that say where from
+PASSED_ON = ("dtype", "torch_dtype", "quantization_config")  # to the model, though a config has them too
+SAFE = {"use_safetensors": True, "weights_only": True, "trust_remote_code": False}
 
 
 class ChangedConfig:
-    """Mixed into the class of a changed model's config."""
+    """Mixed into the class of a changed model's config; Auto classes then find the changed models of such a config."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        from holdfast.hub.auto_classes import register_models
+
+        super().__init_subclass__(**options)
+        cls.__module__ = __name__  # transformers 5.17 registers nothing for configs of its own modules
+        register_models(cls)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        written: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
-        sections = {name: {**value, "dtype": NO_DTYPE} for name, value in written.items() if _is_config(value)}
-        return {**written, **sections, "model_type": MODEL_TYPE}
+        return wrapped(super().to_diff_dict())  # type: ignore[misc]
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
+        """A changed model's config from the family's section of a config.json; a plain model's one is a plain config."""
+        values = unwrapped(config_dict)
+        if values.get("holdfast") is None:
+            return without_mixin(cls).from_dict(values, **options)
+        return super().from_dict(values, **options)  # type: ignore[misc]
 
 
 class ChangedModel(CarriesRouterState):
@@ -38,22 +56,66 @@ class ChangedModel(CarriesRouterState):
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         """From a config that describes changes: the model with them, without their weights (`load`)."""
-        from holdfast.hub.surgery import repeat
-
         super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
-        assert isinstance(self, nn.Module)
-        repeat(self, read(config.holdfast))
-        self.__dict__["_frozen"] = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+        repeat_changes(self)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Give a module of a model that was made without memory (on `meta`) the values it starts with."""
+        from holdfast.hub.surgery import initialise
+
+        super()._init_weights(module)  # type: ignore[misc]
+        initialise(self, module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, config: Any = None, **options: Any) -> Any:
+        """As the family's own, with the folder's changes. None of its code is run, and only safetensors are read."""
+        name, family = pretrained_model_name_or_path, without_mixin(cls)
+        if name is None:  # a config and a state dict in its place
+            return super().from_pretrained(None, *arguments, config=config, **options)  # type: ignore[misc]
+        where = {option: options[option] for option in FETCHING if options.get(option) is not None}
+        root = Path(name) if Path(name).is_dir() else fetched(str(name), **where)
+        folder = root / (options.pop("subfolder", None) or "")
+        written = check_folder(folder)
+        if not is_changed(written, folder) and not isinstance(config, ChangedConfig):
+            return family.from_pretrained(name, *arguments, config=config, **options)
+        if not hasattr(config, "to_dict"):
+            config, options = read_changed(folder, written, options)
+        wants_info = options.pop("output_loading_info", False)
+        for option in FETCHING:
+            options.pop(option, None)
+        model, found = cls.from_checked(folder, *arguments, config=config, **options)
+        if not Path(name).is_dir():  # rather than where the hub's files are kept here
+            model.name_or_path = model.config.name_or_path = str(name)
+        return (model, found) if wants_info else model
+
+    @classmethod
+    def from_checked(cls, folder: Path, *arguments: Any, config: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """The model and its loading info, from a folder whose checksums were compared."""
+        settings = {**options, **SAFE, "output_loading_info": True}
+        model, found = super().from_pretrained(folder, *arguments, config=config, **settings)  # type: ignore[misc]
+        require_all_used(found, model, folder, layers=model.__dict__["_holdfast"].specs)
+        finish_loading(model)
+        return model, found
 
     def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
         # Under the names they have here, not those of the original checkpoint: a Trainer resumes by these.
         options.setdefault("save_original_format", False)
         _require_whole(self, options)
+        if options.get("push_to_hub"):
+            raise ValueError("push_to_hub=True would upload before the checksums are written; use model.push_to_hub(name).")
         require_writable(self)
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
         # Of a model with adapters of transformers' own (add_adapter), only an adapter was written.
         if options.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
             write_manifest(Path(save_directory))
+            write_card(Path(save_directory), self.config.holdfast)  # type: ignore[attr-defined]
+
+
+class ChangedPart:
+    """Mixed into the class of a model inside a changed one, with a config of its own that describes no changes: a tower."""
+
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        raise ValueError(f"this {type(self).__name__} is a part of a changed model; save the whole model.")
 
 
 class ChangedGenerator(ChangedModel):
@@ -72,14 +134,58 @@ def changed(kind: Any) -> Any:
     return with_mixin(kind, ChangedGenerator if hasattr(kind, "generate") else ChangedModel)
 
 
+def changed_config(kind: Any) -> Any:
+    """The class of configs of this kind that describe changes."""
+    return with_mixin(kind, ChangedConfig)
+
+
+def read_changed(folder: object, written: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config in the config.json of a changed model with `options` for it, and the options that are for the model."""
+    values = family_values(written, folder)
+    kind = changed_config(config_class(values.get("model_type"), folder))
+    return with_options(kind, values, options)
+
+
+def with_options(kind: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A config of class `kind` from `values` and those of `options` that are for it, and the other options."""
+    kept = {name: value for name, value in options.items() if name in PASSED_ON}
+    asked = {name: value for name, value in options.items() if name not in kept}
+    config, unused = kind.from_dict(dict(values), return_unused_kwargs=True, **asked)
+    return config, {**unused, **kept}
+
+
+def repeat_changes(model: Any) -> None:
+    """Change a fresh model as its config says. Its weights are still to come."""
+    from holdfast.hub.surgery import repeat
+
+    repeat(model, specs_in(model))
+    model.__dict__["_frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def specs_in(model: Any) -> dict[str, LayerSpec]:
+    """What the model's config says about its layers, under their names in this model."""
+    return names_in_model(model, read(model.config.holdfast))
+
+
+def finish_loading(model: Any) -> None:
+    """What is to be done once a changed model has its weights."""
+    from holdfast.hub.sites import sites
+    from holdfast.hub.surgery import require_runnable
+    from holdfast.moe import name_layers
+
+    for name in model.__dict__.pop("_frozen", ()):  # loading makes all of them trainable
+        model.get_parameter(name).requires_grad_(False)
+    # The names of this folder's weights say nothing about those that a restored model is saved under.
+    model.__dict__.pop("_weight_conversions", None)
+    for site in sites(model):  # `distributed_config` acts after the routers are in
+        require_runnable(site, site.router)
+    name_layers(model)
+
+
 def _require_whole(model: Any, options: dict[str, Any]) -> None:
     """A part of the weights would be written as if it were all of them."""
     if options.get("state_dict") is None and is_spread(model) and getattr(model.config, "distributed_config", None) is None:
         raise ValueError("the weights are spread over processes; call holdfast.save on every process, which gathers them.")
-
-
-def _is_config(value: Any) -> bool:
-    return isinstance(value, dict) and "model_type" in value
 
 
 def require_unwrapped(model: Any) -> None:
@@ -94,13 +200,32 @@ def require_unwrapped(model: Any) -> None:
 def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:
     """From now on `model.save_pretrained` writes the description too."""
     config: Any = model.config
-    config.holdfast = description
+    base = _base_model(config)
+    layers = names_in_base(model, description["layers"])
+    config.holdfast = {**description, **({} if base is None else {"base_model": base}), "layers": layers}
     if not isinstance(config, ChangedConfig):
-        config.__class__ = with_mixin(type(config), ChangedConfig)
+        config.__class__ = changed_config(type(config))
     if not isinstance(model, ChangedModel):
         model.__class__ = changed(type(model))
+    inside = tuple(f"{name}." for name in description["layers"])
+    for name, part in _models_in(model):
+        if any(layer.startswith(f"{name}.") for layer in inside) and not isinstance(part, ChangedModel | ChangedPart):
+            part.__class__ = changed(type(part)) if part.config is config else with_mixin(type(part), ChangedPart)
     model._modules.pop(ROUTER_STATE, None)  # of the routers that were there before
     carry_state(model)
+
+
+def _models_in(model: nn.Module) -> list[tuple[str, Any]]:
+    """The models inside a model, with names: those that could be saved by themselves."""
+    return [(name, part) for name, part in model.named_modules() if name and hasattr(part, "save_pretrained")]
+
+
+def _base_model(config: Any) -> str | None:
+    """The name on the hub of what was changed, where it is known; a path of this machine is nobody's business."""
+    former = getattr(config, "holdfast", None)
+    name = former.get("base_model") if isinstance(former, dict) else getattr(config, "name_or_path", None)
+    known = isinstance(name, str) and HUB_NAME.fullmatch(name) and ".." not in name and not Path(name).exists()
+    return str(name) if known else None
 
 
 def saves_plainly(model: nn.Module) -> None:
@@ -110,5 +235,6 @@ def saves_plainly(model: nn.Module) -> None:
         config.__class__ = without_mixin(type(config))
         delattr(config, "holdfast")
     model._modules.pop(ROUTER_STATE, None)
-    if isinstance(model, ChangedModel):
-        model.__class__ = without_mixin(type(model))
+    for part in (model, *(part for _, part in _models_in(model))):
+        if isinstance(part, ChangedModel | ChangedPart):
+            part.__class__ = without_mixin(type(part))

@@ -44,6 +44,7 @@ class MoEFamily:
     scale: str | None = None  # the gate's attribute that weights are multiplied with
     attention: str = "self_attn"
     projection: str = "self_attn.o_proj"
+    recurrent: str | None = None  # what mixes tokens in the layers without attention (linear attention, Mamba)
     since: str = "5.17"  # the first transformers whose routers look like this
     usual_order_since: str = "5.17"  # (logits, weights, indices); before, the other way round
 
@@ -85,6 +86,16 @@ MOE_FAMILIES = {
         MoEFamily("gpt_oss", gate="router", rule=_renormalised, bias="bias"),
         MoEFamily("phimoe", gate="router", rule=_sparse_mixer),
         MoEFamily("granitemoe", gate="router", rule=_renormalised, block="block_sparse_moe", usual_order_since="5.18"),
+        MoEFamily("qwen3_next", gate="gate", rule=_as_configured, recurrent="linear_attn"),
+        MoEFamily("qwen3_5_moe_text", gate="gate", rule=_renormalised, recurrent="linear_attn"),
+        MoEFamily(
+            "granitemoehybrid",
+            gate="router",
+            rule=_renormalised,
+            block="block_sparse_moe",
+            recurrent="mamba",
+            usual_order_since="5.18",
+        ),
     )
 }
 
@@ -122,12 +133,20 @@ DENSE_FAMILIES = {
 def layers_of(family: MoEFamily | DenseFamily, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and module of every transformer layer that has the family's parts, in the order of the model."""
     if isinstance(family, MoEFamily):
-        wanted = [family.attention, f"{family.block}.{family.gate}", f"{family.block}.{family.experts}"]
+        wanted = [f"{family.block}.{family.gate}", f"{family.block}.{family.experts}"]
     else:
-        wanted = [family.attention, family.projection, *family.up, family.down]
+        wanted = [family.projection, *family.up, family.down]
     for name, module in model.named_modules():
-        if all(find(module, path) is not None for path in wanted):
+        if mixer_of(family, module) is not None and all(find(module, path) is not None for path in wanted):
             yield name, module
+
+
+def mixer_of(family: MoEFamily | DenseFamily, layer: nn.Module) -> str | None:
+    """The path of what mixes a layer's tokens: its attention, or what a hybrid family has instead; None without either."""
+    paths = [family.attention]
+    if isinstance(family, MoEFamily) and family.recurrent is not None:
+        paths.append(family.recurrent)
+    return next((path for path in paths if find(layer, path) is not None), None)
 
 
 def find(module: nn.Module, path: str) -> nn.Module | None:

@@ -33,16 +33,17 @@ class ReroutedGate:
         if self.holdfast is None:
             output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states)  # type: ignore[misc]
             has_losses = self.training and self.losses is not None and surroundings.ledger.learning
-            if surroundings.is_read or has_losses:
+            if surroundings.is_read or has_losses or surroundings.ledger.asked:
                 routing = record(output, self.rule)
                 if has_losses:
                     routing = replace(routing, losses=self.losses(routing, context.padding))
-                surroundings.leave(tokens, routing)
+                weights = surroundings.leave(tokens, routing, context, self.losses, output[1])
+                output = (output[0], weights, output[2])
             return output
         surroundings.follow(self.holdfast)
         routing = self.holdfast(tokens, context)
-        surroundings.leave(tokens, routing)
-        output = (routing.logits, routing.weights, routing.experts)
+        weights = surroundings.leave(tokens, routing, context, self.holdfast.losses)
+        output = (routing.logits, weights, routing.experts)
         return output if self.usual_order else output[::-1]
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from holdfast.hub.config_file import description_of
 from holdfast.writing import write_whole
 
 NAME = "holdfast.json"
@@ -51,4 +52,4 @@ def _sha256(file: Path) -> str:
 
 def _description(folder: Path) -> str:
     config: Any = json.loads((folder / "config.json").read_text())
-    return hashlib.sha256(json.dumps(config.get("holdfast"), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(description_of(config), sort_keys=True).encode()).hexdigest()

@@ -18,7 +18,7 @@ from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import reroute_sites, set_trained
-from holdfast.hub.wiring import own_balance, specs_of, wire, wiring
+from holdfast.hub.wiring import mark_changed, own_balance, specs_of, wire, wiring
 from holdfast.losses import Losses
 from holdfast.ops.quantised import as_float
 from holdfast.routing import Router
@@ -69,6 +69,7 @@ def reroute(
             site.block.__dict__["former"] = former[site.name]
     order = {site.name: index for index, site in enumerate(found)}
     wire(model, found, dict(sorted({**specs, **fresh}.items(), key=lambda entry: order[entry[0]])))
+    mark_changed(model)
     return model
 
 
@@ -87,6 +88,7 @@ def restore(model: Any) -> Any:
                 set_trained(site.gate, True)
             uninstall(site.gate)
     wire(model, found, {})
+    mark_changed(model, False)
     return model
 
 

@@ -45,9 +45,8 @@ def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
 def _experts(model: nn.Module) -> dict[str, Any]:
     """By name: ours, wherever they are, and those of a family we know."""
     found: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    if not found and is_moe(model):
-        for site in sites(model):
-            assert site.family is not None
+    for site in sites(model) if is_moe(model) else []:
+        if site.family is not None:
             found[f"{site.name}.{site.family.experts}"] = site.experts
     if not found:
         raise ValueError(

@@ -22,9 +22,11 @@ class SparseLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         surroundings = self.surroundings
-        surroundings.follow(running(self.router))
-        routing = self.router(hidden_states, surroundings.context(hidden_states))
-        surroundings.leave(hidden_states, routing)
+        router = running(self.router)
+        surroundings.follow(router)
+        context = surroundings.context(hidden_states)
+        routing = self.router(hidden_states, context)
+        weights = surroundings.leave(hidden_states, routing, context, router.losses)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self.experts(flat, routing.experts, routing.weights).view(hidden_states.shape)
+        out = self.experts(flat, routing.experts, weights).view(hidden_states.shape)
         return out if self.dropout is None else self.dropout(out)

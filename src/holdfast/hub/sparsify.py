@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.changed import require_unwrapped
-from holdfast.hub.families import DenseFamily, dense_family, layers_of
+from holdfast.hub.families import DenseFamily, dense_family, find, layers_of
 from holdfast.hub.layers import Layers, choose
 from holdfast.hub.quantisers import unmark_dequantised
 from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
-from holdfast.hub.wiring import wire
+from holdfast.hub.wiring import mark_changed, wire
 from holdfast.losses import Losses
 from holdfast.ops.quantised import is_quantised
 from holdfast.suggest import unknown
@@ -59,6 +59,7 @@ def sparsify(
     found = list(layers_of(family, model))
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
+    _require_all_layers(family, model, [layer for _, layer in found])
     chosen = [found[index] for index in choose(layers, len(found))]
     for name, layer in chosen:
         _require_usable(family, name, layer, hidden, init)
@@ -72,7 +73,22 @@ def sparsify(
     for name, sparse in make_sparse(family, targets, specs).items():
         _fill(sparse, dense.pop(name), noise, _spread(targets[name], family))
     wire(model, sites(model), specs)
+    mark_changed(model)
     return model
+
+
+def _require_all_layers(family: DenseFamily, model: nn.Module, found: list[nn.Module]) -> None:
+    """Raise where a layer beside those found has a feed-forward network that the family's row does not describe."""
+    known = {id(layer) for layer in found}
+    for name, stack in model.named_modules():
+        layers = list(stack.named_children()) if isinstance(stack, nn.ModuleList) else []
+        if any(id(layer) in known for _, layer in layers):
+            for number, layer in layers:
+                if id(layer) not in known and find(layer, family.place) is not None:
+                    raise ValueError(
+                        f"{name}.{number}.{family.place} or the layer around it is not as in other {family.model_type} "
+                        "models, so sparsify would pass it over; load the model without what changed that layer."
+                    )
 
 
 def _require_usable(family: DenseFamily, name: str, layer: nn.Module, hidden: int | None, init: str) -> None:

@@ -10,7 +10,8 @@ from holdfast.losses import Losses
 from holdfast.routing.rules import Rule, Softmax
 from holdfast.version import VERSION
 
-FORMAT = 1
+FORMAT = 2  # in format 1, layers are named as in the saved class; since, as in its base model
+READABLE = (1, FORMAT)
 NATIVE = "native"  # the family's own rule
 
 
@@ -52,17 +53,37 @@ def coefficients(losses: Losses | None) -> dict[str, float]:
 
 
 def describe(model_type: str, specs: Mapping[str, LayerSpec]) -> dict[str, Any]:
-    """As it is written to config.json under "holdfast"."""
+    """As it is written to config.json under "holdfast"; `names_in_base` then makes its names fit every head."""
     layers = {name: asdict(spec) for name, spec in specs.items()}
     return {"format": FORMAT, "version": VERSION, "model_type": model_type, "layers": layers}
+
+
+def names_in_base(model: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under names of layers relative to the base model, so that a model with another head finds them."""
+    prefix = _prefix(model)
+    return {name.removeprefix(prefix): value for name, value in named.items()}
+
+
+def names_in_model(model: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under names of layers in `model`, which may be the base model or hold it."""
+    prefix = _prefix(model)
+    inside = prefix if prefix and hasattr(model, prefix.removesuffix(".")) else ""
+    return {f"{inside}{name.removeprefix(prefix)}": value for name, value in named.items()}
+
+
+def _prefix(model: Any) -> str:
+    """What names of the base model's parts start with in a model that has a head."""
+    name = getattr(model, "base_model_prefix", "")
+    return f"{name}." if name else ""
 
 
 def read(description: Any) -> dict[str, LayerSpec]:
     """The specs of a description, checked: it may come from anywhere."""
     if not isinstance(description, dict) or not isinstance(description.get("layers"), dict):
         raise ValueError('its config has no "holdfast" section that names layers.')
-    if description.get("format") != FORMAT:
-        raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {FORMAT}.")
+    if description.get("format") not in READABLE:
+        reads = " and ".join(map(str, READABLE))
+        raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {reads}.")
     return {name: _read_layer(name, values) for name, values in description["layers"].items()}
 
 

@@ -1,13 +1,15 @@
 """Putting routers and experts into a model, from specs: the same way for a model at hand and for one being loaded."""
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from holdfast.hub.backends import is_known, is_replaced
 from holdfast.hub.building import Place, build_routers, in_order
+from holdfast.hub.changed import specs_in
 from holdfast.hub.families import DenseFamily, dense_family, layers_of
 from holdfast.hub.gates import ReroutedGate, install
 from holdfast.hub.scores import GateScore
@@ -20,6 +22,7 @@ from holdfast.moe.activations import ACTIVATIONS, Activation
 from holdfast.routing import Clustered, LinearScore, Router
 from holdfast.routing.registry import Host
 
+Module = TypeVar("Module", bound=nn.Module)
 SAME_ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # under transformers' names
 
 
@@ -74,18 +77,56 @@ def _place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
     """Put a router where the layer has one; None is the family's own rule."""
     if isinstance(site.block, SparseLayer):
         assert router is not None
-        site.block.router = router.to(**_like(site.block.experts.down_proj, site.block.experts)).train(site.block.training)
+        router = router.to(**_like(site.block.experts.down_proj, site.block.experts)).train(site.block.training)
+        site.block.router = _marked(router)
         return
     family, gate = site.family, site.gate
     assert family is not None
     weight = gate.get_parameter(family.weight)
     if router is not None:
-        router = router.to(**_like(weight, gate)).train(gate.training)
+        router = _marked(router.to(**_like(weight, gate)).train(gate.training))
     install(gate, router, family.rule(gate), spec.loss_terms() if router is None else None, family.usual_order)
     # A score of another kind leaves the checkpoint's unused, and parameters without a gradient stop DDP.
     used = router is None or any(isinstance(module, GateScore) for module in router.modules())
     if used == hasattr(gate, "was_trained"):
         set_trained(gate, used)
+
+
+def _marked(module: Module) -> Module:
+    """`module`, marked as transformers marks what it need not initialise any more, unless its values are still to come."""
+    if not any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        for part in module.modules():
+            part._is_hf_initialized = True  # type: ignore[assignment]
+    return module
+
+
+@torch.no_grad()
+def initialise(model: Any, module: nn.Module) -> None:
+    """Give a router or experts of ours the values they start with, but for tensors that a checkpoint has filled."""
+    from transformers import initialization
+
+    if isinstance(module, Experts):
+        std = float(getattr(model.config, "initializer_range", None) or 0.02)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("_bias"):
+                initialization.zeros_(parameter)
+            else:
+                initialization.normal_(parameter, std=std)
+    if not isinstance(module, Router):
+        return
+    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
+    if all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors.values()):
+        return
+    found = sites(model)
+    site = next(site for site in found if site.router is module)
+    specs = {site.name: specs_in(model)[site.name]}
+    host = Host(rule=specs[site.name].rule()) if site.family is None else host_of(site, specs[site.name])
+    with torch.device("cpu"):
+        fresh = build_routers(places(found), specs, {site.name: host})[site.name]
+    assert fresh is not None
+    started = dict(chain(fresh.named_parameters(), fresh.named_buffers()))
+    for name, tensor in tensors.items():
+        initialization.copy_(tensor, started[name])
 
 
 def set_trained(gate: Any, trained: bool) -> None:
@@ -160,6 +201,7 @@ def _experts(family: DenseFamily, layer: nn.Module, spec: LayerSpec) -> Experts:
 def _place_sparse(family: DenseFamily, layer: nn.Module, router: Router, experts: Experts) -> SparseLayer:
     dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
     sparse = SparseLayer(router.to(**_like(experts.down_proj)), experts, dropout).train(layer.training)
+    _marked(sparse)
     layer.set_submodule(family.place, sparse)
     for path in family.bypassed:
         layer.set_submodule(path, nn.Identity())

@@ -3,10 +3,12 @@
 A family's gate sees (T,d) only. Shape, padding, the attention before it, its place in the KV cache and the previous MoE
 layer come from the modules around it, by hooks. They run again when a checkpointed layer is recomputed, so a router then
 sees what it saw at first. One thing does not come by again: what the previous MoE layer did, which is therefore kept until
-the next forward. So two checkpointed forwards before one backward are not for routers that read it (`ac`).
+the next forward that has a backward. Two checkpointed forwards before one backward are refused for routers that read it
+(`ac`), and for those with state.
 """
 
 import copy
+import weakref
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -23,6 +25,7 @@ from holdfast.hub.projections import as_linear
 from holdfast.hub.training import Ledger
 from holdfast.ops.recompute import recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
+from holdfast.routing.state import StatefulPart
 
 _numbers = count(1)
 LOOKS_AHEAD = "this router lets a token's route depend on tokens after it, in a model that predicts them"
@@ -37,11 +40,17 @@ class Neighbours:
     layer: nn.Module  # around them all
     projection_path: str  # of the attention's output, in the layer
     windowed: bool = False  # it attends within windows: its queries and masks are no sequence's
+    recurrent: bool = False  # it is no attention but mixes tokens one after the other, with a state instead of a KV cache
 
     @property
     def projection(self) -> nn.Module:
         """Looked up when used: an adapter may have wrapped it since, or been merged into it."""
         return self.layer.get_submodule(self.projection_path)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return self.recurrent or bool(getattr(self.attention, "is_causal", False))
 
 
 @dataclass
@@ -50,6 +59,7 @@ class _Heard:
 
     mask: Any = None
     past: Any = None
+    continues: bool = False  # a recurrent layer had a state of earlier tokens
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
@@ -67,27 +77,42 @@ class _Notes:
     record: Previous | None = None
 
 
+class _Waiting:
+    """A forward whose backward has yet to come."""
+
+    done = False
+
+    def finish(self, gradient: Tensor) -> None:
+        self.done = True
+
+
 class _UnderWay(PerThread):
     def __init__(self) -> None:  # by every thread
         self.notes = _Notes()
+        self.waiting: weakref.ref[_Waiting] | None = None  # the last forward of a checkpointed layer
 
 
 class Surroundings:
     """The hooks around one MoE layer and what they saw in the forward under way."""
 
-    def __init__(self, router: Router | None, neighbours: Neighbours, ledger: Ledger, before: "Surroundings | None") -> None:
-        self.router, self.neighbours, self.ledger, self.before = router, neighbours, ledger, before
+    def __init__(
+        self, router: Router | None, neighbours: Neighbours, ledger: Ledger, before: "Surroundings | None", k: int
+    ) -> None:
+        self.router, self.neighbours, self.ledger, self.before, self.k = router, neighbours, ledger, before, k
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.listens = "attention" in reads and not neighbours.windowed
         self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read = "previous" in reads, False
         self.reads_ids = "token_ids" in reads
-        causal = bool(getattr(neighbours.attention, "is_causal", False))
-        self.looks_ahead = causal and router is not None and not (router.traits.causal and router.traits.cacheable)
+        self.looks_ahead = (
+            neighbours.causal and router is not None and not (router.traits.causal and router.traits.cacheable)
+        )
         self.number = next(_numbers)  # whose rows a KV cache holds; any change to the model makes its caches stale
         self._under_way = _UnderWay()
         self._latest: Previous | None = None  # of any thread: a GPU's backward has one of its own
+        parts = router.parts if router is not None else []
+        self._remembers = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and before is not None:
             before.is_read = True
             ledger.when_done.append(before.forget)
@@ -152,12 +177,14 @@ class Surroundings:
 
     def context(self, tokens: Tensor) -> Context:
         """What the router may look at; clears what was heard, so that nothing outlives the forward."""
+        if self._will_be_recomputed:
+            self._require_one_forward()
         heard, self._under_way.notes.heard = self._under_way.notes.heard, _Heard()
         previous = self.before.record if self.reads_previous and self.before is not None else None
         ids = self.ledger.token_ids if self.reads_ids else None
-        if self.looks_ahead and self._past(heard, tokens.shape[1]):
+        if self.looks_ahead and (heard.continues or self._past(heard, tokens.shape[1])):
             raise ValueError(f"{LOOKS_AHEAD}; it cannot take tokens one after the other from a KV cache.")
-        if self.neighbours.windowed or not (self.learning or self.sequence_aware):
+        if self.neighbours.windowed or not (self.learning or self.sequence_aware or self.ledger.asked):
             return Context(previous=previous, token_ids=ids)
         if heard.mask is not None and not isinstance(heard.mask, Tensor):
             raise ValueError(
@@ -167,21 +194,58 @@ class Surroundings:
         length = tokens.shape[1]
         cache, past = self._cache(heard, length)
         padding = padding_of(heard.mask, tokens.shape[0], length, past)
-        causal = bool(getattr(self.neighbours.attention, "is_causal", False))
         attention = self._attention(heard, past, length)
-        return Context(causal, padding, attention, previous, cache, ids)
+        return Context(self.neighbours.causal, padding, attention, previous, cache, ids)
 
-    def leave(self, tokens: Tensor, routing: Routing) -> None:
-        """Hand on what the router did: its losses to the model, its choice to the next MoE layer."""
-        self.ledger.enter(routing)
+    def leave(
+        self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
+    ) -> Tensor:
+        """Hand on what the router did: its losses to the model, its choice to the next MoE layer.
+
+        Return the weights for the experts: `weights`, or else the routing's own, with the layer's loss on them.
+        """
         if self.is_read:
-            self._under_way.notes.record = self._latest = Previous(tokens.detach(), detached(routing))
+            self._under_way.notes.record = Previous(tokens.detach(), detached(routing))
+            if self.ledger.has_backward:
+                self._latest = self._under_way.notes.record
+        given = routing.weights if weights is None else weights
+        given = self.ledger.collect(routing, given, losses, context.padding, self.k)
+        if self._will_be_recomputed and given.requires_grad:
+            waiting = _Waiting()
+            self._under_way.waiting = weakref.ref(waiting)  # it lives as long as the graph that its hook is in
+            given.register_hook(waiting.finish)
+        return given
+
+    @property
+    def _will_be_recomputed(self) -> bool:
+        """Will a backward run this layer again, with a router that remembers something?"""
+        return (
+            self._remembers
+            and self.learning
+            and self.ledger.has_backward
+            and not torch.compiler.is_compiling()
+            and bool(getattr(self.neighbours.layer, "gradient_checkpointing", False))
+            and not recomputing()
+        )
+
+    def _require_one_forward(self) -> None:
+        """Refuse a second forward before the backward of the first.
+
+        The recomputation would see what the router has learned since, or what the layer before did in the second forward.
+        """
+        last = self._under_way.waiting
+        waiting = None if last is None else last()
+        if waiting is not None and not waiting.done:
+            raise ValueError(
+                "gradient checkpointing with this router takes one forward for each backward, and this is a second one: "
+                "switch gradient checkpointing off, put the batches into one forward, or choose a router without state."
+            )
 
     def _note_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._under_way.notes.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
 
     def _note_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self.sequence_aware or self.learning or self.looks_ahead:
+        if self.sequence_aware or self.learning or self.looks_ahead or self.ledger.asked:
             if self.sequence_aware and options.get("cache") is not None:
                 raise ValueError(
                     "continuous batching (generate_batch) mixes sequences and keeps their tokens in pages, where a "
@@ -196,6 +260,8 @@ class Surroundings:
                 )
             past = options.get("past_key_values")
             self._under_way.notes.heard = _Heard(mask=mask, past=getattr(past, "self_attention_cache", past))
+            if self.neighbours.recurrent:
+                self._under_way.notes.heard.continues = _has_state(attention, options.get("cache_params"))
         if self.listens and self._projection is not self.neighbours.projection:
             self._projection_hook.remove()
             self._projection = self.neighbours.projection
@@ -229,6 +295,14 @@ class Surroundings:
             mask = _looking_back(length, key, heard.window)  # a kernel that is told of its window has no mask for it
         projection = as_linear(self.neighbours.projection) if self.reads_projection else None
         return Attention(heard.query, key, value, projection, heard.output, mask, heard.scale)
+
+
+def _has_state(mixer: Any, cache: Any) -> bool:
+    """Whether a recurrent layer has a state of earlier tokens; transformers 5.22 keeps one flag for each of its states."""
+    if cache is None:
+        return False
+    flags = cache.layers[mixer.layer_idx].has_previous_state
+    return any(flags.values()) if isinstance(flags, dict) else bool(flags)
 
 
 def _looking_back(queries: int, key: Tensor, window: int) -> Tensor:

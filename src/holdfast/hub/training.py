@@ -1,5 +1,11 @@
-"""The routers' losses in a model's own training loss, each counted once."""
+"""The routers' losses in a model's training: counted once, whoever computes the loss.
 
+A trainer reads the routers' losses (`outputs.loss`, `outputs.router_loss`, `outputs.aux_loss`), or it computes its own loss
+from logits and ignores them, as TRL and sentence-transformers do. `Junction` serves both: each layer's loss hangs on that
+layer's routing weights too, and its gradient comes from what was read, or else from there.
+"""
+
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,63 +14,211 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.hub.outputs import extend_annotated, with_fields
+from holdfast.losses import Losses, alone, balance
 from holdfast.routing import Router, Routing
 from holdfast.routing.state import mean_over_ranks
 
 IGNORED = -100  # a label that transformers' losses leave out
+ASK = "output_router_logits"  # the option and config entry with which trainers ask for `outputs.aux_loss`
+REENTRANT = (
+    "reentrant activation checkpointing drops the gradient of the routers' losses; call "
+    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}).'
+)
+FP16 = (
+    "the loss was computed in float16 without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
+    "and by how much it is scaled is not known: pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
+    "holdfast.router_loss_scale(model, scaler.get_scale()) before each step."
+)
+
+
+class Junction(torch.autograd.Function):
+    """Return `loss` and `weights` unchanged, and give `loss` its gradient once.
+
+    The gradient of the returned loss where it was read, else `ledger.unread_gradient`, whenever a gradient arrives at the
+    returned weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weights: Tensor, ledger: "Ledger", half: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.ledger, ctx.half, ctx.device = ledger, half, loss.device
+        return loss.view_as(loss), weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, read: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if read is None:
+            read = torch.full((), ctx.ledger.unread_gradient(ctx.half), device=ctx.device)
+        return read, weights, None, None
+
+
+class CompiledJunction(torch.autograd.Function):
+    """`Junction` for a compiler, which hands in a gradient of 0 for what was not read."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weights: Tensor, scale: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.scale = scale
+        return loss.clone(), weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, read: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return torch.where(read != 0, read, ctx.scale), weights, None
 
 
 class Ledger:
-    """The losses of the forward under way, and the hooks that add them to `outputs.loss`.
+    """The losses of the forward under way, and the hooks that put them into the model's outputs.
 
-    Open only while the model's forward runs: what a recomputation enters during the backward is not counted again. A rollout
-    of a model in training mode makes no losses and teaches its routers nothing: a token is no batch, and each process may
-    take as many as it likes.
+    Open only while the model's forward runs: what a recomputation collects during the backward is not counted again. A
+    forward without gradients (a reference model, old log-probabilities, a rollout) makes no losses and changes no state.
+    Calls of `model.forward` bypass the hooks: there a forward without gradients changes state, since it may be the first
+    half of one that a backward runs again (GradCache).
+
+    own_coefficient  of the balance loss that the family adds to its loss when it is asked for router logits
+    unit             what `outputs.aux_loss` is divided by, so that a trainer's coefficient times it is the routers' loss
+    on_request       no layer has losses: compute a balance loss where router logits are asked for, as the family does
+    lists_logits     the family does not record router logits itself
     """
 
-    def __init__(self, model: nn.Module, routers: Sequence[Router] = ()) -> None:
-        self._routers = routers
-        self._losses: list[Tensor] | None = None
-        self._with_gradient = self._generating = self._told = False
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: Sequence[Router] = (),
+        *,
+        own_coefficient: float = 0.0,
+        unit: float = 1.0,
+        on_request: bool = False,
+        lists_logits: bool = False,
+    ) -> None:
+        self._routers, self._config = routers, text_config(model)
+        self._own_coefficient, self._unit = own_coefficient, unit
+        self._on_request, self._lists_logits = on_request, lists_logits
+        self._read: list[Tensor] | None = None  # None: no forward is under way, or this one makes no losses
+        self._requested: list[Tensor] = []
+        self._logits: list[Tensor] = []
+        self._with_gradient = self._generating = self._calibrating = self._under_way = self._warned = False
+        self.loss_scale: float | None = None  # of losses that were not read; None: not set
+        self.asked = False  # for router logits, in the forward under way
+        self.has_backward = True  # the forward under way, as far as one can tell
         self.learning = True
-        self.token_ids: Tensor | None = None  # of the forward under way
+        self._ids: Tensor | None = None  # of the forward under way
+        self._latest_ids: Tensor | None = None  # of the last one that a backward may recompute
         self.when_done: list[Callable[[], None]] = []  # called when nothing of a forward is needed any more
+        extend_annotated(model)
         self._handles = [
             model.register_forward_pre_hook(self._open, with_kwargs=True),
             model.register_forward_hook(self._close, with_kwargs=True),
         ]
+        inner: Any = getattr(model, "base_model", model)
+        if lists_logits and inner is not model:
+            self._handles.append(inner.register_forward_pre_hook(_without_request, with_kwargs=True))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def enter(self, routing: Routing) -> None:
-        """A router's losses. Reentrant checkpointing would drop their gradient without a word, so it is refused."""
-        if self._losses is None or not routing.losses:
-            return
-        if self._with_gradient and not torch.is_grad_enabled():
-            raise ValueError(
-                "reentrant activation checkpointing drops the gradient of the routers' losses; call "
-                'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}).'
-            )
-        self._losses.append(routing.loss)
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The tokens of the forward under way, or of the one that a backward recomputes."""
+        return self._ids if self._under_way else self._latest_ids
 
-    def _open(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.token_ids = options.get("input_ids", inputs[0] if inputs else None)
-        self._with_gradient = torch.is_grad_enabled()
-        continues = self._generating or options.get("past_key_values") is not None
-        if model.training:
-            self._let_learn(self._with_gradient or not continues)
-        self._losses = [] if model.training and self.learning else None
+    def collect(self, routing: Routing, weights: Tensor, losses: Any, padding: Tensor | None, k: int) -> Tensor:
+        """Collect what a layer's router did; return the weights for its experts, on which the layer's loss hangs.
+
+        losses   the layer's `Losses`, for evaluation, where routers compute none; None where it has none
+        """
+        if self.asked and self._under_way:
+            self._collect_requested(routing, losses, padding, k)
+        if not routing.losses or not self.learning:
+            return weights
+        if self._with_gradient and self._under_way and not torch.is_grad_enabled():
+            raise ValueError(REENTRANT)
+        loss = routing.loss
+        if torch.is_grad_enabled() and loss.requires_grad:
+            loss, weights = self._join(loss, weights, routing.logits.device.type)
+        if self._read is not None:
+            self._read.append(loss)
+        return weights
+
+    def unread_gradient(self, half: bool) -> float:
+        """Return the gradient of a loss that was not read; refuse to guess it under float16, and warn of a guess of 1."""
+        if self.loss_scale is not None:
+            return self.loss_scale
+        if half:
+            raise ValueError(FP16)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the loss was computed without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
+                "so their gradients were added as they are. That is right for one backward a step; under gradient "
+                "accumulation pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
+                "holdfast.router_loss_scale(model, scale).",
+                stacklevel=2,
+            )
+        return 1.0
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Inside the `with`, forwards without gradients are those of a rollout."""
+        """Inside the `with`, forwards are those of a rollout."""
         before, self._generating = self._generating, True
         try:
             yield
         finally:
             self._generating = before
+
+    @contextmanager
+    def calibration(self) -> Iterator[None]:
+        """Inside the `with`, forwards without gradients teach routers too."""
+        before, self._calibrating = self._calibrating, True
+        try:
+            yield
+        finally:
+            self._calibrating = before
+
+    def _join(self, loss: Tensor, weights: Tensor, device: str) -> tuple[Tensor, Tensor]:
+        half = weights.dtype == torch.float16 or (
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        )
+        if not torch.compiler.is_compiling():
+            joined: tuple[Tensor, Tensor] = Junction.apply(loss, weights, self, half)
+            return joined
+        if half and self.loss_scale is None:  # a compiler does not tell what was read
+            raise ValueError(FP16)
+        traced: tuple[Tensor, Tensor] = CompiledJunction.apply(
+            loss, weights, 1.0 if self.loss_scale is None else self.loss_scale
+        )
+        return traced
+
+    def _collect_requested(self, routing: Routing, losses: Any, padding: Tensor | None, k: int) -> None:
+        over_ranks = mean_over_ranks if self._with_gradient and self.learning else alone
+        if self._lists_logits:
+            self._logits.append(routing.logits)
+        if self._on_request:
+            self._requested.append(k * balance(routing, padding, over_ranks))  # the family's own is k where ours is 1
+        elif isinstance(losses, Losses) and not routing.losses:
+            self._requested.append(
+                torch.stack([*losses(routing, padding, alone).values(), routing.gates.new_zeros(())]).sum()
+            )
+
+    def _open(
+        self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._ids = options.get("input_ids", inputs[0] if inputs else None)
+        self._with_gradient, self._under_way = torch.is_grad_enabled(), True
+        self.has_backward = self._with_gradient or not model.training
+        if self.has_backward:
+            self._latest_ids = self._ids
+        if model.training:
+            self._let_learn(self._with_gradient or (self._calibrating and not self._generating))
+        self._read = [] if model.training and self.learning else None
+        self._requested, self._logits = [], []
+        asked = options.get(ASK)
+        self.asked = bool(getattr(self._config, ASK, False) if asked is None else asked)
+        if not self.asked or not (self._lists_logits or options.get("fused_lm_head")):
+            return None
+        # A dense family knows no such option. TRL's own forward would compute the family's loss from the logits.
+        return inputs, {name: value for name, value in options.items() if name != ASK} | (
+            {} if self._lists_logits and not options.get("fused_lm_head") else {ASK: False}
+        )
 
     def _let_learn(self, learning: bool) -> None:
         if self.learning != learning:
@@ -73,33 +227,65 @@ class Ledger:
                 router.learning = learning
 
     def _close(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
-        losses, self._losses = self._losses, None
+        read, self._read = self._read, None
         self._let_learn(True)
-        if not (model.training and torch.is_grad_enabled()):  # no backward that would recompute a layer
-            self.token_ids = None
+        self._under_way, self.has_backward = False, True
+        if not model.training:  # a forward without gradients in training may stand between another and its backward
+            self._ids = self._latest_ids = None
             for forget in self.when_done:
                 forget()
-        if not losses:
+        if not read and not self.asked:
             return outputs
         if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there is one, and only it is a scalar
             if outputs[0].dim() == 0:
-                return (outputs[0] + _total(losses, outputs[0].device) * share_of_batch(model, options), *outputs[1:])
-        elif getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + _total(losses, outputs.loss.device) * share_of_batch(model, options)
+                return (outputs[0] + self._added(model, read, options, outputs[0].device), *outputs[1:])
             return outputs
-        elif isinstance(outputs, dict):  # as transformers' outputs are
-            outputs["router_loss"] = _total(losses, losses[-1].device)
-        self._tell_of_lost_losses()
+        if getattr(outputs, "loss", None) is not None:
+            outputs.loss = outputs.loss + self._added(model, read, options, outputs.loss.device)
+        if dataclasses.is_dataclass(outputs) and isinstance(outputs, dict):  # as transformers' outputs are
+            outputs = with_fields(outputs)
+            self._expose(outputs, read)
         return outputs
 
-    def _tell_of_lost_losses(self) -> None:
-        if self._with_gradient and not (self._told or torch.compiler.is_compiling()):
-            self._told = True
-            warnings.warn(
-                "the model was given no labels and so has no loss to add its routers' losses to: add outputs.router_loss "
-                "(a dict's, not a tuple's) to yours, or they train nothing.",
-                stacklevel=2,
-            )
+    def _added(self, model: nn.Module, read: list[Tensor] | None, options: dict[str, Any], device: torch.device) -> Any:
+        """Return what the model's own loss must be increased by."""
+        if read:
+            return _total(read, device) * share_of_batch(model, options)
+        if self._on_request and self._requested and self._own_coefficient:
+            return self._own_coefficient * self._mean_request(device) * share_of_batch(model, options)
+        return 0.0
+
+    def _expose(self, outputs: Any, read: list[Tensor] | None) -> None:
+        if read:
+            outputs.router_loss = _total(read, read[-1].device)
+        if not self.asked:
+            return
+        if self._on_request:
+            if self._requested:
+                outputs.aux_loss = self._mean_request(self._requested[-1].device)
+        elif read:
+            outputs.aux_loss = outputs.router_loss / self._unit
+        elif self._requested:
+            outputs.aux_loss = _total(self._requested, self._requested[-1].device) / self._unit
+        if self._lists_logits:
+            outputs.router_logits = tuple(self._logits)
+
+    def _mean_request(self, device: torch.device) -> Tensor:
+        return _total(self._requested, device) / len(self._requested)
+
+
+def _without_request(
+    model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Take the request for router logits away from a dense family, which does not know it."""
+    if ASK not in options:
+        return None
+    return inputs, {name: value for name, value in options.items() if name != ASK}
+
+
+def text_config(model: Any) -> Any:
+    config = model.config
+    return config.gettext_config() if hasattr(config, "gettext_config") else config
 
 
 def _total(losses: list[Tensor], device: torch.device) -> Tensor:

@@ -9,10 +9,13 @@ from torch import nn
 from holdfast.hub.backends import runs_ours
 from holdfast.hub.changed import saves_itself, saves_plainly
 from holdfast.hub.sites import Site, places
-from holdfast.hub.specs import LayerSpec, describe
+from holdfast.hub.specs import NATIVE, LayerSpec, describe
 from holdfast.hub.surroundings import LOOKS_AHEAD, Surroundings
-from holdfast.hub.training import Ledger
+from holdfast.hub.training import Ledger, text_config
 from holdfast.moe import name_layers
+
+CHANGED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
+ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "num_experts_per_tok")  # of a config
 
 
 class Wiring:
@@ -20,12 +23,24 @@ class Wiring:
 
     def __init__(self, model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
         routers = [site.router for site in found if site.name in specs and site.router is not None]
-        self.specs, self.ledger = dict(specs), Ledger(model, routers)
+        has_losses = any(spec.losses for spec in specs.values())
+        replaces = has_losses or any(spec.router != NATIVE for spec in specs.values())
+        self.specs = dict(specs)
+        self.ledger = Ledger(
+            model,
+            routers,
+            own_coefficient=float(model.__dict__.get("_own_balance", 0.0)),
+            unit=float(getattr(text_config(model), "router_aux_loss_coef", 1.0)) or 1.0,
+            on_request=replaces and not has_losses,
+            lists_logits=found[0].family is None,
+        )
         by_name: dict[str, Surroundings] = {}
         for site, place in zip(found, places(found), strict=True):
             if site.name in specs:
                 before = by_name.get(place.before.name) if place.before else None
-                around = by_name[site.name] = Surroundings(site.router, site.neighbours, self.ledger, before)
+                around = by_name[site.name] = Surroundings(
+                    site.router, site.neighbours, self.ledger, before, specs[site.name].k
+                )
                 holder = site.block if site.family is None else site.gate
                 holder.surroundings = around
         self.surroundings = list(by_name.values())
@@ -52,14 +67,17 @@ def specs_of(model: nn.Module) -> dict[str, LayerSpec]:
 
 
 def own_balance(model: Any) -> float:
-    """The coefficient of the balance loss that the model itself adds in training, also while ours has taken its place."""
+    """Return the coefficient of the balance loss that the model itself adds in training, also while ours replaces it."""
     coefficient = model.__dict__.get("_own_balance", getattr(model, "router_aux_loss_coef", 0.0))
     return float(coefficient) if getattr(model.config, "output_router_logits", False) else 0.0
 
 
-def _balance_once(model: Any, specs: Mapping[str, LayerSpec]) -> None:
-    """Where routers bring losses, the model's own balance loss makes way; without them it comes back."""
-    if any(spec.losses for spec in specs.values()):
+def _replace_own_balance(model: Any, specs: Mapping[str, LayerSpec]) -> None:
+    """Switch the family's balance loss off where a router of ours selects, or brings losses; else switch it on again.
+
+    The family computes it from a top-k of the logits, whatever was selected.
+    """
+    if any(spec.losses or spec.router != NATIVE for spec in specs.values()):
         if hasattr(model, "router_aux_loss_coef"):  # added in any forward that is asked for router logits
             model.__dict__.setdefault("_own_balance", model.router_aux_loss_coef)
             model.router_aux_loss_coef = 0.0
@@ -67,13 +85,51 @@ def _balance_once(model: Any, specs: Mapping[str, LayerSpec]) -> None:
         model.router_aux_loss_coef = model.__dict__.pop("_own_balance")
 
 
+def _describe_experts(config: Any, specs: Mapping[str, LayerSpec]) -> None:
+    """Give the config the entries by which trainers recognise an MoE and weight its `aux_loss`, where it lacks them."""
+    before = config.__dict__.pop("_holdfast_entries", ())
+    for name in ENTRIES:
+        if name in before and hasattr(config, name):
+            delattr(config, name)
+    if not specs:
+        return
+    first = next(iter(specs.values()))
+    entries: dict[str, Any] = {"output_router_logits": False, "num_experts_per_tok": first.k}
+    if first.experts is not None:
+        entries["num_experts"] = first.experts
+    # 0 means that a trainer does not ask for the loss.
+    entries["router_aux_loss_coef"] = 1.0 if any(spec.losses for spec in specs.values()) else 0.0
+    added = [name for name in entries if not hasattr(config, name)]
+    for name in added:
+        setattr(config, name, entries[name])
+    config.__dict__["_holdfast_entries"] = added
+
+
+def original_name(name: str) -> str:
+    """Return the folder or hub id that a model came from, as it was before the model was changed in memory."""
+    return name.partition(CHANGED_IN_MEMORY)[0]
+
+
+def mark_changed(model: Any, changed: bool = True) -> None:
+    """Keep others from loading the model as it was before under the name that it came from.
+
+    TRL makes DPO's reference model from `config._name_or_path`, and PEFT notes `name_or_path` as an adapter's base:
+    both would silently be the model with its old routers.
+    """
+    for owner, name in ((model.config, "_name_or_path"), (model, "name_or_path")):
+        known = original_name(getattr(owner, name, None) or "")
+        if known:
+            setattr(owner, name, known + CHANGED_IN_MEMORY if changed else known)
+
+
 def wire(model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
     """Connect the layers that `specs` names, and nothing else; the model's config then says what they are."""
     current = wiring(model)
     if current is not None:
         current.remove()
-    _balance_once(model, specs)
+    _replace_own_balance(model, specs)
     config: Any = model.config
+    _describe_experts(text_config(model), specs)
     for site in found:
         if site.family is not None and hasattr(site.experts, "config"):
             runs_ours(site.experts, ragged=site.router is not None and site.router.select.ragged)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from holdfast.hub import reroute
-from holdfast.hub.changed import MODEL_TYPE as CHANGED
+from holdfast.hub.config_file import family_values
 from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, dense_family, layers_of
 from holdfast.hub.layers import Layers, choose
-from holdfast.hub.specs import NATIVE, LayerSpec, read
+from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read
 from holdfast.hub.surgery import repeat
 from holdfast.suggest import unknown
 
@@ -29,6 +29,7 @@ UNPLANNED = {
     "siglip": "it has two towers and pools with an attention of its own",
     "siglip_text_model": "it is half of a model with two towers",
     "siglip_vision_model": "it pools with an attention of its own",
+    **{name: "it has layers without attention" for name, family in MOE_FAMILIES.items() if family.recurrent is not None},
 }
 
 
@@ -56,9 +57,8 @@ def read_config(model: str, sizes: Mapping[str, Any] | None = None) -> Any:
 
     Nothing but config.json is read, no weights and no code, and a family that Holdfast does not know is an error.
     """
-    description = _description(model)
-    holdfast = description.get("holdfast") if description.get("model_type") == CHANGED else None
-    model_type = holdfast.get("model_type") if isinstance(holdfast, dict) else description.get("model_type")
+    description = family_values(_description(model), model)
+    model_type = description.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"the {CONFIG} of {model} says no model_type: it is not the config of a Hugging Face model.")
     if model_type not in FAMILIES:
@@ -74,7 +74,7 @@ def planned(config: Any, choice: Choice, change: Change) -> Any:
         model = _build(config)
         described = getattr(config, "holdfast", None)
         if described is not None:
-            repeat(model, read(described))
+            repeat(model, names_in_model(model, read(described)))
         if config.model_type in DENSE_FAMILIES and described is None:
             _sparsify(model, choice, change)
         else:

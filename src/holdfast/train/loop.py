@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import SequentialSampler
 
-from holdfast.hub import progress_callback
+from holdfast.hub import trainer_callback
 from holdfast.train.checkpoints import last_whole, writing
 from holdfast.train.processes import processes
 from holdfast.train.recipe import TrainingPart
@@ -45,7 +45,7 @@ def train(
         train_dataset=task.examples(seed),
         eval_dataset=task.validation() if how.keep == "best" else None,
         data_collator=_as_it_is,
-        callbacks=[progress_callback(), _callback(task.probe(), k, folder, tick)],
+        callbacks=[trainer_callback(), _callback(task.probe(), k, folder, tick)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     begun = last_whole(folder)

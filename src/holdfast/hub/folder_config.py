@@ -1,0 +1,21 @@
+"""The config class of `"model_type": "holdfast"`: what `AutoConfig` asks for the config of a changed model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from holdfast.hub.changed import changed_config
+from holdfast.hub.config_file import MODEL_TYPE, config_class, family_values
+
+
+class FolderConfig(PreTrainedConfig):
+    """Never the config of a model: it makes the family's, which describes the changes."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
+        name = options.get("name_or_path") or "this folder"
+        values = family_values(config_dict, name)
+        return changed_config(config_class(values.get("model_type"), name)).from_dict(values, **options)

@@ -1,0 +1,84 @@
+"""`holdfast run`: programs that do not import Holdfast open what it saved, and are otherwise as they were."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Command
+from tiny import tiny
+
+import holdfast
+
+OPENS = """
+import sys
+assert "holdfast" not in sys.modules
+import transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sys.argv[0], sys.argv[2:], __name__, model.config.holdfast["format"])
+"""
+ECHO = "import sys; print(sys.argv[1:], 'holdfast' in sys.modules, 'torch' in sys.modules); sys.exit(3)"
+
+
+def started(*arguments: object, **settings: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "holdfast", "run", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, env={**os.environ, **settings})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return holdfast.save(holdfast.reroute(tiny("mixtral"), "smoe"), tmp_path_factory.mktemp("run") / "out")
+
+
+def test_a_file_opens_a_saved_folder_and_gets_its_own_arguments(saved: Path, tmp_path: Path) -> None:
+    script = tmp_path / "opens.py"
+    script.write_text(OPENS)
+    done = started("--", script, saved, "--model", "hf", "--", "--help")
+    assert done.stdout == f"{script} ['--model', 'hf', '--', '--help'] __main__ 2\n", done.stderr
+    assert done.returncode == 0
+    alone = subprocess.run([sys.executable, script, saved], capture_output=True, text=True)
+    assert alone.returncode == 1 and "holdfast" in alone.stderr  # the folder is refused without
+
+
+def test_processes_that_the_program_starts_open_it_too(saved: Path, tmp_path: Path) -> None:
+    """As `accelerate launch`, and so `trl`, does."""
+    (tmp_path / "opens.py").write_text(OPENS)
+    program = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"
+    done = started("--", "python", "-c", program, tmp_path / "opens.py", saved)
+    assert done.stdout.endswith("__main__ 2\n") and done.returncode == 0, done.stderr
+
+
+def test_a_program_that_uses_no_transformers_imports_nothing_and_keeps_its_exit_code() -> None:
+    done = started("python", "-c", ECHO, "--flag", "run")
+    assert done.stdout == "['--flag', 'run'] False False\n" and done.returncode == 3
+
+
+def test_a_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "some_module.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = started("--", "python", "-m", "some_module", "5", PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    assert done.stdout == "__main__ ['5']\n", done.stderr
+
+
+def test_the_machines_own_sitecustomize_is_still_run(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("HERE = 'mine'")
+    program = "import sitecustomize; print(sitecustomize.HERE)"
+    done = started("--", "python", "-c", program, PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    assert done.stdout == "mine\n", done.stderr
+
+
+def test_an_unknown_program_is_one_sentence(command: Command) -> None:
+    done = command("run", "--", "no-such-program", "--help")
+    assert done.returncode == 2 and done.stderr.startswith("holdfast: there is no command 'no-such-program' here")
+    assert done.stderr.count("\n") == 1
+    assert command("run", "no-such-file.py").stderr == "holdfast: there is no file no-such-file.py.\n"
+
+
+@pytest.mark.parametrize("wanted", [["--help"], ["-h"]])
+def test_help_shows_an_example(wanted: list[str], command: Command) -> None:
+    done = command("run", *wanted, columns=200)
+    assert done.returncode == 0 and "holdfast run -- lm_eval --model hf" in " ".join(done.stdout.split())
+
+
+def test_no_program_is_a_mistake_in_the_call(command: Command) -> None:
+    assert command("run").returncode == 2

@@ -1,0 +1,378 @@
+"""The gradient of the routers' losses is the same whoever computes the loss, from whatever it reads."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_losses_in_models import LOSSES, changed, gradients, quiet, rows, text
+from torch import Tensor
+
+import holdfast
+
+UNREAD = "computed without the routers' losses"
+
+
+def cross_entropy(out: Any, labels: Tensor, items: Tensor | None = None) -> Tensor:
+    """A trainer's own loss, from logits."""
+    logits, targets = out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    if items is None:
+        return F.cross_entropy(logits, targets)
+    return F.cross_entropy(logits, targets, reduction="sum") / items
+
+
+def model_of(family: str, router: str, losses: holdfast.Losses | None = LOSSES) -> Any:
+    return quiet(changed(family, router, losses).train())
+
+
+def layer_losses(model: Any) -> list[Tensor]:
+    """The losses that routers return from now on, with their graphs."""
+    seen: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, holdfast.Router):
+            module.register_forward_hook(lambda _, given, routing: seen.append(routing.loss))
+    return seen
+
+
+def reference(family: str, router: str, batches: list[dict[str, Tensor]], scale: float = 1.0) -> dict[str, Tensor]:
+    """A hand-written loop: cross entropy of the logits of a model that knows no losses, and each router's loss by hand."""
+    model = model_of(family, router, None)
+    for module in model.modules():
+        if isinstance(module, holdfast.Router):
+            module.losses = LOSSES
+            module.register_forward_hook(lambda _, given, routing: seen.append(routing.loss))
+    for batch in batches:
+        seen: list[Tensor] = []
+        model.__dict__["_holdfast"].ledger.collect = lambda routing, weights, *_: weights  # nothing is added by itself
+        out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        ((cross_entropy(out, batch["labels"]) + torch.stack(seen).sum()) * scale / len(batches)).backward()
+    return gradients(model)
+
+
+def assert_same(model: Any, expected: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    found = gradients(model)
+    assert found.keys() == expected.keys() != set()
+    for name, value in expected.items():
+        bound = tolerance * max(1.0, float(value.abs().max()))
+        assert (found[name] - value).abs().max() <= bound, name
+
+
+def inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+# Each way in which a loop may compute its loss: from the model and a batch, the loss to differentiate.
+READERS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
+    "outputs.loss": lambda model, batch: model(**batch).loss,
+    "logits alone": lambda model, batch: cross_entropy(model(**inputs(batch)), batch["labels"]),
+    "logits, with labels": lambda model, batch: cross_entropy(model(**batch), batch["labels"]),
+    ".forward()": lambda model, batch: cross_entropy(model.forward(**inputs(batch)), batch["labels"]),
+    "inner model": lambda model, batch: cross_entropy_of_inner(model, batch),
+    "router_loss": lambda model, batch: with_router_loss(model(**inputs(batch)), batch),
+    "aux_loss": lambda model, batch: with_aux_loss(model, batch),
+    "tuple": lambda model, batch: model(**batch, return_dict=False)[0],
+    "tuple without labels": lambda model, batch: cross_entropy_of_tuple(model(**inputs(batch), return_dict=False), batch),
+}
+
+
+def cross_entropy_of_inner(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    hidden = model.base_model(**inputs(batch)).last_hidden_state
+    logits = model.lm_head(hidden)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def cross_entropy_of_tuple(out: Any, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(out[0][:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def with_router_loss(out: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = cross_entropy(out, batch["labels"]) + out.router_loss
+    return loss
+
+
+def with_aux_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    out = model(**inputs(batch), output_router_logits=True)
+    return cross_entropy(out, batch["labels"]) + model.config.router_aux_loss_coef * out.aux_loss
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("family", "router"),
+    [("mixtral", "smoe"), ("mixtral", "native"), ("llama", "symphony+smooth"), ("deepseek_v3", "smooth")],
+)
+def test_every_way_to_compute_the_loss_has_the_same_gradients(family: str, router: str, reader: str) -> None:
+    """`native` has no Router to take a reference from: there, and everywhere, all ways agree with `outputs.loss`."""
+    batch, model, other = text(), model_of(family, router), model_of(family, router)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        READERS[reader](model, batch).backward()
+    other(**batch).loss.backward()
+    assert_same(model, gradients(other))
+    if router != "native":
+        assert_same(model, reference(family, router, [batch]))
+    bare = model_of(family, router, None)
+    bare(**batch).loss.backward()
+    gates = [name for name in gradients(bare) if "gate.weight" in name or "router.score" in name]
+    assert gates and all(not torch.allclose(gradients(bare)[name], gradients(model)[name], atol=1e-4) for name in gates)
+
+
+@pytest.mark.parametrize("reader", ["outputs.loss", "logits alone", ".forward()", "router_loss", "aux_loss"])
+@pytest.mark.parametrize("factor", [1, 1024])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_accumulation_and_loss_scaling_count_the_losses_once(reader: str, parts: int, factor: int) -> None:
+    """A loop that divides by the number of parts and multiplies by a scaler's factor."""
+    batch = text(4, 12, (12, 12, 12, 12))
+    cuts = [rows(batch, slice(index * 4 // parts, (index + 1) * 4 // parts)) for index in range(parts)]
+    model = model_of("llama", "smoe")
+    holdfast.router_loss_scale(model, factor / parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in cuts:
+            (READERS[reader](model, part) * factor / parts).backward()
+    expected = reference("llama", "smoe", cuts, factor)
+    assert_same(model, expected, 4e-6)
+
+
+@pytest.mark.parametrize("reader", ["outputs.loss", "aux_loss", "logits alone"])
+def test_parts_of_different_sizes_count_by_their_labels(reader: str) -> None:
+    """With num_items_in_batch, as the Trainer hands it on; TRL counts `aux_loss` by the part instead."""
+    batch = text(3, 12, (12, 5, 9))
+    items = (batch["labels"][:, 1:] != -100).sum()
+    model, by_hand = model_of("llama", "smoe"), model_of("llama", "smoe")
+    holdfast.router_loss_scale(model, 0.5)
+    for chosen in (slice(0, 2), slice(2, 3)):
+        part = rows(batch, chosen)
+        share = (part["labels"][:, 1:] != -100).sum() / items if reader == "outputs.loss" else 0.5
+        out = by_hand(**inputs(part))
+        (cross_entropy(out, part["labels"], items) + share * out.router_loss).backward()
+        if reader == "outputs.loss":
+            model(**part, num_items_in_batch=items).loss.backward()
+        elif reader == "aux_loss":
+            out = model(**inputs(part), output_router_logits=True)
+            (cross_entropy(out, part["labels"], items) + 0.5 * model.config.router_aux_loss_coef * out.aux_loss).backward()
+        else:
+            cross_entropy(model(**inputs(part)), part["labels"], items).backward()
+    assert_same(model, gradients(by_hand))
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("family", "router"), [("mixtral", "smoe"), ("llama", "symphony+smooth")])
+def test_activation_checkpointing_counts_the_losses_once(family: str, router: str, reader: str) -> None:
+    batch, model, other = text(), model_of(family, router), model_of(family, router)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    holdfast.router_loss_scale(model, 1.0)
+    READERS[reader](model, batch).backward()
+    other(**batch).loss.backward()
+    assert_same(model, gradients(other))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reentrant_checkpointing_keeps_the_losses_where_the_models_hooks_are_bypassed() -> None:
+    """There the losses hang on the weights alone, and the recomputation has those too."""
+    batch, found = text(), []
+    for reentrant in (True, False):
+        model = model_of("llama", "smoe")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        embedded = model.get_input_embeddings()(batch["input_ids"])
+        out = model.forward(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
+        cross_entropy(out, batch["labels"]).backward()
+        found.append(model)
+    assert_same(found[0], gradients(found[1]))
+    assert_same(found[0], reference("llama", "smoe", [batch]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("reader", ["outputs.loss", "logits alone", "logits, with labels", "router_loss", "aux_loss"])
+def test_compiled_models_count_the_losses_once(reader: str, backend: str) -> None:
+    torch._dynamo.reset()
+    batch, model, other = text(), model_of("llama", "smoe"), model_of("llama", "smoe")
+    model.compile(backend=backend)
+    READERS[reader](model, batch).backward()
+    other(**batch).loss.backward()
+    assert_same(model, gradients(other), 1e-5)
+
+
+def test_an_unread_loss_warns_once_and_a_stated_scale_does_not() -> None:
+    batch, model = text(), model_of("llama", "smoe")
+    with pytest.warns(UserWarning, match=UNREAD):
+        READERS["logits alone"](model, batch).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        READERS["logits alone"](model, batch).backward()
+        READERS["outputs.loss"](model_of("llama", "smoe"), batch).backward()
+        told = model_of("llama", "smoe")
+        holdfast.router_loss_scale(told, 1.0)
+        READERS["logits alone"](told, batch).backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float16_without_a_stated_scale_is_refused_where_nothing_reads_the_loss(compiled: bool) -> None:
+    batch, model = text(), model_of("llama", "smoe")
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(backend="aot_eager")
+    with torch.autocast("cpu", torch.float16), pytest.raises(Exception, match="router_loss_scale"):
+        READERS["logits alone"](model, batch).backward()
+    if not compiled:
+        with torch.autocast("cpu", torch.float16):
+            READERS["outputs.loss"](model, batch).backward()
+            holdfast.router_loss_scale(model, 1024.0)
+            READERS["logits alone"](model, batch).backward()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_a_scale_that_is_none_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="scale is"):
+        holdfast.router_loss_scale(model_of("llama", "smoe"), bad)
+    with pytest.raises(ValueError, match="holds no model"):
+        holdfast.router_loss_scale(torch.nn.Linear(2, 2), 1.0)
+
+
+STATEFUL = ["symphony", "smooth", "ac", "attention", "remoe"]
+
+
+@pytest.mark.parametrize("router", STATEFUL)
+def test_a_forward_without_gradients_teaches_nothing_unless_it_calibrates(router: str) -> None:
+    """A reference model, old log-probabilities and metrics are such forwards, in training mode too."""
+    batch, model = inputs(text()), model_of("llama", router)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    with torch.no_grad():
+        out = model(**batch)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    assert getattr(out, "router_loss", None) is None
+    with torch.no_grad(), holdfast.calibrate(model):
+        model(**batch)
+    calibrated = {name: value.clone() for name, value in model.eval().named_buffers()}
+    assert any(not torch.equal(value, before[name]) for name, value in calibrated.items())
+    trained = model_of("llama", router)
+    trained(**batch)
+    for name, value in trained.eval().named_buffers():
+        torch.testing.assert_close(value, calibrated[name])
+
+
+@pytest.mark.parametrize(("family", "router"), [("mixtral", "smoe"), ("llama", "symphony"), ("deepseek_v3", "smooth")])
+def test_evaluation_has_an_aux_loss_where_a_trainer_asks_for_it(family: str, router: str) -> None:
+    batch, model = text(), model_of(family, router).eval()
+    out = model(**batch, output_router_logits=True)
+    with holdfast.trace(model) as routes:
+        model(**batch)
+    total = sum(sum(LOSSES(routing, batch["attention_mask"].bool()).values()) for routing in routes)
+    torch.testing.assert_close(out.aux_loss * model.config.router_aux_loss_coef, total)
+    assert torch.equal(out.loss, model(**batch).loss)
+    if family == "llama":
+        for logits, routing in zip(out.router_logits, routes, strict=True):
+            assert torch.equal(logits, routing.logits)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("router", ["smoe", "smooth"])
+def test_without_losses_a_request_gets_the_balance_of_what_was_selected(router: str, training: bool) -> None:
+    """As the family does, at its strength, but not from a top-k of the logits; `restore` brings the family's own back."""
+    batch, model = text(), model_of("mixtral", router, None).train(training)
+    coefficient = model.config.router_aux_loss_coef
+    with holdfast.trace(model) as routes:
+        out = model(**batch, output_router_logits=True)
+    balances = [holdfast.losses.balance(routing, batch["attention_mask"].bool()) for routing in routes]
+    expected = 2 * torch.stack(balances).mean()
+    torch.testing.assert_close(out.aux_loss, expected)
+    torch.testing.assert_close(out.loss, cross_entropy(out, batch["labels"]) + coefficient * expected)
+    assert getattr(model(**batch), "aux_loss", None) is None
+    if training:
+        bare = model_of("mixtral", router, None)
+        cross_entropy(bare(**inputs(batch)), batch["labels"]).backward()
+        model = model_of("mixtral", router, None)
+        cross_entropy(model(**inputs(batch), output_router_logits=True), batch["labels"]).backward()
+        assert_same(model, gradients(bare))
+
+
+def test_a_sparsified_config_says_what_trainers_look_for_and_a_restored_one_does_not(tmp_path: Any) -> None:
+    model = model_of("llama", "smoe")
+    config = model.config
+    assert (config.num_experts, config.num_experts_per_tok, config.router_aux_loss_coef) == (8, 2, 1.0)
+    assert config.output_router_logits is False
+    assert model_of("llama", "smoe", None).config.router_aux_loss_coef == 0.0
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "saved"))
+    assert (loaded.config.num_experts, loaded.config.router_aux_loss_coef) == (8, 1.0)
+    deep = model_of("deepseek_v3", "smoe")
+    assert deep.config.router_aux_loss_coef == 1.0
+    deep = holdfast.load(holdfast.save(deep, tmp_path / "deep"))
+    assert not hasattr(holdfast.restore(deep).config, "router_aux_loss_coef")
+
+
+def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path: Path) -> None:
+    from router_losses_on_ranks import MODELS, WAYS, backward
+
+    on_ranks(Path(__file__).with_name("router_losses_on_ranks.py"), str(tmp_path))
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for family, router in MODELS:
+        expected = backward(family, router, "outputs.loss", 0, 1)
+        for way in WAYS:
+            for rank in range(2):
+                ours = found[rank][f"{family} {router} {way}"]
+                assert ours.keys() == expected.keys()
+                for name, value in expected.items():
+                    bound = 2e-5 * max(1.0, float(value.abs().max()))
+                    assert (ours[name] - value).abs().max() <= bound, (way, name)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_the_callback_reads_the_scaler_and_the_last_parts_of_an_epoch(accumulated: int) -> None:
+    model, callback = model_of("llama", "smoe"), holdfast.trainer_callback()
+    optimizer = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=512.0))
+    optimizer.scaler.scale(torch.ones(()))  # it has no factor before it is used
+    arguments = SimpleNamespace(gradient_accumulation_steps=accumulated)
+    scales = []
+    for step in range(8):
+        state = SimpleNamespace(global_step=step, max_steps=8)
+        callback.on_step_begin(arguments, state, None, model=model, optimizer=optimizer, train_dataloader=range(10))
+        scales.append(model.__dict__["_holdfast"].ledger.loss_scale)
+    # Ten batches by three: the fourth update of an epoch has one.
+    assert scales == [512.0] * 8 if accumulated == 1 else scales == pytest.approx(([512 / 3] * 3 + [512.0]) * 2)
+
+
+CHECKPOINTED = ["ac+symphony+smooth", "attention", "smoe"]
+
+
+@pytest.mark.parametrize("router", CHECKPOINTED)
+def test_a_reference_forward_before_a_checkpointed_backward_changes_nothing(router: str) -> None:
+    """DPO on adapters runs the same model without gradients in between."""
+    batch, other = text(), text(seed=7)
+    found = []
+    for checkpointed, between in ((False, False), (True, True)):
+        model = model_of("llama", router)
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        loss = model(**batch).loss
+        if between:
+            with torch.no_grad():
+                model(**inputs(other))
+        loss.backward()
+        found.append(model)
+    assert_same(found[1], gradients(found[0]))
+    learned = dict(found[0].eval().named_buffers())
+    for name, value in found[1].eval().named_buffers():
+        torch.testing.assert_close(value, learned[name])
+
+
+@pytest.mark.parametrize("router", CHECKPOINTED)
+def test_two_checkpointed_forwards_before_one_backward_are_refused_where_they_would_be_wrong(router: str) -> None:
+    batch = text()
+    model = model_of("llama", router)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    first = model(**batch).loss
+    if router == "smoe":
+        (first + model(**text(seed=7)).loss).backward()
+        return
+    with pytest.raises(ValueError, match="one forward for each backward"):
+        model(**text(seed=7))
+    first.backward()
+    model(**batch)  # whose outputs, and graph, are thrown away
+    model(**batch).loss.backward()
+    model.gradient_checkpointing_disable()
+    (model(**batch).loss + model(**text(seed=7)).loss).backward()

@@ -1,0 +1,227 @@
+"""TRL's trainers on changed models: every router parameter has the gradient of a hand-written `loss + router_loss`."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from tiny_dense import tiny_dense
+from torch import Tensor
+from trained_by_others import SETTINGS, adding_by_hand, gradients_of, losses_by_hand, sentence, tokenizer
+
+import holdfast
+
+trl = pytest.importorskip("trl", reason="TRL is not installed")
+datasets = pytest.importorskip("datasets")
+
+LOSSES = holdfast.Losses(balance=0.3, z=0.1)
+CASES = [("mixtral", "smoe"), ("deepseek_v3", "symphony+smooth"), ("llama", "smooth"), ("gpt2", "symphony")]
+WAYS = {  # what TRL is told about its own coefficient, and whether our callback is there
+    "asks for aux_loss": (None, False),
+    "does not ask, with our callback": (0.0, True),
+}
+
+
+def model_of(family: str, router: str, losses: holdfast.Losses | None) -> Any:
+    if family in ("mixtral", "deepseek_v3"):
+        return holdfast.reroute(tiny(family), router, losses=losses)
+    without_dropout: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
+    dense = tiny_dense(family, **without_dropout)
+    torch.manual_seed(1)
+    return holdfast.sparsify(dense, experts=8, k=2, router=router, losses=losses, noise=0.5)
+
+
+def preferences() -> Any:
+    rows = [
+        {
+            "prompt": sentence(seed, 4),
+            "chosen": " " + sentence(seed + 50, 5),
+            "rejected": " " + sentence(seed + 90, 3 + seed % 4),
+        }
+        for seed in range(8)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def sft(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
+    rows = datasets.Dataset.from_list([{"text": sentence(seed, 5 + seed % 5)} for seed in range(8)])
+    arguments = trl.SFTConfig(output_dir=str(folder), **{**SETTINGS, **options})
+    return trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
+
+
+def dpo(model: Any, folder: Path, callbacks: Any, reference: Any = None, **options: Any) -> Any:
+    arguments = trl.DPOConfig(output_dir=str(folder), **{**SETTINGS, **options})
+    return trl.DPOTrainer(
+        model, reference, arguments, train_dataset=preferences(), processing_class=tokenizer(), callbacks=callbacks
+    )
+
+
+def grpo(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
+    rows = datasets.Dataset.from_list([{"prompt": sentence(seed, 4)} for seed in range(8)])
+    settings = {**SETTINGS, "num_generations": 2, "max_completion_length": 6, "beta": 0.0, "temperature": 1.0, **options}
+    arguments = trl.GRPOConfig(output_dir=str(folder), **settings)
+    torch.manual_seed(0)
+    return trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        args=arguments,
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+TRAINERS: dict[str, Any] = {"SFT": sft, "DPO": dpo, "GRPO": grpo}
+
+
+def needed(trainer: str, family: str, router: str, losses: holdfast.Losses | None = None) -> dict[str, Any]:
+    """What a trainer must be given beside the model."""
+    return {"reference": model_of(family, router, losses)} if trainer == "DPO" else {}
+
+
+def own_gradients(trainer: str, family: str, router: str, folder: Path, parts: int) -> dict[str, Tensor]:
+    """A model without losses, and a loss to which each router's own is added by hand."""
+    model = model_of(family, router, None)
+    seen = losses_by_hand(model, LOSSES)
+    run = TRAINERS[trainer](
+        model,
+        folder,
+        [],
+        router_aux_loss_coef=0.0,
+        gradient_accumulation_steps=parts,
+        **needed(trainer, family, router),
+    )
+    divisor = 1 if trainer == "DPO" else parts  # DPO's loss is divided by the Trainer afterwards
+    with adding_by_hand(run, seen, divisor):
+        return gradients_of(run, model)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys() != set()
+    for name, value in expected.items():
+        assert (found[name] - value).abs().max() <= 3e-6 * max(1.0, float(value.abs().max())), name
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("family", "router"), CASES)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_router_losses_train_as_if_added_by_hand(
+    trainer: str, family: str, router: str, way: str, parts: int, tmp_path: Path
+) -> None:
+    coefficient, ours = WAYS[way]
+    model = model_of(family, router, LOSSES)
+    run = TRAINERS[trainer](
+        model,
+        tmp_path / "ours",
+        [holdfast.trainer_callback()] if ours else [],
+        router_aux_loss_coef=coefficient,
+        gradient_accumulation_steps=parts,
+        **needed(trainer, family, router),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the loss was computed without")
+        found = gradients_of(run, model)
+    expected = own_gradients(trainer, family, router, tmp_path / "by hand", parts)
+    assert_same(found, expected)
+    plain = model_of(family, router, holdfast.Losses())
+    options = needed(trainer, family, router) | {"gradient_accumulation_steps": parts}
+    without = gradients_of(TRAINERS[trainer](plain, tmp_path / "without", [], **options), plain)
+    changed = [name for name in found if not torch.allclose(found[name], without[name], atol=1e-5)]
+    assert any("gate.weight" in name or "router.score" in name for name in changed)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_familys_own_balance_loss_is_absent(trainer: str, tmp_path: Path) -> None:
+    """TRL asks for router logits by default, after the model was rerouted: losses of 0 stay losses of 0."""
+    found = []
+    for coefficient in (None, 0.0, 100.0):
+        model = model_of("mixtral", "smoe", holdfast.Losses())
+        options = needed(trainer, "mixtral", "smoe") | {"router_aux_loss_coef": coefficient}
+        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(coefficient), [], **options), model))
+    assert_same(found[0], found[1])
+    assert_same(found[2], found[1])
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_trl_logs_the_routers_loss(trainer: str, tmp_path: Path) -> None:
+    model = model_of("llama", "smoe", LOSSES)
+    run = TRAINERS[trainer](model, tmp_path, [], logging_steps=1, **needed(trainer, "llama", "smoe"))
+    run.train()
+    logged = [entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry]
+    assert len(logged) == 1 and logged[0] > 0.5
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_evaluation_works_under_sft(label_smoothing: float, tmp_path: Path) -> None:
+    model = model_of("llama", "smooth", LOSSES)
+    run = sft(model, tmp_path, [holdfast.trainer_callback()], label_smoothing_factor=label_smoothing)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    result = run.evaluate(run.train_dataset)
+    assert result["eval_aux_loss"] > 0.5
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_dpo_does_not_make_its_reference_from_the_model_as_it_was(tmp_path: Path) -> None:
+    """TRL loads `config._name_or_path`, which is the model before it was rerouted."""
+    tiny("mixtral").save_pretrained(tmp_path / "plain")
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    holdfast.reroute(model, "smooth", losses=LOSSES)
+    with pytest.raises(Exception, match="changed in memory by Holdfast"):
+        dpo(model, tmp_path / "run", [])
+    holdfast.restore(model)
+    assert model.config._name_or_path == str(tmp_path / "plain")
+    dpo(model, tmp_path / "run", [])
+
+
+def test_dpo_makes_its_reference_from_a_saved_folder(tmp_path: Path) -> None:
+    holdfast.save(model_of("mixtral", "smooth", LOSSES), tmp_path / "saved", tokenizer=tokenizer())
+    model = holdfast.load(tmp_path / "saved")
+    run = dpo(model, tmp_path / "run", [])
+    assert run.ref_model.config.holdfast == model.config.holdfast
+    ids = torch.arange(10, 22).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(run.ref_model.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_gradient_checkpointing_which_is_trls_default_changes_nothing(trainer: str, adapted: bool, tmp_path: Path) -> None:
+    import peft
+
+    found = []
+    for checkpointed in (False, True):
+        model = model_of("mixtral", "ac+symphony+smooth", LOSSES)
+        options = {"gradient_checkpointing": checkpointed}
+        if trainer == "DPO" and not adapted:
+            options |= needed(trainer, "mixtral", "ac+symphony+smooth")
+        if adapted:
+            torch.manual_seed(4)
+            config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+            model = peft.get_peft_model(model, config)
+        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(checkpointed), [], **options), model))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("trainer", ["SFT", "DPO"])
+def test_adapters_train_with_the_routers_losses_and_references_teach_nothing(trainer: str, tmp_path: Path) -> None:
+    """The reference is the same model with its adapters off, in training mode, without gradients."""
+    import peft
+
+    model = model_of("mixtral", "symphony", LOSSES)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    seen: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, holdfast.Router):
+            module.register_forward_hook(lambda router, given, routing: seen.append(bool(routing.losses)))
+    run = TRAINERS[trainer](peft.get_peft_model(model, config), tmp_path, [], max_steps=2)
+    graphs = [value.clone() for name, value in model.named_buffers() if name.endswith("graph")]
+    run.train()
+    model.eval()
+    moved = [value for name, value in model.named_buffers() if name.endswith("graph")]
+    assert all(not torch.equal(one, other) for one, other in zip(graphs, moved, strict=True))
+    assert seen == ([True] * 3 + [False] * 3) * 2 if trainer == "DPO" else all(seen)
