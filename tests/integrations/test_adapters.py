@@ -313,6 +313,23 @@ def test_a_pickled_model_keeps_the_states_of_its_adapters(tmp_path: Path) -> Non
     assert torch.equal(logits(again), logits(wrapped))
 
 
+def test_prompt_tuning_warns_that_it_leaves_the_state_behind(tmp_path: Path) -> None:
+    def prompted(model: Any) -> Any:
+        torch.manual_seed(2)
+        return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+    wrapped = train(prompted(rerouted("symphony")), steps=2)
+    with pytest.warns(UserWarning, match="prompt tuning saves prompts only"):
+        wrapped.save_pretrained(tmp_path / "prompts")
+    base = holdfast.load(holdfast.save(wrapped.base_model, tmp_path / "base"))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "prompts")
+    assert torch.equal(logits(loaded), logits(wrapped))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "PEFT's prompt tuning")
+        prompted(rerouted("smoe")).save_pretrained(tmp_path / "none")
+        adapted(rerouted("symphony")).save_pretrained(tmp_path / "lora")
+
+
 def test_an_adapter_without_state_is_warned_about(tmp_path: Path) -> None:
     adapted(tiny("mixtral")).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="this adapter holds no state of routers"):

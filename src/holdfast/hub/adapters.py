@@ -5,6 +5,7 @@ It asks modules of one kind, `AuxiliaryTrainingWrapper`, for more. A changed mod
 soon as PEFT has put an adapter on it.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,16 @@ class CarriesRouterState:
         del self.__dict__["peft_config"]
         self.__dict__["_modules"].pop(NAME, None)
 
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """As any module's. Prompt tuning, which puts nothing into a model, is recognised by the name it gives to it."""
+        if options.get("prefix") == "base_model." and "peft" in sys.modules and has_state(self):
+            warnings.warn(
+                "PEFT's prompt tuning saves prompts only, not what routers have learnt: save the model as well, with "
+                "holdfast.save(model.base_model, folder), and load the prompts onto that.",
+                stacklevel=2,
+            )
+        return super().state_dict(*arguments, **options)  # type: ignore[misc]
+
     def load_adapter(self, peft_model_id: Any = None, *arguments: Any, **options: Any) -> Any:
         """As transformers does, which does not load what PEFT's modules of other kinds saved."""
         loaded = super().load_adapter(peft_model_id, *arguments, **options)  # type: ignore[misc]
@@ -54,6 +65,11 @@ class CarriesRouterState:
         marked = {key[key.index(f"{NAME}.") :]: value for key, value in (given or {}).items() if f"{NAME}." in key}
         self.__dict__["_modules"][NAME].load(marked, f"{NAME}.")
         return loaded
+
+
+def has_state(model: Any) -> bool:
+    """Whether routers of the model learn without gradients."""
+    return any(isinstance(part, StatefulPart) for part in model.modules())
 
 
 def carry_state(model: Any) -> None:
