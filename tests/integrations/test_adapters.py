@@ -252,6 +252,42 @@ def test_merging_keeps_the_state_and_unloading_does_not() -> None:
     assert torch.equal(logits(spare.unload()), before)
 
 
+@pytest.mark.parametrize("router", ["symphony", "attention"])
+def test_rows_with_different_adapters_are_refused_where_routes_depend_on_them(router: str) -> None:
+    wrapped = adapted(rerouted(router))
+    wrapped.add_adapter("second", peft.LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
+    before = logits(wrapped)
+    names = ["default", "second", "__base__", "default"]
+    with pytest.raises(ValueError, match="run a batch for each adapter"):
+        wrapped(input_ids=IDS, adapter_names=names)
+    assert torch.equal(logits(wrapped), before)  # nothing of the attempt is left
+
+
+def test_rows_with_different_adapters_are_right_where_routes_do_not() -> None:
+    wrapped = adapted(rerouted("smoe"), init_lora_weights=False)
+    wrapped.add_adapter("second", peft.LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
+    with torch.no_grad():
+        mixed = wrapped.eval()(input_ids=IDS, adapter_names=["default", "second", "__base__", "default"]).logits
+    for row, name in ((0, "default"), (1, "second"), (3, "default")):
+        wrapped.set_adapter(name)
+        torch.testing.assert_close(mixed[row], logits(wrapped)[row], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"use_rslora": True}, {"target_parameters": ["o_proj.weight"]}])
+def test_options_of_lora_on_the_projection_are_read(options: dict[str, Any]) -> None:
+    model = tiny("gpt_oss")  # its projections have biases
+    holdfast.reroute(model, "attention")
+    if "target_parameters" not in options:
+        options = {**options, "target_modules": ["o_proj"]}
+    wrapped = adapted(model, init_lora_weights=False, **options)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name and name.endswith("bias"):
+                parameter.normal_()
+    unmerged = logits(wrapped)
+    torch.testing.assert_close(logits(wrapped.merge_and_unload()), unmerged, atol=1e-4, rtol=1e-4)
+
+
 def test_a_model_that_is_rerouted_inside_its_wrapper_carries_it_too(tmp_path: Path) -> None:
     wrapped = adapted(tiny("mixtral"))
     holdfast.reroute(wrapped.get_base_model(), "similarity")
@@ -275,6 +311,23 @@ def test_a_pickled_model_keeps_the_states_of_its_adapters(tmp_path: Path) -> Non
             logits(model)
     assert_same(state(again), state(wrapped))
     assert torch.equal(logits(again), logits(wrapped))
+
+
+def test_prompt_tuning_warns_that_it_leaves_the_state_behind(tmp_path: Path) -> None:
+    def prompted(model: Any) -> Any:
+        torch.manual_seed(2)
+        return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+    wrapped = train(prompted(rerouted("symphony")), steps=2)
+    with pytest.warns(UserWarning, match="prompt tuning saves prompts only"):
+        wrapped.save_pretrained(tmp_path / "prompts")
+    base = holdfast.load(holdfast.save(wrapped.base_model, tmp_path / "base"))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "prompts")
+    assert torch.equal(logits(loaded), logits(wrapped))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "PEFT's prompt tuning")
+        prompted(rerouted("smoe")).save_pretrained(tmp_path / "none")
+        adapted(rerouted("symphony")).save_pretrained(tmp_path / "lora")
 
 
 def test_an_adapter_without_state_is_warned_about(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ It asks modules of one kind, `AuxiliaryTrainingWrapper`, for more. A changed mod
 soon as PEFT has put an adapter on it.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,16 @@ class CarriesRouterState:
         del self.__dict__["peft_config"]
         self.__dict__["_modules"].pop(NAME, None)
 
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """As any module's. Prompt tuning, which puts nothing into a model, is recognised by the name it gives to it."""
+        if options.get("prefix") == "base_model." and "peft" in sys.modules and has_state(self):
+            warnings.warn(
+                "PEFT's prompt tuning saves prompts only, not what routers have learnt: save the model as well, with "
+                "holdfast.save(model.base_model, folder), and load the prompts onto that.",
+                stacklevel=2,
+            )
+        return super().state_dict(*arguments, **options)  # type: ignore[misc]
+
     def load_adapter(self, peft_model_id: Any = None, *arguments: Any, **options: Any) -> Any:
         """As transformers does, which does not load what PEFT's modules of other kinds saved."""
         loaded = super().load_adapter(peft_model_id, *arguments, **options)  # type: ignore[misc]
@@ -56,12 +67,20 @@ class CarriesRouterState:
         return loaded
 
 
+def has_state(model: Any) -> bool:
+    """Whether routers of the model learn without gradients."""
+    return any(isinstance(part, StatefulPart) for part in model.modules())
+
+
 def carry_state(model: Any) -> None:
     """Make the adapters of a model carry the state of its routers."""
     if "peft_config" in model.__dict__ and NAME not in model._modules:
         from peft.utils import AuxiliaryTrainingWrapper
 
-        model.add_module(NAME, with_mixin(AuxiliaryTrainingWrapper, RouterState)(model))
+        first = {NAME: with_mixin(AuxiliaryTrainingWrapper, RouterState)(model)}
+        others = dict(model._modules)
+        model._modules.clear()
+        model._modules.update({**first, **others})  # before all others: what it refuses, PEFT has then not begun
 
 
 def running(module: Any) -> Any:
@@ -87,6 +106,21 @@ class RouterState:
         self.current: str | None = None if self._disable_adapters or not self._active_adapter else self._active_adapter[0]
         self.states: dict[str | None, State] = {None: _copied(self._buffers_of_routers())}
         self.replaced: dict[str | None, State] = {None: {}}  # parameters of routers, where an adapter was loaded with others
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """Raise when PEFT announces a batch with an adapter for each row (`adapter_names`)."""
+        if "adapter_names" in getattr(hook, "keywords", {}) and self._is_of_one_adapter():
+            raise ValueError(
+                "rows of one batch have different adapters (adapter_names), but routers have one state and read one "
+                "projection for all rows; run a batch for each adapter."
+            )
+        return nn.Module.register_forward_pre_hook(self, hook, **options)  # type: ignore[arg-type]
+
+    def _is_of_one_adapter(self) -> bool:
+        """Whether routes depend on which adapter is active."""
+        if self._buffers_of_routers() or self._parameters_of_routers():
+            return True
+        return any("attention.projection" in router.reads for _, router in self._routers())
 
     def __getattr__(self, name: str) -> Any:
         """Not PEFT's, which looks on in a wrapped module: there is none."""

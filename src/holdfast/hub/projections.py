@@ -32,9 +32,9 @@ def as_linear(module: Any) -> nn.Linear | Projection:
             )
 
         weight = weight.t() if _is_transposed(base) else weight
-        if base is not module:
-            weight = _with_adapters(module, weight)
-        return Projection(weight, base.bias)
+        if base is module:
+            return Projection(weight, base.bias)
+        return _with_adapters(module, weight, base.bias)
 
 
 def _is_transposed(base: nn.Module) -> bool:
@@ -43,17 +43,21 @@ def _is_transposed(base: nn.Module) -> bool:
     return isinstance(base, Conv1D)
 
 
-def _with_adapters(module: Any, weight: Tensor) -> Tensor:
-    """Return the `weight (d,in)` that the adapters in force make of the base layer's."""
+def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
+    """Return what the adapters in force make of the base layer's `weight (d,in)` and bias."""
     if module.disable_adapters or module.merged:
-        return weight
+        return Projection(weight, bias)
     if not hasattr(module, "lora_A"):
         raise _unreadable(_kind(module))
-    added: Tensor | int = 0
+    changed = weight
     for name in module.active_adapters:
         if name in module.lora_A:
-            added = added + _change(module, name, weight)
-    return weight + added
+            changed = changed + _change(module, name, weight)
+            added = getattr(module.lora_B[name], "bias", None)  # LoraConfig(lora_bias=True)
+            if added is not None:
+                added = added * module.scaling[name]
+                bias = added if bias is None else bias + added
+    return Projection(changed, bias)
 
 
 def _change(module: Any, name: str, weight: Tensor) -> Tensor:

@@ -21,10 +21,13 @@ def is_quantised(weight: Tensor) -> bool:
     return weight.dtype not in FLOATS or not _is_of_torch(kind)
 
 
-@torch.compiler.assume_constant_result
 def _is_of_torch(kind: type) -> bool:
     """Whether a class of tensors is PyTorch's own (DTensor, fake tensors): those are read as any other."""
     return kind.__module__.split(".")[0] == "torch"
+
+
+# As `torch.compiler.assume_constant_result` does, which would import the compiler with this module.
+_is_of_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def as_float(module: Any, name: str, refusal: str) -> Tensor:
