@@ -17,7 +17,7 @@ from holdfast.hub.sites import Site, places, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec
 from holdfast.hub.wiring import wire
-from holdfast.moe import Experts
+from holdfast.moe import Experts, name_layers
 from holdfast.moe.activations import ACTIVATIONS, Activation
 from holdfast.routing import Clustered, LinearScore, Router
 from holdfast.routing.registry import Host
@@ -112,6 +112,8 @@ def initialise(model: Any, module: nn.Module) -> None:
                 initialization.zeros_(parameter)
             else:
                 initialization.normal_(parameter, std=std)
+    if module is model:  # comes last, after its parts
+        name_layers(model)
     if not isinstance(module, Router):
         return
     tensors = dict(chain(module.named_parameters(), module.named_buffers()))
