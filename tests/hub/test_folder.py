@@ -254,6 +254,104 @@ def test_a_loaded_sparse_model_can_be_rerouted_and_saved_again(kept: Path, tmp_p
     assert torch.equal(said(model, "llama"), said(loaded, "llama"))
 
 
+def as_format_1(folder: Path) -> None:
+    """Rewrite a folder's config.json as Holdfast 0.1.0 wrote it, with names of layers as in the saved class."""
+    section = json.loads((folder / "config.json").read_text())["model_config"]
+    for name in ("quantization_config", "transformers_weights"):
+        del section[name]
+    description = section["holdfast"]
+    description["format"] = 1
+    description["layers"] = {f"model.{name}": spec for name, spec in description["layers"].items()}
+    description["dtype"] = "this folder is read with holdfast.load"
+    section["model_type"] = "holdfast"
+    (folder / "config.json").write_text(json.dumps(section))
+    write_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_a_folder_of_format_1_is_read_and_saved_in_format_2(
+    name: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected, folder = holdfast.load(copied(name)), tmp_path / name
+    own: Any = type(expected).__bases__[1]
+    as_format_1(folder)
+    for opens in (holdfast.load, transformers.AutoModelForCausalLM.from_pretrained):
+        loaded = opens(folder)
+        assert_same(expected, loaded)
+        assert torch.equal(said(loaded, name), said(expected, name))
+    assert isinstance(transformers.AutoModel.from_pretrained(folder), transformers.PreTrainedModel)
+    with pytest.raises(AttributeError, match="holdfast"):  # as ever: the family's own class opens format 2
+        own.from_pretrained(folder)
+    again = json.loads((holdfast.save(loaded, tmp_path / "again") / "config.json").read_text())["model_config"]["holdfast"]
+    assert again["format"] == 2 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
+
+
+def test_either_name_of_the_dtype_is_heeded(kept: Path) -> None:
+    for name in ("dtype", "torch_dtype"):
+        for folder in ("mixtral", "plain"):
+            loaded = holdfast.load(kept / folder, **{name: torch.bfloat16})
+            assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert holdfast.load(kept / "mixtral").dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["mixtral", "plain"])
+def test_options_reach_the_config(name: str, kept: Path) -> None:
+    loaded = holdfast.load(kept / name, attn_implementation="eager", router_aux_loss_coef=0.25, num_labels=7)
+    assert loaded.config._attn_implementation == "eager"
+    assert loaded.config.router_aux_loss_coef == 0.25 == loaded.router_aux_loss_coef and loaded.config.num_labels == 7
+
+
+def test_options_of_save_pretrained_are_heeded_and_unknown_ones_refused(kept: Path, tmp_path: Path) -> None:
+    model = holdfast.load(kept / "llama")
+    folder = holdfast.save(model, tmp_path / "out", max_shard_size="30KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    for opens in (holdfast.load, transformers.LlamaForCausalLM.from_pretrained):
+        assert_same(model, opens(folder))
+    folder = holdfast.save(model, tmp_path / "variant", variant="small")
+    assert (folder / "model.small.safetensors").exists()
+    assert_same(model, holdfast.load(folder, variant="small"))
+    with pytest.raises(ValueError, match="did you mean 'max_shard_size'"):
+        holdfast.save(model, tmp_path / "wrong", max_shards_size="30KB")
+    with pytest.raises(ValueError, match=r"model\.push_to_hub"):
+        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    assert not (tmp_path / "wrong").exists() and not (tmp_path / "pushed").exists()
+
+
+def test_a_model_card_says_how_to_load_the_folder(tmp_path: Path) -> None:
+    model = tiny("mixtral")
+    model.config._name_or_path = "someone/Mixtral-of-theirs"
+    model = holdfast.reroute(model, "symphony")
+    card = huggingface_hub.ModelCard.load(holdfast.save(model, tmp_path / "out") / "README.md")
+    assert card.data.library_name == "holdfast" and card.data.base_model == "someone/Mixtral-of-theirs"
+    assert "pip install holdfast" in card.text and "holdfast.load(" in card.text and "`symphony`" in card.text
+    loaded = holdfast.load(tmp_path / "out")
+    again = huggingface_hub.ModelCard.load(holdfast.save(loaded, tmp_path / "again") / "README.md")
+    assert again.content == card.content  # what it was made of is not forgotten
+
+
+@pytest.mark.parametrize("name", ["/home/me/mine", "runs/mine", "../up/mine", "a/b\nevil: 1", None, 5])
+def test_a_model_card_names_nothing_of_this_machine(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    model = tiny("mixtral")
+    model.config._name_or_path = name
+    card = huggingface_hub.ModelCard.load(holdfast.save(holdfast.reroute(model, "smoe"), tmp_path / "out") / "README.md")
+    assert card.data.base_model is None and str(name) not in card.text
+
+
+def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
+    model = holdfast.reroute(tiny("mixtral"), "smoe")
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    holdfast.save(model, tmp_path / "out")
+    (tmp_path / "out" / "README.md").write_text("mine")
+    holdfast.save(model, tmp_path / "out", force=True)  # replaces the folder, as it says
+    assert "library_name: holdfast" in (tmp_path / "out" / "README.md").read_text()
+    holdfast.save(tiny("mixtral"), tmp_path / "plain")  # of a plain model we know nothing to say
+    assert not (tmp_path / "plain" / "README.md").exists()
+
+
 # Saving, whole or not at all
 
 

@@ -32,6 +32,8 @@ def register_models(config: Any) -> None:
             kind: Any = mapping[without_mixin(config)]
             if isinstance(kind, type):
                 auto.register(config, changed(kind), exist_ok=True)  # type: ignore[attr-defined]
+                if mapping[config] is not changed(kind):
+                    raise ValueError(f"this transformers did not register {kind.__name__} with {auto.__name__}.")
 
 
 def _register_all_models(module: ModuleType) -> None:
@@ -46,10 +48,10 @@ def _register_config(module: ModuleType) -> None:
 
 
 def _register_own_class(module: ModuleType) -> None:
-    from holdfast.hub.own_class import FolderChanges, RepeatsChanges
+    from holdfast.hub.own_class import HoldfastRouters, RepeatsChanges
 
     if MODEL_TYPE not in module.AUTO_QUANTIZER_MAPPING:
-        module.register_quantization_config(MODEL_TYPE)(FolderChanges)
+        module.register_quantization_config(MODEL_TYPE)(HoldfastRouters)
         module.register_quantizer(MODEL_TYPE)(RepeatsChanges)
 
 

@@ -27,7 +27,14 @@ SAFE = {"use_safetensors": True, "weights_only": True, "trust_remote_code": Fals
 
 
 class ChangedConfig:
-    """Mixed into the class of a changed model's config."""
+    """Mixed into the class of a changed model's config; Auto classes then find the changed models of such a config."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        from holdfast.hub.auto_classes import register_models
+
+        super().__init_subclass__(**options)
+        cls.__module__ = __name__  # transformers 5.17 registers nothing for configs of its own modules
+        register_models(cls)
 
     def to_diff_dict(self) -> dict[str, Any]:
         return wrapped(super().to_diff_dict())  # type: ignore[misc]
@@ -83,8 +90,7 @@ class ChangedModel:
         """The model and its loading info, from a folder whose checksums were compared."""
         settings = {**options, **SAFE, "output_loading_info": True}
         model, found = super().from_pretrained(folder, *arguments, config=config, **settings)  # type: ignore[misc]
-        same_class = getattr(config, "architectures", None) == [cls.__name__]
-        require_all_used(found, model.__dict__["_holdfast"].specs, folder, same_class=same_class)
+        require_all_used(found, model, folder, layers=model.__dict__["_holdfast"].specs)
         finish_loading(model)
         return model, found
 
@@ -124,12 +130,8 @@ def changed(kind: Any) -> Any:
 
 
 def changed_config(kind: Any) -> Any:
-    """The class of configs of this kind that describe changes; Auto classes find the changed models of such a config."""
-    from holdfast.hub.auto_classes import register_models
-
-    made = with_mixin(kind, ChangedConfig)
-    register_models(made)
-    return made
+    """The class of configs of this kind that describe changes."""
+    return with_mixin(kind, ChangedConfig)
 
 
 def read_changed(folder: object, written: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -53,18 +53,19 @@ def fetched(name: str, **options: Any) -> Path:
 REPORTED = {"missing_keys": "lacks", "unexpected_keys": "has too many", "mismatched_keys": "reshapes"}
 
 
-def require_all_used(found: Mapping[str, Any], layers: Iterable[str], folder: object, *, same_class: bool) -> None:
-    """Refuse what transformers has made up or left out (`found` is its loading info).
+def require_all_used(found: Mapping[str, Any], model: Any, folder: object, *, layers: Iterable[str] | None = None) -> None:
+    """Refuse what transformers has made up or left out (`found` is its loading info): all of it, or that of `layers`.
 
-    All of it in a model of the class that was saved. In a model with another head only that of the changed `layers`: a head
-    that the folder does not have starts anew, and transformers says so. Another number of labels is the user's choice too
-    (`ignore_mismatched_sizes`).
+    A head that the folder does not have starts anew, and transformers says so. Another number of labels is the user's choice
+    too (`ignore_mismatched_sizes`).
     """
-    inside = tuple(f"{name}." for name in layers)
+    # What a folder has too much is named as there, the rest as in this model: with the base model's prefix or without.
+    prefix = f"{model.base_model_prefix}."
+    inside = tuple(f"{name.removeprefix(prefix)}." for name in layers or ())
     for key, what in REPORTED.items():
         names = sorted(entry if isinstance(entry, str) else str(entry[0]) for entry in found.get(key) or ())
-        everything = same_class and key != "mismatched_keys"
-        _refuse(folder, what, [name for name in names if everything or name.startswith(inside)])
+        everything = layers is None and key != "mismatched_keys"
+        _refuse(folder, what, [name for name in names if everything or name.removeprefix(prefix).startswith(inside)])
 
 
 def require_fitting_files(files: Iterable[str], model: Any, layers: Iterable[str]) -> None:

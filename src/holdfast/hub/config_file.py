@@ -56,7 +56,7 @@ def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
     description, section = description_of(written), written.get(SECTION)
     own_type = description.get("model_type") if isinstance(description, dict) else None
     if isinstance(section, dict):
-        other = sorted(set(written) - UPPER)
+        other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some of those
         if other:
             raise ValueError(
                 f'{name}: its config says {other[0]!r} beside "{SECTION}", where it has no effect; put it inside.'

@@ -129,7 +129,7 @@ def _open(opens: Callable[..., Any], folder: Path, config: Any, options: dict[st
         if type(problem) is ValueError and str(problem).startswith(str(folder)):
             raise problem from None
         raise ValueError(f"{folder} cannot be loaded: {_first_line(problem)}") from None
-    require_all_used(found, (), folder, same_class=True)
+    require_all_used(found, model, folder)
     return model
 
 

@@ -17,7 +17,7 @@ from holdfast.hub.complete import check_folder, require_fitting_files
 from holdfast.hub.config_file import CODE, MODEL_TYPE, NEEDS_HOLDFAST
 
 
-class FolderChanges(QuantizationConfigMixin):
+class HoldfastRouters(QuantizationConfigMixin):
     """What a folder's `quantization_config` says: that Holdfast changed the model, and how it is quantised besides."""
 
     def __init__(self, quantization_config: Any = None, **ignored: Any) -> None:
