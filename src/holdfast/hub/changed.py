@@ -62,7 +62,7 @@ class ChangedModel:
 
         super()._init_weights(module)  # type: ignore[misc]
         wiring = self.__dict__.get("_holdfast")
-        if module is self and wiring is not None:  # comes last, after its parts
+        if wiring is not None and id(module) == id(self):  # comes last, after its parts
             initialise(module, wiring.specs)
 
     @classmethod
