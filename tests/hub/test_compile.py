@@ -76,3 +76,45 @@ def test_a_compiled_model_trains_the_same(kind: str, router: str) -> None:
     assert results[0][1].keys() == results[1][1].keys()
     for name, gradient in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], gradient, atol=1e-4, rtol=1e-3)
+
+
+# Transformers' own experts functions on a CPU: where they compile to one graph (float32), training or not.
+ONE_GRAPH = {("eager", False): False, ("eager", True): False, ("grouped_mm", False): True, ("grouped_mm", True): False}
+ONE_GRAPH |= {("batched_mm", False): True, ("batched_mm", True): True}
+
+
+def compiles(model: Any, training: bool) -> bool:
+    """Whether a model without a cache compiles to one graph, backward included."""
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model.train(training), fullgraph=True, backend="aot_eager")
+    try:
+        with torch.set_grad_enabled(training):
+            logits = compiled(input_ids=IDS, use_cache=False).logits
+            if training:
+                logits.sum().backward()
+    except (torch._dynamo.exc.TorchDynamoException, RuntimeError):  # type: ignore[attr-defined]
+        return False
+    return True
+
+
+@pytest.mark.parametrize("router", [None, "symphony", "smooth"])
+@pytest.mark.parametrize(
+    ("experts", "training"),
+    [case if case == ("grouped_mm", True) else pytest.param(*case, marks=pytest.mark.slow) for case in ONE_GRAPH],
+)
+def test_experts_functions_of_transformers_decide_whether_there_is_one_graph(
+    experts: str, training: bool, router: str | None
+) -> None:
+    """Without a router of ours as with one of a fixed k; a router with a varying k runs our function, which compiles."""
+    model = tiny("mixtral", num_hidden_layers=1)
+    model.set_experts_implementation(experts)
+    if router is not None:
+        holdfast.reroute(model, router)
+    assert compiles(model, training) == (router == "smooth" or ONE_GRAPH[experts, training])
+
+
+def test_half_precision_trains_in_one_graph_with_grouped_products() -> None:
+    model = tiny("mixtral", num_hidden_layers=1).bfloat16()
+    model.set_experts_implementation("grouped_mm")
+    assert compiles(model, training=True)
+    assert compiles(holdfast.reroute(model, "symphony"), training=True)

@@ -399,7 +399,8 @@ def test_unused_slots_are_refused_where_another_library_dispatches_tokens() -> N
 
 def _state(model: Any) -> dict[str, Tensor]:
     """What routers and experts of ours hold."""
-    return {name: value for name, value in model.state_dict().items() if "holdfast" in name or "router" in name}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: value for name, value in tensors.items() if "holdfast" in name or "router" in name}
 
 
 @pytest.mark.parametrize("router", ["symphony", "smooth", "ac", "ac+symphony+smooth"])

@@ -59,12 +59,14 @@ class ChangedModel(CarriesRouterState):
         super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
         repeat_changes(self)
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Give a module of a model that was made without memory (on `meta`) the values it starts with."""
+    def _init_weights(self, module: Any) -> None:
+        """Give the modules of a model that was made without memory (on `meta`) the values they start with."""
         from holdfast.hub.surgery import initialise
 
         super()._init_weights(module)  # type: ignore[misc]
-        initialise(self, module)
+        wiring = self.__dict__.get("_holdfast")
+        if wiring is not None and id(module) == id(self):  # comes last, after its parts
+            initialise(module, wiring.specs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, config: Any = None, **options: Any) -> Any:

@@ -9,7 +9,6 @@ from torch import nn
 
 from holdfast.hub.backends import is_known, is_replaced
 from holdfast.hub.building import Place, build_routers, in_order
-from holdfast.hub.changed import specs_in
 from holdfast.hub.families import DenseFamily, dense_family, layers_of
 from holdfast.hub.gates import ReroutedGate, install
 from holdfast.hub.scores import GateScore
@@ -17,7 +16,7 @@ from holdfast.hub.sites import Site, places, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec
 from holdfast.hub.wiring import wire
-from holdfast.moe import Experts
+from holdfast.moe import Experts, name_layers
 from holdfast.moe.activations import ACTIVATIONS, Activation
 from holdfast.routing import Clustered, LinearScore, Router
 from holdfast.routing.registry import Host
@@ -96,37 +95,45 @@ def _marked(module: Module) -> Module:
     """`module`, marked as transformers marks what it need not initialise any more, unless its values are still to come."""
     if not any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         for part in module.modules():
-            part._is_hf_initialized = True  # type: ignore[assignment]
+            part._is_hf_initialized = part._is_started = True  # type: ignore[assignment]
     return module
 
 
 @torch.no_grad()
-def initialise(model: Any, module: nn.Module) -> None:
-    """Give a router or experts of ours the values they start with, but for tensors that a checkpoint has filled."""
+def initialise(model: nn.Module, specs: Mapping[str, LayerSpec]) -> None:
+    """Give routers and experts of ours that were made on `meta` the values they start with.
+
+    Tensors that a checkpoint has filled, which transformers has marked, keep theirs.
+    """
+    found = sites(model)
+    for site in found:
+        if site.family is None and not hasattr(site.experts, "_is_started"):
+            _start_experts(site.experts, float(getattr(site.config, "initializer_range", None) or 0.02))
+        if site.router is not None and not hasattr(site.router, "_is_started"):
+            spec = specs[site.name]
+            host = Host(rule=spec.rule()) if site.family is None else host_of(site, spec)
+            with torch.device("cpu"):
+                fresh = build_routers(places(found), {site.name: spec}, {site.name: host})[site.name]
+            assert fresh is not None
+            _start_router(site.router, fresh)
+    name_layers(model)
+
+
+def _start_experts(experts: Any, std: float) -> None:
     from transformers import initialization
 
-    if isinstance(module, Experts):
-        std = float(getattr(model.config, "initializer_range", None) or 0.02)
-        for name, parameter in module.named_parameters(recurse=False):
-            if name.endswith("_bias"):
-                initialization.zeros_(parameter)
-            else:
-                initialization.normal_(parameter, std=std)
-    if not isinstance(module, Router):
-        return
-    tensors = dict(chain(module.named_parameters(), module.named_buffers()))
-    if all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors.values()):
-        return
-    found = sites(model)
-    site = next(site for site in found if site.router is module)
-    specs = {site.name: specs_in(model)[site.name]}
-    host = Host(rule=specs[site.name].rule()) if site.family is None else host_of(site, specs[site.name])
-    with torch.device("cpu"):
-        fresh = build_routers(places(found), specs, {site.name: host})[site.name]
-    assert fresh is not None
-    started = dict(chain(fresh.named_parameters(), fresh.named_buffers()))
-    for name, tensor in tensors.items():
-        initialization.copy_(tensor, started[name])
+    for name, parameter in experts.named_parameters(recurse=False):
+        initialization.zeros_(parameter) if name.endswith("_bias") else initialization.normal_(parameter, std=std)
+    experts._is_started = True
+
+
+def _start_router(router: Any, fresh: Router) -> None:
+    from transformers import initialization
+
+    values = dict(chain(fresh.named_parameters(), fresh.named_buffers()))
+    for name, tensor in chain(router.named_parameters(), router.named_buffers()):
+        initialization.copy_(tensor, values[name])
+    router._is_started = True
 
 
 def set_trained(gate: Any, trained: bool) -> None:
