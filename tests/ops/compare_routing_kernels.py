@@ -42,6 +42,13 @@ def same(got: Tensor, expected: Tensor) -> None:
     assert torch.equal(got.cpu(), expected), (got.cpu() != expected).nonzero()[:5]
 
 
+def from_a_mask(real: Tensor) -> Tensor:
+    """`real (T,)` as the diagonal of an attention mask, which is how a model tells padding."""
+    mask = torch.rand(len(real), len(real), device=real.device) < 0.5
+    mask.diagonal().copy_(real)
+    return mask.diagonal()
+
+
 def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: int, dim: int) -> None:
     """Float32, whatever the inputs: the error is that of float32 sums, a thousandth of that of a rounded product."""
     count = 70
@@ -81,7 +88,7 @@ def clusters(
     )
     weight, spreads = torch.randn(width, dim).to(weight_dtype), torch.rand(groups, dim)
     spreads[3] = 0
-    there = None if real is None else real.to(device)
+    there = None if real is None else from_a_mask(real.to(device))
     order, owners, bounds, totals = clusters_kernels.group(first.to(device), there, groups, TILE)
 
     members = first[:, None] == torch.arange(groups + 1)
@@ -209,7 +216,7 @@ def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     real = torch.rand(150) < 0.7
     chosen = torch.zeros(150, experts).scatter(1, naive.top(logits, k), 1.0) * (real if padded else 1 + 0 * real)[:, None]
     part = tl.bfloat16 if device == "cuda" else tl.float32
-    got = choose_kernels.together(logits.to(device), real.to(device) if padded else None, k, 64, part)
+    got = choose_kernels.together(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64, part)
     same(got.sum(0), chosen.t() @ chosen)
 
 
@@ -222,7 +229,7 @@ def order(device: str, padded: bool) -> None:
         below = torch.tensor(wanted)
         counts = torch.zeros(2, 4, 256, dtype=torch.int64, device=device)
         for byte in range(4):
-            there = None if real is None else real.to(device)
+            there = None if real is None else from_a_mask(real.to(device))
             order_kernels.count(values.to(device), there, below.to(device), counts, byte)
         same(order_kernels.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
 

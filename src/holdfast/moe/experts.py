@@ -131,6 +131,10 @@ def run_experts(
     dtype = _compute_dtype(tokens, up)
     if owners is None:
         out = _run(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu)
+    elif torch.compiler.is_exporting():
+        raise ValueError(
+            "these experts are spread over processes, which an exported program cannot reach; export on one process."
+        )
     else:
         up, down = owners.own(up), owners.own(down)
         up_bias, down_bias = (None if bias is None else owners.own(bias) for bias in (up_bias, down_bias))
@@ -152,6 +156,9 @@ def _run(
 ) -> Tensor:
     """Experts that are all at hand, on tokens in the dtype of the products and float32 weights."""
     dtype = tokens.dtype
+    if torch.compiler.is_exporting():
+        out = _every_expert(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
+        return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
     plan = dispatch(experts, up.shape[0])
     hidden = gather_mm(tokens, up.to(dtype), plan)
     if up_bias is not None:
@@ -161,6 +168,31 @@ def _run(
     else:
         out = mm_combine(activate(hidden, plan), down.to(dtype), weights, plan)
     return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
+
+
+def _every_expert(
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    activate: Callable[[Tensor, Dispatch], Tensor],
+) -> Tensor:
+    """Run every expert on every token and keep what was chosen.
+
+    For exported programs: shapes do not depend on the routes, and no operator is ours. It costs E / K times the products.
+    """
+    count = up.shape[0]
+    hidden = torch.matmul(tokens.unsqueeze(0), up.transpose(1, 2))  # (E,T,inner)
+    hidden = hidden if up_bias is None else hidden + up_bias.to(hidden.dtype).unsqueeze(1)
+    rows = hidden.flatten(0, 1)
+    all_used = Dispatch(experts, experts, torch.full((1,), rows.shape[0], device=rows.device))
+    outputs = torch.bmm(activate(rows, all_used).view(count, tokens.shape[0], -1), down.transpose(1, 2)).float()
+    dense = weights.new_zeros(tokens.shape[0], count + 1).scatter_add(1, experts, weights)[:, :count]
+    chosen = (experts.unsqueeze(-1) == torch.arange(count, device=experts.device)).any(1)  # (T,E)
+    # Not a product with a weight of 0 alone: an expert that was not chosen may overflow, and 0 times infinity is NaN.
+    return (outputs.where(chosen.t().unsqueeze(-1), 0.0) * dense.t().unsqueeze(-1)).sum(0).to(tokens.dtype)
 
 
 def activate_used(hidden: Tensor, plan: Dispatch, activation: Activation) -> Tensor:

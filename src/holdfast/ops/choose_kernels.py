@@ -356,12 +356,12 @@ def choose_backward(
 
 def together(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.dtype = tl.bfloat16) -> Tensor:
     """(S,E,E), to be summed: how often two experts are both among a real token's k best."""
-    count, experts = scores.shape
+    (count, experts), scores = scores.shape, scores.contiguous()
     splits = cdiv(count, share)
     out = torch.empty(splits, experts, experts, dtype=torch.float32, device=scores.device)
     _together[(splits,)](
         scores,
-        scores if real is None else real,
+        scores if real is None else real.contiguous(),
         out,
         count,
         share,

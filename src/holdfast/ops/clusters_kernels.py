@@ -233,7 +233,7 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) ->
     stride = clusters_of.stride(0)
     _count[(blocks,)](
         clusters_of,
-        real if padded else clusters_of,
+        real.contiguous() if padded else clusters_of,
         counts[0],
         counts[-1],
         tokens,
@@ -280,12 +280,12 @@ def sums(
 
     The mean is that of these tokens, or, where some are elsewhere, of the sums `around (C,d)`.
     """
-    tokens, width = values.shape
+    (tokens, width), values = values.shape, values.contiguous()
     clusters = bounds.shape[0] - 1
     out = torch.empty(clusters, width, dtype=torch.float32, device=values.device)
     _sums[(clusters * cdiv(width, WIDTH),)](
         values,
-        values if real is None else real,
+        values if real is None else real.contiguous(),
         order,
         bounds,
         out if around is None else around,

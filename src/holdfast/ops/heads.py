@@ -14,6 +14,8 @@ def take_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> tuple[Tensor
 
     Where there are fewer than `heads`, each is read by as many neighbours.
     """
+    if torch.compiler.is_exporting():
+        return tuple(_index_heads(rows, head, heads))
     taken: tuple[Tensor, ...] = _TakeHeads.apply(head, heads, *rows)  # type: ignore[no-untyped-call]
     return taken
 
@@ -42,6 +44,10 @@ def _take_heads_anywhere(rows: list[Tensor], head: Tensor, heads: int) -> list[T
 
         with on_device_of(head):
             return head_kernels.take(rows, head, heads)
+    return _index_heads(rows, head, heads)
+
+
+def _index_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> list[Tensor]:
     return [each.index_select(1, head * each.shape[1] // heads).squeeze(1) for each in rows]
 
 

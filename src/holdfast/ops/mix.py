@@ -53,6 +53,11 @@ def softmax_mix(
     """
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
+    if torch.compiler.is_exporting():
+        terms = _terms(
+            query, key, other_query, other_key, bias, real, _expanded(mask, query, key), causal, scale, other_scale
+        )
+        return _whole_mix(terms, _only_real(value, real))
     own_key = None if key is query else key
     out: Tensor = _SoftmaxMix.apply(  # type: ignore[no-untyped-call]
         query,
@@ -69,6 +74,13 @@ def softmax_mix(
         coarse,
     )
     return out
+
+
+def _whole_mix(terms: "_Terms", value: Tensor) -> Tensor:
+    """The mixture with all scores held at a time, in operations that any backend and format has."""
+    scores = terms.scores(slice(0, terms.query.shape[1]), slice(0, terms.key.shape[1]))
+    weights = (scores - _finite(scores.detach().amax(-1, keepdim=True))).exp()
+    return torch.bmm(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()

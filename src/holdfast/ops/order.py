@@ -19,8 +19,10 @@ def midpoint(values: Tensor, real: Tensor | None, below: Tensor, over_ranks: Cal
     """
     if has_kernels(values):
         counts = torch.zeros(2, BYTES, 256, dtype=torch.int64, device=values.device)
+        # Once for all four kernels, which read memory in order: `real` may be the diagonal of an attention mask.
+        values, real = values.detach().contiguous(), None if real is None else real.contiguous()
         for byte in range(BYTES):
-            _count(values.detach().contiguous(), real, below, counts, byte)
+            _count(values, real, below, counts, byte)
             mine = counts[:, byte]
             if (summed := over_ranks(mine)) is not mine:
                 mine.copy_(summed)

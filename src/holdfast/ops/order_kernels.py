@@ -85,10 +85,10 @@ def _midpoint(below, counts, out):
 
 def count(values: Tensor, real: Tensor | None, below: Tensor, counts: Tensor, byte: int) -> None:
     """Count the `byte`-th bytes of the keys, into `counts`, which holds the sums of the bytes before."""
-    size = values.numel()
+    size, values = values.numel(), values.contiguous()
     _count[(cdiv(size, BLOCK),)](
         values,
-        values if real is None else real,
+        values if real is None else real.contiguous(),
         below,
         counts,
         size,

@@ -30,6 +30,8 @@ def ieee_float32() -> Iterator[None]:
 
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     """`left (m,n)` times `right (n,p)`, in true float32; gradients in the dtypes of the inputs."""
+    if torch.compiler.is_exporting():
+        return left.float() @ right.float()
     out: Tensor = _MatMul.apply(left, right)  # type: ignore[no-untyped-call]
     return out
 
@@ -118,5 +120,9 @@ def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weigh
 
     The scaled tokens are made again in the backward instead of being kept.
     """
-    out: Tensor = _scaled_matmul(tokens.reshape(-1, tokens.shape[-1]), mixture.detach(), scales.detach(), weight)
+    rows, mixture, scales = tokens.reshape(-1, tokens.shape[-1]), mixture.detach(), scales.detach()
+    if torch.compiler.is_exporting():
+        out = (rows.float() * _token_scales(mixture, scales)) @ weight.float().t()
+    else:
+        out = _scaled_matmul(rows, mixture, scales, weight)
     return out.view(*tokens.shape[:-1], weight.shape[0])

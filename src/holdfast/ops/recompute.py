@@ -26,8 +26,13 @@ def _(like: Tensor) -> Tensor:
 _copy = operator("copy_of(Tensor state) -> Tensor", torch.clone, torch.empty_like, devices=EVERYWHERE)
 
 
-def as_now(state: Tensor) -> Tensor:
-    """A copy of a buffer for a backward to read; a compiled one would make it again, from what the buffer is by then."""
+def as_now(state: Tensor, training: bool = True) -> Tensor:
+    """A copy of a buffer for a backward to read; a compiled one would make it again, from what the buffer is by then.
+
+    Outside of training an exported program has a plain copy, since nothing in it changes the buffer.
+    """
+    if torch.compiler.is_exporting() and not training:
+        return state.clone()
     out: Tensor = _copy(state)
     return out
 

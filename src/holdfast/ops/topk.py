@@ -18,7 +18,21 @@ def ordered_keys(values: Tensor) -> Tensor:
     return monotone * 2**32 + countdown
 
 
+def exported_keys(values: Tensor) -> Tensor:
+    """float64 keys in the order of the float32 `values (..., E)`, an earlier index winning a tie; up to 2^17 entries.
+
+    ONNX can neither read the bits of a number nor sort stably. A float64 has 29 bits more than a float32: each value is
+    lowered by its index times 2^-42 of itself, which is less than the distance to the next float32, and a 0 by its index
+    times a number that is smaller than any float32.
+    """
+    wide = values.detach().double().clamp(-1e300, 1e300)  # infinite ones would become NaN below
+    index = torch.arange(values.shape[-1], device=values.device, dtype=torch.float64)
+    return wide - (wide.abs() * 2.0**-42 + 2.0**-200) * index
+
+
 def top(values: Tensor, k: int) -> Tensor:
     """Indices `(..., k)` of the k largest, descending; the lower index first among equals."""
+    if torch.compiler.is_exporting():
+        return exported_keys(values).topk(k, dim=-1).indices
     keys = ordered_keys(values)
     return keys.argsort(dim=-1, descending=True) if k == values.shape[-1] else keys.topk(k, dim=-1).indices

@@ -15,5 +15,5 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Is there something to compute on, and Triton to do it with?"""
-    return HAS_TRITON and tensor.is_cuda and tensor.numel() > 0
+    """Is there something to compute on, and Triton to do it with? An exported program has no kernels of ours."""
+    return HAS_TRITON and tensor.is_cuda and not torch.compiler.is_exporting() and tensor.numel() > 0

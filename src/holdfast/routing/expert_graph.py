@@ -80,7 +80,7 @@ class ExpertGraph(Informer, StatefulPart):
 
     def effective(self) -> Tensor:
         """(E,E): the graph as it acts, without what is below the threshold."""
-        graph = as_now(self.graph)
+        graph = as_now(self.graph, self.training)
         return graph if self.threshold == 0 else graph.where(graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from holdfast.routing.cache import RouterCache
 
@@ -45,6 +46,10 @@ class Routing:
     def loss(self) -> Tensor:
         """The sum of `losses`: what the caller adds to the training loss."""
         return torch.stack([*self.losses.values(), self.gates.new_zeros(())]).sum()
+
+
+# So that `torch.export` takes a layer that returns one.
+pytree.register_dataclass(Routing, serialized_type_name="holdfast.Routing")
 
 
 @dataclass(frozen=True)

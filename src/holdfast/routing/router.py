@@ -16,6 +16,15 @@ from holdfast.routing.state import StatefulPart
 LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, padding) -> weighted terms by name
 
 
+def _becomes_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+# `torch.onnx.export` tries again with Dynamo, which takes `is_in_onnx_export` for False. This has it call the function. The
+# decorator `torch.compiler.assume_constant_result` does the same, but loads all of Dynamo when this module is imported.
+_becomes_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class Router(nn.Module):
     """score, then up to one informer a side, then select; in float32 whatever the model's dtype.
 
@@ -115,6 +124,7 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Routing:
         """`tokens (B,N,d)` to their `Routing`; `(T,d)` too, for a router that looks at one token at a time."""
+        self._refuse_tracing()
         context = context or Context()
         tokens = self._sequences(tokens)
         real = context.real(tokens)
@@ -144,6 +154,19 @@ class Router(nn.Module):
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
         join(tokens)
         return routing
+
+    def _refuse_tracing(self) -> None:
+        """Raise an error where the forward is recorded by something that cannot hold a router."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self.layer}: torch.jit.trace, and so torch.onnx.export(dynamo=False), cannot record a router; use "
+                "torch.export.export, or torch.onnx.export(dynamo=True)."
+            )
+        if self.training and torch.compiler.is_exporting() and _becomes_onnx():
+            raise ValueError(
+                f"{self.layer}: this router is in training mode, and an ONNX model cannot learn; call model.eval() before "
+                "torch.onnx.export."
+            )
 
     def _sequences(self, tokens: Tensor) -> Tensor:
         if tokens.dim() == 2 and not self.traits.sequence_aware:

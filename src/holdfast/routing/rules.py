@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.ops.choose import Amounts
+from holdfast.ops.topk import top
 from holdfast.routing.parts import Scores, shares
 
 
@@ -72,5 +73,5 @@ def dampened(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | Non
 
 def by_weight(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Slots sorted by weight, descending, for a rule that ranks by something else."""
-    order = weights.argsort(dim=-1, descending=True, stable=True)
+    order = top(weights, weights.shape[-1])
     return experts.gather(-1, order), weights.gather(-1, order)

@@ -115,7 +115,7 @@ class SmoothTopK(Selector, StatefulPart):
         """The width of the strip now; 0 is hard top-k."""
         if self.inference == "hard" and not self.training:
             return torch.zeros_like(self.width)
-        eps = as_now(self.width) if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
+        eps = as_now(self.width, self.training) if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
         return eps.where(self.budget_now > 0, 0.0)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:

@@ -123,7 +123,7 @@ class AttentionPosterior(Informer, StatefulPart):
         attention = self._attention(context)
         if self.training:
             self.learn(lambda: self._entropies(attention, tokens, context))
-        head = as_now(self.entropy).argmin().view(1)
+        head = as_now(self.entropy, self.training).argmin().view(1)
         query, key, explained, bias = self._log_weights(attention, head, context)
         own, real, mask = gates, context.padding, _mask(attention, head)
         if context.cache is not None:
