@@ -15,16 +15,19 @@ PUBLIC = {
     "Router",
     "Routing",
     "audit",
+    "calibrate",
     "load",
     "register",
     "reroute",
     "restore",
     "router",
+    "router_loss_scale",
     "routers",
     "save",
     "shard_experts",
     "sparsify",
     "trace",
+    "trainer_callback",
 }
 
 

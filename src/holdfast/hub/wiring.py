@@ -117,7 +117,8 @@ def mark_changed(model: Any, changed: bool = True) -> None:
     both would silently be the model with its old routers.
     """
     for owner, name in ((model.config, "_name_or_path"), (model, "name_or_path")):
-        known = original_name(getattr(owner, name, None) or "")
+        given = getattr(owner, name, None)
+        known = original_name(given) if isinstance(given, str) else ""
         if known:
             setattr(owner, name, known + CHANGED_IN_MEMORY if changed else known)
 
