@@ -101,12 +101,10 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
     routers = watched(model)
     recorder = _Recorder([name for name, _, _ in routers], keep == "all", each)
     base = getattr(model, "base_model", None)  # called by itself, or by the model around it
-    handles = [
-        model.register_forward_pre_hook(recorder.begin, with_kwargs=True),
-        model.register_forward_hook(recorder.end, always_call=True),
-    ]
-    if isinstance(base, nn.Module) and base is not model:
-        handles.append(base.register_forward_pre_hook(recorder.begin_inside, with_kwargs=True))
+    handles = []
+    for called in [model, base] if isinstance(base, nn.Module) and base is not model else [model]:
+        handles.append(called.register_forward_pre_hook(recorder.begin, with_kwargs=True))
+        handles.append(called.register_forward_hook(recorder.end, always_call=True))
     for layer, (_, module, rule) in enumerate(routers):
         handles.append(module.register_forward_hook(partial(recorder.record, rule, layer)))
     try:
@@ -141,24 +139,14 @@ class _Recorder:
 
     def __init__(self, names: Sequence[str], all_steps: bool, each: Each | None) -> None:
         self.routes, self._all_steps, self._each = Routes(names), all_steps, each
-        self._latest = -1  # the layer that routed last in the forward under way; -1: none yet
-        self._running = False  # the whole model, not only its base
+        self._running: nn.Module | None = None  # the model whose forward is under way
+        self._recorded: set[int] = set()  # layers, in the last step
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Start a step, with what the model is given."""
-        self._running = True
-        self._begin(arguments, options)
-
-    def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        """Note that the model's forward is over."""
-        self._running = False
-
-    def begin_inside(self, base: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Start a step where the base model is called by itself."""
-        if not self._running:
-            self._begin(arguments, options)
-
-    def _begin(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Start a step with what the model is given, unless a model around it has started one."""
+        if self._running is not None:
+            return
+        self._running = model
         step = self._next_step()
         tokens = options.get("input_ids")
         tokens = options.get("inputs_embeds") if tokens is None else tokens
@@ -170,14 +158,20 @@ class _Recorder:
             step._padding = padding_of(mask, *step.shape, _tokens_before(options))
         step._padding_known = True
 
+    def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        """Note that the model's forward is over."""
+        if self._running is model:
+            self._running = None
+
     def record(self, rule: Rule | None, layer: int, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep what a router did, or hand it on."""
         if recomputing():
             return
-        if layer <= self._latest or not self.routes.steps:  # another forward, whose start no hook saw
-            self._next_step()
-        self._latest = layer
-        step = self.routes.steps[-1]
+        steps = self.routes.steps
+        if self._running is None and (not steps or steps[-1]._padding_known or layer in self._recorded):
+            self._next_step()  # of a forward whose start no hook saw
+        self._recorded.add(layer)
+        step = steps[-1]
         with torch.no_grad():  # or checkpointing would find tensors of the forward missing when it computes them again
             routing = detached(output if rule is None else record(output, rule))
         if self._each is None:
@@ -190,7 +184,7 @@ class _Recorder:
             self.routes.steps.clear()
         step = Step(self.routes.names)
         self.routes.steps.append(step)
-        self._latest = -1
+        self._recorded = set()
         return step
 
 

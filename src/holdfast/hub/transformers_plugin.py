@@ -2,7 +2,7 @@
 
 In a checkout of transformers whose version is the installed one (its tests also need `parameterized`):
 
-    pytest -p holdfast.testing.transformers_plugin --holdfast-router smooth tests/models/mixtral
+    pytest -p holdfast.hub.transformers_plugin --holdfast-router smooth tests/models/mixtral
 
 Every causal language model of a family that `holdfast.reroute` knows is rerouted as soon as a test has built it from a
 config. What `from_pretrained` reads from a folder is left as that says: where such a model was saved, it opens rerouted.
@@ -62,7 +62,7 @@ def _causal_models() -> list[Any]:
     """The class of causal language models of each MoE family, as far as this transformers has them."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from holdfast.hub import MOE_FAMILIES
+    from holdfast.hub.families import MOE_FAMILIES
 
     known = [CONFIG_MAPPING[name] for name in MOE_FAMILIES if name in CONFIG_MAPPING]
     return [MODEL_FOR_CAUSAL_LM_MAPPING[config] for config in known if config in MODEL_FOR_CAUSAL_LM_MAPPING]
@@ -76,7 +76,7 @@ def _replace_garbage(model: Any) -> None:
 
 
 def _reroute_what_is_built(kind: Any, router: str) -> None:
-    from holdfast.hub import reroute
+    from holdfast.hub.reroute import reroute
 
     build, load = kind.__init__, kind.from_pretrained.__func__
 
