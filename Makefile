@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-matrix lint bench pretrained clean
+.PHONY: demo test test-slow test-matrix lint bench pretrained clean
 
 demo: .venv/ready
 	$(BIN)/holdfast compare --out results/demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+# Sweeps over every router and many conditions of other libraries; `make test` has at least one case of each.
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 lint: .venv/ready
 	$(BIN)/ruff check .

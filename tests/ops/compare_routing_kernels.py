@@ -19,6 +19,7 @@ from holdfast.routing.scores import Linear
 from holdfast.routing.selection import TopK
 from holdfast.routing.smoothing import MEMORY as WIDTH_MEMORY
 from holdfast.routing.smoothing import SmoothTopK
+from holdfast.routing.state import is_set
 from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
 
 CASES: list[tuple[How, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
@@ -154,13 +155,13 @@ def means(device: str) -> None:
             staged.copy_(torch.rand(state.shape) * (not empty))
             part.get_buffer("seen").fill_(seen)
             count.fill_(tokens)
-            before = state, part.get_buffer("seen"), staged, count
+            before = state, is_set(part.get_buffer("seen")), staged, count
             mean, known, taught, number = (each.clone().to(device) for each in before)
             memory = ENTROPY_MEMORY if is_sum else WIDTH_MEMORY
             running_kernels.absorb(mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum)
             part.absorb_where(torch.tensor(due))
             close(mean.view(-1), state.view(-1), 1e-6)
-            same(known, part.get_buffer("seen"))
+            same(known, is_set(part.get_buffer("seen")))
 
 
 def awkward_logits(count: int, experts: int) -> Tensor:

@@ -23,7 +23,7 @@ from holdfast.routing.parts import TINY, Scores, Selection, Selector
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight
 from holdfast.routing.selection import check_k
-from holdfast.routing.state import StatefulPart, sum_over_ranks
+from holdfast.routing.state import StatefulPart, flag, is_set, sum_over_ranks
 from holdfast.suggest import unknown
 
 POWER_IN, POWER_OUT = 1, 50  # a and b of S
@@ -88,7 +88,7 @@ class SmoothTopK(Selector, StatefulPart):
         self.coefficients = ("alpha",) if control == "loss" else ()
         self.register_buffer("budget_now", torch.tensor(float(budget)))
         self.register_buffer("width", torch.tensor(float(eps)))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("seen", flag())
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # softplus back
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
@@ -102,13 +102,13 @@ class SmoothTopK(Selector, StatefulPart):
 
     def absorb(self) -> dict[str, Tensor]:
         batch, counts = self.get_buffer("staged_width"), self.get_buffer("staged_tokens") > 0
-        width, _ = running_mean(self.width, self.seen, batch, counts, MEMORY)
+        width, _ = running_mean(self.width, is_set(self.seen), batch, counts, MEMORY)
         # The first batch with a gap sets it: under a graph that still is zero all experts tie.
-        return {"width": width, "seen": self.seen | (counts & (batch > 0))}
+        return {"width": width, "seen": is_set(self.seen) | (counts & (batch > 0))}
 
     def absorb_where(self, due: Tensor) -> None:
         staged = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
-        if not absorb_mean(self.width, self.seen, *staged, due, memory=MEMORY, is_sum=False):
+        if not absorb_mean(self.width, is_set(self.seen), *staged, due, memory=MEMORY, is_sum=False):
             super().absorb_where(due)
 
     def eps(self) -> Tensor:

@@ -24,12 +24,12 @@ from holdfast.routing.parts import Part
 class StatefulPart(Part):
     """A part with state under the rule (abstract). State and staged statistics are buffers: saved, moved, kept float32."""
 
-    pending: Tensor
+    pending: Tensor  # 0 or 1
     learning = True  # False: nothing is staged or committed and no loss made, even in training
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("pending", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("pending", flag())
         self.register_state_dict_pre_hook(_commit_before_saving)
 
     @abstractmethod
@@ -47,9 +47,9 @@ class StatefulPart(Part):
         if not self.learning:
             return
         if torch.compiler.is_compiling():  # then the question is asked when it runs, by an operator
-            self._commit(self.pending & first_forward(self.pending))
+            self._commit(is_set(self.pending) & first_forward(self.pending))
         elif not recomputing():
-            self._commit(self.pending)
+            self._commit(is_set(self.pending))
 
     @torch.no_grad()
     def learn(self, statistics: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -64,22 +64,22 @@ class StatefulPart(Part):
             if not recomputing():
                 for name, value in statistics.items():
                     self.get_buffer(f"staged_{name}").copy_(value)
-                self.pending.fill_(True)
+                self.pending.fill_(1)
             return
         first = first_forward(self.pending)
         for name, value in statistics.items():
             staged = self.get_buffer(f"staged_{name}")
             staged.copy_(torch.where(first, value.to(staged.dtype), staged))
-        self.pending.logical_or_(first)
+        self.pending.copy_(is_set(self.pending) | first)
 
     @torch.no_grad()
     def commit(self) -> None:
         """Let the staged statistics into the state, once."""
-        self._commit(self.pending)
+        self._commit(is_set(self.pending))
 
     def _commit(self, due: Tensor) -> None:
         self.absorb_where(due)
-        self.pending.logical_xor_(due)  # only what is pending is ever due
+        self.pending.copy_(is_set(self.pending) ^ due)  # only what is pending is ever due
 
     def absorb_where(self, due: Tensor) -> None:
         """Replace the state by its new values if `due`, a bool on the device."""
@@ -92,6 +92,16 @@ class StatefulPart(Part):
         if not mode:
             self.commit()
         return super().train(mode)
+
+
+def flag() -> Tensor:
+    """Return a flag that is not set, for a buffer. No bool: others do arithmetic with whatever is in a state dict."""
+    return torch.zeros((), dtype=torch.uint8)
+
+
+def is_set(buffer: Tensor) -> Tensor:
+    """Return a flag as a bool on its device, which shares its memory."""
+    return buffer.view(torch.bool)
 
 
 def _commit_before_saving(part: torch.nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -18,7 +18,7 @@ from holdfast.ops.recompute import as_now
 from holdfast.ops.running import absorb_mean, running_mean
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
-from holdfast.routing.state import StatefulPart, sum_over_ranks
+from holdfast.routing.state import StatefulPart, flag, is_set, sum_over_ranks
 
 ENTROPY_MEMORY = 0.9
 SAMPLE = 512  # tokens of a sequence
@@ -101,18 +101,18 @@ class AttentionPosterior(Informer, StatefulPart):
         self.heads, self.strength = heads, strength
         self.sigma = math.sqrt(dim) if sigma is None else sigma
         self.register_buffer("entropy", torch.zeros(heads))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("seen", flag())
         self.register_statistics(entropies=torch.zeros(heads), tokens=torch.zeros(()))
 
     def absorb(self) -> dict[str, Tensor]:
         tokens = self.get_buffer("staged_tokens")
         mean = self.get_buffer("staged_entropies") / tokens.clamp_min(1)
-        entropy, seen = running_mean(self.entropy, self.seen, mean, tokens > 0, ENTROPY_MEMORY)
+        entropy, seen = running_mean(self.entropy, is_set(self.seen), mean, tokens > 0, ENTROPY_MEMORY)
         return {"entropy": entropy, "seen": seen}
 
     def absorb_where(self, due: Tensor) -> None:
         staged = self.get_buffer("staged_entropies"), self.get_buffer("staged_tokens")
-        if not absorb_mean(self.entropy, self.seen, *staged, due, memory=ENTROPY_MEMORY, is_sum=True):
+        if not absorb_mean(self.entropy, is_set(self.seen), *staged, due, memory=ENTROPY_MEMORY, is_sum=True):
             super().absorb_where(due)
 
     @property
