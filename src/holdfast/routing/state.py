@@ -100,8 +100,9 @@ def flag() -> Tensor:
 
 
 def is_set(buffer: Tensor) -> Tensor:
-    """Return a flag as a bool on its device, which shares its memory."""
-    return buffer.view(torch.bool)
+    """Return a flag as a bool on its device; in eager execution it shares the buffer's memory, for kernels that write it."""
+    # Inductor of torch 2.11 does not lower such a view, and fuses a comparison with what reads it.
+    return buffer != 0 if torch.compiler.is_compiling() else buffer.view(torch.bool)
 
 
 def _commit_before_saving(part: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
