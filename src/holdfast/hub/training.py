@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.outputs import extend_annotated, with_fields
 from holdfast.losses import Losses, alone, balance
+from holdfast.ops.recompute import recomputing
 from holdfast.routing import Router, Routing
 from holdfast.routing.state import mean_over_ranks
 
@@ -30,25 +31,37 @@ FP16 = (
     "and by how much it is scaled is not known: pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
     "holdfast.router_loss_scale(model, scaler.get_scale()) before each step."
 )
+TWICE = (
+    "this is a second backward through one forward, and the first one has added the routers' losses, which its loss did not "
+    "contain: take one backward of the sum, or add outputs.router_loss to the loss that shall train routers and "
+    "0 * outputs.router_loss to the others."
+)
 
 
 class Junction(torch.autograd.Function):
     """Return `loss` and `weights` unchanged, and give `loss` its gradient once.
 
-    The gradient of the returned loss where it was read, else `ledger.unread_gradient`, whenever a gradient arrives at the
-    returned weights.
+    The gradient of the returned loss where it was read, else `ledger.unread_gradient`, when a gradient arrives at the
+    returned weights. After a backward that has read the loss, a second one through the same forward adds nothing to it;
+    after one that has not, a second one would count the loss twice, and is refused.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weights: Tensor, ledger: "Ledger", half: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.ledger, ctx.half, ctx.device = ledger, half, loss.device
+        ctx.was_read = ctx.was_added = False
         return loss.view_as(loss), weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, read: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if read is None:
+        if ctx.was_added:
+            raise ValueError(TWICE)
+        if read is not None:
+            ctx.was_read = True
+        elif not ctx.was_read:
             read = torch.full((), ctx.ledger.unread_gradient(ctx.half), device=ctx.device)
+            ctx.was_added = True
         return read, weights, None, None
 
 
@@ -97,7 +110,8 @@ class Ledger:
         self._logits: list[Tensor] = []
         self._with_gradient = self._generating = self._calibrating = self._under_way = self._warned = False
         self.loss_scale: float | None = None  # of losses that were not read; None: not set
-        self.asked = False  # for router logits, in the forward under way
+        self._asked = self._latest_asked = False  # for router logits; in the last forward that a backward may recompute
+        self._as_tuple = False  # the forward under way, asked for router logits, is to return a tuple
         self.has_backward = True  # the forward under way, as far as one can tell
         self.learning = True
         self._ids: Tensor | None = None  # of the forward under way
@@ -106,7 +120,7 @@ class Ledger:
         extend_annotated(model)
         self._handles = [
             model.register_forward_pre_hook(self._open, with_kwargs=True),
-            model.register_forward_hook(self._close, with_kwargs=True),
+            model.register_forward_hook(self._close, with_kwargs=True, always_call=True),
         ]
         inner: Any = getattr(model, "base_model", model)
         if lists_logits and inner is not model:
@@ -115,6 +129,11 @@ class Ledger:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def asked(self) -> bool:
+        """Whether router logits were asked for, in the forward under way or in the one that a backward recomputes."""
+        return self._asked if self._under_way else self._latest_asked
 
     @property
     def token_ids(self) -> Tensor | None:
@@ -126,7 +145,7 @@ class Ledger:
 
         losses   the layer's `Losses`, for evaluation, where routers compute none; None where it has none
         """
-        if self.asked and self._under_way:
+        if self.asked and (self._under_way or (not torch.compiler.is_compiling() and recomputing())):
             self._collect_requested(routing, losses, padding, k)
         if not routing.losses or not self.learning:
             return weights
@@ -189,15 +208,17 @@ class Ledger:
         return traced
 
     def _collect_requested(self, routing: Routing, losses: Any, padding: Tensor | None, k: int) -> None:
-        over_ranks = mean_over_ranks if self._with_gradient and self.learning else alone
+        if self._on_request and self._under_way and self._with_gradient and not torch.is_grad_enabled():
+            raise ValueError(REENTRANT)
+        # A recomputation must save the tensors that the forward did, but its results are not counted again.
+        requested, logits = (self._requested, self._logits) if self._under_way else ([], [])
+        over_ranks = mean_over_ranks if torch.is_grad_enabled() and self.learning else alone
         if self._lists_logits:
-            self._logits.append(routing.logits)
+            logits.append(routing.logits)
         if self._on_request:
-            self._requested.append(k * balance(routing, padding, over_ranks))  # the family's own is k where ours is 1
+            requested.append(k * balance(routing, padding, over_ranks))  # the family's own is k where ours is 1
         elif isinstance(losses, Losses) and not routing.losses:
-            self._requested.append(
-                torch.stack([*losses(routing, padding, alone).values(), routing.gates.new_zeros(())]).sum()
-            )
+            requested.append(torch.stack([*losses(routing, padding, alone).values(), routing.gates.new_zeros(())]).sum())
 
     def _open(
         self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
@@ -212,9 +233,14 @@ class Ledger:
         self._read = [] if model.training and self.learning else None
         self._requested, self._logits = [], []
         asked = options.get(ASK)
-        self.asked = bool(getattr(self._config, ASK, False) if asked is None else asked)
-        if not self.asked or not (self._lists_logits or options.get("fused_lm_head")):
-            return None
+        self._asked = bool(getattr(self._config, ASK, False) if asked is None else asked)
+        if self._with_gradient:
+            self._latest_asked = self._asked
+        self._as_tuple = self._asked and options.get("return_dict") is False
+        if self._as_tuple:  # in a tuple, which value is the loss and which the `aux_loss` cannot be told
+            options = {**options, "return_dict": True}
+        if not self._asked or not (self._lists_logits or options.get("fused_lm_head")):
+            return (inputs, options) if self._as_tuple else None
         # A dense family knows no such option. TRL's own forward would compute the family's loss from the logits.
         return inputs, {name: value for name, value in options.items() if name != ASK} | (
             {} if self._lists_logits and not options.get("fused_lm_head") else {ASK: False}
@@ -234,8 +260,15 @@ class Ledger:
             self._ids = self._latest_ids = None
             for forget in self.when_done:
                 forget()
-        if not read and not self.asked:
-            return outputs
+        if outputs is not None and (read or self._asked):  # None: the forward has raised
+            outputs = self._complete(model, read, options, outputs)
+            if self._as_tuple:
+                outputs = tuple(value for name, value in outputs.items() if name != "router_loss")
+        self._requested, self._logits = [], []  # they hold the graph
+        return outputs
+
+    def _complete(self, model: nn.Module, read: list[Tensor] | None, options: dict[str, Any], outputs: Any) -> Any:
+        """Return the outputs with what routers add to them."""
         if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there is one, and only it is a scalar
             if outputs[0].dim() == 0:
                 return (outputs[0] + self._added(model, read, options, outputs[0].device), *outputs[1:])
@@ -258,7 +291,7 @@ class Ledger:
     def _expose(self, outputs: Any, read: list[Tensor] | None) -> None:
         if read:
             outputs.router_loss = _total(read, read[-1].device)
-        if not self.asked:
+        if not self._asked:
             return
         if self._on_request:
             if self._requested:
@@ -285,7 +318,7 @@ def _without_request(
 
 def text_config(model: Any) -> Any:
     config = model.config
-    return config.gettext_config() if hasattr(config, "gettext_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _total(losses: list[Tensor], device: torch.device) -> Tensor:
