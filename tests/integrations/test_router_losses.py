@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -487,3 +488,24 @@ def test_outputs_in_training_can_be_pickled_and_copied(family: str) -> None:
     for copied in (pickle.loads(pickle.dumps(out)), copy.deepcopy(out)):
         assert type(copied) is type(out) and list(copied) == list(out)
         assert torch.equal(copied.aux_loss, out.aux_loss) and torch.equal(copied.logits, out.logits)
+
+
+def test_threads_that_ask_for_router_logits_do_not_disturb_each_other() -> None:
+    model, wrong = model_of("mixtral", "smoe").eval(), []
+    with torch.no_grad():
+        expected = [model(**text(seed=seed), output_router_logits=True).aux_loss for seed in range(4)]
+
+    def ask(seed: int) -> None:
+        with torch.no_grad():
+            for turn in range(15):
+                asked = (turn + seed) % 2 == 0
+                out = model(**text(seed=seed), output_router_logits=asked)
+                if asked and not (out.aux_loss is not None and torch.allclose(out.aux_loss, expected[seed])):
+                    wrong.append(turn)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
