@@ -141,7 +141,7 @@ class _Recorder:
 
     def __init__(self, names: Sequence[str], all_steps: bool, each: Each | None) -> None:
         self.routes, self._all_steps, self._each = Routes(names), all_steps, each
-        self._latest = -1  # the layer that routed last in the forward under way; -1: none yet
+        self._seen: set[int] = set()  # layers that have routed in the forward under way; towers run in any order
         self._running = False  # the whole model, not only its base
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -174,9 +174,9 @@ class _Recorder:
         """Keep what a router did, or hand it on."""
         if recomputing():
             return
-        if layer <= self._latest or not self.routes.steps:  # another forward, whose start no hook saw
+        if layer in self._seen or not self.routes.steps:  # another forward, whose start no hook saw
             self._next_step()
-        self._latest = layer
+        self._seen.add(layer)
         step = self.routes.steps[-1]
         with torch.no_grad():  # or checkpointing would find tensors of the forward missing when it computes them again
             routing = detached(output if rule is None else record(output, rule))
@@ -190,7 +190,7 @@ class _Recorder:
             self.routes.steps.clear()
         step = Step(self.routes.names)
         self.routes.steps.append(step)
-        self._latest = -1
+        self._seen = set()
         return step
 
 
