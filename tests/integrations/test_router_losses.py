@@ -1,5 +1,8 @@
 """The gradient of the routers' losses is the same whoever computes the loss, from whatever it reads."""
 
+import copy
+import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 from test_losses_in_models import LOSSES, changed, gradients, quiet, rows, text
+from tiny import tiny
 from torch import Tensor
 
 import holdfast
@@ -376,3 +380,132 @@ def test_two_checkpointed_forwards_before_one_backward_are_refused_where_they_wo
     model(**batch).loss.backward()
     model.gradient_checkpointing_disable()
     (model(**batch).loss + model(**text(seed=7)).loss).backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_backwards_through_one_forward_count_the_losses_once_or_are_refused() -> None:
+    batch, whole = text(), model_of("llama", "smoe")
+    out = whole(**batch)
+    (out.loss + cross_entropy(out, batch["labels"])).backward()
+    model = model_of("llama", "smoe")
+    out = model(**batch)
+    out.loss.backward(retain_graph=True)
+    cross_entropy(out, batch["labels"]).backward()
+    assert_same(model, gradients(whole))
+    model = model_of("llama", "smoe")
+    out = model(**batch)
+    (cross_entropy(out, batch["labels"]) + 0 * out.router_loss).backward(retain_graph=True)
+    out.loss.backward()
+    assert_same(model, gradients(whole))
+    for second in ("unread", "read"):
+        out = model_of("llama", "smoe")(**batch)
+        cross_entropy(out, batch["labels"]).backward(retain_graph=True)
+        with pytest.raises(ValueError, match="second backward through one forward"):
+            (out.loss if second == "read" else cross_entropy(out, batch["labels"])).backward()
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("losses", [LOSSES, None])
+@pytest.mark.parametrize("family", ["mixtral", "llama", "deepseek_v3"])
+def test_a_tuple_with_router_logits_holds_the_values_of_the_named_outputs(
+    family: str, losses: holdfast.Losses | None, labelled: bool
+) -> None:
+    """In a family's tuple the first scalar may be the loss or the `aux_loss`."""
+    model, batch = model_of(family, "smoe", losses), text() if labelled else inputs(text())
+    for training in (True, False):
+        named = model.train(training)(**batch, output_router_logits=True)
+        values = model(**batch, output_router_logits=True, return_dict=False)
+        names = [name for name in named if name != "router_loss"]
+        assert len(values) == len(names)
+        for name, value in zip(names, values, strict=True):
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(value, named[name])
+
+
+def test_layers_that_keep_their_router_count_in_a_balance_loss_that_is_asked_for() -> None:
+    """`smoe` starts from the checkpoint's own routes, so it does not matter which layers have it."""
+    batch, found = text(), []
+    for layers in ("all", "last:1", [0]):
+        model = holdfast.reroute(tiny("mixtral"), "smoe", layers=layers).train()
+        out = model(**batch, output_router_logits=True)
+        out.aux_loss.backward()
+        found.append((out.aux_loss, model))
+    for value, model in found[1:]:
+        torch.testing.assert_close(value, found[0][0])
+        assert_same(model, gradients(found[0][1]))
+    copied = copy.deepcopy(found[1][1])
+    torch.testing.assert_close(copied(**batch, output_router_logits=True).aux_loss, found[0][0])
+    restored, plain = holdfast.restore(found[1][1]), tiny("mixtral").train()
+    plain(**batch, output_router_logits=True)  # transformers puts hooks of its own on a model that it records
+    for one, other in zip(restored.modules(), plain.modules(), strict=True):
+        assert len(one._forward_hooks) == len(other._forward_hooks)
+        assert len(one._forward_pre_hooks) == len(other._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("layers", ["all", "last:1"])
+@pytest.mark.parametrize("router", ["smoe", "symphony+smooth", "ac"])
+def test_activation_checkpointing_recomputes_a_balance_loss_that_was_asked_for(router: str, layers: str) -> None:
+    """TRL's defaults, on a model that was rerouted without losses; a forward without gradients, as of DPO, in between."""
+    batch, found = text(), []
+    for checkpointed in (False, True):
+        model = holdfast.reroute(tiny("mixtral"), router, layers=layers).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        out = model(**batch, output_router_logits=True)
+        with torch.no_grad():
+            model(**inputs(batch))
+        out.loss.backward()
+        found.append(model)
+    assert_same(found[1], gradients(found[0]))
+    model = holdfast.reroute(tiny("mixtral"), router, layers=layers).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(ValueError, match="reentrant"):
+        model(**batch, output_router_logits=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forward_that_raises_leaves_nothing_behind() -> None:
+    """Routers do not learn in forwards without gradients, and must again after one that failed."""
+    batch, model, other = text(), model_of("llama", "symphony"), model_of("llama", "symphony")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of memory"):
+        model(**batch)
+    handle.remove()
+    for one in (model, other):
+        READERS[".forward()"](one, batch).backward()
+    assert_same(model, gradients(other))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_outputs_in_training_can_be_pickled_and_copied(family: str) -> None:
+    with torch.no_grad():
+        out = model_of(family, "smoe").eval()(**text(), output_router_logits=True, use_cache=False)
+    for copied in (pickle.loads(pickle.dumps(out)), copy.deepcopy(out)):
+        assert type(copied) is type(out) and list(copied) == list(out)
+        assert torch.equal(copied.aux_loss, out.aux_loss) and torch.equal(copied.logits, out.logits)
+
+
+def test_threads_that_ask_for_router_logits_do_not_disturb_each_other() -> None:
+    model, wrong = model_of("mixtral", "smoe").eval(), []
+    with torch.no_grad():
+        expected = [model(**text(seed=seed), output_router_logits=True).aux_loss for seed in range(4)]
+
+    def ask(seed: int) -> None:
+        with torch.no_grad():
+            for turn in range(15):
+                asked = (turn + seed) % 2 == 0
+                out = model(**text(seed=seed), output_router_logits=asked)
+                if asked and not (out.aux_loss is not None and torch.allclose(out.aux_loss, expected[seed])):
+                    wrong.append(turn)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

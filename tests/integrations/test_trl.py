@@ -225,3 +225,51 @@ def test_adapters_train_with_the_routers_losses_and_references_teach_nothing(tra
     moved = [value for name, value in model.named_buffers() if name.endswith("graph")]
     assert all(not torch.equal(one, other) for one, other in zip(graphs, moved, strict=True))
     assert seen == ([True] * 3 + [False] * 3) * 2 if trainer == "DPO" else all(seen)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_trls_defaults_train_a_model_that_was_rerouted_without_losses(trainer: str, tmp_path: Path) -> None:
+    """TRL asks for `aux_loss` and checkpoints activations."""
+    found = []
+    for checkpointed in (False, True):
+        model = model_of("mixtral", "smoe", None)
+        options = needed(trainer, "mixtral", "smoe") | {"gradient_checkpointing": checkpointed}
+        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(checkpointed), [], **options), model))
+    assert_same(found[1], found[0])
+
+
+def test_the_reference_that_dpo_makes_of_a_trained_adapter_has_its_router_state(tmp_path: Path) -> None:
+    """TRL adds an adapter, `ref`, and copies parameters into it; the state of routers is not among these."""
+    import peft
+
+    holdfast.save(model_of("mixtral", "symphony+smooth", LOSSES), tmp_path / "base", tokenizer=tokenizer())
+    torch.manual_seed(4)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(holdfast.load(tmp_path / "base"), config)
+    sft(model, tmp_path / "sft", [], max_steps=3, learning_rate=1e-3).train()
+    model.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(10, 22).view(2, 6)
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", is_trainable=True)
+    run = dpo(again, tmp_path / "dpo", [], logging_steps=1, max_steps=3, learning_rate=1e-3)
+    run.train()
+    margins = [entry["rewards/margins"] for entry in run.state.log_history if "rewards/margins" in entry]
+    assert margins[0] == 0.0 and margins[-1] != 0.0  # the policy is its reference until the first update
+    again.set_adapter("ref")
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, expected)
+    again.add_adapter("fresh", config)
+    again.set_adapter("fresh")
+    fresh = dict(again.named_buffers())
+    base = dict(peft.get_peft_model(holdfast.load(tmp_path / "base"), config).named_buffers())
+    graphs = [name for name in base if name.endswith("graph")]
+    assert graphs and all(torch.equal(fresh[name], base[name]) for name in graphs)
+
+
+def test_dpo_does_not_make_its_reference_from_the_folder_of_a_restored_model(tmp_path: Path) -> None:
+    """The folder has routers that the model has no more."""
+    holdfast.save(model_of("mixtral", "smooth", LOSSES), tmp_path / "saved", tokenizer=tokenizer())
+    model = holdfast.restore(holdfast.load(tmp_path / "saved"))
+    with pytest.raises(Exception, match="changed in memory by Holdfast"):
+        dpo(model, tmp_path / "run", [])

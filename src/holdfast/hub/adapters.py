@@ -106,6 +106,7 @@ class RouterState:
         self.current: str | None = None if self._disable_adapters or not self._active_adapter else self._active_adapter[0]
         self.states: dict[str | None, State] = {None: _copied(self._buffers_of_routers())}
         self.replaced: dict[str | None, State] = {None: {}}  # parameters of routers, where an adapter was loaded with others
+        self.added: dict[str, tuple[str, State, State]] = {}  # the active adapter, its state and `replaced`, at the time
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         """Raise when PEFT announces a batch with an adapter for each row (`adapter_names`)."""
@@ -140,6 +141,7 @@ class RouterState:
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         self._active_adapter = names[:1]
+        self._note_added()
         if not self._disable_adapters:
             self._switch(names[0] if names else None)
 
@@ -150,8 +152,8 @@ class RouterState:
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
         if adapter_name in self._active_adapter:
             self.set_adapter(new_active_adapters or [])
-        self.states.pop(adapter_name, None)
-        self.replaced.pop(adapter_name, None)
+        for kept in (self.states, self.replaced, self.added):
+            kept.pop(adapter_name, None)  # type: ignore[attr-defined]
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> nn.Module:
         """The model stays without adapters: with the state of the merged one, or with that from before any."""
@@ -208,6 +210,7 @@ class RouterState:
         """Give the routers another adapter's state, uncommitted as it is: a backward may still recompute a forward."""
         if adapter == self.current:
             return
+        self._take_copied_state(adapter)
         buffers, parameters = self._buffers_of_routers(), self._parameters_of_routers()
         if self.current is not None:  # what forwards without adapters did to state is not kept
             self.states[self.current] = _copied(buffers)
@@ -218,6 +221,26 @@ class RouterState:
         wanted = self.replaced.get(adapter, {}) if adapter is not None else {}
         _fill(parameters, {name: wanted.get(name, self.replaced[None][name]) for name in {*former, *wanted}})
         self.current = adapter
+
+    def _note_added(self) -> None:
+        """Keep the state of the active adapter for adapters that PEFT has just added: one may become its copy."""
+        if self.current is None:
+            return
+        for name in self._adapters - self.states.keys() - self.added.keys() - {self.current}:
+            parameters = self._parameters_of_routers()
+            replaced = _copied({name: parameters[name] for name in self.replaced.get(self.current, {})})
+            self.added[name] = (self.current, _copied(self._buffers_of_routers()), replaced)
+
+    def _take_copied_state(self, adapter: str | None) -> None:
+        """Give an adapter that is a copy of another the state that the other had when it was added.
+
+        TRL makes a reference so: it adds an adapter, `ref`, and copies the parameters of the one that is to be trained.
+        """
+        if adapter is None or adapter not in self.added or adapter in self.states:
+            return
+        copied_from, state, replaced = self.added.pop(adapter)
+        if _are_equal(self.__dict__["model"], adapter, copied_from):
+            self.states[adapter], self.replaced[adapter] = state, replaced
 
     @contextmanager
     def _switched(self, adapter: str) -> Iterator[None]:
@@ -265,6 +288,17 @@ def _active(model: nn.Module) -> tuple[list[str], bool]:
         if isinstance(module, BaseTunerLayer):
             return list(module.active_adapters)[:1], bool(module.disable_adapters)
     return [], False
+
+
+def _are_equal(model: nn.Module, adapter: str, other: str) -> bool:
+    """Whether two adapters have the same parameters."""
+    parameters = dict(model.named_parameters())
+    pairs = [
+        (value, parameters.get(f"{name}.".replace(f".{other}.", f".{adapter}.").removesuffix(".")))
+        for name, value in parameters.items()
+        if f".{other}." in f"{name}."
+    ]
+    return bool(pairs) and all(copy is not None and torch.equal(value, copy) for value, copy in pairs)
 
 
 def _plain_name(name: str) -> str:

@@ -175,6 +175,7 @@ def finish_loading(model: Any) -> None:
     from holdfast.hub.surgery import require_runnable
     from holdfast.moe import name_layers
 
+    model.__dict__["_opened_changed"] = True
     for name in model.__dict__.pop("_frozen", ()):  # loading makes all of them trainable
         model.get_parameter(name).requires_grad_(False)
     # The names of this folder's weights say nothing about those that a restored model is saved under.

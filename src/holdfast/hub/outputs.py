@@ -17,10 +17,21 @@ def extended(kind: type) -> type:
     if kind not in _extended:
         known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         fields = [(name, Any, dataclasses.field(default=None)) for name in FIELDS if name not in known]
-        made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__})
+        made = dataclasses.make_dataclass(
+            kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__, "__reduce_ex__": _reduce}
+        )
         made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
         _extended[kind] = made
     return _extended[kind]
+
+
+def _reduce(outputs: Any, protocol: Any) -> tuple[Any, ...]:
+    """For copies and pickles: the class cannot be found by its name, which is another's, but made again."""
+    return _made_again, (type(outputs).__bases__[0], {name: getattr(outputs, name) for name in outputs})
+
+
+def _made_again(kind: type, values: dict[str, Any]) -> Any:
+    return extended(kind)(**values)
 
 
 def extend_annotated(model: Any) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.outputs import extend_annotated, with_fields
+from holdfast.hub.per_thread import PerThread
 from holdfast.losses import Losses, alone, balance
+from holdfast.ops.recompute import recomputing
 from holdfast.routing import Router, Routing
 from holdfast.routing.state import mean_over_ranks
 
@@ -30,25 +32,37 @@ FP16 = (
     "and by how much it is scaled is not known: pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
     "holdfast.router_loss_scale(model, scaler.get_scale()) before each step."
 )
+TWICE = (
+    "this is a second backward through one forward, and the first one has added the routers' losses, which its loss did not "
+    "contain: take one backward of the sum, or add outputs.router_loss to the loss that shall train routers and "
+    "0 * outputs.router_loss to the others."
+)
 
 
 class Junction(torch.autograd.Function):
     """Return `loss` and `weights` unchanged, and give `loss` its gradient once.
 
-    The gradient of the returned loss where it was read, else `ledger.unread_gradient`, whenever a gradient arrives at the
-    returned weights.
+    The gradient of the returned loss where it was read, else `ledger.unread_gradient`, when a gradient arrives at the
+    returned weights. After a backward that has read the loss, a second one through the same forward adds nothing to it;
+    after one that has not, a second one would count the loss twice, and is refused.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weights: Tensor, ledger: "Ledger", half: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.ledger, ctx.half, ctx.device = ledger, half, loss.device
+        ctx.was_read = ctx.was_added = False
         return loss.view_as(loss), weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, read: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if read is None:
+        if ctx.was_added:
+            raise ValueError(TWICE)
+        if read is not None:
+            ctx.was_read = True
+        elif not ctx.was_read:
             read = torch.full((), ctx.ledger.unread_gradient(ctx.half), device=ctx.device)
+            ctx.was_added = True
         return read, weights, None, None
 
 
@@ -63,6 +77,25 @@ class CompiledJunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, read: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return torch.where(read != 0, read, ctx.scale), weights, None
+
+
+@dataclasses.dataclass
+class _Forward:
+    """A forward of the model under way."""
+
+    under_way: bool = False
+    with_gradient: bool = False
+    asked: bool = False  # for router logits
+    as_tuple: bool = False  # asked for router logits, it is to return a tuple
+    ids: Tensor | None = None
+    read: list[Tensor] | None = None  # None: it makes no losses
+    requested: list[Tensor] = dataclasses.field(default_factory=list)
+    logits: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class _Forwards(PerThread):
+    def __init__(self) -> None:  # by every thread
+        self.now = _Forward()
 
 
 class Ledger:
@@ -92,21 +125,18 @@ class Ledger:
         self._routers, self._config = routers, text_config(model)
         self._own_coefficient, self._unit = own_coefficient, unit
         self._on_request, self._lists_logits = on_request, lists_logits
-        self._read: list[Tensor] | None = None  # None: no forward is under way, or this one makes no losses
-        self._requested: list[Tensor] = []
-        self._logits: list[Tensor] = []
-        self._with_gradient = self._generating = self._calibrating = self._under_way = self._warned = False
+        self._forwards = _Forwards()
+        self._generating = self._calibrating = self._warned = False
         self.loss_scale: float | None = None  # of losses that were not read; None: not set
-        self.asked = False  # for router logits, in the forward under way
+        self._latest_asked = False  # for router logits, in the last forward that a backward may recompute
         self.has_backward = True  # the forward under way, as far as one can tell
         self.learning = True
-        self._ids: Tensor | None = None  # of the forward under way
-        self._latest_ids: Tensor | None = None  # of the last one that a backward may recompute
+        self._latest_ids: Tensor | None = None  # of the last forward that a backward may recompute
         self.when_done: list[Callable[[], None]] = []  # called when nothing of a forward is needed any more
         extend_annotated(model)
         self._handles = [
             model.register_forward_pre_hook(self._open, with_kwargs=True),
-            model.register_forward_hook(self._close, with_kwargs=True),
+            model.register_forward_hook(self._close, with_kwargs=True, always_call=True),
         ]
         inner: Any = getattr(model, "base_model", model)
         if lists_logits and inner is not model:
@@ -117,26 +147,35 @@ class Ledger:
             handle.remove()
 
     @property
+    def _now(self) -> "_Forward":
+        return self._forwards.now
+
+    @property
+    def asked(self) -> bool:
+        """Whether router logits were asked for, in the forward under way or in the one that a backward recomputes."""
+        return self._now.asked if self._now.under_way else self._latest_asked
+
+    @property
     def token_ids(self) -> Tensor | None:
         """The tokens of the forward under way, or of the one that a backward recomputes."""
-        return self._ids if self._under_way else self._latest_ids
+        return self._now.ids if self._now.under_way else self._latest_ids
 
     def collect(self, routing: Routing, weights: Tensor, losses: Any, padding: Tensor | None, k: int) -> Tensor:
         """Collect what a layer's router did; return the weights for its experts, on which the layer's loss hangs.
 
         losses   the layer's `Losses`, for evaluation, where routers compute none; None where it has none
         """
-        if self.asked and self._under_way:
+        if self.asked and (self._now.under_way or (not torch.compiler.is_compiling() and recomputing())):
             self._collect_requested(routing, losses, padding, k)
         if not routing.losses or not self.learning:
             return weights
-        if self._with_gradient and self._under_way and not torch.is_grad_enabled():
+        if self._now.with_gradient and self._now.under_way and not torch.is_grad_enabled():
             raise ValueError(REENTRANT)
         loss = routing.loss
         if torch.is_grad_enabled() and loss.requires_grad:
             loss, weights = self._join(loss, weights, routing.logits.device.type)
-        if self._read is not None:
-            self._read.append(loss)
+        if self._now.read is not None:
+            self._now.read.append(loss)
         return weights
 
     def unread_gradient(self, half: bool) -> float:
@@ -189,32 +228,39 @@ class Ledger:
         return traced
 
     def _collect_requested(self, routing: Routing, losses: Any, padding: Tensor | None, k: int) -> None:
-        over_ranks = mean_over_ranks if self._with_gradient and self.learning else alone
+        if self._on_request and self._now.under_way and self._now.with_gradient and not torch.is_grad_enabled():
+            raise ValueError(REENTRANT)
+        # A recomputation must save the tensors that the forward did, but its results are not counted again.
+        requested, logits = (self._now.requested, self._now.logits) if self._now.under_way else ([], [])
+        over_ranks = mean_over_ranks if torch.is_grad_enabled() and self.learning else alone
         if self._lists_logits:
-            self._logits.append(routing.logits)
+            logits.append(routing.logits)
         if self._on_request:
-            self._requested.append(k * balance(routing, padding, over_ranks))  # the family's own is k where ours is 1
+            requested.append(k * balance(routing, padding, over_ranks))  # the family's own is k where ours is 1
         elif isinstance(losses, Losses) and not routing.losses:
-            self._requested.append(
-                torch.stack([*losses(routing, padding, alone).values(), routing.gates.new_zeros(())]).sum()
-            )
+            requested.append(torch.stack([*losses(routing, padding, alone).values(), routing.gates.new_zeros(())]).sum())
 
     def _open(
         self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._ids = options.get("input_ids", inputs[0] if inputs else None)
-        self._with_gradient, self._under_way = torch.is_grad_enabled(), True
-        self.has_backward = self._with_gradient or not model.training
+        self._now.ids = options.get("input_ids", inputs[0] if inputs else None)
+        self._now.with_gradient, self._now.under_way = torch.is_grad_enabled(), True
+        self.has_backward = self._now.with_gradient or not model.training
         if self.has_backward:
-            self._latest_ids = self._ids
+            self._latest_ids = self._now.ids
         if model.training:
-            self._let_learn(self._with_gradient or (self._calibrating and not self._generating))
-        self._read = [] if model.training and self.learning else None
-        self._requested, self._logits = [], []
+            self._let_learn(self._now.with_gradient or (self._calibrating and not self._generating))
+        self._now.read = [] if model.training and self.learning else None
+        self._now.requested, self._now.logits = [], []
         asked = options.get(ASK)
-        self.asked = bool(getattr(self._config, ASK, False) if asked is None else asked)
-        if not self.asked or not (self._lists_logits or options.get("fused_lm_head")):
-            return None
+        self._now.asked = bool(getattr(self._config, ASK, False) if asked is None else asked)
+        if self._now.with_gradient:
+            self._latest_asked = self._now.asked
+        self._now.as_tuple = self._now.asked and options.get("return_dict") is False
+        if self._now.as_tuple:  # in a tuple, which value is the loss and which the `aux_loss` cannot be told
+            options = {**options, "return_dict": True}
+        if not self._now.asked or not (self._lists_logits or options.get("fused_lm_head")):
+            return (inputs, options) if self._now.as_tuple else None
         # A dense family knows no such option. TRL's own forward would compute the family's loss from the logits.
         return inputs, {name: value for name, value in options.items() if name != ASK} | (
             {} if self._lists_logits and not options.get("fused_lm_head") else {ASK: False}
@@ -227,15 +273,22 @@ class Ledger:
                 router.learning = learning
 
     def _close(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
-        read, self._read = self._read, None
+        read, self._now.read = self._now.read, None
         self._let_learn(True)
-        self._under_way, self.has_backward = False, True
+        self._now.under_way, self.has_backward = False, True
         if not model.training:  # a forward without gradients in training may stand between another and its backward
-            self._ids = self._latest_ids = None
+            self._now.ids = self._latest_ids = None
             for forget in self.when_done:
                 forget()
-        if not read and not self.asked:
-            return outputs
+        if outputs is not None and (read or self._now.asked):  # None: the forward has raised
+            outputs = self._complete(model, read, options, outputs)
+            if self._now.as_tuple:
+                outputs = tuple(value for name, value in outputs.items() if name != "router_loss")
+        self._now.requested, self._now.logits = [], []  # they hold the graph
+        return outputs
+
+    def _complete(self, model: nn.Module, read: list[Tensor] | None, options: dict[str, Any], outputs: Any) -> Any:
+        """Return the outputs with what routers add to them."""
         if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there is one, and only it is a scalar
             if outputs[0].dim() == 0:
                 return (outputs[0] + self._added(model, read, options, outputs[0].device), *outputs[1:])
@@ -251,27 +304,27 @@ class Ledger:
         """Return what the model's own loss must be increased by."""
         if read:
             return _total(read, device) * share_of_batch(model, options)
-        if self._on_request and self._requested and self._own_coefficient:
+        if self._on_request and self._now.requested and self._own_coefficient:
             return self._own_coefficient * self._mean_request(device) * share_of_batch(model, options)
         return 0.0
 
     def _expose(self, outputs: Any, read: list[Tensor] | None) -> None:
         if read:
             outputs.router_loss = _total(read, read[-1].device)
-        if not self.asked:
+        if not self._now.asked:
             return
         if self._on_request:
-            if self._requested:
-                outputs.aux_loss = self._mean_request(self._requested[-1].device)
+            if self._now.requested:
+                outputs.aux_loss = self._mean_request(self._now.requested[-1].device)
         elif read:
             outputs.aux_loss = outputs.router_loss / self._unit
-        elif self._requested:
-            outputs.aux_loss = _total(self._requested, self._requested[-1].device) / self._unit
+        elif self._now.requested:
+            outputs.aux_loss = _total(self._now.requested, self._now.requested[-1].device) / self._unit
         if self._lists_logits:
-            outputs.router_logits = tuple(self._logits)
+            outputs.router_logits = tuple(self._now.logits)
 
     def _mean_request(self, device: torch.device) -> Tensor:
-        return _total(self._requested, device) / len(self._requested)
+        return _total(self._now.requested, device) / len(self._now.requested)
 
 
 def _without_request(
@@ -285,7 +338,7 @@ def _without_request(
 
 def text_config(model: Any) -> Any:
     config = model.config
-    return config.gettext_config() if hasattr(config, "gettext_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _total(losses: list[Tensor], device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 
 from holdfast.hub.backends import runs_ours
 from holdfast.hub.changed import saves_itself, saves_plainly
+from holdfast.hub.families import record
 from holdfast.hub.sites import Site, places
 from holdfast.hub.specs import NATIVE, LayerSpec, describe
 from holdfast.hub.surroundings import LOOKS_AHEAD, Surroundings
@@ -16,6 +17,28 @@ from holdfast.moe import name_layers
 
 CHANGED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
 ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "num_experts_per_tok")  # of a config
+
+
+class CountedGate:
+    """Count a layer that keeps the family's router, unchanged, in the balance loss that a trainer asks for.
+
+    The family's own loss is over all layers. Where routers of ours replace some, ours is over all of them too.
+    """
+
+    def __init__(self, site: Site, ledger: Ledger) -> None:
+        assert site.family is not None
+        self.rule, self.k = site.family.rule(site.gate), int(site.gate.top_k)
+        self.ledger, self.around = ledger, Surroundings(None, site.neighbours, ledger, None, self.k)
+        self.handle = site.gate.register_forward_hook(self)
+
+    def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        context = self.around.context(self.around.tokens(inputs[0]))
+        if self.ledger.asked:
+            self.ledger.collect(record(output, self.rule), output[1], None, context.padding, self.k)
+
+    def remove(self) -> None:
+        self.handle.remove()
+        self.around.remove()
 
 
 class Wiring:
@@ -44,6 +67,8 @@ class Wiring:
                 holder = site.block if site.family is None else site.gate
                 holder.surroundings = around
         self.surroundings = list(by_name.values())
+        kept = [site for site in found if site.name not in specs] if replaces and not has_losses else []
+        self.counted = [CountedGate(site, self.ledger) for site in kept if site.family is not None]
 
     @property
     def looks_ahead(self) -> bool:
@@ -54,6 +79,8 @@ class Wiring:
         self.ledger.remove()
         for around in self.surroundings:
             around.remove()
+        for gate in self.counted:
+            gate.remove()
 
 
 def wiring(model: nn.Module) -> Wiring | None:
@@ -116,6 +143,7 @@ def mark_changed(model: Any, changed: bool = True) -> None:
     TRL makes DPO's reference model from `config._name_or_path`, and PEFT notes `name_or_path` as an adapter's base:
     both would silently be the model with its old routers.
     """
+    changed = changed or "_opened_changed" in model.__dict__  # the folder holds other routers than the model's own
     for owner, name in ((model.config, "_name_or_path"), (model, "name_or_path")):
         given = getattr(owner, name, None)
         known = original_name(given) if isinstance(given, str) else ""
