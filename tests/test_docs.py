@@ -60,7 +60,7 @@ def test_the_two_commands_are_on_the_first_screen_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_of_the_documents_works(line: str, command: Command) -> None:
+def test_a_command_of_the_documents_works(line: str, command: Command, tmp_path: Path) -> None:
     program, *arguments = shlex.split(line)
     if program == "holdfast":
         run = command(*arguments)
@@ -74,6 +74,10 @@ def test_a_command_of_the_documents_works(line: str, command: Command) -> None:
         assert get_args_parser().parse_args(arguments).training_script == "train.py"
     elif program == "python":
         assert (ROOT / arguments[0]).is_file()
+    elif program == "pytest":  # a plugin of ours, in a checkout of somebody else's
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *arguments[:-1], "--help"], cwd=tmp_path, check=True, capture_output=True
+        )
     else:
         assert line in ("pip install holdfast",), f"{line}: nothing here tests this command"
 
