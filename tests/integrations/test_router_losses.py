@@ -34,15 +34,6 @@ def model_of(family: str, router: str, losses: holdfast.Losses | None = LOSSES) 
     return quiet(changed(family, router, losses).train())
 
 
-def layer_losses(model: Any) -> list[Tensor]:
-    """The losses that routers return from now on, with their graphs."""
-    seen: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, holdfast.Router):
-            module.register_forward_hook(lambda _, given, routing: seen.append(routing.loss))
-    return seen
-
-
 def reference(family: str, router: str, batches: list[dict[str, Tensor]], scale: float = 1.0) -> dict[str, Tensor]:
     """A hand-written loop: cross entropy of the logits of a model that knows no losses, and each router's loss by hand."""
     model = model_of(family, router, None)

@@ -43,7 +43,7 @@ def write_card(folder: Path, description: Mapping[str, Any]) -> None:
     text = CARD.format(
         base=f"base_model: {base}\n" if base else "",
         title=f"{base or description['model_type']}, routed by Holdfast",
-        family=f"[{base}](https://huggingface.co/{base})" if base else description["model_type"],
+        family=base or description["model_type"],
         routers=routers,
     )
     write_whole(folder / "README.md", text)

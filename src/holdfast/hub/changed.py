@@ -14,8 +14,8 @@ from torch import nn
 from holdfast.hub.adapters import NAME as ROUTER_STATE
 from holdfast.hub.adapters import CarriesRouterState, carry_state
 from holdfast.hub.card import write_card
-from holdfast.hub.complete import check_folder, fetched, require_all_used
 from holdfast.hub.config_file import config_class, family_values, is_changed, unwrapped, wrapped
+from holdfast.hub.folder_checks import check_folder, fetched, require_all_used
 from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
 from holdfast.hub.quantisers import require_writable
@@ -224,7 +224,7 @@ def _models_in(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _base_model(config: Any) -> str | None:
-    """The name on the hub of what was changed, where it is known; a path of this machine is nobody's business."""
+    """Return the hub id of the model that was changed; None where it is not known, or a local path."""
     former = getattr(config, "holdfast", None)
     name = former.get("base_model") if isinstance(former, dict) else getattr(config, "name_or_path", None)
     known = isinstance(name, str) and HUB_NAME.fullmatch(name) and ".." not in name and not Path(name).exists()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.hub.changed import FETCHING, SAFE, changed, changed_config, with_options
-from holdfast.hub.complete import check_folder, fetched, require_all_used
 from holdfast.hub.config_file import config_class, family_values, is_changed
+from holdfast.hub.folder_checks import check_folder, fetched, require_all_used
 from holdfast.hub.gathering import as_if_whole, is_spread, on_first_process, whole_state
 from holdfast.moe import name_layers
 from holdfast.suggest import unknown

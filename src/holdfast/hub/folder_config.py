@@ -1,4 +1,7 @@
-"""The config class of `"model_type": "holdfast"`: what `AutoConfig` asks for the config of a changed model."""
+"""The config class of `"model_type": "holdfast"`: what `AutoConfig` asks for the config of a changed model.
+
+Apart from `own_class`, whose imports load the registry of quantisers and so would import that file a second time.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +13,7 @@ from holdfast.hub.config_file import MODEL_TYPE, config_class, family_values
 
 
 class FolderConfig(PreTrainedConfig):
-    """Never the config of a model: it makes the family's, which describes the changes."""
+    """Not itself the config of a model: `from_dict` returns the family's config with the changes."""
 
     model_type = MODEL_TYPE
 

@@ -13,8 +13,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from holdfast.hub.changed import ChangedModel, finish_loading, repeat_changes, specs_in
-from holdfast.hub.complete import check_folder, require_fitting_files
 from holdfast.hub.config_file import CODE, MODEL_TYPE, NEEDS_HOLDFAST
+from holdfast.hub.folder_checks import check_folder, require_fitting_files
 
 
 class HoldfastRouters(QuantizationConfigMixin):

@@ -8,7 +8,7 @@ layer's routing weights too, and its gradient comes from what was read, or else 
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -195,23 +195,22 @@ class Ledger:
             )
         return 1.0
 
-    @contextmanager
-    def generation(self) -> Iterator[None]:
+    def generation(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards are those of a rollout."""
-        before, self._generating = self._generating, True
-        try:
-            yield
-        finally:
-            self._generating = before
+        return self._with("_generating")
+
+    def calibration(self) -> AbstractContextManager[None]:
+        """Inside the `with`, forwards without gradients teach routers too."""
+        return self._with("_calibrating")
 
     @contextmanager
-    def calibration(self) -> Iterator[None]:
-        """Inside the `with`, forwards without gradients teach routers too."""
-        before, self._calibrating = self._calibrating, True
+    def _with(self, flag: str) -> Iterator[None]:
+        before = getattr(self, flag)
+        setattr(self, flag, True)
         try:
             yield
         finally:
-            self._calibrating = before
+            setattr(self, flag, before)
 
     def _join(self, loss: Tensor, weights: Tensor, device: str) -> tuple[Tensor, Tensor]:
         half = weights.dtype == torch.float16 or (

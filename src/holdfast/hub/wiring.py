@@ -47,14 +47,14 @@ class Wiring:
     def __init__(self, model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
         routers = [site.router for site in found if site.name in specs and site.router is not None]
         has_losses = any(spec.losses for spec in specs.values())
-        replaces = has_losses or any(spec.router != NATIVE for spec in specs.values())
+        on_request = not has_losses and any(spec.router != NATIVE for spec in specs.values())
         self.specs = dict(specs)
         self.ledger = Ledger(
             model,
             routers,
             own_coefficient=float(model.__dict__.get("_own_balance", 0.0)),
             unit=float(getattr(text_config(model), "router_aux_loss_coef", 1.0)) or 1.0,
-            on_request=replaces and not has_losses,
+            on_request=on_request,
             lists_logits=found[0].family is None,
         )
         by_name: dict[str, Surroundings] = {}
@@ -67,7 +67,7 @@ class Wiring:
                 holder = site.block if site.family is None else site.gate
                 holder.surroundings = around
         self.surroundings = list(by_name.values())
-        kept = [site for site in found if site.name not in specs] if replaces and not has_losses else []
+        kept = [site for site in found if site.name not in specs] if on_request else []
         self.counted = [CountedGate(site, self.ledger) for site in kept if site.family is not None]
 
     @property
