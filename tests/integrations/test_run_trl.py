@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
-import transformers
 from tiny import tiny
+from trained_by_others import tokenizer
 
 import holdfast
 
@@ -19,14 +18,8 @@ pytest.importorskip("trl", reason="trl is not installed")
 
 @pytest.mark.slow
 def test_the_command_line_of_trl_trains_a_saved_folder(tmp_path: Path) -> None:
-    vocabulary = {"[UNK]": 0, "[PAD]": 1, "</s>": 2, **{f"w{index}": index for index in range(3, 64)}}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>"
-    )
     model = holdfast.reroute(tiny("mixtral"), "symphony+smooth")
-    holdfast.save(model, tmp_path / "saved", tokenizer=tokenizer)
+    holdfast.save(model, tmp_path / "saved", tokenizer=tokenizer())
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join([json.dumps({"text": "w5 w6 w7 w8 w9"})] * 8))
     line = ["--model_name_or_path", "saved", "--dataset_name", "data", "--output_dir", "trained", "--max_steps", "1"]
