@@ -28,6 +28,7 @@ def commands() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in lines} - {""})
 
 
+@pytest.mark.slow
 def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
     """Each example in a process of its own, as a newcomer's script: what it registers stays there."""
     scripts = []
@@ -40,6 +41,7 @@ def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_the_script_for_several_processes_runs_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = blocks(DISTRIBUTED, "python")
     (tmp_path / "train.py").write_text(block)

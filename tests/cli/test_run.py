@@ -49,17 +49,20 @@ def test_processes_that_the_program_starts_open_it_too(saved: Path, tmp_path: Pa
     assert done.stdout.endswith("__main__ 2\n") and done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_uses_no_transformers_imports_nothing_and_keeps_its_exit_code() -> None:
     done = started("python", "-c", ECHO, "--flag", "run")
     assert done.stdout == "['--flag', 'run'] False False\n" and done.returncode == 3
 
 
+@pytest.mark.slow
 def test_a_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
     (tmp_path / "some_module.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = started("--", "python", "-m", "some_module", "5", PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
     assert done.stdout == "__main__ ['5']\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_machines_own_sitecustomize_is_still_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("HERE = 'mine'")
     program = "import sitecustomize; print(sitecustomize.HERE)"

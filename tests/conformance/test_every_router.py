@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from references import reference
+from tiers import quick_or_slow
 
 import holdfast
 from holdfast.testing import CHECKS, check_router
@@ -63,7 +64,7 @@ def test_every_registered_router_is_here() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, [*holdfast.routers(), "ac+symphony+similarity+smooth"]))
 def test_router_conforms(variant: str, check: str) -> None:
     name, options = VARIANTS[variant]
     if variant == "smoe, k = E" and check == "no inert coefficient":

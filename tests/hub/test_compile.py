@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -22,7 +23,7 @@ def build(kind: str, router: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", quick_or_slow(ROUTERS, ["symphony+smooth"]))
 def test_a_model_compiles_to_one_graph(kind: str, router: str) -> None:
     torch.compiler.reset()
     model = build(kind, router)
@@ -33,6 +34,7 @@ def test_a_model_compiles_to_one_graph(kind: str, router: str) -> None:
     torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_the_default_backend_computes_the_same(kind: str) -> None:
     torch.compiler.reset()
@@ -44,6 +46,7 @@ def test_the_default_backend_computes_the_same(kind: str) -> None:
     torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("router", "one_graph"), [("symphony+smooth", True), ("similarity", False)])
 def test_a_compiled_model_fills_its_cache(router: str, one_graph: bool) -> None:
     """Routers that look at other tokens keep rows on the KV cache, and making room for them breaks the graph."""
@@ -57,6 +60,7 @@ def test_a_compiled_model_fills_its_cache(router: str, one_graph: bool) -> None:
     torch.testing.assert_close(torch.cat([first.logits, second.logits], dim=1), before, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.parametrize("router", ["symphony+smooth"])
 def test_a_compiled_model_trains_the_same(kind: str, router: str) -> None:

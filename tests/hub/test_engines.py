@@ -24,6 +24,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 def test_two_and_four_processes_learn_what_one_learns(tmp_path: Path) -> None:
     """Losses, weights and state; and a checkpoint of weights, state and momenta goes on from 1 to 4 to 2 processes to 1."""
     losses = relay(tmp_path, 0, 0, 1)

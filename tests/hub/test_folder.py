@@ -710,6 +710,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_plain_transformers_fails_rather_than_make_up_weights(tmp_path: Path) -> None:
     """In a Python without Holdfast: Auto classes, the family's own class, its base model, another family."""
     asked = []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiers import quick_or_slow
 from tiny import EXTRA, MOE_LAYERS, SMALL, tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -135,7 +136,7 @@ def full_forward(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[Ro
 
 
 @pytest.mark.parametrize("router", [*holdfast.routers(), *COMBINED])
-@pytest.mark.parametrize("kind", SEEDS)
+@pytest.mark.parametrize("kind", quick_or_slow(SEEDS, ["mixtral"]))
 def test_cached_generation_equals_uncached(kind: str, router: str) -> None:
     model, (ids, mask) = changed(kind, router), prompts(kind)
     options = {"max_new_tokens": STEPS, "output_logits": True}
@@ -157,8 +158,11 @@ def test_cached_generation_equals_uncached(kind: str, router: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "router"),
-    [("llama", "similarity"), ("mixtral", "attention"), *((kind, router) for kind in SEEDS for router in COMBINED)]
-    + [(kind, router) for kind in ("sliding", "gpt_oss") for router in AWARE],
+    quick_or_slow(
+        [("llama", "similarity"), ("mixtral", "attention"), *((kind, router) for kind in SEEDS for router in COMBINED)]
+        + [(kind, router) for kind in ("sliding", "gpt_oss") for router in AWARE],
+        [("llama", "similarity"), ("mixtral", "attention"), ("sliding", "attention"), ("gpt_oss", "similarity")],
+    ),
 )
 def test_a_padded_sequence_gets_the_tokens_and_routes_that_it_gets_alone(kind: str, router: str) -> None:
     model, (ids, mask) = changed(kind, router), prompts(kind)

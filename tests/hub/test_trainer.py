@@ -160,6 +160,7 @@ def test_a_trained_model_is_saved_by_the_trainer_and_loaded_by_us(tmp_path: Path
     assert_equal(contents(loaded), contents(run.model))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_with_the_whole_batch(tmp_path: Path) -> None:
     """DDP: losses, parameters and state as one process has them, the same on both; saved, resumed and loaded there too."""
     from trainer_on_ranks import CASES, train_all

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exported import build, layer_inputs, model_inputs, real_logits, trained_layer
+from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
@@ -32,7 +33,7 @@ def state(model: torch.nn.Module, buffers: dict[str, Tensor]) -> dict[str, Tenso
     return {name: buffers[name] for name in names}
 
 
-@pytest.mark.parametrize("router", list(holdfast.routers()))
+@pytest.mark.parametrize("router", quick_or_slow(holdfast.routers(), ["smooth", "similarity"]))
 def test_a_layer_in_evaluation_becomes_a_program_without_operators_of_ours(router: str) -> None:
     layer = trained_layer(router)
     inputs = layer_inputs(2, 12)
@@ -75,7 +76,9 @@ def compare_models(kind: str, router: str, training: bool) -> None:
         torch.testing.assert_close(buffers[name], value, atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(("kind", "router"), [("gpt2", "smooth"), ("mixtral", "symphony+smooth")])
+@pytest.mark.parametrize(
+    ("kind", "router"), [("gpt2", "smooth"), pytest.param("mixtral", "symphony+smooth", marks=pytest.mark.slow)]
+)
 def test_a_program_of_a_model_in_training_learns_what_the_model_learns(kind: str, router: str) -> None:
     compare_models(kind, router, training=True)
 

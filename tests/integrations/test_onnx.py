@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from exported import RAGGED, build, layer_inputs, model_inputs, real_logits, trained_layer
+from tiers import quick_or_slow
 from torch import Tensor, nn
 
 import holdfast
@@ -26,10 +27,6 @@ def session(module: nn.Module, inputs: dict[str, Tensor]) -> Any:
 
 def run(onnx_model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
     return [torch.from_numpy(out) for out in onnx_model.run(None, {name: value.numpy() for name, value in inputs.items()})]
-
-
-def quick_or_slow(routers: list[str], quick: list[str]) -> list[Any]:
-    return [router if router in quick else pytest.param(router, marks=pytest.mark.slow) for router in routers]
 
 
 @pytest.mark.parametrize("router", quick_or_slow(list(holdfast.routers()), QUICK))

@@ -300,6 +300,7 @@ def test_a_sparsified_config_says_what_trainers_look_for_and_a_restored_one_does
     assert not hasattr(holdfast.restore(deep).config, "router_aux_loss_coef")
 
 
+@pytest.mark.slow
 def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path: Path) -> None:
     from router_losses_on_ranks import MODELS, WAYS, backward
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import quick_or_slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +36,7 @@ def step(module: Any, tokens: Tensor) -> tuple[Tensor, Routing, list[Tensor]]:
     return out, routing, list(torch.autograd.grad(total, wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "dtype"), [("smoe", torch.bfloat16), ("remoe", torch.float32)], ids=["smoe", "remoe"])
 def test_the_compiled_layer_is_one_graph_and_equals_eager_in_training(name: str, dtype: torch.dtype, device: str) -> None:
@@ -51,7 +53,7 @@ def test_the_compiled_layer_is_one_graph_and_equals_eager_in_training(name: str,
         assert (got - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_or_slow(NAMES, ["symphony"]))
 def test_the_layer_compiles_for_any_number_of_tokens(name: str) -> None:
     torch.compiler.reset()
     eager = layer(name, "cpu")
@@ -94,6 +96,7 @@ def test_two_runs_with_one_seed_agree_to_the_bit(name: str) -> None:
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smoe", "remoe"])
 def test_a_compiled_function_that_recomputes_the_layer_equals_eager_and_counts_once(name: str) -> None:
     outcomes = []

@@ -21,6 +21,7 @@ def test_kernels_equal_the_naive_mathematics_on_the_gpu(script: str) -> None:
     subprocess.run([sys.executable, str(HERE / script), "cuda"], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", COMPARISONS)
 def test_kernels_equal_the_naive_mathematics_in_the_interpreter(script: str) -> None:
     pytest.importorskip("triton")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import quick_or_slow
 
 from holdfast.ops import mix, naive
 from holdfast.ops.mix import Second, attention_entropy, sampled, softmax_mix
@@ -105,7 +106,7 @@ def test_huge_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("router", ["similarity", "attention"])
+@pytest.mark.parametrize("router", quick_or_slow(["similarity", "attention"], ["similarity"]))
 def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> None:
     """N = 16,384, d = 64, E = 16, one sequence, forward and backward: below 300 MB more than before."""
     script = Path(__file__).with_name("peak_memory.py")
@@ -114,6 +115,7 @@ def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> No
     assert 1 < float(run.stdout) < 300, f"{run.stdout.strip()} MB"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("router", ["similarity", "attention"])
 def test_a_mask_is_not_copied_for_every_head(router: str) -> None:

@@ -22,6 +22,7 @@ def test_kernels_equal_the_explicit_matrix_on_the_gpu() -> None:
     subprocess.run([sys.executable, str(COMPARISON), "cuda"], check=True)
 
 
+@pytest.mark.slow
 def test_kernels_equal_the_explicit_matrix_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     run = subprocess.run(

@@ -100,6 +100,7 @@ def test_a_token_visits_no_process_where_all_experts_are_at_home() -> None:
     assert visited(8, 2, 1) == 0
 
 
+@pytest.mark.slow
 def test_two_processes_exchange_what_is_planned() -> None:
     """What a row carries to the byte; how many there are, as far as routers that just began choose uniformly."""
     script = Path(exchanges_on_ranks.__file__)

@@ -107,6 +107,7 @@ def test_recomputation_of_a_compiled_router_counts_once() -> None:
     assert counter.count == 30
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor has no C++ compiler here")
 def test_a_compiled_backward_reads_the_state_that_its_forward_saw() -> None:
     """Inductor makes small things again in the backward, when buffers have moved on."""

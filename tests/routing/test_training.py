@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
@@ -57,7 +58,7 @@ def context_for(tokens: Tensor, experts: int, padding: Tensor | None = None) -> 
     return Context(causal=True, padding=padding, attention=attention, previous=Previous(tokens, routing))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, ["shared expert"]))
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_the_combination_trains(combination: str, variant: str) -> None:
     """Sixty steps of Adam on a small regression more than halve the error, with all that a router brings switched on."""

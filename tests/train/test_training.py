@@ -216,6 +216,7 @@ def test_a_batch_that_does_not_part_among_the_processes_gets_one_sentence(
 RANKS = ("symphony",)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_with_the_whole_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """Under torchrun. Logs and snapshots are written once."""
     changes = {"training.steps": 6, "training.save_every": 3, "training.warmup": 0}

@@ -21,6 +21,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_side_by_side_gives_the_numbers_of_one_after_the_other(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """In a model so large that threads would round differently, and beside a cell that fails."""
