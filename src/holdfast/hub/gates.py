@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from holdfast.hub.families import record
 from holdfast.hub.subclasses import with_mixin, without_mixin
 from holdfast.routing import Router
+from holdfast.routing.records import drop_padding
 from holdfast.routing.rules import Rule
 
 
@@ -43,7 +44,10 @@ class ReroutedGate:
         surroundings.follow(self.holdfast)
         routing = self.holdfast(tokens, context)
         weights = surroundings.leave(tokens, routing, context, self.holdfast.losses)
-        output = (routing.logits, weights, routing.experts)
+        experts = routing.experts
+        if self.holdfast.select.ragged:  # then our function runs the experts: not all of transformers' take the sentinel
+            experts, weights = drop_padding(experts, weights, context, routing.gates.shape[-1])
+        output = (routing.logits, weights, experts)
         return output if self.usual_order else output[::-1]
 
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.ops import second as second_derivatives
 from holdfast.ops.operators import EVERYWHERE, operator
-from holdfast.ops.precision import ieee_float32
+from holdfast.ops.precision import ieee_float32, matmul_float32
 from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
 BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # scores held at a time: 16 MiB; on a GPU, where small ones wait, 128
@@ -77,10 +78,10 @@ def softmax_mix(
 
 
 def _whole_mix(terms: "_Terms", value: Tensor) -> Tensor:
-    """The mixture with all scores held at a time, in operations that any backend and format has."""
-    scores = terms.scores(slice(0, terms.query.shape[1]), slice(0, terms.key.shape[1]))
+    """The mixture with all scores held at a time, for autograd to differentiate and for any backend and format."""
+    scores = terms.all_scores()
     weights = (scores - _finite(scores.detach().amax(-1, keepdim=True))).exp()
-    return torch.bmm(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return matmul_float32(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()
@@ -148,6 +149,17 @@ class _Terms(NamedTuple):
         if self.second_query is not None and self.second_key is not None:
             more = self.second_key[:, columns].transpose(1, 2)
             scores.baddbmm_(self.second_query[:, rows], more, alpha=self.second_scale)
+        return self._limited(scores, rows, columns)
+
+    def all_scores(self) -> Tensor:
+        """(G,N,M), for autograd to differentiate, also twice and under every precision switch."""
+        scores = matmul_float32(self.query, self.key.transpose(1, 2)) * self.scale
+        if self.second_query is not None and self.second_key is not None:
+            scores = scores + matmul_float32(self.second_query, self.second_key.transpose(1, 2)) * self.second_scale
+        return self._limited(scores, slice(0, self.query.shape[1]), slice(0, self.key.shape[1]))
+
+    def _limited(self, scores: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Add biases and masks, in place."""
         if self.bias is not None:
             scores.add_(self.bias[:, None, columns])
         if self.mask is not None:
@@ -226,9 +238,32 @@ class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         everything = ctx.saved_tensors  # once: under activation checkpointing they are not there a second time
+        if second_derivatives.is_wanted():
+            plain = functools.partial(_mix_plain, *everything[8:10], *ctx.how)
+            return *second_derivatives.gradients(plain, everything[2:8], ctx.needs_input_grad[:6], grad), *(None,) * 6
         grads = _softmax_mix_backward(grad.contiguous(), *everything[:10], list(everything[10:]), *ctx.how, ctx.wants)
         needs = ctx.needs_input_grad[:6]
         return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 6)
+
+
+def _mix_plain(
+    real: Tensor | None,
+    mask: Tensor | None,
+    shared: bool,
+    causal: bool,
+    scale: float,
+    second_scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The mixture of the operands of `_SoftmaxMix`, for autograd to differentiate."""
+    key = query if shared else key
+    terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    return _whole_mix(terms, _only_real(value, real))
 
 
 def _mix_parts_anywhere(

@@ -97,6 +97,12 @@ class Context:
         real = self.real(tokens)
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if real is None else real
 
+    def only_real(self, rows: Tensor) -> Tensor:
+        """`rows (B,N,...)` with 0 in padding, which may hold anything: 0 times NaN is NaN, also in a gradient."""
+        if self.padding is None:
+            return rows
+        return rows.where(self.padding.view(*self.padding.shape, *[1] * (rows.dim() - 2)), 0.0)
+
     def real(self, tokens: Tensor) -> Tensor | None:
         """`padding`, checked against `tokens (B,N,d)`."""
         if self.padding is None:
@@ -107,3 +113,14 @@ class Context:
                 f"{tuple(tokens.shape[:2])}, True where the token is real (for an attention mask of 0 and 1: mask.bool())."
             )
         return self.padding
+
+
+def drop_padding(experts: Tensor, weights: Tensor, context: Context | None, unused: int) -> tuple[Tensor, Tensor]:
+    """`experts` and `weights (T,K)` for experts that take the sentinel `unused`: a token of padding goes to none of them.
+
+    So its output is 0, nothing is computed with what it holds, and no gradient comes from it.
+    """
+    if context is None or context.padding is None:
+        return experts, weights
+    real = context.padding.reshape(-1, 1)
+    return experts.where(real, unused), weights.where(real, 0.0)
