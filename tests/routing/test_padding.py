@@ -128,7 +128,7 @@ def test_padding_goes_to_no_expert() -> None:
     """Its output is that of the shared expert on 0."""
     module = layer("smoe").eval()
     tokens = torch.randn(*REAL.shape, DIM)
-    out, routing = module(tokens, Context(padding=REAL))
+    out, _ = module(tokens, Context(padding=REAL))
     assert module.shared is not None
     torch.testing.assert_close(out[~REAL], module.shared(torch.zeros(1, DIM)).expand(8, DIM))
     flat, _ = module(tokens.flatten(0, 1), Context(padding=REAL.view(1, -1)))

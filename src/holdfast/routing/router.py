@@ -146,6 +146,8 @@ class Router(nn.Module):
             informers = [informer for informer in self.informers if not informer.inert]
             for informer in informers:
                 gates = informer(gates, logits, tokens, context)
+            if self.training and self.check_finite and any(informer.side == "token" for informer in informers):
+                gates = require_finite(gates, tokens, self.get_buffer("_name"), real)  # products of tokens may overflow
             scores = Scores.from_gates(gates, logits) if informers else Scores(logits, gates, informed=False, raw=logits)
             selected = self.select(scores, tokens, context)
             weights = selected.weights if self.scale == 1 else selected.weights * self.scale
