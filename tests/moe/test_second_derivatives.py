@@ -108,7 +108,14 @@ def test_what_the_choosing_kernel_is_differentiated_as(how: str) -> None:
     ranked = kind.key
     chosen = selector.eval()(kind, scores, Context())
     got = _weigh_plain(
-        ranked, chosen.experts, torch.tensor(0.8), torch.empty(0), 2, HOWS.index(how), how == "shares", amounts  # type: ignore[arg-type]
+        ranked,
+        chosen.experts,
+        torch.tensor(0.8),
+        torch.empty(0),
+        2,
+        HOWS.index(how),
+        how == "shares",
+        amounts,  # type: ignore[arg-type]
     )
     torch.testing.assert_close(got, chosen.weights)
 

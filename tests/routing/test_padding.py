@@ -115,7 +115,10 @@ def test_a_gradient_of_nan_from_padding_stops_at_the_router(name: str) -> None:
     """Experts that are not ours send it back: the derivative of a slot's weight is that expert's output."""
     router = layer(name).router
     tokens = torch.randn(*REAL.shape, DIM, requires_grad=True)
-    routing = router(tokens, replace(context_for(tokens.detach(), EXPERTS), padding=REAL))
+    context = replace(context_for(tokens.detach(), EXPERTS), padding=REAL)
+    with torch.no_grad():
+        tokens[~REAL] = torch.nan
+    routing = router(tokens, context)
     for values in (routing.weights, routing.gates, routing.logits):
         if values.requires_grad:
             grad = torch.ones_like(values).where(REAL.view(-1, 1), torch.nan)
@@ -124,14 +127,15 @@ def test_a_gradient_of_nan_from_padding_stops_at_the_router(name: str) -> None:
     assert all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
-def test_padding_goes_to_no_expert() -> None:
-    """Its output is that of the shared expert on 0."""
+def test_padding_that_can_be_computed_with_is_a_token_like_others() -> None:
+    """SigLIP reads the last token of a text, padding or not."""
     module = layer("smoe").eval()
     tokens = torch.randn(*REAL.shape, DIM)
-    out, _ = module(tokens, Context(padding=REAL))
-    assert module.shared is not None
-    torch.testing.assert_close(out[~REAL], module.shared(torch.zeros(1, DIM)).expand(8, DIM))
-    flat, _ = module(tokens.flatten(0, 1), Context(padding=REAL.view(1, -1)))
-    torch.testing.assert_close(flat, out.flatten(0, 1))
-    without, _ = module(tokens)
-    torch.testing.assert_close(out[REAL], without[REAL])
+    out, routing = module(tokens, Context(padding=REAL))
+    without, expected = module(tokens)
+    assert torch.equal(out, without) and torch.equal(routing.weights, expected.weights)
+    broken = tokens.clone()
+    broken[1, -1] = torch.nan
+    out, _ = module(broken.flatten(0, 1), Context(padding=REAL.view(1, -1)))
+    torch.testing.assert_close(out[:-10], without.flatten(0, 1)[:-10])
+    assert out.isfinite().all()

@@ -19,9 +19,13 @@ def test_a_group_that_was_started_inside_is_destroyed(tmp_path: Path) -> None:
 
 
 def test_also_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no data"), own_process_group():
+    @own_process_group()
+    def train() -> None:
         begin(tmp_path)
         raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        train()
     assert not distributed.is_initialized()
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from holdfast.hub.families import record
 from holdfast.hub.subclasses import with_mixin, without_mixin
 from holdfast.routing import Router
-from holdfast.routing.records import drop_padding
 from holdfast.routing.rules import Rule
 
 
@@ -45,8 +44,11 @@ class ReroutedGate:
         routing = self.holdfast(tokens, context)
         weights = surroundings.leave(tokens, routing, context, self.holdfast.losses)
         experts = routing.experts
-        if self.holdfast.select.ragged:  # then our function runs the experts: not all of transformers' take the sentinel
-            experts, weights = drop_padding(experts, weights, context, routing.gates.shape[-1])
+        usable = context.usable(tokens)
+        if usable is not None and self.holdfast.select.ragged:
+            # Then our function runs the experts, and takes the sentinel; not all of transformers' own do.
+            experts = experts.where(usable.view(-1, 1), routing.gates.shape[-1])
+            weights = weights.where(usable.view(-1, 1), 0.0)
         output = (routing.logits, weights, experts)
         return output if self.usual_order else output[::-1]
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from holdfast.hub.adapters import running
 from holdfast.moe import Experts
 from holdfast.routing import Router
-from holdfast.routing.records import drop_padding
 
 
 class SparseLayer(nn.Module):
@@ -28,7 +27,6 @@ class SparseLayer(nn.Module):
         context = surroundings.context(hidden_states)
         routing = self.router(hidden_states, context)
         weights = surroundings.leave(hidden_states, routing, context, router.losses)
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        slots = drop_padding(routing.experts, weights, context, routing.gates.shape[-1])
-        out = self.experts(flat, *slots).view(hidden_states.shape)
+        flat = context.clean(hidden_states).reshape(-1, hidden_states.shape[-1])
+        out = self.experts(flat, routing.experts, weights).view(hidden_states.shape)
         return out if self.dropout is None else self.dropout(out)

@@ -4,14 +4,13 @@ from torch import Tensor, nn
 
 from holdfast.moe.experts import Experts
 from holdfast.routing import Context, Router, Routing
-from holdfast.routing.records import drop_padding
 
 
 class MoE(nn.Module):
     """y = experts(x, routing) + shared(x), where every token passes `shared` (DeepSeek's shared experts).
 
-    `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss. A token of padding,
-    whatever it holds, goes to no expert and enters `shared` as 0.
+    `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss. A token of padding
+    that holds NaN or huge numbers is 0 to all of them.
     """
 
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
@@ -23,17 +22,13 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
+        if context is not None and context.padding is not None:
+            tokens = context.clean(tokens.view(*context.padding.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
-        slots = drop_padding(routing.experts, routing.weights, context, self.experts.experts)
-        out = self.experts(tokens.reshape(-1, tokens.shape[-1]), *slots).view(tokens.shape)
+        out = self.experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, routing.weights).view(tokens.shape)
         if self.shared is not None:
-            out = out + self.shared(tokens if context is None else _without_padding(tokens, context))
+            out = out + self.shared(tokens)
         return out, routing
-
-
-def _without_padding(tokens: Tensor, context: Context) -> Tensor:
-    """`tokens (B,N,d)`, or (T,d) with a padding mask of shape (1,T), with 0 in padding."""
-    return context.only_real(tokens if tokens.dim() == 3 else tokens.unsqueeze(0)).view(tokens.shape)
 
 
 def name_layers(model: nn.Module) -> nn.Module:

@@ -172,7 +172,7 @@ class Clustered(Score, StatefulPart):
             return members
         gates = previous.routing.gates.detach()
         if context.padding is not None:
-            gates = gates.where(context.padding.reshape(-1, 1), 0.0)
+            gates = context.clean(gates.view(*context.padding.shape, -1)).flatten(0, 1)
         best = top(gates, self.mix)
         weights = torch.zeros_like(gates).scatter(1, best, gates.gather(1, best))
         return shares(weights) * members.sum(1, keepdim=True)

@@ -25,9 +25,9 @@ def _becomes_onnx() -> bool:
 _becomes_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _constant_in_padding(values: Tensor, real: Tensor | None) -> Tensor:
-    """`values (B,N,n)` unchanged, with no gradient from padding: experts that are not ours may send NaN back from there."""
-    return values if real is None else torch.where(real.unsqueeze(-1), values, values.detach())
+def _constant_unless(usable: Tensor | None, values: Tensor) -> Tensor:
+    """`values (B,N,n)` unchanged, with no gradient from padding that holds NaN: experts that are not ours send NaN back."""
+    return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
 
 
 class Router(nn.Module):
@@ -133,7 +133,8 @@ class Router(nn.Module):
         context = context or Context()
         tokens = self._sequences(tokens)
         real = context.real(tokens)
-        tokens = context.only_real(tokens)
+        usable = context.usable(tokens)
+        tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
         if self.training:
             for part in self.parts:
                 if isinstance(part, StatefulPart):
@@ -152,10 +153,10 @@ class Router(nn.Module):
             selected = self.select(scores, tokens, context)
             weights = selected.weights if self.scale == 1 else selected.weights * self.scale
             routing = Routing(
-                logits=_constant_in_padding(logits, real).flatten(0, 1),
-                gates=_constant_in_padding(selected.gates, real).flatten(0, 1),
+                logits=_constant_unless(usable, logits).flatten(0, 1),
+                gates=_constant_unless(usable, selected.gates).flatten(0, 1),
                 experts=selected.experts.flatten(0, 1),
-                weights=_constant_in_padding(weights, real).flatten(0, 1),
+                weights=_constant_unless(usable, weights).flatten(0, 1),
                 losses=dict(selected.losses),
             )
             if self.training and self.learning and self.losses is not None:
