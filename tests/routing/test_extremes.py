@@ -1,6 +1,7 @@
 """Nothing is NaN: bf16 autocast, logits of 1e4, one-hot distributions, dead experts, no real token at all."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from test_training import COMBINATIONS, context_for
 from torch import Tensor
 
 import holdfast
-from holdfast import Experts, Losses, MoE
+from holdfast import Context, Experts, Losses, MoE
 
 ALL_LOSSES = Losses(balance=1.0, importance=1.0, load=1.0, z=1e-8, entropy=1.0)
 
@@ -75,3 +76,47 @@ def test_zero_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_batch_of_nothing_but_padding(name: str) -> None:
     assert_finite_for_some_steps(layer(name), torch.randn(2, 9, 16), torch.zeros(2, 9, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*holdfast.routers(), *(name for name in COMBINATIONS if "similarity" in name)])
+def test_tokens_of_any_size_are_routed_or_refused(name: str, dtype: torch.dtype) -> None:
+    """From 1e19 on a product of two tokens is beyond float32. Attention is then NaN, and its router says so."""
+    router_name, options = COMBINATIONS.get(name, (name, {"heads": 2} if name == "attention" else {}))
+    for scale in (1e-30, 1e-19, 1e19, 1e30, 1e37):
+        torch.manual_seed(0)
+        router = holdfast.router(router_name, **{"dim": 16, "experts": 8, **options}).to(dtype)
+        x = (torch.randn(2, 9, 16).clamp(-3, 3) * scale).to(dtype).requires_grad_()
+        context = context_for(x.detach().float(), 8)
+        if name == "attention" and scale > 1:
+            with pytest.raises(ValueError, match="router: router scores are NaN or infinite"):
+                router(x, context)
+            continue
+        context = context if name == "attention" else replace(context, attention=None)
+        for _ in range(2):
+            routing = router(x, context)
+            if routing.weights.requires_grad:
+                (routing.weights * torch.linspace(-1, 1, routing.weights.shape[1])).sum().backward()
+        values = [routing.gates, routing.weights, x.grad, *(p.grad for p in router.parameters()), *router.eval().buffers()]
+        assert all(value.isfinite().all() for value in values if value is not None)
+        assert (routing.gates > 0).any(-1).all() or "symphony" in router_name or name == "remoe"
+
+
+@pytest.mark.parametrize("scale", [1e19, 1e37])
+def test_similarity_of_huge_tokens_is_the_limit(scale: float) -> None:
+    """Each token takes the gates of the one that its product is largest with, and no gradient passes the comparison."""
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 9, 16).clamp(-3, 3)
+    router = holdfast.router("similarity", dim=16, experts=8).eval()
+    nearest = (tokens.double() @ tokens.double().mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).argmax(-1)
+    own = torch.softmax(router.score(tokens * scale, Context()), -1)
+    gates = router(tokens * scale, Context(causal=True)).gates.view(2, 9, 8)
+    torch.testing.assert_close(gates, own.gather(1, nearest.unsqueeze(-1).expand(-1, -1, 8)))
+
+
+@pytest.mark.parametrize("scale", [1e10, 1e19, 1e37])
+def test_cosine_scores_do_not_depend_on_the_length(scale: float) -> None:
+    torch.manual_seed(0)
+    router = holdfast.router("xmoe", dim=16, experts=8).eval()
+    tokens = torch.randn(2, 9, 16).clamp(-3, 3)
+    torch.testing.assert_close(router(tokens * scale).logits, router(tokens).logits, atol=1e-5, rtol=1e-5)

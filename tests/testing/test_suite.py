@@ -11,6 +11,7 @@ import toys
 from torch import Tensor
 
 import holdfast
+from holdfast.ops.second import refuse
 from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
 from holdfast.testing import CHECKS, check_router
 
@@ -63,6 +64,58 @@ class SeesTheBatch(Informer):
 class SeesPadding(toys.RunningMean):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return super().forward(gates, logits, tokens, Context(causal=context.causal, cache=context.cache))
+
+
+class MultipliesPadding(Informer):
+    """Reads rows of the context that may hold anything."""
+
+    side = "token"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.ones(DIM) / DIM)
+
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+        assert context.attention is not None
+        return gates * (context.attention.output @ self.slope).sigmoid().unsqueeze(-1)
+
+
+class CutsTheGraph(torch.autograd.Function):
+    """Twice the input squared; its backward is right, and a constant to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return (4 * x * grad).detach()
+
+
+class RightOnce(Linear):
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        logits: Tensor = CutsTheGraph.apply(super().forward(tokens, context))
+        return logits
+
+
+class FailsTwice(Linear):
+    says = "trying to differentiate twice"
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return refuse_twice(super().forward(tokens, context), self.says)
+
+
+class RefusesTwice(FailsTwice):
+    says = "this score has no second derivatives"
+
+
+def refuse_twice(logits: Tensor, says: str) -> Tensor:
+    out = logits.square()
+    if out.requires_grad:
+        out.register_hook(lambda grad: refuse(grad, says))
+    return out
 
 
 class ForgetsTheCache(toys.RunningMean):
@@ -164,6 +217,13 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     ),
     "does what it does not declare": (lambda: toys.build(Undeclared()), "sequence awareness", "denies the trait sequence"),
     "sees padding": (lambda: toys.build(SeesPadding()), "padding", "change with the padding"),
+    "multiplies padding": (
+        lambda: toys.build(MultipliesPadding()),
+        "padding",
+        "NaN in padding changes the gradient",
+    ),
+    "right once": (lambda: with_score(RightOnce(DIM, EXPERTS)), "second derivatives", "differences of gradients by"),
+    "fails twice": (lambda: with_score(FailsTwice(DIM, EXPERTS)), "second derivatives", "without saying so"),
     "sees the batch": (lambda: toys.build(SeesTheBatch()), "batch invariance", "declares the trait batch_invariant"),
     "denies batch invariance": (lambda: denies(batch_invariant=False), "batch invariance", "denies the trait"),
     "forgets the cache": (lambda: toys.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
@@ -209,6 +269,16 @@ def test_a_denied_trait_that_is_really_missing_passes(informer: type[Informer], 
     part = informer()
     part.traits = Traits(causal=False, batch_invariant=False, cacheable=False, sequence_aware=True)
     assert check_router(toys.build(part), only=[check]).passed == (check,)
+
+
+def test_second_derivatives_may_be_refused_in_words() -> None:
+    report = check_router(with_score(RefusesTwice(DIM, EXPERTS)), only=["second derivatives"])
+    assert report.notes == {"second derivatives": "refused: this score has no second derivatives"}
+
+
+@pytest.mark.parametrize("name", ["smoe", "similarity", "symphony", "smooth", "ac"])
+def test_second_derivatives_are_compared_without_a_reference_too(name: str) -> None:
+    assert check_router(name, only=["second derivatives"]).passed == ("second derivatives",)
 
 
 def test_the_reference_check_says_that_it_was_left_out() -> None:

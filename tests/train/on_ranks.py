@@ -11,12 +11,13 @@ import torch
 
 from holdfast.train import load_recipe, make_task, start
 from holdfast.train.loop import train
+from holdfast.train.processes import own_process_group
 
 if __name__ == "__main__":
     recipe, folder = load_recipe(sys.argv[1]), Path(sys.argv[2])
     task = make_task(recipe)
-    for router in sys.argv[3:]:
-        model = start(task, router, {}, seed=0)
-        train(model, task, folder / router, seed=0, k=recipe.sparse.k)
-        torch.save(model.eval().state_dict(), folder / f"{router}.{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    with own_process_group():
+        for router in sys.argv[3:]:
+            model = start(task, router, {}, seed=0)
+            train(model, task, folder / router, seed=0, k=recipe.sparse.k)
+            torch.save(model.eval().state_dict(), folder / f"{router}.{os.environ['RANK']}.pt")

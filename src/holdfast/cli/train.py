@@ -45,7 +45,7 @@ class Train:
     def run(self) -> None:
         from holdfast.train import load_recipe
         from holdfast.train.contenders import contender
-        from holdfast.train.processes import is_first, processes
+        from holdfast.train.processes import is_first, own_process_group, processes
         from holdfast.train.quiet import quiet
         from holdfast.train.single import Single
 
@@ -61,14 +61,16 @@ class Train:
             data=self.data,
         )
         quiet()
+        with own_process_group():
+            if is_first():
+                _with_progress(single, self.log)
+            else:
+                single.run(None, self.log)
         if is_first():
-            _with_progress(single, self.log)
             if processes() > 1:
                 print(f"Trained by a group of {processes()} processes.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
             print(f"Try it: holdfast evaluate {self.out}")
-        else:
-            single.run(None, self.log)
 
 
 def _with_progress(single: Single, log: tuple[str, ...]) -> None:

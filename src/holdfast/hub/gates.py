@@ -43,7 +43,13 @@ class ReroutedGate:
         surroundings.follow(self.holdfast)
         routing = self.holdfast(tokens, context)
         weights = surroundings.leave(tokens, routing, context, self.holdfast.losses)
-        output = (routing.logits, weights, routing.experts)
+        experts = routing.experts
+        usable = context.usable(tokens)
+        if usable is not None and self.holdfast.select.ragged:
+            # Then our function runs the experts, and takes the sentinel; not all of transformers' own do.
+            experts = experts.where(usable.view(-1, 1), routing.gates.shape[-1])
+            weights = weights.where(usable.view(-1, 1), 0.0)
+        output = (routing.logits, weights, experts)
         return output if self.usual_order else output[::-1]
 
 

@@ -27,6 +27,6 @@ class SparseLayer(nn.Module):
         context = surroundings.context(hidden_states)
         routing = self.router(hidden_states, context)
         weights = surroundings.leave(hidden_states, routing, context, router.losses)
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        flat = context.clean(hidden_states).reshape(-1, hidden_states.shape[-1])
         out = self.experts(flat, routing.experts, weights).view(hidden_states.shape)
         return out if self.dropout is None else self.dropout(out)

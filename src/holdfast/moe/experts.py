@@ -184,6 +184,7 @@ def _every_expert(
     For exported programs: shapes do not depend on the routes, and no operator is ours. It costs E / K times the products.
     """
     count = up.shape[0]
+    tokens = tokens.where((experts < count).any(1, keepdim=True), 0.0)  # one that takes no expert may hold NaN
     hidden = torch.matmul(tokens.unsqueeze(0), up.transpose(1, 2))  # (E,T,inner)
     hidden = hidden if up_bias is None else hidden + up_bias.to(hidden.dtype).unsqueeze(1)
     rows = hidden.flatten(0, 1)

@@ -9,7 +9,8 @@ from holdfast.routing import Context, Router, Routing
 class MoE(nn.Module):
     """y = experts(x, routing) + shared(x), where every token passes `shared` (DeepSeek's shared experts).
 
-    `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss.
+    `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss. A token of padding
+    that holds NaN or huge numbers is 0 to all of them.
     """
 
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
@@ -21,6 +22,8 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
+        if context is not None and context.padding is not None:
+            tokens = context.clean(tokens.view(*context.padding.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
         out = self.experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, routing.weights).view(tokens.shape)
         if self.shared is not None:

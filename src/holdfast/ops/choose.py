@@ -5,11 +5,14 @@
 The plain PyTorch of routing/selection.py, smoothing.py and rules.py is the specification, and what runs elsewhere.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.ops import second
 from holdfast.ops.operators import operator
 from holdfast.ops.triton_support import has_kernels, on_device_of
 
@@ -18,6 +21,8 @@ How = Literal["raw", "shares", "softmax"]
 HOWS: tuple[How, ...] = ("raw", "shares", "softmax")
 MOST_EXPERTS = 512  # beyond it, counting who is ahead of whom is no longer cheap
 SHARE = 32  # tokens whose pairs of experts one program counts
+TINY = torch.finfo(torch.float32).tiny
+POWER_IN, POWER_OUT = 1, 50  # a and b of the fading S
 MOST_IN_GRAPH = 128  # the counts of an expert graph stay in one program's registers
 
 
@@ -65,7 +70,7 @@ class _Choose(torch.autograd.Function):
         chosen, weights, slots, gaps, edges = _choose(scores, amounts, eps, k, width, how, informed)
         ctx.mark_non_differentiable(chosen, gaps)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(scores, amounts, eps, weights, slots, edges)
+        ctx.save_for_backward(scores, amounts, eps, weights, slots, edges, chosen)
         ctx.rest = k, how, informed
         return chosen, weights, gaps
 
@@ -73,8 +78,56 @@ class _Choose(torch.autograd.Function):
     def backward(ctx, _grad_chosen, grad, _grad_gaps):  # type: ignore[no-untyped-def]
         if grad is None:
             return (None,) * 7
-        out = _choose_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest)
-        return None, out, *(None,) * 5
+        *saved, chosen = ctx.saved_tensors
+        if second.is_wanted():
+            scores, amounts, eps, _, _, edges = saved
+            plain = functools.partial(_weigh_plain, scores, chosen, eps, edges, *ctx.rest)
+            return None, *second.gradients(plain, [amounts], [True], grad), *(None,) * 5
+        return None, _choose_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 5
+
+
+def _weigh_plain(
+    scores: Tensor,
+    chosen: Tensor,
+    eps: Tensor | None,
+    edges: Tensor,
+    k: int,
+    how: int,
+    informed: bool,
+    amounts: Tensor,
+) -> Tensor:
+    """(T,K): the weights of the `chosen` experts (T,K), for autograd to differentiate."""
+    in_use = chosen < scores.shape[1]
+    experts = chosen.where(in_use, 0)
+    values = amounts.gather(1, experts)
+    fade = None
+    if eps is not None:
+        levels = (scores.clamp_min(TINY).log() if informed else scores).gather(1, experts)
+        core = torch.arange(chosen.shape[1], device=chosen.device) < k
+        fade, _ = fading(levels[:, k - 1 : k] - levels, edges.unsqueeze(1) if edges.numel() else eps)
+        fade = fade.where(~core, 0.0)
+    if HOWS[how] == "softmax":
+        values = values if fade is None else values + fade
+        return torch.softmax(values.where(in_use, -torch.inf), dim=-1).where(in_use, 0.0)
+    values = values if fade is None else values * fade.exp()
+    values = values.where(in_use, 0.0)
+    return shares(values) if HOWS[how] == "shares" else values
+
+
+def shares(amounts: Tensor) -> Tensor:
+    """`amounts (..., n)` over their sum; 0 where there is nothing to share, with a gradient that is finite there too."""
+    total = amounts.sum(-1, keepdim=True)
+    return amounts / total.where(total >= TINY, 1.0)
+
+
+def fading(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """S(u) for u = 1 - gap / eps, 0 outside the strip, and whether u > 0. The gradient reaches eps only."""
+    in_strip = gaps < eps
+    u = 1 - gaps.where(in_strip, 0.0) / eps.clamp_min(TINY)
+    inside = in_strip & (u < 1)
+    u = u.where(inside, 0.5).clamp(TINY, 1 - 2**-24)
+    fade = -F.softplus(POWER_OUT * torch.log1p(-u) - POWER_IN * u.log())
+    return fade.where(inside, 0.0), in_strip
 
 
 def together(scores: Tensor, real: Tensor | None, k: int) -> Tensor:

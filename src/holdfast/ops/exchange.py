@@ -75,7 +75,7 @@ class _GoOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _homewards(grad, ctx.way), None
+        return come_home(grad, ctx.way), None
 
 
 class _ComeHome(torch.autograd.Function):
@@ -86,4 +86,4 @@ class _ComeHome(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _outwards(grad, ctx.way), None
+        return go_out(grad, ctx.way), None

@@ -11,10 +11,14 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
                   the activation that makes h of gate and up, it makes h again too
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.ops import grouped, rows
+from holdfast.ops import grouped, rows, second
 from holdfast.ops.dispatch import Dispatch
 from holdfast.ops.operators import EVERYWHERE, operator
 
@@ -43,6 +47,8 @@ class _GatherMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         want_tokens, want_weight = ctx.needs_input_grad[:2]
+        if second.is_wanted():
+            return tuple(second.gradients(_gather_mm_plain, ctx.saved_tensors, ctx.needs_input_grad, grad))
         grad_tokens, grad_weight = _gather_mm_backward(grad, *ctx.saved_tensors, want_tokens, want_weight)
         return grad_tokens if want_tokens else None, grad_weight if want_weight else None, None, None, None
 
@@ -57,8 +63,50 @@ class _MMCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         wants = ctx.needs_input_grad[:3]
+        if second.is_wanted():
+            plain = partial(_mm_combine_plain, glu=ctx.glu)
+            return *second.gradients(plain, ctx.saved_tensors, ctx.needs_input_grad[:6], grad), None
         grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1])
         return (*(found if want else None for found, want in zip(grads, wants, strict=True)), *(None,) * 4)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # of `rows.GLUS`
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _gather_mm_plain(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    """`gather_mm` for autograd to differentiate; it waits for the device."""
+    ends = offsets.tolist()
+    used = tokens.index_select(0, order[: ends[-1]] // max(slots.shape[1], 1))
+    return _pad_rows(_mm_plain(used, weight, ends), order.shape[0])
+
+
+def _mm_combine_plain(
+    hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, glu: str
+) -> Tensor:
+    """`mm_combine` for autograd to differentiate; it waits for the device."""
+    ends = offsets.tolist()
+    used = hidden[: ends[-1]]
+    if glu:
+        gate, up = used.chunk(2, dim=-1)
+        used = ACTIVATIONS[glu](gate) * up
+    outputs = _pad_rows(_mm_plain(used, weight, ends), 1 + ends[-1])  # the last is that of unused slots
+    values = outputs[slots.clamp_max(ends[-1])].float()  # (T,K,d)
+    return (values * slot_weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _mm_plain(used: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+    starts = [0, *ends[:-1]]
+    products = [used[start:end] @ weight[expert].t() for expert, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    return torch.cat(products)
+
+
+def _pad_rows(values: Tensor, count: int) -> Tensor:
+    return F.pad(values, (0, 0, 0, count - values.shape[0]))
 
 
 def _gather_mm_anywhere(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:

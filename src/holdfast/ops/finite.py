@@ -43,7 +43,7 @@ def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
         bad = int((~tokens.isfinite()).flatten(1).any(1).sum()) if tokens.dim() > 1 else 1
         cause = f"because {bad} of {tokens.shape[0]} tokens that reach it already are: look at the layers before it."
     else:
-        cause = "although its tokens are finite: the router's own weights are not, or they overflow."
+        cause = "although its tokens are finite: its own weights or what it reads from attention are not, or they overflow."
     return ValueError(
         f"{decode_name(layer)}: router scores are NaN or infinite {cause} (check_finite=False lets them through.)"
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from holdfast.ops import second
 from holdfast.ops.operators import EVERYWHERE, operator
 from holdfast.ops.triton_support import has_kernels, on_device_of
 
@@ -31,8 +32,9 @@ class _TakeHeads(torch.autograd.Function):
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         (head,) = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
+        put_head = _place_head if second.is_wanted() else _put_head
         put = [
-            _put_head(grad.contiguous(), head, ctx.heads, own) if need else None
+            put_head(grad.contiguous(), head, ctx.heads, own) if need else None
             for grad, own, need in zip(grads, ctx.own, needs, strict=True)
         ]
         return None, None, *put
@@ -58,8 +60,12 @@ def _put_head_anywhere(rows: Tensor, head: Tensor, heads: int, own: int) -> Tens
 
         with on_device_of(rows):
             return head_kernels.put(rows, head, heads, own)
+    return _place_head(rows, head, heads, own)
+
+
+def _place_head(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
     out = rows.new_zeros(rows.shape[0], own, *rows.shape[1:])
-    return out.index_copy_(1, head * own // heads, rows.unsqueeze(1))
+    return out.index_copy(1, head * own // heads, rows.unsqueeze(1))
 
 
 _take_heads = operator(

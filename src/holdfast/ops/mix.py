@@ -6,6 +6,9 @@
 What is allowed: j <= i if `causal`, `real[j]` if given, and what `mask` says: bool, True where allowed, or a bias to add. A
 query that may look at nothing gets 0.
 
+Products of tokens of 1e19 and more are beyond float32. On a CPU such operands are mixed in float64; on a GPU, where asking
+would wait, the result is NaN, and a router in training says so.
+
 On a GPU the kernels of ops/mix_kernels.py and ops/entropy_kernels.py do this in tiles; here is what they are compared with,
 and what runs on a CPU and for operands too wide for a tile.
 """
@@ -17,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.ops import second as second_derivatives
 from holdfast.ops.operators import EVERYWHERE, operator
-from holdfast.ops.precision import ieee_float32
+from holdfast.ops.precision import ieee_float32, matmul_float32
 from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
 BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # scores held at a time: 16 MiB; on a GPU, where small ones wait, 128
@@ -77,10 +81,11 @@ def softmax_mix(
 
 
 def _whole_mix(terms: "_Terms", value: Tensor) -> Tensor:
-    """The mixture with all scores held at a time, in operations that any backend and format has."""
-    scores = terms.scores(slice(0, terms.query.shape[1]), slice(0, terms.key.shape[1]))
+    """The mixture with all scores held at a time, for autograd to differentiate and for any backend and format."""
+    scores = terms.all_scores()
     weights = (scores - _finite(scores.detach().amax(-1, keepdim=True))).exp()
-    return torch.bmm(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    mixed = terms.product(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return mixed.float()
 
 
 @torch.no_grad()
@@ -129,7 +134,7 @@ def _blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, s
 
 
 class _Terms(NamedTuple):
-    """What scores are made of, float32 and 0 in padding."""
+    """What scores are made of, 0 in padding: float32, or float64 where a product could be more than float32 holds."""
 
     query: Tensor
     key: Tensor
@@ -148,6 +153,24 @@ class _Terms(NamedTuple):
         if self.second_query is not None and self.second_key is not None:
             more = self.second_key[:, columns].transpose(1, 2)
             scores.baddbmm_(self.second_query[:, rows], more, alpha=self.second_scale)
+        return self._limited(scores, rows, columns)
+
+    def all_scores(self) -> Tensor:
+        """(G,N,M), for autograd to differentiate, also twice and under every precision switch."""
+        scores = self.product(self.query, self.key.transpose(1, 2)) * self.scale
+        if self.second_query is not None and self.second_key is not None:
+            scores = scores + self.product(self.second_query, self.second_key.transpose(1, 2)) * self.second_scale
+        return self._limited(scores, slice(0, self.query.shape[1]), slice(0, self.key.shape[1]))
+
+    @property
+    def wide(self) -> bool:
+        return self.query.dtype == torch.float64
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        return left.double() @ right.double() if self.wide else matmul_float32(left, right)
+
+    def _limited(self, scores: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Add biases and masks, in place."""
         if self.bias is not None:
             scores.add_(self.bias[:, None, columns])
         if self.mask is not None:
@@ -177,13 +200,29 @@ def _terms(
 ) -> _Terms:
     second_query = None if second_query is None else second_query.float()
     second_key = None if second_key is None else _only_real(second_key, real)
-    keys = _only_real(key, real)
-    return _Terms(query.float(), keys, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    operands = [query.float(), _only_real(key, real), second_query, second_key, bias]
+    if _overflows(operands[0], operands[1], scale) or _overflows(second_query, second_key, second_scale):
+        operands = [None if operand is None else operand.double() for operand in operands]
+    return _Terms(*operands, real, mask, causal, scale, second_scale)  # type: ignore[arg-type]
+
+
+def _overflows(query: Tensor | None, key: Tensor | None, scale: float) -> bool:
+    """Could a product be more than float32 holds? Asked on a CPU only, where the answer is at hand."""
+    if query is None or key is None or query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if query.numel() == 0 or key.numel() == 0:
+        return False
+    largest = [max(-float(low), float(high)) for low, high in (query.detach().aminmax(), key.detach().aminmax())]
+    return largest[0] * largest[1] * query.shape[-1] * max(abs(scale), 1.0) > torch.finfo(torch.float32).max / 8
 
 
 def _exp(log_weights: Tensor) -> Tensor:
     """In place. Below -80 a weight is 0: beside a total of at least 1 it is nothing, and denormals cost a CPU dearly."""
     return torch.threshold_(log_weights, -80.0, -torch.inf).exp_()
+
+
+def _shares(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -226,9 +265,32 @@ class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         everything = ctx.saved_tensors  # once: under activation checkpointing they are not there a second time
+        if second_derivatives.is_wanted():
+            plain = functools.partial(_mix_plain, *everything[8:10], *ctx.how)
+            return *second_derivatives.gradients(plain, everything[2:8], ctx.needs_input_grad[:6], grad), *(None,) * 6
         grads = _softmax_mix_backward(grad.contiguous(), *everything[:10], list(everything[10:]), *ctx.how, ctx.wants)
         needs = ctx.needs_input_grad[:6]
         return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 6)
+
+
+def _mix_plain(
+    real: Tensor | None,
+    mask: Tensor | None,
+    shared: bool,
+    causal: bool,
+    scale: float,
+    second_scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The mixture of the operands of `_SoftmaxMix`, for autograd to differentiate."""
+    key = query if shared else key
+    terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    return _whole_mix(terms, _only_real(value, real))
 
 
 def _mix_parts_anywhere(
@@ -285,9 +347,9 @@ def _softmax_mix_anywhere(
         with on_device_of(query):
             return mix_launch.mix(operands, bias, real, mask, parts, causal, scale, second_scale)
     terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
-    value = _only_real(value, real)
-    out = terms.query.new_empty(*query.shape[:2], value.shape[2])
-    log_total = terms.query.new_empty(query.shape[:2])
+    value = _only_real(value, real).to(terms.query.dtype)
+    out = query.new_empty(*query.shape[:2], value.shape[2], dtype=torch.float32)
+    log_total = query.new_empty(query.shape[:2], dtype=torch.float32)
     with ieee_float32():
         for rows, columns in _blocks(query, key, causal):
             scores = terms.scores(rows, columns)
@@ -376,6 +438,7 @@ def _blocked_backward(
     grad: Tensor, out: Tensor, log_total: Tensor, terms: _Terms, value: Tensor, shared: bool
 ) -> tuple[Tensor | None, ...]:
     query, key, second_query, second_key, bias = terms[:5]
+    grad, value = grad.to(query.dtype), value.to(query.dtype)
     grad_query = torch.empty_like(query)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     grad_second_query = None if second_query is None else torch.empty_like(second_query)
@@ -385,10 +448,16 @@ def _blocked_backward(
     log_total = _finite(log_total).unsqueeze(-1)
     with ieee_float32():
         for rows, columns in _blocks(query, key, terms.causal):
-            weights = _exp(terms.scores(rows, columns).sub_(log_total[:, rows]))
+            scores = terms.scores(rows, columns)
+            if terms.wide:  # float32 does not hold these totals
+                weights = _shares(_exp(scores.sub_(_finite(scores.amax(-1, keepdim=True)))))
+            else:
+                weights = _exp(scores.sub_(log_total[:, rows]))
             grad_value[:, columns] += torch.bmm(weights.transpose(1, 2), grad[:, rows])
             slopes = torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2))
-            slopes = slopes.sub_(centre[:, rows]).mul_(weights)
+            # Huge keys would blow up what rounding has left of a difference that is 0: there both sides come from float64.
+            middle = (slopes * weights).sum(-1, keepdim=True) if terms.wide else centre[:, rows]
+            slopes = slopes.sub_(middle).mul_(weights)
             if grad_bias is not None:
                 grad_bias[:, columns] += slopes.sum(1)
             if second_query is not None and second_key is not None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from holdfast.ops import split
+from holdfast.ops import second, split
 from holdfast.ops.operators import EVERYWHERE, operator
 
 
@@ -29,7 +29,7 @@ def ieee_float32() -> Iterator[None]:
 
 
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
-    """`left (m,n)` times `right (n,p)`, in true float32; gradients in the dtypes of the inputs."""
+    """`left (..., m,n)` times `right (..., n,p)`, in true float32; gradients in the dtypes of the inputs."""
     if torch.compiler.is_exporting():
         return left.float() @ right.float()
     out: Tensor = _MatMul.apply(left, right)  # type: ignore[no-untyped-call]
@@ -45,8 +45,8 @@ class _MatMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         left, right = ctx.saved_tensors
-        grad_left = matmul_float32(grad, right.t()).to(left.dtype) if ctx.needs_input_grad[0] else None
-        grad_right = matmul_float32(left.t(), grad).to(right.dtype) if ctx.needs_input_grad[1] else None
+        grad_left = matmul_float32(grad, right.mT).to(left.dtype) if ctx.needs_input_grad[0] else None
+        grad_right = matmul_float32(left.mT, grad).to(right.dtype) if ctx.needs_input_grad[1] else None
         return grad_left, grad_right
 
 
@@ -58,7 +58,7 @@ def _matmul_anywhere(left: Tensor, right: Tensor) -> Tensor:
 _matmul = operator(
     "matmul_float32(Tensor left, Tensor right) -> Tensor",
     _matmul_anywhere,
-    lambda left, right: left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32),
+    lambda left, right: left.new_empty(*left.shape[:-1], right.shape[-1], dtype=torch.float32),
     devices=EVERYWHERE,
 )
 
@@ -98,6 +98,13 @@ def _(grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Ten
     return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape)
 
 
+def _scaled_matmul_plain(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """The same, for autograd to differentiate."""
+    with ieee_float32():
+        per_token = _token_scales(mixture, scales)
+    return matmul_float32(tokens.float() * per_token, weight.t())
+
+
 def _token_scales(mixture: Tensor, scales: Tensor) -> Tensor:
     """mixture (T,C) times scales (C,d); 1 for a token whose row is 0."""
     return mixture @ scales + (1 - mixture.sum(1, keepdim=True))
@@ -108,6 +115,9 @@ def _save_scaled(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # ty
 
 
 def _backward_scaled(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    if second.is_wanted():
+        found = second.gradients(_scaled_matmul_plain, ctx.saved_tensors, (True, False, False, True), grad)
+        return tuple(found)
     grad_tokens, grad_weight = _scaled_matmul_backward(grad, *ctx.saved_tensors)
     return grad_tokens, None, None, grad_weight
 

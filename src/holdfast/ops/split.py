@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.ops.clusters import Groups
+from holdfast.ops import second
+from holdfast.ops.clusters import TILE, Groups
 from holdfast.ops.operators import operator
 from holdfast.ops.triton_support import has_kernels, on_device_of
 
@@ -49,8 +50,30 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         tokens, weight, *clusters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
+        if second.is_wanted():
+            return tuple(second.gradients(_linear_plain, ctx.saved_tensors, ctx.needs_input_grad, grad))
         grad_tokens, grad_weight = _linear_backward(grad, tokens, weight, *clusters, *wanted)
         return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, *(None,) * 4
+
+
+def _linear_plain(
+    tokens: Tensor,
+    weight: Tensor,
+    order: Tensor | None,
+    owners: Tensor | None,
+    bounds: Tensor | None,
+    scales: Tensor | None,
+) -> Tensor:
+    """The same, for autograd to differentiate."""
+    from holdfast.ops.precision import matmul_float32  # which imports this module
+
+    rows = tokens.float()
+    if order is not None and owners is not None and scales is not None:
+        count = tokens.shape[0]
+        cluster = owners.long().clamp_min(0).repeat_interleave(TILE)
+        cluster_of = cluster.new_zeros(count + 1).scatter(0, order.long().clamp_max(count), cluster)[:count]
+        rows = rows * scales[cluster_of]
+    return matmul_float32(rows, weight.t())
 
 
 def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:

@@ -138,7 +138,7 @@ class Clustered(Score, StatefulPart):
         self._check(previous)
         members = self._members(previous)
         spreads = self._spreads(lambda: self._deviations(previous, members, context.real_or_all(tokens)))
-        return self._mixture(previous, members), feature_scales(spreads)
+        return self._mixture(previous, members, context), feature_scales(spreads)
 
     def _over_ranks(self) -> Callable[[Tensor], Tensor] | None:
         """In evaluation a rank may run forwards that others do not."""
@@ -166,11 +166,13 @@ class Clustered(Score, StatefulPart):
         first = previous.routing.experts[:, :1]
         return (first == torch.arange(self.clusters, device=first.device)).float()
 
-    def _mixture(self, previous: Previous, members: Tensor) -> Tensor:
+    def _mixture(self, previous: Previous, members: Tensor, context: Context) -> Tensor:
         """(T,C): with which weight each cluster's scales count for a token; all 0 where features stay as they are."""
         if self.mix == 1:
             return members
         gates = previous.routing.gates.detach()
+        if context.padding is not None:
+            gates = context.clean(gates.view(*context.padding.shape, -1)).flatten(0, 1)
         best = top(gates, self.mix)
         weights = torch.zeros_like(gates).scatter(1, best, gates.gather(1, best))
         return shares(weights) * members.sum(1, keepdim=True)

@@ -11,16 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from holdfast.ops.choose import TINY as TINY
+from holdfast.ops.choose import shares as shares
 from holdfast.ops.precision import linear_float32
 from holdfast.routing.records import Context
-
-TINY = torch.finfo(torch.float32).tiny
-
-
-def shares(amounts: Tensor) -> Tensor:
-    """`amounts (..., n)` over their sum; 0 where there is nothing to share, with a gradient that is finite there too."""
-    total = amounts.sum(-1, keepdim=True)
-    return amounts / total.where(total >= TINY, 1.0)
 
 
 @dataclass(frozen=True)

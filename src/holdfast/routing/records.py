@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 from holdfast.routing.cache import RouterCache
 
+LARGEST_IN_PADDING = 2.0**50  # products of two such numbers stay far within float32
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -96,6 +98,23 @@ class Context:
         """(B,N) bool: which tokens are real."""
         real = self.real(tokens)
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if real is None else real
+
+    def usable(self, rows: Tensor) -> Tensor | None:
+        """(B,N) bool: which of `rows (B,N,...)` can be computed with, all but padding that holds NaN or huge numbers.
+
+        None where there is no padding. A real token's NaN is not hidden: it is an error that the user must see.
+        """
+        if self.padding is None:
+            return None
+        return self.padding | (rows.detach().flatten(2).abs().amax(-1) <= LARGEST_IN_PADDING)
+
+    def clean(self, rows: Tensor) -> Tensor:
+        """`rows (B,N,...)` with 0 where they are not usable: 0 times NaN is NaN, also in the gradient of a weight.
+
+        Other padding stays: a model may read it (SigLIP takes the last token of a text, padding or not).
+        """
+        usable = self.usable(rows)
+        return rows if usable is None else rows.where(usable.view(*usable.shape, *[1] * (rows.dim() - 2)), 0.0)
 
     def real(self, tokens: Tensor) -> Tensor | None:
         """`padding`, checked against `tokens (B,N,d)`."""

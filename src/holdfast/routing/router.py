@@ -25,6 +25,11 @@ def _becomes_onnx() -> bool:
 _becomes_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _constant_unless(usable: Tensor | None, values: Tensor) -> Tensor:
+    """`values (B,N,n)` unchanged, with no gradient from padding that holds NaN: experts that are not ours send NaN back."""
+    return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
+
+
 class Router(nn.Module):
     """score, then up to one informer a side, then select; in float32 whatever the model's dtype.
 
@@ -128,6 +133,8 @@ class Router(nn.Module):
         context = context or Context()
         tokens = self._sequences(tokens)
         real = context.real(tokens)
+        usable = context.usable(tokens)
+        tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
         if self.training:
             for part in self.parts:
                 if isinstance(part, StatefulPart):
@@ -140,14 +147,16 @@ class Router(nn.Module):
             informers = [informer for informer in self.informers if not informer.inert]
             for informer in informers:
                 gates = informer(gates, logits, tokens, context)
+            if self.training and self.check_finite and any(informer.side == "token" for informer in informers):
+                gates = require_finite(gates, tokens, self.get_buffer("_name"), real)  # products of tokens may overflow
             scores = Scores.from_gates(gates, logits) if informers else Scores(logits, gates, informed=False, raw=logits)
             selected = self.select(scores, tokens, context)
             weights = selected.weights if self.scale == 1 else selected.weights * self.scale
             routing = Routing(
-                logits=logits.flatten(0, 1),
-                gates=selected.gates.flatten(0, 1),
+                logits=_constant_unless(usable, logits).flatten(0, 1),
+                gates=_constant_unless(usable, selected.gates).flatten(0, 1),
                 experts=selected.experts.flatten(0, 1),
-                weights=weights.flatten(0, 1),
+                weights=_constant_unless(usable, weights).flatten(0, 1),
                 losses=dict(selected.losses),
             )
             if self.training and self.learning and self.losses is not None:

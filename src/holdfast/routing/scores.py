@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from holdfast.ops.precision import linear_float32
 from holdfast.routing.parts import LinearScore
 
+LARGE, SMALLER = 2.0**56, 2.0**-70
 SHORTEST = 1e-6  # a projection shorter than this is not blown up to length 1, nor is its gradient
 
 
@@ -77,5 +78,8 @@ class Cosine(LinearScore):
         return self.projection
 
     def finish(self, projected: Tensor) -> Tensor:
+        # A length is a sum of squares, which overflows from 1e19 on; a power of 2 changes no digit of the direction.
+        huge = projected.detach().abs().amax(-1, keepdim=True) > LARGE
+        projected = projected * torch.where(huge, SMALLER, 1.0)
         cosines = linear_float32(F.normalize(projected, dim=-1, eps=SHORTEST), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()

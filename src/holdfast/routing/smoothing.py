@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.ops import choose
+from holdfast.ops.choose import fading
 from holdfast.ops.order import midpoint
 from holdfast.ops.recompute import as_now
 from holdfast.ops.running import absorb_mean, running_mean
 from holdfast.ops.topk import top
-from holdfast.routing.parts import TINY, Scores, Selection, Selector
+from holdfast.routing.parts import Scores, Selection, Selector
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, flag, is_set, sum_over_ranks
 from holdfast.suggest import unknown
 
-POWER_IN, POWER_OUT = 1, 50  # a and b of S
 MEMORY = 0.95
 ETA_START = -9.0  # eps = softplus(eta)
 
@@ -167,13 +167,3 @@ class SmoothTopK(Selector, StatefulPart):
         tokens = sum_over_ranks(here)
         allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use
         return {"width": midpoint(gaps, real, allowed, sum_over_ranks), "tokens": tokens}
-
-
-def fading(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """S(u) for u = 1 - gap / eps, 0 outside the strip, and whether u > 0. The gradient reaches eps only."""
-    in_strip = gaps < eps
-    u = 1 - gaps.where(in_strip, 0.0) / eps.clamp_min(TINY)
-    inside = in_strip & (u < 1)
-    u = u.where(inside, 0.5).clamp(TINY, 1 - 2**-24)
-    fade = -F.softplus(POWER_OUT * torch.log1p(-u) - POWER_IN * u.log())
-    return fade.where(inside, 0.0), in_strip

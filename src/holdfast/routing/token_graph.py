@@ -56,7 +56,7 @@ class Similarity(Informer):
         return self.strength == 0
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        u = tokens if context.attention is None else context.attention.output
+        u = tokens if context.attention is None else context.clean(context.attention.output)
         coarse = self.reduce is not None and u.dtype == self.reduce.dtype == torch.bfloat16
         u = u if self.reduce is None else linear_float32(u, self.reduce)
         own, keys, real, mask = gates, u, context.padding, _allowed(context.attention)
@@ -163,15 +163,15 @@ class AttentionPosterior(Informer, StatefulPart):
         heads = attention.projection.weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0).unsqueeze(0)  # (1,H,D_v,d)
         rows = (attention.query, attention.key, attention.value, heads)
         query, key, value, across = take_heads(rows, head, self.heads)
-        across = across.squeeze(0)
+        query, across = context.clean(query), across.squeeze(0)
         # u_i . o_j = heads (W^T u_i) . v_j, and what the bias adds is the same for every j
-        explained = Second(linear_float32(attention.output, across), value, self.heads / self.sigma**2)
+        explained = Second(linear_float32(context.clean(attention.output), across), value, self.heads / self.sigma**2)
         norms = self._norms(value, across, attention.projection.bias, query.shape[1], context)
         return query, key, explained, norms / (-2 * self.sigma**2)
 
     def _norms(self, value: Tensor, across: Tensor, bias: Tensor | None, tokens: int, context: Context) -> Tensor:
         """|o_j|^2 (B,M) of every token, the earlier ones from the cache."""
-        new = value if context.cache is None else value[:, value.shape[1] - tokens :]
+        new = context.clean(value if context.cache is None else value[:, value.shape[1] - tokens :])
         norms = projected_norms(new.flatten(0, 1), across, bias, self.heads).view(new.shape[:2])
         if context.cache is not None:
             norms = context.cache.extend("attention.norms", norms.unsqueeze(-1))[:, -value.shape[1] :].squeeze(-1)
@@ -181,7 +181,7 @@ class AttentionPosterior(Informer, StatefulPart):
         """Of each head the sum over the real tokens that are looked at, and how many they are, over all ranks."""
         step = entropy_step(tokens.shape[1])
         entropies = attention_entropy(
-            attention.query,
+            context.clean(attention.query.transpose(1, 2)).transpose(1, 2),
             attention.key,
             scale=_scale(attention),
             causal=context.causal,

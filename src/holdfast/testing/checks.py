@@ -10,7 +10,18 @@ from torch import Tensor
 from holdfast.losses import TERMS, Losses
 from holdfast.ops.naive import top as naive_top
 from holdfast.routing import Context, RouterCache, Routing, Score, Scores
-from holdfast.testing.subject import STEEP, TOLERANCE, LeftOut, Subject, differing, objective, state_of, steps
+from holdfast.testing.subject import (
+    STEEP,
+    TOLERANCE,
+    LeftOut,
+    Subject,
+    differing,
+    fill_padding,
+    objective,
+    state_of,
+    steps,
+    with_padding,
+)
 
 DECODING_STEPS = 64
 
@@ -187,24 +198,76 @@ def sequence_awareness(subject: Subject) -> None:
 
 
 def padding(subject: Subject) -> None:
-    """What stands in padded places changes nothing for real tokens: not their routes, not the losses, not the state."""
+    """Padding changes nothing for real tokens, not their routes, losses, state or gradients: neither that it is there nor
+    what it holds."""
     tokens, real = subject.tokens(), _right_padding(3, 17, 5)
     other = tokens.where(real.unsqueeze(-1), 100 * subject.tokens(seed=1))
+    longer = torch.cat([tokens, subject.tokens(3, 6, seed=2)], dim=1)
+    first = torch.arange(longer.shape[1]) < tokens.shape[1]
     for training in (True, False):
-        outcomes = []
-        for x in (tokens, other):
-            torch.manual_seed(5)
-            router = subject.build().train(training)
-            router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
-            routing = router(x, subject.context(x, real))
-            outcomes.append((routing, state_of(router.eval())))
-        (first, first_state), (second, second_state) = outcomes
-        moved = differing(first, second, weights_within=STEEP)[real.flatten()]
-        assert not moved.any(), f"{int(moved.sum())} real tokens change with the padding (training={training})"
-        for name in first.losses:
-            torch.testing.assert_close(first.losses[name], second.losses[name], msg=f"padding changes the loss {name}")
-        for name, value in first_state.items():
-            torch.testing.assert_close(value, second_state[name], msg=f"padding changes the state {name}")
+        _same_real_tokens(subject, (tokens, real), (other, real), training)
+        if not (training and _draws(subject)):  # more tokens draw other random numbers
+            _same_real_tokens(subject, (tokens, None), (longer, first.expand(longer.shape[:2])), training)
+    _nan_in_padding(subject, tokens, real)
+
+
+def _draws(subject: Subject) -> bool:
+    """Does the router draw random numbers in training?"""
+    router, tokens = subject.build(), subject.tokens()
+    context = subject.context(tokens)
+    before = torch.random.get_rng_state()
+    router(tokens, context)
+    return not torch.equal(before, torch.random.get_rng_state())
+
+
+def _same_real_tokens(
+    subject: Subject, one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None], training: bool
+) -> None:
+    """Compare two batches, each with its padding, that have the same real tokens."""
+    outcomes = []
+    length = min(one[0].shape[1], other[0].shape[1])
+    for x, real in (one, other):
+        torch.manual_seed(5)
+        router = subject.build().train(training)
+        router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
+        routing = router(x, subject.context(x, real))
+        kept = _part(routing, x.shape[:2], slice(None), slice(0, length))
+        outcomes.append((kept, routing.losses, state_of(router.eval())))
+    (first, losses, state), (second, other_losses, other_state) = outcomes
+    moved = differing(first, second, weights_within=STEEP)
+    if one[1] is not None:
+        moved = moved & one[1].flatten()
+    assert not moved.any(), f"{int(moved.sum())} real tokens change with the padding (training={training})"
+    for name in losses:
+        torch.testing.assert_close(losses[name], other_losses[name], msg=f"padding changes the loss {name}")
+    for name, value in state.items():
+        torch.testing.assert_close(value, other_state[name], msg=f"padding changes the state {name}")
+
+
+def _nan_in_padding(subject: Subject, tokens: Tensor, real: Tensor) -> None:
+    """NaN in padding, of the tokens and of all that the context holds, reaches no loss, state or gradient."""
+    outcomes = []
+    for value in (0.0, torch.nan):
+        torch.manual_seed(5)
+        router, x = subject.build(), fill_padding(tokens, real, value).requires_grad_()
+        router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
+        context = with_padding(subject.context(tokens, real), real, value)
+        routing = router(x, context)
+        own = routing.dense_weights.where(real.view(-1, 1), 0.0)
+        total = (own * torch.linspace(-1, 1, own.shape[1])).sum() + routing.loss
+        wanted = {"tokens": x, **{name: p for name, p in router.named_parameters() if p.requires_grad}}
+        if total.requires_grad:
+            grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True)
+            found = {f"the gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+        else:
+            found = {}
+        found |= {
+            "the loss": routing.loss,
+            **{f"the state {name}": state for name, state in state_of(router.eval()).items()},
+        }
+        outcomes.append(found)
+    for name, value in outcomes[0].items():
+        torch.testing.assert_close(outcomes[1][name], value, msg=f"NaN in padding changes {name}")
 
 
 def batch_invariance(subject: Subject) -> None:

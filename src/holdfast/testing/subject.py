@@ -86,6 +86,39 @@ def _previous(tokens: Tensor, experts: int) -> Previous:
     return Previous(earlier, Routing(logits, gates, chosen, weights / weights.sum(-1, keepdim=True)))
 
 
+def fill_padding(rows: Tensor, real: Tensor, value: float) -> Tensor:
+    """`rows (B,N,...)`, detached, with `value` where they are not `real (B,N)`."""
+    return rows.detach().where(real.view(*real.shape, *[1] * (rows.dim() - 2)), value)
+
+
+def with_padding(context: Context, real: Tensor, value: float) -> Context:
+    """The context, detached, with `value` wherever it speaks of padding."""
+    attention, previous = context.attention, context.previous
+    assert attention is not None and previous is not None
+
+    def heads(rows: Tensor) -> Tensor:
+        return fill_padding(rows.transpose(1, 2), real, value).transpose(1, 2)
+
+    def flat(rows: Tensor) -> Tensor:
+        return fill_padding(rows.unflatten(0, real.shape), real, value).flatten(0, 1)
+
+    routing = previous.routing
+    return replace(
+        context,
+        attention=replace(
+            attention,
+            query=heads(attention.query),
+            key=heads(attention.key),
+            value=heads(attention.value),
+            output=fill_padding(attention.output, real, value),
+        ),
+        previous=Previous(
+            fill_padding(previous.tokens, real, value),
+            Routing(flat(routing.logits), flat(routing.gates), routing.experts, flat(routing.weights)),
+        ),
+    )
+
+
 def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context:
     """The context of tokens `start` to `end` while decoding, with what the earlier ones left in `cache`."""
     attention, previous = context.attention, context.previous

@@ -1,0 +1,48 @@
+"""Second derivatives of operators whose own backward is opaque to autograd.
+
+An operator's backward is a kernel, or a loop that writes in place: autograd cannot differentiate it and would take its
+result for a constant. So a backward that is to be differentiated itself (`create_graph=True`) computes the function again
+in plain PyTorch and takes the gradient of that. It costs the memory that the operator saves, and is right to any order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_wanted() -> bool:
+    """Return whether the backward that runs now is to be differentiated; a compiled one never is (torch refuses it)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def gradients(
+    plain: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of `plain(*inputs)` that `needs` asks for, differentiable; None in the other places."""
+    with torch.enable_grad():
+        # Views, because one input may be computed from another: each gets only what it brings by itself.
+        views = [None if value is None else value.view_as(value) for value in inputs]
+        wanted = [view for view, need in zip(views, needs, strict=True) if need and view is not None]
+        found = iter(torch.autograd.grad(plain(*views), wanted, grad, create_graph=True, allow_unused=True))
+        return [next(found) if need and view is not None else None for view, need in zip(views, needs, strict=True)]
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        raise ValueError(ctx.message)
+
+
+def refuse(grad: Tensor, message: str) -> Tensor:
+    """Return `grad` unchanged; differentiating it raises a ValueError."""
+    if not is_wanted():
+        return grad
+    out: Tensor = _Refused.apply(grad, message)
+    return out

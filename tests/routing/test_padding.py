@@ -1,0 +1,141 @@
+"""What stands in padding, be it NaN, infinite or huge, changes no output, loss, state or gradient of real tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_training import COMBINATIONS, HEADS, context_for
+from torch import Tensor
+
+import holdfast
+from holdfast import Context, Experts, FeedForward, Losses, MoE
+from holdfast.routing import Previous
+
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in holdfast.routers()} | COMBINATIONS
+ROUTERS |= {"attention": ("attention", {"heads": HEADS}), "ac, mixed": ("ac", {"mix": 3, "stats": "batch"})}
+ROUTERS |= {"smooth, by its loss": ("smooth", {"control": "loss", "eps": 0.5})}
+ROUTERS |= {"smoe, learned noise": ("smoe", {"noise": "gaussian"}), "low rank": ("similarity", {"rank": 3})}
+BAD = {"NaN": torch.nan, "infinity": torch.inf, "minus infinity": -torch.inf, "1e38": 1e38}
+DIM, EXPERTS = 16, 8
+REAL = torch.tensor([[True] * 9, [True] * 4 + [False] * 5, [False] * 3 + [True] * 6])
+
+
+def layer(name: str) -> MoE:
+    torch.manual_seed(0)
+    router_name, options = ROUTERS[name]
+    losses = Losses(balance=1.0, importance=1.0, load=1.0, z=0.1, entropy=1.0)
+    router = holdfast.router(router_name, **{"dim": DIM, "experts": EXPERTS, **options, "losses": losses})
+    return MoE(router, Experts(DIM, 8, EXPERTS, bias=True), FeedForward(DIM, 8, bias=True))
+
+
+def padded_with(value: float, rows: Tensor, real: Tensor = REAL) -> Tensor:
+    """`rows (B,N,...)` with `value` in padding, as a leaf that gets a gradient."""
+    mask = real.view(*real.shape, *[1] * (rows.dim() - 2))
+    return rows.detach().where(mask, value).requires_grad_()
+
+
+def surroundings(value: float, tokens: Tensor) -> Context:
+    """A context in which all rows of padding hold `value`."""
+    context = context_for(tokens, EXPERTS)
+    attention, previous = context.attention, context.previous
+    assert attention is not None and previous is not None
+    heads = {
+        name: padded_with(value, getattr(attention, name).transpose(1, 2)).transpose(1, 2)
+        for name in ("query", "key", "value")
+    }
+    attention = replace(attention, output=padded_with(value, attention.output), **heads)
+    assert attention.projection is not None
+    attention.projection.weight.requires_grad_()
+    rows = {
+        name: padded_with(value, getattr(previous.routing, name).unflatten(0, REAL.shape)).flatten(0, 1).detach()
+        for name in ("logits", "gates", "weights")
+    }
+    previous = Previous(padded_with(value, previous.tokens), replace(previous.routing, **rows))
+    return replace(context, padding=REAL, attention=attention, previous=previous)
+
+
+def outcome(name: str, value: float, *, training: bool = True, compiled: bool = False) -> dict[str, Tensor]:
+    """What two steps of a layer give where padding holds `value`: outputs of real tokens, losses, gradients, state."""
+    module, found = layer(name).train(training), {}
+    forward = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    for step in range(2):
+        torch.manual_seed(step)
+        plain = torch.randn(*REAL.shape, DIM)
+        tokens, context = padded_with(value, plain), surroundings(value, plain)
+        attention = context.attention
+        assert attention is not None and attention.projection is not None
+        out, routing = forward(tokens, context)
+        real = out[REAL]
+        total = (real * torch.linspace(-1, 1, real.numel()).view(real.shape)).sum() + routing.loss
+        total.backward()
+        found |= {f"output {step}": real, f"loss {step}": routing.loss, f"tokens {step}": tokens.grad}
+        found |= {f"weights {step}": routing.weights[REAL.flatten()], f"experts {step}": routing.experts[REAL.flatten()]}
+        found[f"projection {step}"] = attention.projection.weight.grad
+    found |= {f"gradient of {key}": parameter.grad for key, parameter in module.named_parameters()}
+    found |= dict(module.eval().named_buffers())
+    return {key: value.detach() for key, value in found.items() if value is not None}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key
+        assert value.isfinite().all(), key
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_what_stands_in_padding_changes_nothing(name: str) -> None:
+    expected = outcome(name, 0.0)
+    assert (expected["tokens 1"][~REAL] == 0).all()
+    assert_same(outcome(name, torch.nan), expected)
+
+
+@pytest.mark.parametrize("bad", [name for name in BAD if name != "NaN"])
+@pytest.mark.parametrize("name", ["symphony with similarity", "attention on xmoe", "ac, mixed", "smooth", "remoe"])
+def test_be_it_infinite_or_huge(name: str, bad: str) -> None:
+    assert_same(outcome(name, BAD[bad]), outcome(name, 0.0))
+
+
+@pytest.mark.parametrize("name", ["similarity", "attention", "ac, mixed", "smooth"])
+def test_nor_in_evaluation_with_gradients(name: str) -> None:
+    """As attacks take them."""
+    assert_same(outcome(name, torch.nan, training=False), outcome(name, 0.0, training=False))
+
+
+def test_nor_in_a_compiled_layer() -> None:
+    torch.compiler.reset()
+    got, expected = outcome("symphony with similarity", torch.nan, compiled=True), outcome("symphony with similarity", 0.0)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, msg=key)
+
+
+@pytest.mark.parametrize("name", holdfast.routers())
+def test_a_gradient_of_nan_from_padding_stops_at_the_router(name: str) -> None:
+    """Experts that are not ours send it back: the derivative of a slot's weight is that expert's output."""
+    router = layer(name).router
+    tokens = torch.randn(*REAL.shape, DIM, requires_grad=True)
+    context = replace(context_for(tokens.detach(), EXPERTS), padding=REAL)
+    with torch.no_grad():
+        tokens[~REAL] = torch.nan
+    routing = router(tokens, context)
+    for values in (routing.weights, routing.gates, routing.logits):
+        if values.requires_grad:
+            grad = torch.ones_like(values).where(REAL.view(-1, 1), torch.nan)
+            values.backward(grad, retain_graph=True)
+    grads = [tokens.grad, *(p.grad for p in router.parameters() if p.grad is not None)]
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
+
+
+def test_padding_that_can_be_computed_with_is_a_token_like_others() -> None:
+    """SigLIP reads the last token of a text, padding or not."""
+    module = layer("smoe").eval()
+    tokens = torch.randn(*REAL.shape, DIM)
+    out, routing = module(tokens, Context(padding=REAL))
+    without, expected = module(tokens)
+    assert torch.equal(out, without) and torch.equal(routing.weights, expected.weights)
+    broken = tokens.clone()
+    broken[1, -1] = torch.nan
+    out, _ = module(broken.flatten(0, 1), Context(padding=REAL.view(1, -1)))
+    torch.testing.assert_close(out[:-10], without.flatten(0, 1)[:-10])
+    assert out.isfinite().all()
