@@ -34,7 +34,7 @@ def render(results: Results) -> str:
             "views": seen.shown,
             "pixels": seen.pixels,
         },
-        title=str(results.run.recipe.get("about") or "A comparison of routers"),
+        title=results.title,
         verdict=verdict(results),
         routers=[{"name": row.router, "mark": mark(place)} for place, row in enumerate(results.rows)],
         measure=results.run.measure,
