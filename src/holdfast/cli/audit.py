@@ -59,17 +59,21 @@ class Audit:
     fail_if: tuple[str, ...] = ()
     """Conditions on the overall numbers; exit code 1 where one holds."""
     compare: tuple[Path, Path] | None = None
-    """Two files audit.json: show in which overall numbers they differ, audit nothing."""
+    """Two files audit.json, or their folders: show in which overall numbers they differ, audit nothing."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
         from holdfast.audit import AuditReport, Settings, parse
         from holdfast.report import write_audit
+        from holdfast.report.audits import read_audit
 
         if self.compare is not None:
             if self.model is not None:
                 raise ValueError("--compare reads two audits that are there; it takes no model.")
-            print_differences(*(AuditReport.load(path) for path in self.compare))
+            files = [path / NAME if path.is_dir() else path for path in self.compare]
+            for file in files:
+                read_audit(file)  # checks more than the overall numbers: all that the page of an audit needs
+            print_differences(*map(AuditReport.load, files))
             return
         conditions = [parse(written) for written in self.fail_if]
         for condition in conditions:
