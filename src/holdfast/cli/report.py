@@ -26,5 +26,6 @@ class Report:
         from holdfast.report import read_results, write_report
 
         out = self.out or self.folder / "report.html"
+        results = read_results(self.folder)
         require_folder(out.parent)
-        print(f"Report: {write_report(read_results(self.folder), out, force=self.force)}")
+        print(f"Report: {write_report(results, out, force=self.force)}")

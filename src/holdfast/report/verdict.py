@@ -35,7 +35,7 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
     costs = {row.router: row.cost for row in results.rows if row.cost is not None and row.cost.mean is not None}
     if not costs:
         return ()
-    certain = {router: _rise(cost.mean) for router, cost in costs.items() if cost.certain and cost.mean is not None}
+    certain = {router: rise(cost.mean) for router, cost in costs.items() if cost.certain and cost.mean is not None}
     unseen = [router for router in costs if router not in certain]
     found = []
     if len(certain) > 1 and not unseen:
@@ -45,12 +45,10 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
             f"to {most:.2f}%, and no 95% interval holds 0."
         )
     elif certain:
-        each = listed([f"{router} {rise:.2f}%" for router, rise in certain.items()])
+        each = listed([f"{router} {percent:.2f}%" for router, percent in certain.items()])
         found.append(f"On the words it left alone, the attack costs {each} of perplexity (95% intervals above 0).")
     if unseen:
-        found.append(
-            f"For {listed(unseen)} no cost on these words can be shown: the 95% interval holds 0, or there is none."
-        )
+        found.append(f"For {listed(unseen)} no cost on these words can be shown: no 95% interval lies above 0.")
     differences = [(row.router, row.cost_difference) for row in results.rows[1:]]
     known = [(router, one) for router, one in differences if one is not None and _interval(one) is not None]
     if known:
@@ -62,7 +60,7 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _rise(nats: float) -> float:
+def rise(nats: float) -> float:
     """The rise of a perplexity, in percent."""
     return 100 * math.expm1(nats)
 

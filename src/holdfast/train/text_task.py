@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import AttackedText, misspell, swap_words, swappable, words_in
+from holdfast.attacks import GENERIC, AttackedText, misspell, swap_words, swappable, words_in
 from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, tokenizer
 from holdfast.data.cuts import CUTS
 from holdfast.data.vocabulary import Vocabulary
@@ -53,8 +53,8 @@ class TextTask(Task):
 
     @property
     def measure(self) -> Measure:
-        token = self.recipe.attack.token
-        attack = f"a swap of {self.attack.realised:.1%} of its words for {token or 'others of the vocabulary'}"
+        token = self.attack.options.get("token", "others of the vocabulary")
+        attack = f"a swap of {self.attack.realised:.1%} of its words for {token}"
         return Measure("perplexity", "perplexity a token on the test text", attack)
 
     def describe(self) -> dict[str, Any]:
@@ -89,13 +89,13 @@ class TextTask(Task):
 
     def swapped(self, token: str | None = None, **options: Any) -> AttackedText:
         """The test text with words swapped for `token`, or by default for words that the model knows."""
-        if token is not None:
-            return self.attacked_with(swap_words, token=token, **options)
-        if not isinstance(self.tokenizer, Vocabulary):  # every word can be written in its tokens
-            return self.attacked_with(swap_words, words=words_in(document.text for document in self._test), **options)
+        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None  # others can write every word
+        words = swappable(known) if known else words_in(document.text for document in self._test)
+        if token is not None or len({word.lower() for word in words}) < 2:  # there is nothing else to swap in
+            return self.attacked_with(swap_words, token=token or GENERIC, **options)
         # Only words that are one token: one that is part of a token would make an unknown token of it.
-        pieces = [self.tokenizer.spans(document, first=False) for document in self._test]
-        return self.attacked_with(swap_words, words=swappable(self.tokenizer.words), pieces=pieces, **options)
+        pieces = [self.tokenizer.spans(document, first=False) for document in self._test] if known else None
+        return self.attacked_with(swap_words, words=words, pieces=pieces, **options)
 
     @cached_property
     def clean(self) -> Trial:
