@@ -84,6 +84,8 @@ class Audit:
             require_free(file, self.force)
         report = self._audit()
         print_report(report)
+        if report.what_if is not None:
+            print_what_if(report.what_if)
         if target is not None and page is not None:
             print(f"All figures: {report.save(target)}")
             print(f"Report: {write_audit(target, page, force=True)}")
@@ -131,5 +133,4 @@ class Audit:
         with bar(total, leave=False) as tell:
             settings["progress"] = lambda done, what: tell(done, f"{self.model} with {self.what_if}: {what}")
             found = what_if(model, material, self.what_if, before=report, **settings).summary()
-        print_what_if(found)
         return replace(report, what_if=found)
