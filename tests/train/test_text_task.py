@@ -73,7 +73,7 @@ def test_words_are_swapped_for_words_of_the_vocabulary(cut: str, tiny: Callable[
     assert len(before) == len(after) and torch.equal(own.clean.kept, own.attacked.kept)
     lost = ~own.attacked.kept
     assert int(lost.sum()) == own.attack.changed > 50
-    assert bool((after[lost] > own.tokenizer.end).all()) and bool((after != before)[lost].all())
+    assert bool((after[lost] > 1).all()) and bool((after != before)[lost].all())  # 0 and 1 are no words
     assert own.measure.attack.endswith("of its words for others of the vocabulary")
 
 

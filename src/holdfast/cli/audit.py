@@ -70,10 +70,10 @@ class Audit:
         if self.compare is not None:
             if self.model is not None:
                 raise ValueError("--compare reads two audits that are there; it takes no model.")
-            files = [path / NAME if path.is_dir() else path for path in self.compare]
-            for file in files:
-                read_audit(file)  # checks more than the overall numbers: all that the page of an audit needs
-            print_differences(*map(AuditReport.load, files))
+            stored = [path / NAME if path.is_dir() else path for path in self.compare]
+            for path in stored:
+                read_audit(path)  # checks more than the overall numbers: all that the page of an audit needs
+            print_differences(*map(AuditReport.load, stored))
             return
         conditions = [parse(written) for written in self.fail_if]
         for condition in conditions:
