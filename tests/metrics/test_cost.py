@@ -9,14 +9,10 @@ from holdfast.metrics import BlockLosses, Cost, cost_of_attack, cost_over_seeds
 
 
 def losses(blocks: list[list[float]]) -> BlockLosses:
-    found = BlockLosses(len(blocks))
-    for number, block in enumerate(blocks):  # in two parts, and with a word that is not counted
-        for part in (block[:1], [*block[1:], 99.0]):
-            numbers = [number] * len(part)
-            if part and part[-1] == 99.0:
-                numbers[-1] = -1
-            found.update(torch.tensor(part), torch.tensor(numbers, dtype=torch.int64))
-    return found
+    """With a word that is not counted at the end."""
+    values = [loss for block in blocks for loss in block]
+    numbers = [number for number, block in enumerate(blocks) for _ in block]
+    return BlockLosses.of(torch.tensor([*values, 99.0]), torch.tensor([*numbers, -1]), len(blocks))
 
 
 def test_of_blocks_of_one_size_it_is_scipys_interval_of_the_mean_difference() -> None:

@@ -92,13 +92,17 @@ def test_the_cost_is_that_of_a_naive_loop_over_the_words_left_alone(
     own = task(tiny, folder, tokens, **{"data.test_bytes": 4000, "data.vocabulary": 200})
     model = start(own, "smoe", {}, seed=0)
     train(model, own, tmp_path, seed=0, k=2)
-    cost = own.score(model)["attacked"]["cost"]
-    (clean, kept), (attacked, kept_too) = naive(model, own.clean), naive(model, own.attacked)
-    before = [loss for loss, stays in zip(clean, kept, strict=True) if stays]
-    after = [loss for loss, stays in zip(attacked, kept_too, strict=True) if stays]
-    assert len(before) == len(after) < len(clean)
-    assert cost["mean"] == pytest.approx((sum(after) - sum(before)) / len(before), abs=1e-6)
-    assert cost["low"] < cost["mean"] < cost["high"] and "95% interval" in cost["words"]
+    found = own.score(model)
+    for cost, trials in (
+        (found["attacked"]["cost"], (own.clean, own.attacked)),
+        (found["trials"]["typos"]["cost"], own.typos),
+    ):
+        (clean, kept), (attacked, kept_too) = (naive(model, trial) for trial in trials)
+        before = [loss for loss, stays in zip(clean, kept, strict=True) if stays]
+        after = [loss for loss, stays in zip(attacked, kept_too, strict=True) if stays]
+        assert len(before) == len(after) < len(clean)
+        assert cost["mean"] == pytest.approx((sum(after) - sum(before)) / len(before), abs=1e-6)
+        assert cost["low"] < cost["mean"] < cost["high"] and "95% interval" in cost["words"]
 
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)

@@ -36,18 +36,19 @@ class Cost:
         return {"mean": self.mean, "low": self.low, "high": self.high, "words": self.words}
 
 
+@dataclass(frozen=True)
 class BlockLosses:
-    """Sums of losses and numbers of words, block by block. Words of block -1 are left out."""
+    """Sums of losses and numbers of words, block by block."""
 
-    def __init__(self, blocks: int) -> None:
-        self.sums = torch.zeros(blocks, dtype=torch.float64)
-        self.counts = torch.zeros(blocks, dtype=torch.int64)
+    sums: Tensor  # (B,) float64
+    counts: Tensor  # (B,) int64
 
-    def update(self, losses: Tensor, blocks: Tensor) -> None:
-        """Add `losses (n,)`, each to its block."""
+    @classmethod
+    def of(cls, losses: Tensor, blocks: Tensor, count: int) -> "BlockLosses":
+        """Add up `losses (n,)`, each in its block of `count`; those of block -1 are left out."""
         kept = blocks >= 0
-        self.sums.index_add_(0, blocks[kept], losses[kept].double())
-        self.counts += torch.bincount(blocks[kept], minlength=len(self.counts))
+        sums = torch.zeros(count, dtype=torch.float64).index_add_(0, blocks[kept], losses[kept].double())
+        return cls(sums, torch.bincount(blocks[kept], minlength=count))
 
 
 def cost_of_attack(clean: BlockLosses, attacked: BlockLosses) -> Cost | None:

@@ -41,6 +41,7 @@ def render(results: Results) -> str:
         table=list(main_table(results)),
         table_caption=main_caption(results),
         trials=list(every_attack_table(results)),
+        targets_are_attacked=results.targets_are_attacked,
         routing=list(routing_table(results)),
         plots=drawn,
         graphs=graphs,

@@ -115,6 +115,7 @@ class Score(_Part):
 
 class Trial(_Part):
     figure: Number
+    cost: Cost | None = None
 
 
 class LayerSnapshots(_Part):

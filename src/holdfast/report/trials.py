@@ -13,7 +13,14 @@ def every_attack_table(results: Results) -> Iterator[dict[str, str]]:
     names = _names(results)
     for row in results.rows if names else []:
         cells = results.cells_of(row.router)
-        yield {name: figure(mean_of(_figures(cells, name), float)) for name in names}
+        columns = {}
+        for name in names:
+            columns[name] = figure(mean_of(_figures(cells, name), float))
+            if any(trial.cost for cell in results.cells if (trial := cell.trials.get(name))):
+                nats = [trial.cost.mean for cell in cells if (trial := cell.trials.get(name)) and trial.cost]
+                mean = mean_of([number for number in nats if number is not None], float)
+                columns[f"{name}, cost on untouched words"] = figure(None) if mean is None else f"{rise(mean):+.2f}%"
+        yield columns
 
 
 def every_attack(results: Results) -> Plot:

@@ -5,10 +5,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from holdfast.hub import has_routers, trace
 from holdfast.hub.usable import require_known
-from holdfast.metrics import BlockLosses, RoutingReport, boundary_of, token_nll
+from holdfast.metrics import RoutingReport, boundary_of, token_nll
 from holdfast.routing import Router
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ def routing_report(model: Any) -> RoutingReport:
 
 
 @torch.no_grad()
-def score_text(model: Any, trial: "Trial", *, routing: bool = True, losses: BlockLosses | None = None) -> dict[str, Any]:
+def score_text(model: Any, trial: "Trial", *, routing: bool = True, losses: list[Tensor] | None = None) -> dict[str, Any]:
     """Every token but the first is scored once, in blocks of the training length.
 
     "figure" is the perplexity over all targets, "figure_of_kept" over those that the attack leaves alone: the same words in
-    the clean text and in the attacked one. `losses`, if given, gets the losses of these by block of the clean text.
+    the clean text and in the attacked one. The losses of all tokens, in nats, are appended to `losses`.
     """
     require_known(model, trial.blocks.tokens)
     was_training = model.training
@@ -50,7 +51,7 @@ def score_text(model: Any, trial: "Trial", *, routing: bool = True, losses: Bloc
             total, tokens = total + float(nll.sum()), tokens + nll.numel()
             of_kept, kept_tokens = of_kept + float(nll[kept].sum()), kept_tokens + int(kept.sum())
             if losses is not None:
-                losses.update(nll, trial.block[place : place + nll.numel()])
+                losses.append(nll)
             place += nll.numel()
     model.train(was_training)
     found: dict[str, Any] = {

@@ -41,6 +41,14 @@ class Trial:
         return self.block >= 0
 
 
+def cost_between(clean: tuple[Trial, list[Tensor]], attacked: tuple[Trial, list[Tensor]]) -> dict[str, Any] | None:
+    """The cost of an attack on the words that it left alone, from the losses that `score_text` appended."""
+    count = len(clean[0].blocks)
+    before, after = (BlockLosses.of(torch.cat(losses), trial.block[1:], count) for trial, losses in (clean, attacked))
+    cost = cost_of_attack(before, after)
+    return None if cost is None else cost.summary()
+
+
 @final
 class TextTask(Task):
     """The text of a recipe. `folder` is where named sources are looked for; `known` a tokeniser that is there already."""
@@ -106,8 +114,13 @@ class TextTask(Task):
         return self.trials(self.attack)[1]
 
     @cached_property
+    def typos(self) -> tuple[Trial, Trial]:
+        """The clean text and the misspelt one."""
+        return self.trials(self.attacked_with(misspell))
+
+    @property
     def misspelt(self) -> Trial:
-        return self.trials(self.attacked_with(misspell))[1]
+        return self.typos[1]
 
     def attacked_with(
         self, attack: Callable[..., AttackedText], *, rate: float | None = None, seed: int = ATTACK_SEED, **options: Any
@@ -134,15 +147,16 @@ class TextTask(Task):
         return _trial(before, self._test, old, old, same), _trial(after, changed, new, old, same)
 
     def score(self, model: Any) -> dict[str, Any]:
-        clean, attacked = (BlockLosses(len(self.clean.blocks)) for _ in range(2))
+        clean, attacked, misspelt = (list[Tensor]() for _ in range(3))
         found = {
             "clean": score_text(model, self.clean, losses=clean),
             "attacked": score_text(model, self.attacked, losses=attacked),
         }
         if self.recipe.attack.rate:
-            cost = cost_of_attack(clean, attacked)
-            found["attacked"]["cost"] = None if cost is None else cost.summary()
-            found["trials"] = {"typos": score_text(model, self.misspelt, routing=False)}
+            typos = score_text(model, self.misspelt, routing=False, losses=misspelt)
+            found["attacked"]["cost"] = cost_between((self.clean, clean), (self.attacked, attacked))
+            typos["cost"] = cost_between((self.typos[0], clean), (self.typos[1], misspelt))
+            found["trials"] = {"typos": typos}
         return found
 
     def inputs_to_score(self) -> int:

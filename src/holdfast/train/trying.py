@@ -21,7 +21,6 @@ from holdfast.attacks import (
     spsa,
 )
 from holdfast.hub import calls
-from holdfast.metrics import BlockLosses, cost_of_attack
 from holdfast.routing import Context
 from holdfast.train.evaluation import score_text
 from holdfast.train.picture_task import (
@@ -35,7 +34,7 @@ from holdfast.train.picture_task import (
     spread,
 )
 from holdfast.train.task import Task, forward
-from holdfast.train.text_task import TextTask
+from holdfast.train.text_task import TextTask, cost_between
 
 Found = dict[str, Any]  # "title", "columns", "rows" for people; "flags" and "summary" for the record
 
@@ -50,17 +49,19 @@ def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) ->
         else:
             attack = task.swapped(GENERIC if kind == "generic" else None, rate=rate, seed=seed)
     trials = dict(zip(("clean", kind), task.trials(attack), strict=True))
-    losses = {name: BlockLosses(len(trials["clean"].blocks)) for name in trials}
+    losses: dict[str, list[Tensor]] = {name: [] for name in trials}
     scores = [(name, score_text(model, trial, routing=False, losses=losses[name])) for name, trial in trials.items()]
-    cost = cost_of_attack(losses["clean"], losses[kind])
+    cost = cost_between(*((trial, losses[name]) for name, trial in trials.items()))
     rows = [[name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores]
     return {
         "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
-        "caption": None if cost is None else f"On the words left alone, the attack changes the perplexity by {cost.words}.",
+        "caption": None
+        if cost is None
+        else f"On the words left alone, the attack changes the perplexity by {cost['words']}.",
         "columns": ["", "perplexity", "of words left alone", "bits a byte"],
         "rows": rows,
         "flags": [flag.summary() for flag in attack.flags],
-        "summary": {"attack": attack.summary(), **dict(scores), "cost": None if cost is None else cost.summary()},
+        "summary": {"attack": attack.summary(), **dict(scores), "cost": cost},
     }
 
 
