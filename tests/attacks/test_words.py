@@ -234,3 +234,13 @@ def test_shared_tokens_are_the_untouched_characters_in_their_order(text: str, ra
     assert [text[at] for at in old] == [attacked.texts[0][at] for at in new]
     assert len(old) == len(text) - sum(end - start for (start, end), _ in attacked.changes[0])
     assert (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
+
+
+def test_a_token_that_is_cut_otherwise_in_the_attacked_text_is_not_shared() -> None:
+    attacked = swap_words("red green, blue", rate=1.0, words=["red", "green", "blue"], stop_words=("blue",))
+    before = np.array([[0, 3], [4, 9], [9, 10], [11, 15], [15, 15]])
+    first, second = (len(attacked.texts[0].split()[place]) for place in (0, 1))
+    comma = first + second  # the comma is the last character of the second piece
+    after = np.array([[0, first], [first + 1, comma], [comma, comma + 1], [comma + 2, comma + 4], [comma + 4, comma + 6]])
+    old, new = attacked.shared(0, before, np.concatenate([after, [[comma + 6, comma + 6]]]))
+    assert (old.tolist(), new.tolist()) == ([2, 4], [2, 5])  # the comma and the end, not "blue" in two parts

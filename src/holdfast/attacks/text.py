@@ -98,6 +98,8 @@ class AttackedText:
         old = np.flatnonzero(~self.touched(document, before, clean=True))
         new = np.flatnonzero(~self.touched(document, after))
         keys = [_numbered(self.moved(document, before[old])), _numbered(after[new])]
+        if np.array_equal(*keys):  # the usual case, and sorting millions of rows takes a while
+            return old, new
         both, counts = np.unique(np.concatenate(keys), axis=0, return_inverse=True)[1], len(keys[0])
         _, first, second = np.intersect1d(both[:counts], both[counts:], assume_unique=True, return_indices=True)
         return old[np.sort(first)], new[second[np.argsort(first)]]

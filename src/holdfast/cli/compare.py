@@ -53,7 +53,8 @@ class Compare:
 
         recipe = load_recipe(self.recipe, changes(self.set))
         require_folder(self.out)
-        require_free(self.out / "report.html", force=True)
+        for name in ("results.json", "report.html"):
+            require_free(self.out / name, force=True)
         routers = contenders(self.routers)
         comparison = Comparison(recipe, routers, self.seeds, self.out, data=self.data)
         quiet()

@@ -106,12 +106,17 @@ class TextTask(Task):
         return self.attacked_with(swap_words, words=words, pieces=pieces, **options)
 
     @cached_property
-    def clean(self) -> Trial:
-        return self.trials(self.attack)[0]
+    def swaps(self) -> tuple[Trial, Trial]:
+        """The clean text and the one with words swapped."""
+        return self.trials(self.attack)
 
-    @cached_property
+    @property
+    def clean(self) -> Trial:
+        return self.swaps[0]
+
+    @property
     def attacked(self) -> Trial:
-        return self.trials(self.attack)[1]
+        return self.swaps[1]
 
     @cached_property
     def typos(self) -> tuple[Trial, Trial]:
