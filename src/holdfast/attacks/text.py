@@ -98,7 +98,7 @@ class AttackedText:
         old = np.flatnonzero(~self.touched(document, before, clean=True))
         new = np.flatnonzero(~self.touched(document, after))
         keys = [_numbered(self.moved(document, before[old])), _numbered(after[new])]
-        if np.array_equal(*keys):  # the usual case, and sorting millions of rows takes a while
+        if np.array_equal(keys[0], keys[1]):  # the usual case, and sorting millions of rows takes a while
             return old, new
         both, counts = np.unique(np.concatenate(keys), axis=0, return_inverse=True)[1], len(keys[0])
         _, first, second = np.intersect1d(both[:counts], both[counts:], assume_unique=True, return_indices=True)
