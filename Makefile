@@ -4,8 +4,13 @@ BIN := .venv/bin
 
 .PHONY: demo test test-slow test-matrix lint bench pretrained clean
 
+# Both commands take up what is there: run again, nothing is trained twice.
 demo: .venv/ready
-	$(BIN)/holdfast compare --out results/demo
+	$(BIN)/holdfast compare --jobs 2 --out results/demo
+	$(BIN)/holdfast audit results/demo/cells/smoe-seed0 --what-if smooth --out results/demo/audit --force
+	@echo "Two pages to open in a browser:"
+	@echo "  results/demo/report.html"
+	@echo "  results/demo/audit/audit.html"
 
 test: .venv/dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"

@@ -9,10 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
-from holdfast.attacks import STOP_WORDS, AttackedText, AttackWarning, load_text, misspell, swap_words
+from holdfast.attacks import STOP_WORDS, AttackedText, AttackWarning, load_text, misspell, swap_words, swappable, words_in
 
 WIKI = (
     " = Robert <unk> = \n Robert <unk> is an English film , television and theatre actor . He had a guest @-@ starring role "
@@ -188,3 +189,58 @@ def test_a_token_with_white_space_is_an_error() -> None:
 def test_stop_words_are_lower_case_and_many() -> None:
     assert len(STOP_WORDS) > 150 and all(word == word.lower() for word in STOP_WORDS)
     assert {"the", "of", "don't", "t"} < STOP_WORDS and not {"film", "dogs", "time"} & STOP_WORDS
+
+
+def test_words_to_draw_from_replace_the_token_and_no_word_replaces_itself() -> None:
+    text = "Red green blue red. Green-blue __red__ red\u2019s " * 20
+    attacked = swap_words(text, rate=1.0, words=["red", "green"])
+    assert attacked.changed == 20 * 7 and attacked.options["words"] == 2
+    assert re.findall("red|green", attacked.texts[0])[:2] == ["green", "red"]
+    for before, after in attacked.changes[0]:
+        assert attacked.texts[0][slice(*after)] in {"red", "green"} - {text[slice(*before)].lower()}
+    assert swap_words(text, rate=0.5, seed=1, words=["one", "two"]) == swap_words(
+        text, rate=0.5, seed=1, words=["one", "two"]
+    )
+
+
+def test_only_whole_pieces_are_swapped_where_pieces_are_given() -> None:
+    text = "red __red__ red-green blue"
+    spans = np.array([match.span() for match in re.finditer(r"\w+|[^\w\s]", text)])
+    assert swap_words(text, rate=1.0, pieces=[spans]).texts == ("AAA __red__ red-green AAA",)
+
+
+@pytest.mark.parametrize("words", [[], ["one"], ["One", "one"], ["one", "two words"], ["one", ""]])
+def test_words_that_cannot_be_swapped_in_get_one_sentence(words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"swap needs 2|without white space") as caught:
+        swap_words("one two", rate=0.5, words=words)
+    assert "\n" not in str(caught.value)
+
+
+def test_words_that_may_be_drawn_have_letters_only_and_are_no_stop_words() -> None:
+    assert swappable(["the", "Tree", "x", "3rd", "\u00e9t\u00e9", "tree", "tree", "__init__", "."]) == [
+        "Tree",
+        "tree",
+        "\u00e9t\u00e9",
+    ]
+    assert words_in(["The well-known tree,", "a tree <unk> of Ann's"]) == ["tree"]
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.attacks.AttackWarning")
+@given(text=TEXTS, rate=st.floats(0, 1), token=st.sampled_from(["A", "longer"]))
+def test_shared_tokens_are_the_untouched_characters_in_their_order(text: str, rate: float, token: str) -> None:
+    attacked = swap_words(text, rate=rate, token=token)
+    spans = [np.array([(at, at + 1) for at in range(len(one))]).reshape(-1, 2) for one in (text, attacked.texts[0])]
+    old, new = attacked.shared(0, *spans)
+    assert [text[at] for at in old] == [attacked.texts[0][at] for at in new]
+    assert len(old) == len(text) - sum(end - start for (start, end), _ in attacked.changes[0])
+    assert (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
+
+
+def test_a_token_that_is_cut_otherwise_in_the_attacked_text_is_not_shared() -> None:
+    attacked = swap_words("red green, blue", rate=1.0, words=["red", "green", "blue"], stop_words=("blue",))
+    before = np.array([[0, 3], [4, 9], [9, 10], [11, 15], [15, 15]])
+    first, second = (len(attacked.texts[0].split()[place]) for place in (0, 1))
+    comma = first + second  # the comma is the last character of the second piece
+    after = np.array([[0, first], [first + 1, comma], [comma, comma + 1], [comma + 2, comma + 4], [comma + 4, comma + 6]])
+    old, new = attacked.shared(0, before, np.concatenate([after, [[comma + 6, comma + 6]]]))
+    assert (old.tolist(), new.tolist()) == ([2, 4], [2, 5])  # the comma and the end, not "blue" in two parts

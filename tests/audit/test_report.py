@@ -13,6 +13,7 @@ from tiny import tiny
 
 import holdfast
 from holdfast.audit import AuditReport, audit, differences, parse
+from holdfast.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,46 @@ def test_a_file_that_is_no_report_is_refused(content: str, tmp_path: Path) -> No
     (tmp_path / "audit.json").write_text(content)
     with pytest.raises(ValueError, match=r"audit\.json"):
         AuditReport.load(tmp_path / "audit.json")
+
+
+EDITS: list[tuple[tuple[str, ...], Any]] = [
+    *(((key,), value) for key in ("model", "data", "overall", "layers", "perturbations") for value in (None, 3, "x", [1])),
+    *((("overall", "entropy"), value) for value in ("0.5", [1], True, 10**400, {"deep": "x"})),
+    *(((key,), value) for key in ("at_risk", "settings", "versions", "what_if", "view") for value in (3, "x")),
+    (("layers", "0", "near_ties"), 7),
+    (("seconds",), "soon"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), EDITS, ids=lambda part: str(part)[:20])
+def test_a_comparison_with_an_edited_file_gets_one_sentence(
+    path: tuple[str, ...], value: Any, report: AuditReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, edited = report.save(tmp_path / "whole.json"), tmp_path / "edited.json"
+    stored = json.loads(whole.read_text())
+    place = stored
+    for key in path[:-1]:
+        place = place[int(key)] if isinstance(place, list) else place[key]
+    place[path[-1]] = value
+    edited.write_text(json.dumps(stored))
+    assert main(["audit", "--compare", str(whole), str(edited)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("holdfast: ") and "edited.json" in told and len(told.splitlines()) == 1
+
+
+def test_a_comparison_takes_folders_and_names_that_look_like_markup(
+    report: AuditReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = replace(report, model={**report.model, "name": "[/red]"}, overall={**report.overall, "[/b]": 1.0})
+    for name, one in (("a", report), ("b", named)):
+        one.save(tmp_path / name / "audit.json")
+    del (stored := json.loads((tmp_path / "a" / "audit.json").read_text()))["data"]["checksum"], stored["model"]["name"]
+    (tmp_path / "a" / "audit.json").write_text(json.dumps(stored))
+    assert main(["audit", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "[/red]" in capsys.readouterr().out
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    assert main(["audit", "--compare", str(tmp_path / "a"), str(tmp_path / "deep.json")]) == 2
+    assert "deep.json" in capsys.readouterr().err
 
 
 def test_two_audits_of_one_model_are_the_same(report: AuditReport) -> None:

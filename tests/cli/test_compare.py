@@ -1,14 +1,19 @@
 """`holdfast compare` as a user runs it, with its mistakes."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command
+
+from holdfast.cli.compare import equal_compute
+from holdfast.train.contenders import contenders
 
 SMALL = [
     "training.steps=6",
@@ -33,7 +38,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, tmp_path: Path) -> None:
     """In a process of its own."""
     out = tmp_path / "out"
-    given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out), "--match-compute"]
+    given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out)]
     command = [sys.executable, "-m", "holdfast.cli.main", "compare", *given, "--set", f"data.source={text}", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
@@ -50,9 +55,33 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
     assert [row["router"] for row in found["rows"]] == ["smoe", "smooth", "smoe, top 3"]
     assert found["rows"][2]["more_compute"] == pytest.approx(0.5)
     assert "interval" in found["rows"][1]["clean, difference"]["words"]
+    assert found["rows"][1]["equal compute"]["router"] == "smoe, top 3" and "equal compute" not in found["rows"][0]
+    for row in found["rows"]:
+        assert row["cost"]["low"] < row["cost"]["mean"] < row["cost"]["high"]
+        assert f"{100 * math.expm1(row['cost']['mean']):+.2f}%" in done.stdout
+    assert "On the words it left alone" in done.stdout or "no cost on these words" in done.stdout
+    assert "a llama of 2 layers, of a size for two cores, on some.txt; 2 seeds" in done.stdout
     assert len(found["cells"]) == 6
     assert found["run"]["data"]["checksum"]
     assert set(found["versions"]) == {"holdfast", "torch", "transformers", "Python"}
+
+
+def row(router: str, experts: float, usual: float = 2.0) -> dict[str, Any]:
+    return {"router": router, "experts_per_token": experts, "more_compute": experts / usual - 1}
+
+
+def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_uses_most() -> None:
+    baseline = {"router": "smoe[noise=gumbel]", "experts_per_token": 2.0}
+    (known,) = contenders("smoe[noise=gumbel]")
+    for given in ([], [known]):  # the baseline may be from an earlier command
+        (found,) = equal_compute([baseline, row("smooth", 2.4), row("top-p", 3.6), row("ac", 2.0)], given, 8)
+        assert (found.name, found.k, found.router) == ("smoe[noise=gumbel], top 4", 4, "smoe")
+        assert found.options == known.options
+    matched = row("smoe[noise=gumbel], top 3", 3.0)
+    assert equal_compute([baseline, row("smooth", 2.4), matched], [known], 8) == []
+    assert equal_compute([baseline, row("ac", 2.0), row("remoe", 1.2), row("smooth", 2.001)], [known], 8) == []
+    assert equal_compute([baseline], [known], 8) == []
+    assert equal_compute([{"router": "smoe", "experts_per_token": 2.0}, row("top-p", 2.0001)], [], 2) == []
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,13 @@ def test_attacks_on_text_say_their_realised_rate_and_rate_zero_is_clean(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "attack.json"
-    for kind in ("words", "typos"):
+    for kind in ("words", "generic", "typos"):
         assert main(["attack", str(trained), kind, "--rate", "0.5", "--out", str(out), "--force"]) == 0
         found = json.loads(out.read_text())["summary"]
         assert 0 < found["attack"]["realised"] <= 0.5
         assert found[kind]["nll"] != found["clean"]["nll"]
+        assert "95% interval" in found["cost"]["words"]
+        assert found["attack"]["options"].get("token") == ("AAA" if kind == "generic" else None)
     assert main(["attack", str(trained), "words", "--rate", "0", "--out", str(out), "--force"]) == 0
     found = json.loads(out.read_text())["summary"]
     assert found["words"]["nll"] == found["clean"]["nll"]

@@ -229,3 +229,14 @@ def test_unknown_names_and_inert_options_are_refused() -> None:
         image_set("digit")
     with pytest.raises(ValueError, match="has a size of its own"):
         image_set("digits", size=16)
+
+
+def test_a_folder_of_one_class_is_refused(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for number in range(6):
+        path = tmp_path / "pictures" / "cats" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
+    with pytest.raises(ValueError, match="pictures has pictures of one class only, cats; to classify takes two"):
+        image_set(tmp_path / "pictures")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from report.browsing import visit
-from report.stored import SNAPSHOTS, stored, stored_once, stored_pictures
+from report.stored import SNAPSHOTS, stored_costs, stored_once, stored_pictures
 
 from holdfast.report import write_report
 from holdfast.report.results import parse
@@ -30,12 +30,12 @@ return Object.fromEntries([...document.querySelectorAll(".plot:not(#plot-graph)"
 }]));
 """
 OLD_PLOTS = {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
-PLOTS = OLD_PLOTS | {"every-attack", "fluctuation", "consistency"}
+PLOTS = OLD_PLOTS | {"cost", "every-attack", "fluctuation", "consistency"}
 
 
 def texts() -> dict[str, Any]:
     """In the second layer, experts have numbers beyond the colours."""
-    content = stored(ROUTERS)
+    content = stored_costs(ROUTERS)
     for cell in content["cells"]:
         first = [at + ROUTERS.index(cell["router"]) for at in range(len(PIECES))]
         second = [len(COLOURS) + expert for expert in first]

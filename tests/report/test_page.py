@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs
-from report.stored import stored, stored_once, stored_pictures
+from report.stored import stored, stored_costs, stored_once, stored_pictures
 from report.tags import Tags
 
 from holdfast.report import read_results, render, write_report
@@ -56,6 +56,24 @@ def page() -> Tags:
 )
 def test_the_values_are_there(page: Tags, value: str) -> None:
     assert value in page.text
+
+
+def test_the_cost_of_the_attack_is_in_the_verdict_the_table_and_a_plot() -> None:
+    content = stored_costs()
+    page = page_of(content)
+    columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
+    assert columns.count("cost of the attack on untouched words") == columns.count("difference to equal compute") == 4
+    for value in ("+2.30%", "to smoe, top 3: no difference", "the attack costs every router something"):
+        assert value in page.text
+    (plot,) = [plot for plot in plots(parse(content)) if plot.name == "cost"]
+    assert [trace["x"][0] for trace in plot.data] == pytest.approx([2.0, 2.1, 2.2, 2.3])
+    assert all(trace["error_x"]["array"][0] > 0 for trace in plot.data)
+
+
+def test_a_page_is_headed_by_the_name_of_its_own_data() -> None:
+    content = stored_pictures()
+    content["run"]["data"]["name"] = "my pictures"
+    assert "Holdfast: a small model, on my pictures" in render(parse(content))
 
 
 def test_results_of_pictures_do_not_talk_of_words() -> None:

@@ -54,3 +54,10 @@ def test_an_attack_may_have_any_name(name: str) -> None:
 def test_without_trials_there_is_nothing() -> None:
     results = parse(stored_once())
     assert list(every_attack_table(results)) == [] and every_attack(results).data == []
+
+
+def test_the_cost_on_untouched_words_stands_beside_a_figure() -> None:
+    content = stored()
+    for cell in content["cells"]:
+        cell["trials"]["typos"]["cost"] = {"mean": 0.01, "low": None, "high": None, "words": ""}
+    assert next(every_attack_table(parse(content)))["typos, cost on untouched words"] == "+1.01%"

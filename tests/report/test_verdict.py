@@ -1,6 +1,6 @@
 """Two sentences, and no more in them than the figures hold."""
 
-from report.stored import stored, stored_pictures
+from report.stored import stored, stored_costs, stored_pictures
 
 from holdfast.report.results import parse
 from holdfast.report.verdict import listed, verdict
@@ -12,6 +12,30 @@ def test_a_change_is_said_with_its_interval_and_its_price() -> None:
     same = "ac made no difference that 3 seeds can show."
     assert clean == f"Against smoe, {change}, using 2.40 experts a token instead of 2.00; {same}"
     assert attacked == f"Under attack, {change}; {same}"
+
+
+def test_the_cost_of_the_attack_on_untouched_words_is_said() -> None:
+    clean, _, cost, difference = verdict(parse(stored_costs()))
+    assert "using 2.40 experts a token instead of 2.00, no difference to smoe, top 3;" in clean
+    assert cost == (
+        "On the words it left alone, the attack costs every router something: their perplexity rises by 2.00% to 2.30%, "
+        "and no 95% interval holds 0."
+    )
+    assert difference == "No router's cost differs from that of smoe."
+
+
+def test_a_cost_that_cannot_be_shown_is_said_too() -> None:
+    content = stored_costs()
+    content["rows"][2]["cost"]["low"] = -0.001
+    content["rows"][1]["cost, difference"] = {"mean": -0.004, "low": -0.006, "high": -0.002, "seeds": 3, "words": ""}
+    content["rows"][1]["equal compute"] |= {"mean": -1.5, "low": -2.0, "high": -1.0}
+    clean, _, cost, unseen, difference = verdict(parse(content))
+    assert "instead of 2.00, 1.5 better than smoe, top 3;" in clean
+    assert cost.startswith("On the words it left alone, the attack costs smoe 2.00%, smooth 2.10% and smoe, top 3 2.30%")
+    assert unseen == "For ac no cost on these words can be shown: no 95% interval lies above 0."
+    assert "that of smooth is less by 0.4 points (95% interval 0.2 to 0.6)" in difference
+    alone = verdict(parse(stored_costs(["smoe"], seeds=1)))
+    assert alone[-1] == "On the words it left alone, the attack costs smoe 2.00% of perplexity (95% intervals above 0)."
 
 
 def test_a_router_that_is_worse_is_called_so() -> None:

@@ -59,11 +59,50 @@ def test_the_same_words_are_kept_in_the_clean_text_and_in_the_attacked_one(
 
 
 def test_the_words_that_are_lost_are_the_changed_ones(tiny: Callable[..., Recipe], folder: Path) -> None:
-    own = task(tiny, folder, "words")
+    own = task(tiny, folder, "words", **{"attack.token": "AAA"})
     texts = list(own.attack.texts)
     lost = [word for word, stays in zip(words(texts, "words"), own.attacked.kept.tolist(), strict=True) if not stays]
     assert sum(word.count("aaa") for word in lost) == own.attack.changed
     assert lost == [word for word in words(texts, "words") if "aaa" in word]  # "__aaa__" too
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_words_are_swapped_for_words_of_the_vocabulary(cut: str, tiny: Callable[..., Recipe], folder: Path) -> None:
+    own = task(tiny, folder, cut, **{"data.vocabulary": 300})
+    before, after = own.clean.blocks.tokens, own.attacked.blocks.tokens
+    assert len(before) == len(after) and torch.equal(own.clean.kept, own.attacked.kept)
+    lost = ~own.attacked.kept
+    assert int(lost.sum()) == own.attack.changed > 50
+    assert bool((after[lost] > 1).all()) and bool((after != before)[lost].all())  # 0 and 1 are no words
+    assert own.measure.attack.endswith("of its words for others of the vocabulary")
+
+
+def test_a_generic_token_outside_the_vocabulary_is_unknown_and_that_is_why_it_is_not_the_default(
+    tiny: Callable[..., Recipe], folder: Path
+) -> None:
+    own = task(tiny, folder, "words", **{"data.vocabulary": 300, "attack.token": "AAA"})
+    assert not own.attacked.blocks.tokens[~own.attacked.kept].any()
+    assert own.measure.attack.endswith("of its words for AAA")
+
+
+@pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
+def test_the_cost_is_that_of_a_naive_loop_over_the_words_left_alone(
+    tokens: str, tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
+) -> None:
+    own = task(tiny, folder, tokens, **{"data.test_bytes": 4000, "data.vocabulary": 200})
+    model = start(own, "smoe", {}, seed=0)
+    train(model, own, tmp_path, seed=0, k=2)
+    found = own.score(model)
+    for cost, trials in (
+        (found["attacked"]["cost"], (own.clean, own.attacked)),
+        (found["trials"]["typos"]["cost"], own.typos),
+    ):
+        (clean, kept), (attacked, kept_too) = (naive(model, trial) for trial in trials)
+        before = [loss for loss, stays in zip(clean, kept, strict=True) if stays]
+        after = [loss for loss, stays in zip(attacked, kept_too, strict=True) if stays]
+        assert len(before) == len(after) < len(clean)
+        assert cost["mean"] == pytest.approx((sum(after) - sum(before)) / len(before), abs=1e-6)
+        assert cost["low"] < cost["mean"] < cost["high"] and "95% interval" in cost["words"]
 
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)

@@ -29,4 +29,7 @@ from holdfast.attacks.text import AttackedText as AttackedText
 from holdfast.attacks.text import Change as Change
 from holdfast.attacks.text import load_text as load_text
 from holdfast.attacks.typos import misspell as misspell
+from holdfast.attacks.words import GENERIC as GENERIC
 from holdfast.attacks.words import swap_words as swap_words
+from holdfast.attacks.words import swappable as swappable
+from holdfast.attacks.words import words_in as words_in

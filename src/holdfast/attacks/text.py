@@ -19,6 +19,7 @@ from holdfast.writing import write_whole
 
 Span = tuple[int, int]  # characters, [start, end)
 Spans = npt.NDArray[np.int64]  # (T,2)
+Places = npt.NDArray[np.intp]
 
 _LETTERS = r"(?:[^\W_]|[\u0300-\u036f])+"  # the accents, so that a decomposed letter stays whole
 _WORD = rf"{_LETTERS}(?:(?:['\u2019_-]|(?<=\d)[.,](?=\d)){_LETTERS})*"
@@ -88,6 +89,29 @@ class AttackedText:
         found: npt.NDArray[np.bool_] = (starts < ends) & (begins < ends)
         return found
 
+    def shared(self, document: int, before: Spans, after: Spans) -> tuple[Places, Places]:
+        """Return the places of tokens that both texts have: the same untouched characters, in the same order.
+
+        `before` and `after` are the spans of a tokeniser in the clean document and in the attacked one. What ends a
+        document or a line, an empty span, is shared too.
+        """
+        old = np.flatnonzero(~self.touched(document, before, clean=True))
+        new = np.flatnonzero(~self.touched(document, after))
+        keys = [_numbered(self.moved(document, before[old])), _numbered(after[new])]
+        if np.array_equal(keys[0], keys[1]):  # the usual case, and sorting millions of rows takes a while
+            return old, new
+        both, counts = np.unique(np.concatenate(keys), axis=0, return_inverse=True)[1], len(keys[0])
+        _, first, second = np.intersect1d(both[:counts], both[counts:], assume_unique=True, return_indices=True)
+        return old[np.sort(first)], new[second[np.argsort(first)]]
+
+    def moved(self, document: int, spans: Spans) -> Spans:
+        """Return spans of the clean text as spans of the attacked one: moved by what words before them gained or lost."""
+        changes = self.changes[document]
+        ends = np.array([change.before[1] for change in changes], dtype=np.int64)
+        gained = np.array([0, *(change.after[1] - change.before[1] for change in changes)], dtype=np.int64)
+        found: Spans = spans + gained[np.searchsorted(ends, spans[:, :1], side="right")]
+        return found
+
     def piece_mask(self, document: int) -> list[bool]:
         """For each piece between white space of the attacked document, whether it holds a changed word."""
         spans = [match.span() for match in _PIECE.finditer(self.texts[document])]
@@ -117,6 +141,17 @@ class AttackedText:
         changes = [[[*change.before, *change.after] for change in document] for document in self.changes]
         stored = {**self.summary(), "words": list(self.words), "changes": changes, "texts": list(self.texts)}
         write_whole(path, json.dumps(stored))
+
+
+def _numbered(spans: Spans) -> npt.NDArray[np.int64]:
+    """(T,3): spans, and how many spans before are the same. The bytes of one character have one span."""
+    order = np.lexsort((spans[:, 1], spans[:, 0]))
+    ranked = spans[order]
+    new = np.append(True, (ranked[1:] != ranked[:-1]).any(axis=1)) if len(ranked) else np.empty(0, dtype=bool)
+    begin = np.maximum.accumulate(np.where(new, np.arange(len(ranked)), 0))
+    count = np.empty(len(spans), dtype=np.int64)
+    count[order] = np.arange(len(ranked)) - begin
+    return np.concatenate([spans, count[:, None]], axis=1)
 
 
 def load_text(path: str | Path) -> AttackedText:
@@ -164,8 +199,11 @@ def change_words(
     special: Collection[str],
     keys: Sequence[str] | None,
     options: Mapping[str, Json],
+    pieces: Sequence[Spans] | None = None,
 ) -> AttackedText:
     """Each word that is no stop word is replaced with probability `rate`; `replace` gives None where it cannot.
+
+    With `pieces`, the spans of each document's tokens, a word that is not exactly one of them is left alone.
 
     A document's random numbers depend on the seed and its key only, by default its own text, and every word takes the same
     number of them: other documents change nothing, and a higher rate attacks the same words and more.
@@ -176,8 +214,9 @@ def change_words(
     if keys is not None and len(keys) != len(documents):
         raise ValueError(f"{len(keys)} keys for {len(documents)} documents; expected one each.")
     results = []
-    for text, key in zip(documents, documents if keys is None else keys, strict=True):
-        results.append(_change(text, Random(mixed(seed, attack, key)), replace, rate, stop_words, special))
+    for number, (text, key) in enumerate(zip(documents, documents if keys is None else keys, strict=True)):
+        whole = None if pieces is None else frozenset(map(tuple, pieces[number].tolist()))
+        results.append(_change(text, Random(mixed(seed, attack, key)), replace, rate, stop_words, special, whole))
     changed = sum(len(changes) for _, changes, _ in results)
     return AttackedText(
         attack=attack,
@@ -198,6 +237,7 @@ def _change(
     rate: float,
     stop_words: Collection[str],
     special: Collection[str],
+    whole: Collection[Span] | None,
 ) -> tuple[str, list[Change], int]:
     pieces: list[str] = []
     changes: list[Change] = []
@@ -207,6 +247,8 @@ def _change(
         chosen = random.random() < rate
         own = int(random.random() * 2**53)  # a seed, so that a replacement may draw as it likes
         if not chosen or word.lower().replace("\u2019", "'") in stop_words:
+            continue
+        if whole is not None and (start, end) not in whole:
             continue
         new = replace(word, Random(own))
         if new is None or new == word:

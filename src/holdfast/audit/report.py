@@ -1,6 +1,7 @@
 """What an audit found, as plain data. docs/audit.md explains every key."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -47,7 +48,7 @@ class AuditReport:
     def load(cls, path: str | Path) -> "AuditReport":
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, RecursionError) as problem:
             raise ValueError(f"{path} cannot be read as an audit: {problem}") from None
         if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
             found = stored.get("schema") if isinstance(stored, dict) else None
@@ -57,14 +58,39 @@ class AuditReport:
         wrong = (needed - stored.keys()) | (stored.keys() - names)
         if wrong:
             raise ValueError(f"{path} is no whole audit: {', '.join(sorted(wrong))} do not fit.")
+        for entry in fields(cls):
+            kinds = _KINDS.get(entry.name, dict)
+            if entry.name in stored and not isinstance(stored[entry.name], kinds):
+                raise ValueError(f"{path} is damaged at {entry.name}; audit the model again.")
+        if broken := [name for name, value in _flat(stored["overall"]) if not _is_number(value)]:
+            raise ValueError(f"{path} is damaged at overall.{broken[0]}, which is no number; audit the model again.")
         return cls(**stored)
+
+
+_KINDS: dict[str, Any] = {  # of the fields that are no dict
+    "status": str,
+    "seconds": (int, float),
+    "layers": list,
+    "at_risk": list,
+    "what_if": (dict, type(None)),
+    "view": (dict, type(None)),
+    "schema": int,
+}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is None or a number that a float can hold."""
+    try:
+        return value is None or (not isinstance(value, bool | str) and math.isfinite(value))
+    except (TypeError, OverflowError):
+        return False
 
 
 def _flat(found: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float | None]]:
     for name, value in found.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
-        elif value is None or isinstance(value, int | float):
+        else:
             yield f"{before}{name}", value
 
 

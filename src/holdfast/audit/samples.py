@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.attacks.text import Spans
 from holdfast.audit.subject import Audited
-from holdfast.data import Document, Tokenizer
+from holdfast.data import Document, Tokenizer, Vocabulary
 from holdfast.data.hub_tokenizer import is_bare
 from holdfast.metrics.likelihood import IGNORED
 
@@ -76,6 +76,13 @@ class Reader:
         found = self.tokenizer(text, verbose=False, **({"return_offsets_mapping": True} if self.has_spans else {}))
         spans = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2) if self.has_spans else None
         return list(found["input_ids"]), spans
+
+    def knows(self, word: str) -> bool:
+        """Whether the word has tokens of its own, and is not the unknown word."""
+        inner = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        unknown = 0 if isinstance(inner, Vocabulary) else getattr(inner, "unk_token_id", None)
+        ids = self.tokenizer.encode(word).tolist() if self.ours else inner(word, add_special_tokens=False)["input_ids"]
+        return unknown not in ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids)))

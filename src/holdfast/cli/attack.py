@@ -17,9 +17,11 @@ from holdfast.cli.terminal import forwards, show
 class Attack:
     """Attack a saved model and say how much it gave way.
 
-    words, typos: a share of the words of a text, stop words excepted (--rate). fgsm, pgd, spsa: pixels between 0 and 1,
-    l_inf (--budget). corruptions: all that need no files, at a severity from 1 to 5 (--budget). routes: the smallest moves
-    that send tokens to other experts, by layer (--budget, as a multiple of each router input's length).
+    words, generic, typos: a share of the words of a text, stop words excepted (--rate), swapped for other words that the
+    model knows, swapped for the papers' AAA (for many models the unknown word, which is easy to predict), or misspelt.
+    fgsm, pgd, spsa: pixels between 0 and 1, l_inf (--budget). corruptions: all that need no files, at a severity from 1 to
+    5 (--budget). routes: the smallest moves that send tokens to other experts, by layer (--budget, as a multiple of each
+    router input's length).
 
     Examples: `holdfast attack comparison/cells/smoe-seed0 words --rate 0.1`,
     `holdfast attack comparison/cells/smoe-seed0 routes --budget 0.05`,
@@ -28,7 +30,7 @@ class Attack:
 
     model: Positional[str]
     """What `holdfast train` or `compare` left, or any Hugging Face folder or name."""
-    kind: Positional[Literal["words", "typos", "fgsm", "pgd", "spsa", "corruptions", "routes"]]
+    kind: Positional[Literal["words", "generic", "typos", "fgsm", "pgd", "spsa", "corruptions", "routes"]]
     """Which attack."""
     rate: float | None = None
     """Of words, for attacks on text: the chance of each that is no stop word. The share of all words is printed."""
@@ -65,7 +67,7 @@ class Attack:
             self.model, source=self.source, data=self.data, length=self.length, loading=self.loading.options()
         )
         with forwards(model, f"attacking {self.model}", None):
-            if self.kind in ("words", "typos"):
+            if self.kind in ("words", "generic", "typos"):
                 found = attack_text(model, task, self.kind, rate=amount, seed=self.seed)
             elif self.kind == "routes":
                 found = attack_routers(model, task, budget=amount, steps=self.steps, tokens=self.examples, seed=self.seed)
@@ -77,7 +79,7 @@ class Attack:
         write_out(self.out, {"model": self.model, "data": described, "versions": versions(), **found})
 
     def _amount(self) -> float:
-        name, value = ("rate", self.rate) if self.kind in ("words", "typos") else ("budget", self.budget)
+        name, value = ("rate", self.rate) if self.kind in ("words", "generic", "typos") else ("budget", self.budget)
         if value is None:
             raise ValueError(f"{self.kind} needs its --{name}: a figure without it means nothing.")
         other = self.budget if name == "rate" else self.rate
@@ -89,7 +91,7 @@ class Attack:
 def _print(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(title=found["title"])
+    table = Table(title=found["title"], caption=found.get("caption"))
     for column in found["columns"]:
         table.add_column(column)
     for row in found["rows"]:

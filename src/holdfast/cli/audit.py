@@ -59,17 +59,21 @@ class Audit:
     fail_if: tuple[str, ...] = ()
     """Conditions on the overall numbers; exit code 1 where one holds."""
     compare: tuple[Path, Path] | None = None
-    """Two files audit.json: show in which overall numbers they differ, audit nothing."""
+    """Two files audit.json, or their folders: show in which overall numbers they differ, audit nothing."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
         from holdfast.audit import AuditReport, Settings, parse
         from holdfast.report import write_audit
+        from holdfast.report.audits import read_audit
 
         if self.compare is not None:
             if self.model is not None:
                 raise ValueError("--compare reads two audits that are there; it takes no model.")
-            print_differences(*(AuditReport.load(path) for path in self.compare))
+            stored = [path / NAME if path.is_dir() else path for path in self.compare]
+            for path in stored:
+                read_audit(path)  # checks more than the overall numbers: all that the page of an audit needs
+            print_differences(*map(AuditReport.load, stored))
             return
         conditions = [parse(written) for written in self.fail_if]
         for condition in conditions:
@@ -80,6 +84,8 @@ class Audit:
             require_free(file, self.force)
         report = self._audit()
         print_report(report)
+        if report.what_if is not None:
+            print_what_if(report.what_if)
         if target is not None and page is not None:
             print(f"All figures: {report.save(target)}")
             print(f"Report: {write_audit(target, page, force=True)}")
@@ -127,5 +133,4 @@ class Audit:
         with bar(total, leave=False) as tell:
             settings["progress"] = lambda done, what: tell(done, f"{self.model} with {self.what_if}: {what}")
             found = what_if(model, material, self.what_if, before=report, **settings).summary()
-        print_what_if(found)
         return replace(report, what_if=found)

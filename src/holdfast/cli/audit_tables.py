@@ -38,11 +38,13 @@ def print_differences(before: AuditReport, after: AuditReport) -> None:
     from holdfast.audit import differences
 
     found = differences(before, after)
-    if before.data["checksum"] != after.data["checksum"]:
+    if before.data.get("checksum") != after.data.get("checksum"):
         print("The two audits are of different data: what differs need not be the model's.")
-    shown = slim_table(f"{before.model['name']} and {after.model['name']}", "number", "first", "second")
+    names = " and ".join(str(report.model.get("name") or "a model") for report in (before, after))
+    shown = slim_table("", "number", "first", "second")
+    shown.title = _plain(names)
     for name, one, two in found:
-        shown.add_row(name, _number(one), _number(two))
+        shown.add_row(_plain(name), _number(one), _number(two))
     if found:
         show(shown)
     else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.files import require_folder, require_free
 from holdfast.cli.terminal import bar, show
 
 if TYPE_CHECKING:
@@ -36,33 +39,48 @@ class Compare:
     """Where named text sources lie, if they are not to be fetched."""
     set: tuple[str, ...] = ()
     """Changes to the recipe, as training.steps=50."""
-    match_compute: bool = False
-    """Add the baseline with one expert more a token, for routers that use more than k."""
+    match_compute: bool = True
+    """Where a router uses more experts a token than the baseline, add the baseline with as many experts, rounded up."""
     jobs: int = 1
     """How many models are trained at a time; several keep one GPU busy."""
 
     def run(self) -> None:
         from holdfast.report import read_results, write_report
+        from holdfast.report.verdict import verdict
         from holdfast.train import Comparison, load_recipe
+        from holdfast.train.contenders import contenders
         from holdfast.train.quiet import quiet
 
         recipe = load_recipe(self.recipe, changes(self.set))
-        routers = self._contenders(recipe.sparse.k)
+        require_folder(self.out)
+        for name in ("results.json", "report.html"):
+            require_free(self.out / name, force=True)
+        routers = contenders(self.routers)
         comparison = Comparison(recipe, routers, self.seeds, self.out, data=self.data)
         quiet()
         rows = comparison.finish(_with_progress(comparison, self.jobs))
+        if self.match_compute and (matched := equal_compute(rows, routers, recipe.sparse.experts)):
+            comparison = Comparison(recipe, matched, self.seeds, self.out, data=self.data)
+            rows = comparison.finish(_with_progress(comparison, self.jobs))
         print_table(rows, comparison)
+        results = read_results(self.out)
+        print("\n" + "\n".join(verdict(results)))
         print(f"\nAll figures: {self.out / 'results.json'}")
-        print(f"Report: {write_report(read_results(self.out), self.out / 'report.html', force=True)}")
+        print(f"Report: {write_report(results, self.out / 'report.html', force=True)}")
 
-    def _contenders(self, k: int) -> list[Contender]:
-        from holdfast.train.contenders import contenders
 
-        found = contenders(self.routers)
-        if self.match_compute and found:
-            more = f"{found[0].name}, top {k + 1}"
-            found.append(replace(found[0], name=more, k=k + 1))
-        return found
+def equal_compute(rows: Sequence[dict[str, Any]], known: Sequence[Contender], experts: int) -> list[Contender]:
+    """Return the baseline with as many experts a token as the router that uses most, if one uses more than the baseline."""
+    from holdfast.train.contenders import contender
+    from holdfast.train.summary import MORE, matched_name, uses_more
+
+    name = rows[0]["router"]
+    k = min(experts, max((math.ceil(row["experts_per_token"] - MORE) for row in rows if uses_more(row)), default=0))
+    matched = matched_name(name, k)
+    if k <= rows[0]["experts_per_token"] or any(row["router"] == matched for row in rows):
+        return []
+    baseline = next((one for one in known if one.name == name), None) or contender(name)
+    return [replace(baseline, name=matched, k=k)]
 
 
 def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -98,23 +116,29 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     from rich.table import Table
 
     measure, data = comparison.task.measure, comparison.task.describe()["data"]
+    costs = any("cost" in row for row in rows)
+    caption = (
+        f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
+        f"{rows[0]['router']}, paired by seed, with 95% intervals; experts are those used a token."
+    )
+    if costs:
+        caption += " Cost: how much the attack raises the perplexity of the words it left alone, with a 95% interval."
     table = Table(
         box=box.SIMPLE_HEAD,  # without lines between columns: intervals and all, it fits a terminal of 80
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        title=f"{comparison.recipe.about}; {data['name']}, {_seeds(rows)}",
-        caption=f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
-        f"{rows[0]['router']}, paired by seed, with 95% intervals; experts are those used a token.",
+        title=f"{comparison.recipe.about}, on {data['name']}; {_seeds(rows)}",
+        caption=caption,
     )
-    for column in ("router", "weights", "experts", "clean", "difference", "attacked", "difference"):
-        table.add_column(column, no_wrap=column == "router", min_width=14 if column == "difference" else None)
+    columns = ("router", "weights", "experts", "clean", "difference", "attacked", "cost" if costs else "difference")
+    for column in columns:
+        table.add_column(column, no_wrap=column == "router", min_width=14 if column in ("difference", "cost") else None)
     for row in rows:
-        baseline = row is rows[0]
-        differences = [
-            "baseline" if baseline else _briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")
-        ]
-        figures = (_figure(row["clean"]), differences[0], _figure(row["attacked"]), differences[1])
+        clean, attacked = (
+            "baseline" if row is rows[0] else _briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")
+        )
+        figures = (_figure(row["clean"]), clean, _figure(row["attacked"]), _cost(row.get("cost")) if costs else attacked)
         table.add_row(row["router"], _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
     show(table)
 
@@ -141,3 +165,11 @@ def _briefly(difference: dict[str, Any] | None) -> str:
     differs = not difference["low"] <= 0 <= difference["high"]
     found = f"{difference['mean']:+.2f}" if differs else "no difference"
     return f"{found}\n({difference['low']:+.1f} to {difference['high']:+.1f})"
+
+
+def _cost(cost: dict[str, Any] | None) -> str:
+    """In percent of the perplexity."""
+    if cost is None:
+        return "none known"
+    mean, low, high = (None if cost[key] is None else 100 * math.expm1(cost[key]) for key in ("mean", "low", "high"))
+    return f"{mean:+.2f}%" if low is None else f"{mean:+.2f}%\n({low:+.2f} to {high:+.2f})"

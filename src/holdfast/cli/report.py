@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from holdfast.cli.files import require_folder
+
 
 @dataclass(frozen=True)
 class Report:
@@ -24,4 +26,6 @@ class Report:
         from holdfast.report import read_results, write_report
 
         out = self.out or self.folder / "report.html"
-        print(f"Report: {write_report(read_results(self.folder), out, force=self.force)}")
+        results = read_results(self.folder)
+        require_folder(out.parent)
+        print(f"Report: {write_report(results, out, force=self.force)}")

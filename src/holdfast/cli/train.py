@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from holdfast.cli.compare import changes
+from holdfast.cli.files import require_folder
 
 if TYPE_CHECKING:
     from holdfast.train.single import Single
@@ -50,6 +51,7 @@ class Train:
         from holdfast.train.single import Single
 
         _check_loggers(self.log)
+        require_folder(self.out)
         wanted = changes(self.set)
         wanted |= {"training.keep": "best"} if self.best else {}
         wanted |= {"training.precision": "bf16"} if self.bf16 else {}

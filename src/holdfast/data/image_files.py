@@ -74,6 +74,10 @@ def folder_set(folder: Path, size: int | None = None) -> ImageSet:
     inner = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
     files = _split_folders(folder, inner) if "train" in inner else _split_by_file(folder, inner)
     classes = sorted({_class(path) for path in files["train"]})
+    if len(classes) < 2:
+        raise ValueError(
+            f"{folder} has pictures of one class only, {classes[0]}; to classify takes two, each in a folder of its own."
+        )
     numbers = {name: number for number, name in enumerate(classes)}
     splits: dict[str, Images] = {}
     for split, paths in files.items():

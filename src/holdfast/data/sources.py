@@ -15,6 +15,7 @@ from holdfast.data.embedded import python_docs
 from holdfast.data.fetched import rows
 from holdfast.data.files import PACKED, find, opened, places, read_bytes
 from holdfast.data.splitting import by_title
+from holdfast.data.tables import is_table, table_and_column, table_corpus
 from holdfast.data.text_files import split_files, text_corpus
 from holdfast.suggest import unknown
 
@@ -34,7 +35,7 @@ def corpora() -> dict[str, str]:
 
 
 def corpus(name: str | Path, *, folder: str | Path | None = None) -> Corpus:
-    """The text source of this name, or the text file or folder at this path.
+    """The text source of this name, or the text file or folder at this path; `reviews.csv:review` names a table's column.
 
     Named sources are looked for in `folder`; without one, they are fetched through `datasets` where it has them.
     """
@@ -43,7 +44,9 @@ def corpus(name: str | Path, *, folder: str | Path | None = None) -> Corpus:
     path = Path(name)
     if name != "" and path.exists():
         return text_corpus(path)
-    if isinstance(name, Path) or os.sep in name or path.suffix in {".txt", *PACKED}:
+    if found := table_and_column(str(name)):
+        return table_corpus(*found)
+    if isinstance(name, Path) or os.sep in name or path.suffix in {".txt", *PACKED} or is_table(path):
         raise ValueError(f"{path} does not exist.")
     raise ValueError(unknown("text source", name, SOURCES))
 

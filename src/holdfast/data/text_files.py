@@ -1,4 +1,4 @@
-"""Any text of the user's: one file, split by position, or a folder of files, split by file."""
+"""Any text of the user's: one file, split by position, a table, split by row, or a folder of files, split by file."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,13 +7,16 @@ from pathlib import Path
 from holdfast.data.documents import SPLITS, Corpus, Document, Lazy
 from holdfast.data.files import PACKED, find, plain_name, read_text
 from holdfast.data.splitting import by_position, by_title
+from holdfast.data.tables import is_table, table_corpus
 
 NAMES = {"train": ["train.txt"], "valid": ["valid.txt", "validation.txt", "dev.txt"], "test": ["test.txt"]}
 
 
 def text_corpus(path: Path) -> Corpus:
-    """The corpus of a text file or a folder of text files."""
-    return _folder(path) if path.is_dir() else _file(path)
+    """The corpus of a text file, of a table with a column of texts, or of a folder of text files."""
+    if path.is_dir():
+        return _folder(path)
+    return table_corpus(path) if is_table(path) else _file(path)
 
 
 def split_files(name: str, about: str, paths: dict[str, Path], tokenizer: str = "words") -> Corpus:

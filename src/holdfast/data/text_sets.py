@@ -116,6 +116,8 @@ def _load(name: str, about: str, folder: Path) -> TextSet:
         known, valid, test = [known[i] for i in kept], [known[i] for i in held], labelled[0]
     tables = {"train": known, "valid": valid, "test": test}
     classes = _classes(label for _, label in rows["train"])
+    if len(classes) < 2:
+        raise ValueError(f"{folder} has texts of one class only, {classes[0]!r}; to classify takes two.")
     numbers = {label: number for number, label in enumerate(classes)}
     for split, table in tables.items():
         if stranger := next((label for _, label in table if label not in numbers), None):

@@ -13,6 +13,10 @@ from holdfast.metrics.co_selection import CoSelectionGraph as CoSelectionGraph
 from holdfast.metrics.co_selection import spectral_gap as spectral_gap
 from holdfast.metrics.corruption import ALEXNET_ERRORS as ALEXNET_ERRORS
 from holdfast.metrics.corruption import MeanCorruptionError as MeanCorruptionError
+from holdfast.metrics.cost import BlockLosses as BlockLosses
+from holdfast.metrics.cost import Cost as Cost
+from holdfast.metrics.cost import cost_of_attack as cost_of_attack
+from holdfast.metrics.cost import cost_over_seeds as cost_over_seeds
 from holdfast.metrics.entropy import GateEntropy as GateEntropy
 from holdfast.metrics.instability import LayerInstability as LayerInstability
 from holdfast.metrics.jump import Jumps as Jumps

@@ -223,7 +223,7 @@ def read_audit(path: Path) -> dict[str, Any]:
         stored = json.loads(path.read_bytes())
     except OSError as problem:
         raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path} is damaged and no JSON ({problem}); audit the model again.") from None
     return checked(stored, str(path))
 

@@ -24,7 +24,7 @@ from holdfast.report.traces import (
     symbol,
     trace,
 )
-from holdfast.report.trials import every_attack
+from holdfast.report.trials import cost, every_attack
 
 POINTS = 200  # of a training curve; more steps are averaged
 
@@ -33,6 +33,7 @@ def plots(results: Results) -> list[Plot]:
     """Those that have something to show."""
     made = [
         clean_and_attacked,
+        cost,
         differences,
         every_attack,
         training,

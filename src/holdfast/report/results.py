@@ -41,6 +41,26 @@ class Difference(_Part):
     words: str
 
 
+class Cost(_Part):
+    """On the words that the attack left alone, the rise of the loss in nats a word; `words` says it as perplexity."""
+
+    mean: Number
+    low: Number
+    high: Number
+    words: str
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval lies above 0."""
+        return self.low is not None and self.low > 0
+
+
+class EqualCompute(Difference):
+    """The difference to the baseline with more experts a token."""
+
+    router: str
+
+
 class Row(_Part):
     router: str
     seeds: list[int]
@@ -50,6 +70,9 @@ class Row(_Part):
     attacked: Number
     clean_difference: Difference | None = Field(None, alias="clean, difference")
     attacked_difference: Difference | None = Field(None, alias="attacked, difference")
+    cost: Cost | None = None
+    cost_difference: Difference | None = Field(None, alias="cost, difference")
+    equal_compute: EqualCompute | None = Field(None, alias="equal compute")
 
 
 class Load(_Part):
@@ -92,6 +115,7 @@ class Score(_Part):
 
 class Trial(_Part):
     figure: Number
+    cost: Cost | None = None
 
 
 class LayerSnapshots(_Part):
@@ -219,6 +243,12 @@ class Results(_Part):
     def first_seed_of(self, router: str, has: Callable[[Cell], bool]) -> Cell | None:
         """For what is shown of one run only."""
         return min(filter(has, self.cells_of(router)), key=lambda cell: cell.seed, default=None)
+
+    @property
+    def title(self) -> str:
+        """What was trained, on which data."""
+        about, name = str(self.run.recipe.get("about") or "A comparison of routers"), self.run.data.get("name")
+        return f"{about}, on {name}" if name else about
 
     @property
     def targets_are_attacked(self) -> bool:

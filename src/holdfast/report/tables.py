@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from holdfast.report.results import Cell, Results
+from holdfast.report.results import Cell, Results, Row
 from holdfast.report.traces import mean_of
 from holdfast.report.verdict import figure
+
+COST = "cost of the attack on untouched words"
+NONE = "\u2013"
 
 
 def main_table(results: Results) -> Iterator[dict[str, str]]:
@@ -15,6 +18,7 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
         "attacked, untouched words": lambda cell: cell.attacked.figure_of_kept,
     }
     kept = {column: read for column, read in kept.items() if mean_of(results.cells, read) is not None}
+    costs, matched = any(row.cost for row in results.rows), any(row.equal_compute for row in results.rows)
     for place, row in enumerate(results.rows):
         cells = results.cells_of(row.router)
         clean, attacked = (
@@ -30,7 +34,14 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
             f"attacked {name}": figure(row.attacked),
             "difference, attacked": attacked,
             **{column: figure(mean_of(cells, read)) for column, read in kept.items()},
+            **({COST: row.cost.words if row.cost else NONE} if costs else {}),
+            **({"difference to equal compute": _matched(row)} if matched else {}),
         }
+
+
+def _matched(row: Row) -> str:
+    """A router's clean figure against the baseline that uses as many experts a token, or more."""
+    return NONE if row.equal_compute is None else f"to {row.equal_compute.router}: {row.equal_compute.words}"
 
 
 def routing_table(results: Results) -> Iterator[dict[str, str]]:
@@ -63,6 +74,11 @@ def main_caption(results: Results) -> str:
         caption += (
             " It changes what is to be predicted too, so compare routers within a column, not columns; only those of "
             "untouched words are about the same targets."
+        )
+    if any(row.cost for row in results.rows):
+        caption += (
+            " The cost is the rise of the perplexity of untouched words, paired word by word, with the wider of two 95% "
+            "intervals: over blocks of the text, and over seeds."
         )
     return caption
 

@@ -1,29 +1,81 @@
-"""A comparison in two sentences, the first about clean data and the second about attacked data."""
+"""A comparison in a few sentences: about clean data, about attacked data, and what the attack costs."""
 
+import math
 from collections.abc import Sequence
 
 from holdfast.report.results import Difference, Measure, Results, Row
 
 
-def verdict(results: Results) -> tuple[str, str]:
+def verdict(results: Results) -> tuple[str, ...]:
     """Says "no difference" where the interval holds 0, and that nothing can be said where there is no interval."""
     measure, baseline, others = results.run.measure, results.rows[0], results.rows[1:]
     if not others:
-        return (
+        first = (
             f"Only {baseline.router} was trained, so there is nothing to compare it with.",
             f"Its {measure.noun} is {_level(baseline.clean, measure)} on clean data and "
             f"{_level(baseline.attacked, measure)} under attack.",
         )
+        return first + cost_sentences(results)
     differences = [row.clean_difference for row in others] + [row.attacked_difference for row in others]
     if all(_interval(difference) is None for difference in differences):
-        return (
+        first = (
             f"From one seed nothing can be said about whether a router differs from {baseline.router}.",
             "The figures below are those of single runs; train with 2 seeds or more to compare them.",
         )
+        return first + cost_sentences(results)
     return (
         f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",
         f"Under attack, {_findings(results, [row.attacked_difference for row in others])}.",
+        *cost_sentences(results),
     )
+
+
+def cost_sentences(results: Results) -> tuple[str, ...]:
+    """What the attack costs each router on the words that it left alone; empty where that was not measured."""
+    costs = {row.router: row.cost for row in results.rows if row.cost is not None and row.cost.mean is not None}
+    if not costs:
+        return ()
+    certain = {router: rise(cost.mean) for router, cost in costs.items() if cost.certain and cost.mean is not None}
+    unseen = [router for router in costs if router not in certain]
+    found = []
+    if len(certain) > 1 and not unseen:
+        least, most = min(certain.values()), max(certain.values())
+        found.append(
+            f"On the words it left alone, the attack costs every router something: their perplexity rises by {least:.2f}% "
+            f"to {most:.2f}%, and no 95% interval holds 0."
+        )
+    elif certain:
+        each = listed([f"{router} {percent:.2f}%" for router, percent in certain.items()])
+        found.append(f"On the words it left alone, the attack costs {each} of perplexity (95% intervals above 0).")
+    if unseen:
+        found.append(f"For {listed(unseen)} no cost on these words can be shown: no 95% interval lies above 0.")
+    differences = [(row.router, row.cost_difference) for row in results.rows[1:]]
+    known = [(router, one) for router, one in differences if one is not None and _interval(one) is not None]
+    if known:
+        apart = [_cost_change(router, one) for router, one in known if _apart(one)]
+        if not apart:
+            found.append(f"No router's cost differs from that of {results.rows[0].router}.")
+        else:
+            found.append(f"Against the cost of {results.rows[0].router}, {'; '.join(apart)}; the others' do not differ.")
+    return tuple(found)
+
+
+def rise(nats: float) -> float:
+    """The rise of a perplexity, in percent."""
+    return 100 * math.expm1(nats)
+
+
+def _cost_change(router: str, difference: Difference) -> str:
+    interval = _interval(difference)
+    assert interval is not None and difference.mean is not None
+    verb, (low, high) = ("less", (-interval[1], -interval[0])) if difference.mean < 0 else ("more", interval)
+    size, bounds = 100 * abs(difference.mean), f"{100 * low:.2g} to {100 * high:.2g}"
+    return f"that of {router} is {verb} by {size:.2g} points (95% interval {bounds})"
+
+
+def _apart(difference: Difference) -> bool:
+    interval = _interval(difference)
+    return interval is not None and not interval[0] <= 0 <= interval[1]
 
 
 def _findings(results: Results, differences: Sequence[Difference | None], *, compute: bool = False) -> str:
@@ -65,7 +117,18 @@ def _level(value: float | None, measure: Measure) -> str:
 def _price(row: Row, baseline: Row) -> str:
     """Where a router does not use as many experts as the baseline; a gain for more work is no gain yet."""
     used, usual = figure(row.experts_per_token), figure(baseline.experts_per_token)
-    return "" if used == usual else f"{used} experts a token instead of {usual}"
+    return "" if used == usual else f"{used} experts a token instead of {usual}{_at_equal_compute(row)}"
+
+
+def _at_equal_compute(row: Row) -> str:
+    """Against the baseline with as many experts a token or more, where that was trained."""
+    found, interval = row.equal_compute, _interval(row.equal_compute)
+    if found is None or found.mean is None or interval is None:
+        return ""
+    if _apart(found):
+        verb = "better" if found.mean < 0 else "worse"
+        return f", {abs(found.mean):.3g} {verb} than {found.router}"
+    return f", no difference to {found.router}"
 
 
 def _interval(difference: Difference | None) -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from holdfast.hub import has_routers, trace
 from holdfast.hub.usable import require_known
@@ -25,18 +26,18 @@ def routing_report(model: Any) -> RoutingReport:
 
 
 @torch.no_grad()
-def score_text(model: Any, trial: "Trial", *, routing: bool = True) -> dict[str, Any]:
+def score_text(model: Any, trial: "Trial", *, routing: bool = True, losses: list[Tensor] | None = None) -> dict[str, Any]:
     """Every token but the first is scored once, in blocks of the training length.
 
     "figure" is the perplexity over all targets, "figure_of_kept" over those that the attack leaves alone: the same words in
-    the clean text and in the attacked one.
+    the clean text and in the attacked one. The losses of all tokens, in nats, are appended to `losses`.
     """
     require_known(model, trial.blocks.tokens)
     was_training = model.training
     model.eval()
     total = of_kept = 0.0
     tokens = kept_tokens = 0
-    place = 1  # the first token is not predicted
+    place, all_kept = 1, trial.kept  # the first token is not predicted
     tokens_at_once = min(TOKENS.get(model.device.type, TOKENS["cpu"]), LOGITS // model.config.vocab_size)
     batch_size = max(1, tokens_at_once // trial.blocks.length)
     with ExitStack() as stack:
@@ -46,9 +47,11 @@ def score_text(model: Any, trial: "Trial", *, routing: bool = True) -> dict[str,
             device = model.device
             out = model(input_ids=batch.inputs.to(device), attention_mask=batch.mask.long().to(device), use_cache=False)
             nll = token_nll(out.logits, batch.labels.to(device)).cpu()[batch.mask].double()
-            kept = trial.kept[place : place + nll.numel()]
+            kept = all_kept[place : place + nll.numel()]
             total, tokens = total + float(nll.sum()), tokens + nll.numel()
             of_kept, kept_tokens = of_kept + float(nll[kept].sum()), kept_tokens + int(kept.sum())
+            if losses is not None:
+                losses.append(nll)
             place += nll.numel()
     model.train(was_training)
     found: dict[str, Any] = {

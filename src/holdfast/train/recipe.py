@@ -65,7 +65,7 @@ class AttackPart:
     """How the trained model is tried: texts by swapped words, pictures by PGD (and FGSM, SPSA and corruptions)."""
 
     rate: Share = 0.025  # of words swapped
-    token: str = "AAA"
+    token: str | None = None  # what they are swapped for; empty: each for another word of the vocabulary. The papers': AAA
     budget: Share = 1 / 255  # l_inf, of pixels between 0 and 1
     steps: Positive = 20
     examples: Positive = 512  # test pictures that are attacked, evenly spread

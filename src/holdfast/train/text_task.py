@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import AttackedText, misspell, swap_words
+from holdfast.attacks import GENERIC, AttackedText, misspell, swap_words, swappable, words_in
 from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, tokenizer
 from holdfast.data.cuts import CUTS
+from holdfast.data.vocabulary import Vocabulary
 from holdfast.hub import trace
+from holdfast.metrics import BlockLosses, cost_of_attack
 from holdfast.train.evaluation import score_text
 from holdfast.train.recipe import Recipe
 from holdfast.train.task import Examples, Inputs, Measure, Task, first_experts, forward
@@ -27,11 +29,24 @@ CHOSEN_BY = 65_536  # tokens of the validation text at most
 @final
 @dataclass(frozen=True)
 class Trial:
-    """A text that a trained model is scored on. `kept` marks the tokens that the attack leaves, or will leave, alone."""
+    """A text that a trained model is scored on, clean or attacked, and which of its tokens both texts have."""
 
     blocks: Blocks
     bytes: int
-    kept: Tensor  # (T,) bool, of each token
+    block: Tensor  # (T,) int64, of each token: the block of the clean text that predicts it, -1 if the attack changes it
+
+    @property
+    def kept(self) -> Tensor:
+        """(T,) bool: the tokens that the attack leaves, or will leave, alone."""
+        return self.block >= 0
+
+
+def cost_between(clean: tuple[Trial, list[Tensor]], attacked: tuple[Trial, list[Tensor]]) -> dict[str, Any] | None:
+    """The cost of an attack on the words that it left alone, from the losses that `score_text` appended."""
+    count = len(clean[0].blocks)
+    before, after = (BlockLosses.of(torch.cat(losses), trial.block[1:], count) for trial, losses in (clean, attacked))
+    cost = cost_of_attack(before, after)
+    return None if cost is None else cost.summary()
 
 
 @final
@@ -46,7 +61,8 @@ class TextTask(Task):
 
     @property
     def measure(self) -> Measure:
-        attack = f"a swap of {self.attack.realised:.1%} of its words"
+        token = self.attack.options.get("token", "others of the vocabulary")
+        attack = f"a swap of {self.attack.realised:.1%} of its words for {token}"
         return Measure("perplexity", "perplexity a token on the test text", attack)
 
     def describe(self) -> dict[str, Any]:
@@ -77,19 +93,39 @@ class TextTask(Task):
     @cached_property
     def attack(self) -> AttackedText:
         """Words swapped, as the recipe says: one attacked text for all, it is the routers that are compared."""
-        return self.attacked_with(swap_words, token=self.recipe.attack.token)
+        return self.swapped(self.recipe.attack.token)
+
+    def swapped(self, token: str | None = None, **options: Any) -> AttackedText:
+        """The test text with words swapped for `token`, or by default for words that the model knows."""
+        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None  # others can write every word
+        words = swappable(known) if known else words_in(document.text for document in self._test)
+        if token is not None or len({word.lower() for word in words}) < 2:  # there is nothing else to swap in
+            return self.attacked_with(swap_words, token=token or GENERIC, **options)
+        # Only words that are one token: one that is part of a token would make an unknown token of it.
+        pieces = [self.tokenizer.spans(document, first=False) for document in self._test] if known else None
+        return self.attacked_with(swap_words, words=words, pieces=pieces, **options)
 
     @cached_property
+    def swaps(self) -> tuple[Trial, Trial]:
+        """The clean text and the one with words swapped."""
+        return self.trials(self.attack)
+
+    @property
     def clean(self) -> Trial:
-        return self.trials(self.attack)[0]
+        return self.swaps[0]
 
-    @cached_property
+    @property
     def attacked(self) -> Trial:
-        return self.trials(self.attack)[1]
+        return self.swaps[1]
 
     @cached_property
+    def typos(self) -> tuple[Trial, Trial]:
+        """The clean text and the misspelt one."""
+        return self.trials(self.attacked_with(misspell))
+
+    @property
     def misspelt(self) -> Trial:
-        return self.trials(self.attacked_with(misspell))[1]
+        return self.typos[1]
 
     def attacked_with(
         self, attack: Callable[..., AttackedText], *, rate: float | None = None, seed: int = ATTACK_SEED, **options: Any
@@ -99,14 +135,33 @@ class TextTask(Task):
         return attack(texts, rate=self.recipe.attack.rate if rate is None else rate, seed=seed, keys=keys, **options)
 
     def trials(self, attack: AttackedText) -> tuple[Trial, Trial]:
-        """The clean text and the attacked one; in both, what the attack leaves alone is known."""
+        """The clean text and the attacked one; in both, the tokens that the attack leaves alone are known."""
         changed = [Document(old.title, new.encode()) for old, new in zip(self._test, attack.texts, strict=True)]
-        return self._trial(self._test, partial(attack.touched, clean=True)), self._trial(changed, attack.touched)
+        before, after = self._blocks(self._test), self._blocks(changed)
+        places: list[tuple[Tensor, Tensor]] = []
+        starts = [0, 0]
+        for number, documents in enumerate(zip(self._test, changed, strict=True)):
+            spans = [self.tokenizer.spans(document, first=number == 0) for document in documents]
+            shared = attack.shared(number, *spans)
+            places.append(tuple(torch.from_numpy(own) + start for own, start in zip(shared, starts, strict=True)))  # type: ignore[arg-type]
+            starts = [start + len(own) for start, own in zip(starts, spans, strict=True)]
+        assert starts == [len(before.tokens), len(after.tokens)], "every token has a place in the text"
+        old, new = (torch.cat(own) for own in zip(*places, strict=True))
+        # The same characters may be another token beside a changed word; and what is predicted in one must be in both.
+        same = (before.tokens[old] == after.tokens[new]) & ((old == 0) == (new == 0))
+        return _trial(before, self._test, old, old, same), _trial(after, changed, new, old, same)
 
     def score(self, model: Any) -> dict[str, Any]:
-        found = {"clean": score_text(model, self.clean), "attacked": score_text(model, self.attacked)}
+        clean, attacked, misspelt = (list[Tensor]() for _ in range(3))
+        found = {
+            "clean": score_text(model, self.clean, losses=clean),
+            "attacked": score_text(model, self.attacked, losses=attacked),
+        }
         if self.recipe.attack.rate:
-            found["trials"] = {"typos": score_text(model, self.misspelt, routing=False)}
+            typos = score_text(model, self.misspelt, routing=False, losses=misspelt)
+            found["attacked"]["cost"] = cost_between((self.clean, clean), (self.attacked, attacked))
+            typos["cost"] = cost_between((self.typos[0], clean), (self.typos[1], misspelt))
+            found["trials"] = {"typos": typos}
         return found
 
     def inputs_to_score(self) -> int:
@@ -133,15 +188,6 @@ class TextTask(Task):
             raise ValueError(f"data.test_bytes is {limit}, which is less than the first line of the test text.")
         return found
 
-    def _trial(self, documents: list[Document], touched: Callable[..., Any]) -> Trial:
-        masks = [
-            touched(place, self.tokenizer.spans(document, first=place == 0)) for place, document in enumerate(documents)
-        ]
-        kept = ~torch.cat([torch.from_numpy(mask) for mask in masks])
-        blocks = self._blocks(documents)
-        assert len(kept) == len(blocks.tokens), "every token has a place in the text"
-        return Trial(blocks, sum(len(document.data) for document in documents), kept)
-
     def _blocks(self, documents: Iterable[Document], limit: int | None = None) -> Blocks:
         return Blocks(self.tokenizer.stream(documents, limit), self.recipe.data.length)
 
@@ -157,6 +203,13 @@ class _Blocks(Dataset[Inputs]):
 
     def __getitems__(self, places: list[int]) -> Inputs:
         return _inputs(self.blocks, torch.tensor(places))
+
+
+def _trial(blocks: Blocks, documents: list[Document], places: Tensor, clean: Tensor, same: Tensor) -> Trial:
+    """`places` of shared tokens, their places in the clean text, and which of them are the same."""
+    block = torch.full((len(blocks.tokens),), -1, dtype=torch.int64)
+    block[places[same]] = (clean[same] - 1).clamp_min(0) // blocks.length
+    return Trial(blocks, sum(len(document.data) for document in documents), block)
 
 
 def _filled(blocks: Blocks, what: str = "text") -> Blocks:

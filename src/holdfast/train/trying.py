@@ -11,6 +11,7 @@ from torch import Tensor
 
 from holdfast.attacks import (
     CORRUPTIONS,
+    GENERIC,
     AttackedInputs,
     AttackWarning,
     attack_routes,
@@ -18,7 +19,6 @@ from holdfast.attacks import (
     misspell,
     pgd,
     spsa,
-    swap_words,
 )
 from holdfast.hub import calls
 from holdfast.routing import Context
@@ -34,26 +34,34 @@ from holdfast.train.picture_task import (
     spread,
 )
 from holdfast.train.task import Task, forward
-from holdfast.train.text_task import TextTask
+from holdfast.train.text_task import TextTask, cost_between
 
 Found = dict[str, Any]  # "title", "columns", "rows" for people; "flags" and "summary" for the record
 
 
 def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) -> Found:
-    """Words swapped or misspelt."""
+    """Words swapped for others that the model knows ("words"), swapped for the papers' token ("generic"), or misspelt."""
     if not isinstance(task, TextTask):
         raise ValueError(f"{kind} attacks texts; this model classifies pictures: use fgsm, pgd, spsa or corruptions.")
     with _silently():
-        attack = task.attacked_with(swap_words if kind == "words" else misspell, rate=rate, seed=seed)
-    clean, attacked = task.trials(attack)
-    scores = [("clean", score_text(model, clean, routing=False)), (kind, score_text(model, attacked, routing=False))]
+        if kind == "typos":
+            attack = task.attacked_with(misspell, rate=rate, seed=seed)
+        else:
+            attack = task.swapped(GENERIC if kind == "generic" else None, rate=rate, seed=seed)
+    trials = dict(zip(("clean", kind), task.trials(attack), strict=True))
+    losses: dict[str, list[Tensor]] = {name: [] for name in trials}
+    scores = [(name, score_text(model, trial, routing=False, losses=losses[name])) for name, trial in trials.items()]
+    cost = cost_between(*((trial, losses[name]) for name, trial in trials.items()))
     rows = [[name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores]
     return {
         "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
+        "caption": None
+        if cost is None
+        else f"On the words left alone, the attack changes the perplexity by {cost['words']}.",
         "columns": ["", "perplexity", "of words left alone", "bits a byte"],
         "rows": rows,
         "flags": [flag.summary() for flag in attack.flags],
-        "summary": {"attack": attack.summary(), **dict(scores)},
+        "summary": {"attack": attack.summary(), **dict(scores), "cost": cost},
     }
 
 

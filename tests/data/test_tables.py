@@ -1,0 +1,86 @@
+"""Texts in tables: the column of texts is read, and nothing beside it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.data import Corpus, corpus
+
+ROWS = [(f'The "film" no. {number}, in short, was\nfine; \u00e9t\u00e9', f"label{number % 2}") for number in range(30)]
+
+
+def texts(source: Corpus) -> list[str]:
+    return sorted(document.text for split in source.splits for document in source.documents(split))
+
+
+def separated(sign: str, header: tuple[str, str] = ("label", "Text")) -> str:
+    def quoted(text: str) -> str:
+        return '"' + text.replace('"', '""') + '"'
+
+    return "\r\n".join([sign.join(header), *(sign.join((label, quoted(text))) for text, label in ROWS)]) + "\r\n"
+
+
+def json_lines(field: str = "text") -> str:
+    return "\n".join(json.dumps({"label": label, field: text}) for text, label in ROWS) + "\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", separated(",")),
+        ("a.CSV", separated(";")),
+        ("bom.csv", "\ufeff" + separated(",", ("text", "text2")).replace("label0,", "x,").replace("label1,", "x,")),
+        ("a.jsonl", json_lines()),
+        ("a.ndjson", json_lines("content")),
+    ],
+)
+def test_the_column_of_texts_is_read_and_nothing_else(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+    expected = ["x"] * len(ROWS) if name == "bom.csv" else sorted(text for text, _ in ROWS)
+    for path in (tmp_path / name, tmp_path / f"{name}.gz"):
+        found = corpus(path)
+        assert texts(found) == expected
+        assert all(len(list(found.documents(split))) > 0 for split in ("train", "valid", "test"))
+        assert found.checksum is not None and found.name == path.name
+
+
+def test_a_tsv_has_no_quotes(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "".join(f'"{n} so-called\t1\n' for n in range(9)))
+    assert texts(corpus(tmp_path / "a.tsv")) == [f'"{n} so-called' for n in range(9)]
+
+
+def test_a_column_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(separated(",", ("text", "review")))
+    (tmp_path / "a.jsonl").write_text(json_lines("review"))
+    for name in ("a.csv", "a.jsonl"):
+        assert texts(corpus(f"{tmp_path / name}:review")) == sorted(text for text, _ in ROWS)
+    assert texts(corpus(f"{tmp_path / 'a.csv'}:text")) == sorted(label for _, label in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", separated(",", ("label", "review")), r"has the columns label, review, none of them text, .*a\.csv:label"),
+        ("a.csv:reviw", separated(",", ("label", "review")), "has the columns label, review, and none is called reviw"),
+        ("a.jsonl", json_lines("review"), r"has the columns label, review, none of them text, .*a\.jsonl:label"),
+        ("a.jsonl", json_lines() + "{}", "line 32: the field text is missing, or no text"),
+        ("a.jsonl", json_lines() + '{"text": 3}', "line 32: the field text is missing, or no text"),
+        ("a.jsonl", "prose\n", "line 1: this is no JSON object"),
+        ("a.jsonl", "[" * 100_000, "line 1: this is no JSON object"),
+        ("a.json", json.dumps([{"text": "x"}] * 9), "is one JSON value, not a text"),
+        ("a.csv", "text,label\na,b\nc\n", "line 3: 1 fields where the header has 2"),
+        ("a.csv", 'text,label\n"a,b\n', "a.csv, line"),
+        ("a.csv", "text,label\na,b\n,b\nc,d\n", "has 2 rows with a text"),
+        ("a.csv", " \n", "holds no text"),
+        ("missing.csv", "", "missing.csv does not exist"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_one_sentence(name: str, content: str, says: str, tmp_path: Path) -> None:
+    if content:
+        (tmp_path / name.partition(":")[0]).write_text(content)
+    with pytest.raises(ValueError, match=says) as caught:
+        corpus(str(tmp_path / name))
+    assert "\n" not in str(caught.value)
