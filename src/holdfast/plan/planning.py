@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.plan import flops, memory
 from holdfast.plan.communication import Layout, layouts
 from holdfast.plan.outline import Outline, Setting, outline, sequence_of
-from holdfast.plan.skeleton import Change, Choice, default_routers, planned, read_config
+from holdfast.plan.skeleton import Change, Choice, default_routers, planned, read_config, require_own_weights
 from holdfast.suggest import unknown
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -109,6 +109,8 @@ def plan(
     """
     workload = workload or Workload()
     config = read_config(model, sizes)
+    if not sizes:
+        require_own_weights(model, config)
     sequence = _sequence(config, workload.sequence)
     setting = Setting(sequence, DTYPES[workload.dtype])
     change = Change(experts, k, layers, hidden)
