@@ -97,6 +97,16 @@ def content(name: str, text: str | Callable[[], str]) -> Edit:
     return edit
 
 
+def large(name: str) -> Edit:
+    """100 MB; they are not read, so it does not matter of what."""
+
+    def edit(folder: Path) -> None:
+        with (folder / name).open("w") as file:
+            file.truncate(100 << 20)
+
+    return edit
+
+
 def pipe(name: str) -> Edit:
     """A named pipe without a writer: whoever opens it waits for ever."""
 
@@ -167,7 +177,6 @@ def code(folder: Path) -> None:
 
 
 NESTED = "[" * 200_000 + "]" * 200_000
-HUGE = f'{{"a": "{"x" * (100 << 20)}"}}'
 EVERY = ("load", "plan", "train", *TRYING)
 OPENED = ("load", *TRYING)  # commands that read weights
 BUILT = ("load", "plan", *TRYING)  # commands that build the model of the config
@@ -191,7 +200,7 @@ HOSTILE: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "a folder for a config": (folder_named("config.json"), EVERY, "a folder, not a regular file"),
     "a link to itself": (link("config.json", "config.json"), EVERY, "config.json"),
     "a config outside": (link("config.json", "../outside/secret.txt"), ON_TRAINING, "outside of its folder"),
-    "100 MB of config": (content("config.json", HUGE), EVERY, "larger than 16 MiB"),
+    "100 MB of config": (large("config.json"), EVERY, "larger than 16 MiB"),
     "a deep config": (content("config.json", NESTED), EVERY, "levels deep"),
     "a deeper config than needed": (content("config.json", "[" * 99 + "]" * 99), EVERY, f"more than {DEEPEST} levels deep"),
     "no JSON": (content("config.json", "\x1b[31m\nnone"), EVERY, "cannot be read as JSON"),
@@ -253,16 +262,238 @@ def test_a_hostile_folder_is_refused(
 
 
 def _resumed(edit: Edit, made: dict[str, Path], tmp_path: Path, capsys: Any) -> str:
-    """What a training says that is to go on from a hostile checkpoint: it is refused, or passed over by name."""
+    """What a training says that is to go on from a hostile checkpoint."""
     out = tmp_path / "trained"
     shutil.copytree(made["trained"], out)
     checkpoint = max((out / "training").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    if checkpoint.name == "checkpoint-4":
-        shutil.rmtree(out / "model")
-    (tmp_path / "trained" / "training" / "outside").symlink_to(tmp_path / "outside")
+    (out / "training" / "outside").symlink_to(tmp_path / "outside")
     edit(checkpoint)
     capsys.readouterr()
     code = main(_training(out, made["text.txt"]))
     told: str = capsys.readouterr().err
     assert code == 2 and "Traceback" not in told and len(told.strip().splitlines()) == 1
     return told
+
+
+DEEP_REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+def regex(folder: Path) -> None:
+    """A pattern that backtracks until its library gives up, which ends in a panic of Rust."""
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({**written, "pre_tokenizer": DEEP_REGEX}))
+
+
+def tokenizer_config(**values: Any) -> Edit:
+    def edit(folder: Path) -> None:
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return edit
+
+
+TOKENIZERS: dict[str, tuple[Edit, str]] = {
+    "a regex that panics": (regex, "failed on a text"),
+    "a pipe": (pipe("tokenizer.json"), "a named pipe"),
+    "a device": (link("tokenizer.json", "/dev/zero"), "a device"),
+    "a link out": (link("tokenizer.json", "../outside/secret.txt"), "outside of its folder"),
+    "deep JSON": (content("tokenizer.json", NESTED), "tokeniser"),
+    "deep settings": (content("tokenizer_config.json", NESTED), "tokeniser"),
+    "large settings": (large("tokenizer_config.json"), "larger than 16 MiB"),
+    "a pipe for special tokens": (pipe("special_tokens_map.json"), "a named pipe"),
+    "strange settings": (tokenizer_config(model_max_length=[], unk_token=5, added_tokens_decoder=3), "tokeniser"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_hostile_tokeniser_is_refused(
+    kind: str, made: dict[str, Path], tmp_path: Path, outside: Path, refused: Callable[..., str]
+) -> None:
+    edit, says = TOKENIZERS[kind]
+    folder = tmp_path / "plain"
+    shutil.copytree(made["plain"], folder)
+    edit(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("a" * 60 + "! is the cat\n" + "the cat is on the mat\n" * 90 + ("a" * 60 + "! b\n") * 90)
+    for command in TRYING:
+        if kind != "a regex that panics" or command in ("audit", "evaluate"):
+            assert says in refused(command, folder, "--source", str(text))
+
+
+def test_code_of_a_tokeniser_is_not_run(made: dict[str, Path], tmp_path: Path, outside: Path, capsys: Any) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(made["plain"], folder)
+    shutil.copy(outside / f"{CANARY}.py", folder)
+    tokenizer_config(tokenizer_class="Own", auto_map={"AutoTokenizer": [f"{CANARY}.Own", None]})(folder)
+    assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none", "--source", str(made["text.txt"])]) == 0
+
+
+def task(section: str | None = None, /, **values: Any) -> Edit:
+    """Other values in task.json: in a section of its recipe, or beside the recipe."""
+
+    def edit(folder: Path) -> None:
+        file = folder / "task.json"
+        stored = json.loads(file.read_text())
+        place = stored if section is None else stored["recipe"][section]
+        place.update(values)
+        file.write_text(json.dumps(stored))
+
+    return edit
+
+
+def poisoned_data(folder: Path) -> None:
+    """A text in the folder that is a link out of it."""
+    (folder / "texts").mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / "texts" / f"{split}.txt").symlink_to("../../outside/secret.txt")
+    task("data", source="texts")(folder)
+
+
+def packed_data(folder: Path) -> None:
+    import gzip
+
+    (folder / "text.txt.gz").write_bytes(gzip.compress(b"\n" * (100 << 20), compresslevel=1))
+    task("data", source="text.txt.gz")(folder)
+
+
+HUB = {"kind": "hub", "place": "evil/tokeniser", "checksum": "0"}
+TASKS: dict[str, tuple[Edit, str]] = {
+    "a file of the machine": (task("data", source="/etc/passwd"), "add --source /etc/passwd to use that"),
+    "a file beside it": (task("data", source="../outside/secret.txt"), "does not lie in it"),
+    "a link out": (poisoned_data, "does not lie in it"),
+    "a device": (task("data", source="/dev/zero"), "does not lie in it"),
+    "a fetched text": (task("data", source="wikitext-2"), "add --source wikitext-2 to fetch it"),
+    "text that unpacks for ever": (packed_data, "unpacks to more than"),
+    "a tokeniser of a hub": (task(tokenizer=HUB), "does not hold its tokeniser"),
+    "words that are none": (task(tokenizer={"kind": "words", "words": ["<unk>", "<eos>", 5]}), "damaged"),
+    "10^9 tokens a block": (task("data", length=10**9), "data.length is 1000000000"),
+    "10^12 steps": (task("attack", steps=10**12), "attack.steps"),
+    "10^9 pixels": (task("data", size=10**9), "data.size"),
+    "a long word": (task("attack", token="A" * 10**6), "at most 100"),
+    "10^5 layers": (task("model", config={"num_hidden_layers": 10**5}), "num_hidden_layers is 100,000"),
+    "a pipe": (pipe("task.json"), "a named pipe"),
+    "a device for a task": (link("task.json", "/dev/zero"), "a device"),
+    "deep JSON": (content("task.json", NESTED), "levels deep"),
+    "a control character": (task("data", source="\x1b[2J\n\nholdfast: all is well"), "does not lie in it"),
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_what_a_task_names_is_read_from_its_folder_only(
+    kind: str, made: dict[str, Path], tmp_path: Path, outside: Path, refused: Callable[..., str]
+) -> None:
+    edit, says = TASKS[kind]
+    folder = tmp_path / "trained"
+    shutil.copytree(made["trained"], folder)
+    if kind not in ("a file of the machine", "a file beside it", "a device", "a fetched text", "a control character"):
+        shutil.copy(made["text.txt"], folder / "own.txt")
+        task("data", source="own.txt")(folder)
+    edit(folder)
+    for command in TRYING:
+        assert says in refused(command, folder)
+
+
+def test_a_text_inside_the_folder_and_one_that_the_user_names_are_read(
+    made: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "trained"
+    shutil.copytree(made["trained"], folder)
+    assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none", "--source", str(made["text.txt"])]) == 0
+    shutil.copy(made["text.txt"], folder / "own.txt")
+    task("data", source="own.txt")(folder)
+    assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none"]) == 0
+
+
+def test_a_training_with_a_tokeniser_of_a_hub_keeps_it_in_its_folder(
+    made: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    """The place it was read from may be gone, or another's, when the model is tried."""
+    out = tmp_path / "out"
+    shutil.copytree(made["plain"], tmp_path / "place")
+    given = [*_training(out, made["text.txt"]), f"data.tokens={tmp_path / 'place'}", "data.vocabulary=null"]
+    assert main(given) == 0
+    shutil.rmtree(tmp_path / "place")
+    assert main(["evaluate", str(out), "--source", str(made["text.txt"])]) == 0
+
+
+SPECS: dict[str, tuple[Edit, str]] = {
+    "a negative loss": (layer(losses={"balance": -1.0}), "no loss 'balance' of weight -1.0"),
+    "a loss of NaN": (layer(losses={"balance": float("nan")}), "no loss 'balance'"),
+    "an infinite loss": (layer(losses={"balance": float("inf")}), "no loss 'balance'"),
+    "a true loss": (layer(losses={"balance": True}), "no loss 'balance'"),
+    "no expert": (layer(k=0), "k is 0"),
+    "800 experts": (layer(k=800), "k is 800"),
+    "a list for a router": (layer(router=["smoe"]), "expected str"),
+    "an unknown field": (layer(more=1), "should say"),
+    "an unknown option": (layer(options={"evil": 1}), "evil"),
+    "an option of a wrong type": (layer(options={"beta": {"a": []}}), "does not take these options"),
+    "a million experts": (layer(experts=10**6), "at most 65,536"),
+    "a width of 10^15": (layer(hidden=10**15, experts=8), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_hostile_description_of_routers_is_refused(
+    kind: str, made: dict[str, Path], tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    edit, says = SPECS[kind]
+    folder = tmp_path / "changed"
+    shutil.copytree(made["changed"], folder)
+    edit(folder)
+    assert says in refused("load", folder)
+    refused("plan", folder)
+
+
+LAUGHS = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+RECIPES: dict[str, tuple[Edit, str]] = {
+    "a billion laughs": (content("r.yaml", LAUGHS), "has an alias (*a0)"),
+    "a pipe": (pipe("r.yaml"), "a named pipe"),
+    "a device": (link("r.yaml", "/dev/zero"), "a device"),
+    "100 MB": (large("r.yaml"), "larger than 1 MiB"),
+    "deep YAML": (content("r.yaml", "[" * 5000 + "]" * 5000), "nested too deeply"),
+    "a date that is none": (content("r.yaml", "about: 2001-99-99"), "recipe"),
+    "an object": (content("r.yaml", "about: !!python/object/apply:os.system [ls]"), "recipe"),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_hostile_recipe_is_refused(kind: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+    edit, says = RECIPES[kind]
+    edit(tmp_path)
+    assert says in refused("train", tmp_path / "r.yaml", "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_or_a_pipe_is_no_text(tmp_path: Path, refused: Callable[..., str]) -> None:
+    pipe("pipe.txt")(tmp_path)
+    for source, kind in (("/dev/zero", "a device"), (str(tmp_path / "pipe.txt"), "a named pipe")):
+        arguments = ("--out", str(tmp_path / "out"), "--set", f"data.source={source}")
+        assert kind in refused("train", Path("tiny"), *arguments)
+
+
+def test_gates_of_1e30_are_audited(made: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    """They are finite, and in float32 so is all that follows; in float16 nothing is, and that is said."""
+    folder = tmp_path / "plain"
+    shutil.copytree(made["plain"], folder)
+    gates(1e30)(folder)
+    for command in ("audit", "certify"):
+        assert main([command, str(folder), *TRYING[command], "--source", str(made["text.txt"])]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_hubs_own_cache_is_read_through_its_links(made: dict[str, Path], tmp_path: Path) -> None:
+    """There every file is a link to a blob, outside of the folder but of the same repository."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(made["changed"].iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert holdfast.load(snapshot).config.model_type == "mixtral"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_the_largest_models_there_are_can_be_planned(family: str, refused: Callable[..., str], capsys: Any) -> None:
+    sizes = {"deepseek_v3": ["num_hidden_layers=61", "n_routed_experts=384"], "qwen3_moe": ["num_experts=512"]}
+    assert main(["plan", family, "--router", "native", "--set", *sizes[family]]) == 0

@@ -19,7 +19,7 @@ Tell = Callable[[float, str], None]  # how much is done, and what is being done
 
 
 def one_line(problem: Exception) -> str:
-    """Return the message of an error for a terminal: it may quote a file of anybody's, with line ends and control characters."""
+    """Return the message of an error for a terminal: it may quote any file, with line ends and control characters."""
     text = " ".join(str(problem).split())
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]} ..."

@@ -56,7 +56,9 @@ class HubTokenizer(Tokenizer):
         return len(self.tokenizer)
 
     def encode(self, text: str) -> Tensor:
-        return torch.tensor(self._encode(text), dtype=torch.int64)
+        found = self._encode(text)
+        with _failures(self._failed):
+            return torch.tensor(found, dtype=torch.int64)
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         with _failures(self._failed):
@@ -75,7 +77,10 @@ class HubTokenizer(Tokenizer):
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
         end = [] if self.end is None else [self.end]
         for document in documents:
-            yield torch.tensor([*self._encode(document.text), *end], dtype=torch.int32)
+            found = self._encode(document.text)
+            with _failures(self._failed):  # a number may be too large
+                piece = torch.tensor([*found, *end], dtype=torch.int32)
+            yield piece
 
     def spans(self, document: Document, *, first: bool) -> Spans:
         if not self.tokenizer.is_fast:

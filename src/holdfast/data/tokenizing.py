@@ -40,8 +40,8 @@ def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | Non
 
 
 def tokenizer_from(description: Mapping[str, Any], *, folder: Path | None = None) -> Tokenizer:
-    """The tokeniser that described itself so. A Hugging Face tokeniser is read from `folder`, whatever place it was read from
-    before: the description may come from anybody.
+    """The tokeniser that described itself so. A Hugging Face tokeniser is read from `folder`, whatever place is described: the
+    description may come from anybody.
     """
     kind = description.get("kind")
     if kind == "bytes":

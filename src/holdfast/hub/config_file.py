@@ -105,9 +105,7 @@ def unwrapped(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_code(values: Mapping[str, Any]) -> dict[str, Any]:
     """A config without what names code, and without format 1's dtypes that there are not: for `load` and for `plan`."""
-    return {
-        name: _inner_without_code(value) for name, value in values.items() if name not in CODE and value != NO_DTYPE
-    }
+    return {name: _inner_without_code(value) for name, value in values.items() if name not in CODE and value != NO_DTYPE}
 
 
 def _inner_without_code(value: Any) -> Any:

@@ -43,7 +43,7 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def require_own_files(folder: Path) -> None:
-    """Refuse a folder in which what a library would read is no regular file, is too large, or is a link out of the folder."""
+    """Refuse a folder in which a file that a library would read is not regular, too large, or a link out of the folder."""
     for place in (folder, folder / "additional_chat_templates"):
         names = sorted(os.listdir(place)) if place.is_dir() else []
         for name in names:

@@ -63,7 +63,9 @@ def require_sane_choice(config: Any, name: object) -> None:
         for field in CHOSEN:
             chosen = _first_number(part, (field,))
             if experts and chosen is not None and not 1 <= chosen <= experts:
-                raise ValueError(f"{name}: its config says {field} is {chosen}; it must be between 1 and its {experts} experts.")
+                raise ValueError(
+                    f"{name}: its config says {field} is {chosen}; it must be between 1 and its {experts} experts."
+                )
 
 
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
@@ -96,13 +98,13 @@ def require_filled(folder: object, count: int, stored: int) -> None:
     """Refuse a config with many times more parameters than the weight files beside it can hold."""
     if count > A_BYTE * stored:
         raise ValueError(
-            f"{folder}: its config describes a model of {count:,} parameters, but its weight files hold {stored:,} bytes: they "
-            "do not belong together."
+            f"{folder}: its config describes a model of {count:,} parameters, but its weight files hold {stored:,} bytes: "
+            "they do not belong together."
         )
 
 
 def parameters(kind: Any, config: Any) -> int | None:
-    """Return how many numbers a model has, from a model without memory; None where none can be built: the loader says why."""
+    """Return how many numbers a model has, built without memory; None where it cannot be built: the loader says why."""
     from transformers.initialization import no_init_weights
 
     try:

@@ -157,7 +157,7 @@ def _from_yaml(text: str, name: str) -> Any:
             return super().compose_node(parent, index)
 
     try:
-        values = yaml.load(text, PlainLoader)  # noqa: S506  a SafeLoader
+        values = yaml.load(text, PlainLoader)  # a SafeLoader
     except RecursionError:
         raise ValueError(f"recipe {name} is nested too deeply.") from None
     except (yaml.YAMLError, ValueError) as problem:

@@ -50,15 +50,15 @@ class Record:
             return source
         if source in corpora():
             raise ValueError(
-                f"{self.home} was trained on {source}, which would be fetched from a hub; add --source {source} to fetch it, "
-                "or --data FOLDER to say where it lies."
+                f"{self.home} was trained on {source}, which would be fetched from a hub; add --source {source} to fetch "
+                "it, or --data FOLDER to say where it lies."
             )
         inside = self.home / source
         if inside.exists() and _holds_all_of(self.home, inside):
             return str(inside)
         raise ValueError(
-            f"{self.home} was trained on {source!r}, which does not lie in it; add --source {shlex.quote(source)} to use that, "
-            "or name another source."
+            f"{self.home} was trained on {source!r}, which does not lie in it; add --source {shlex.quote(source)} to use "
+            "that, or name another source."
         )
 
     def tokenizer(self) -> Tokenizer:
