@@ -15,6 +15,7 @@ from typing import Any
 MIB = 2**20
 SMALL = 16 * MIB  # the largest JSON of settings
 LARGE = 256 * MIB  # the largest file that lists words or weights
+LARGEST = 1024 * MIB  # the largest stored results
 DEEPEST = 64  # levels of JSON; what libraries write has about ten
 KINDS = {
     stat.S_IFIFO: "a named pipe",

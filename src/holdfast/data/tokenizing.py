@@ -40,7 +40,7 @@ def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | Non
 
 
 def tokenizer_from(description: Mapping[str, Any], *, folder: Path | None = None) -> Tokenizer:
-    """The tokeniser that described itself so. A Hugging Face tokeniser is read from `folder`, whatever place is described: the
+    """The tokeniser that described itself so. One of Hugging Face is read from `folder`, whatever place is described: the
     description may come from anybody.
     """
     kind = description.get("kind")

@@ -14,12 +14,18 @@ from holdfast.reading import LARGE, MIB, SMALL, read_json, require_regular
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched from a hub: no code, no pickles
 INDEX = "*.safetensors.index*.json"
 LARGEST = {  # bytes of a file by its name: the first pattern that fits; a model of 10^12 parameters has an index of 15 MB
-    "*.safetensors": None,
     INDEX: 64 * MIB,
+    "trainer_state.json": LARGE,  # holds the log of every step
+    "*config.json": SMALL,
+    "special_tokens_map.json": SMALL,
+    "added_tokens.json": SMALL,
+    "holdfast.json": SMALL,
     "tokenizer.json": LARGE,
     "vocab*.json": LARGE,
-    "*.json": SMALL,
-    "*": LARGE,
+    "*.txt": LARGE,
+    "*.model": LARGE,
+    "*.jinja": SMALL,
+    "*": None,  # weights, and what no library reads
 }
 
 

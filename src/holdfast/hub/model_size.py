@@ -46,7 +46,8 @@ def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
     """Every whole number of a config, with the name of its field; a list of types stands for its length."""
     if isinstance(value, dict):
         for key, entry in value.items():
-            yield from _numbers(entry, str(key))
+            if key not in ("id2label", "label2id"):  # their keys are not names of fields
+                yield from _numbers(entry, str(key))
     elif isinstance(value, list):
         if field.endswith("layer_types"):
             yield "layers", len(value)

@@ -26,7 +26,7 @@ from holdfast.hub.model_size import (
 )
 from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read
 from holdfast.hub.surgery import repeat
-from holdfast.reading import read_json
+from holdfast.reading import read_json, require_regular
 from holdfast.suggest import unknown
 
 CONFIG = "config.json"
@@ -131,7 +131,9 @@ def _description(model: str) -> dict[str, Any]:
         if model in FAMILIES:
             return {"model_type": model}
         path = _from_hub(model)
-    path = path / CONFIG if path.is_dir() else path
+    if path.is_dir():
+        require_regular(path / CONFIG, inside=path)
+        path = path / CONFIG
     description = read_json(path, object_hook=special_float)
     if not isinstance(description, dict):
         raise ValueError(f"{path} is not the config of a Hugging Face model.")

@@ -123,6 +123,8 @@ def read_record(folder: Path) -> Record:
     home = _home(folder)
     if home is None:
         raise ValueError(f"{folder} holds no trained model: there is no {TASK} with a folder {MODEL} beside it.")
+    if not lies_inside(home / MODEL, home):
+        raise ValueError(f"{home / MODEL} is a link to a folder outside of {home}; name that folder instead.")
     try:
         stored = read_json(home / TASK, limit=LARGE)
         recipe = typed(Recipe, stored.pop("recipe"))
