@@ -11,6 +11,7 @@ LAYERS = [
     "version",
     "suggest",
     "writing",
+    "reading",
     "ops",
     "routing",
     "moe",

@@ -81,8 +81,10 @@ class Losses:
 
     def __post_init__(self) -> None:
         for term in fields(self):
-            if not math.isfinite(getattr(self, term.name)):
-                raise ValueError(f"the coefficient of {term.name} is {getattr(self, term.name)}; it must be finite.")
+            if not 0 <= getattr(self, term.name) < math.inf:  # a negative one would push routers to what it is against
+                raise ValueError(
+                    f"the coefficient of {term.name} is {getattr(self, term.name)}; it must be finite and not negative."
+                )
 
     def __call__(
         self, routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks

@@ -67,9 +67,21 @@ def test_a_folder_is_audited_and_all_is_written(folder: Path, text: Path, tmp_pa
 
 
 def test_a_model_trained_here_is_audited_on_its_own_text_with_another_router(
-    trained: Path, tmp_path: Path, capsys: Any
+    trained: Path, text: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    given = ["audit", str(trained), *QUICK, "--perturb", "none,noise,words", "--what-if", "smooth", "--out", str(tmp_path)]
+    given = [
+        "audit",
+        str(trained),
+        "--source",
+        str(text),
+        *QUICK,
+        "--perturb",
+        "none,noise,words",
+        "--what-if",
+        "smooth",
+        "--out",
+        str(tmp_path),
+    ]
     assert main(given) == 0
     assert "With smooth instead, untrained" in capsys.readouterr().out
     stored = json.loads((tmp_path / "audit.json").read_text())

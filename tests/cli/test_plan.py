@@ -71,7 +71,7 @@ def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) ->
         (["llama", "--experts", "4", "--tokens", "1e308", "--json"], "not JSON compliant"),
         (["gpt_oss", "--set", "num_local_experts=0"], "layers.0.mlp.router.weight would be 0 x 2880; no size may be 0."),
         (["deepseek_v3", "--set", "num_attention_heads=0", "num_hidden_layers=4"], "no size may be 0."),
-        (["mixtral", "--set", "num_experts_per_tok=9"], "k is 9; it must be between 1 and the number of experts, 8."),
+        (["mixtral", "--set", "num_experts_per_tok=9"], "num_experts_per_tok is 9; it must be between 1 and its 8 experts."),
         (["mixtral", "--experts", "4"], "has experts already"),
         (["swin", "--experts", "4"], "its layers see different numbers of tokens"),
         (["vit", "--experts", "4", "--sequence", "7"], "the pictures of this model are 197 tokens"),

@@ -65,26 +65,28 @@ def test_a_finished_training_goes_on_to_the_same_model(trained: Path, text: Path
 
 
 def test_evaluating_a_trained_model_says_what_its_own_task_says(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from holdfast.train import load_trained
 
     out = tmp_path / "scores.json"
-    assert main(["evaluate", str(trained / "model"), "--out", str(out)]) == 0
+    assert main(["evaluate", str(trained / "model"), "--source", str(text), "--out", str(out)]) == 0
     stored, shown = json.loads(out.read_text()), capsys.readouterr().out
     known = load_trained(trained)
-    score = known.task().score(known.model.eval())
+    score = known.task(source=str(text)).score(known.model.eval())
     assert stored["clean"]["nll"] == score["clean"]["nll"] and stored["attacked"]["nll"] == score["attacked"]["nll"]
     assert f"{score['clean']['figure']:.4f}" in shown and "entropy" in shown
     assert stored["measure"]["name"] == "perplexity" and stored["versions"]["torch"] == torch.__version__
 
 
-def test_an_evaluation_overwrites_nothing_unasked(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_overwrites_nothing_unasked(
+    trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "mine.json"
     out.write_text("mine")
     assert main(["evaluate", str(trained), "--out", str(out)]) == 2
     assert "--force" in capsys.readouterr().err and out.read_text() == "mine"
-    assert main(["evaluate", str(trained), "--out", str(out), "--force"]) == 0
+    assert main(["evaluate", str(trained), "--source", str(text), "--out", str(out), "--force"]) == 0
     assert json.loads(out.read_text())["clean"]["figure"] > 1
 
 
@@ -118,27 +120,28 @@ def test_any_hugging_face_folder_is_evaluated_with_its_own_tokenizer(
 
 
 def test_attacks_on_text_say_their_realised_rate_and_rate_zero_is_clean(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "attack.json"
+    given = ["--source", str(text), "--out", str(out), "--force"]
     for kind in ("words", "generic", "typos"):
-        assert main(["attack", str(trained), kind, "--rate", "0.5", "--out", str(out), "--force"]) == 0
+        assert main(["attack", str(trained), kind, "--rate", "0.5", *given]) == 0
         found = json.loads(out.read_text())["summary"]
         assert 0 < found["attack"]["realised"] <= 0.5
         assert found[kind]["nll"] != found["clean"]["nll"]
         assert "95% interval" in found["cost"]["words"]
         assert found["attack"]["options"].get("token") == ("AAA" if kind == "generic" else None)
-    assert main(["attack", str(trained), "words", "--rate", "0", "--out", str(out), "--force"]) == 0
+    assert main(["attack", str(trained), "words", "--rate", "0", *given]) == 0
     found = json.loads(out.read_text())["summary"]
     assert found["words"]["nll"] == found["clean"]["nll"]
 
 
-def test_attacked_routes_are_reported_by_layer(trained: Path, tmp_path: Path) -> None:
+def test_attacked_routes_are_reported_by_layer(trained: Path, text: Path, tmp_path: Path) -> None:
     shares = []
     for budget in ("0", "0.5"):
         out = tmp_path / f"{budget}.json"
         given = ["attack", str(trained), "routes", "--budget", budget, "--examples", "32", "--steps", "4", "--out", str(out)]
-        assert main(given) == 0
+        assert main([*given, "--source", str(text)]) == 0
         layers = json.loads(out.read_text())["summary"]["layers"]
         assert len(layers) == 2 and all(layer["tokens"] == 32 for layer in layers)
         shares.append(sum(layer["rate"] for layer in layers))
@@ -186,6 +189,7 @@ def test_a_mistake_gets_one_sentence(
     says: str,
     trained: Path,
     pictures: Path,
+    text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -193,7 +197,9 @@ def test_a_mistake_gets_one_sentence(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
-    assert main([{"TRAINED": str(trained), "PICTURES": str(pictures)}.get(word, word) for word in arguments]) == 2
+    named = ["--source", str(text)] if "TRAINED" in arguments else []
+    words = [{"TRAINED": str(trained), "PICTURES": str(pictures)}.get(word, word) for word in arguments]
+    assert main([*words, *named]) == 2
     told = capsys.readouterr().err.strip()
     assert says in told and "Traceback" not in told and told.startswith("holdfast: ") and len(told.splitlines()) == 1
     assert not list(tmp_path.iterdir())

@@ -194,7 +194,7 @@ def test_held_out_pictures_are_not_test_pictures(digits: Callable[..., Recipe], 
 
 def test_a_model_of_other_classes_is_not_tried_on_these(run: Path) -> None:
     trained = load_trained(run / "cells" / "smoe-seed0")
-    trained.state["classes"] = ["cat", "dog"]
+    trained.record.state["classes"] = ["cat", "dog"]
     with pytest.raises(ValueError, match="the classes of digits are not those that this model was trained on"):
         trained.task()
 

@@ -28,12 +28,13 @@ def cells(
 
 
 @pytest.mark.parametrize("kind", ["text", "bytes", "pictures"])
-def test_stored_scores_are_found_again_to_the_last_digit(kind: str, cells: dict[str, Path]) -> None:
+def test_stored_scores_are_found_again_to_the_last_digit(kind: str, cells: dict[str, Path], text: Path) -> None:
     stored = json.loads((cells[kind] / "result.json").read_text())
     for folder in (cells[kind], cells[kind] / "model"):
         assert is_trained(folder)
         trained = load_trained(folder)
-        scores = json.loads(json.dumps(plain(trained.task().score(trained.model))))
+        task = trained.task(source=None if kind == "pictures" else str(text))
+        scores = json.loads(json.dumps(plain(task.score(trained.model))))
         assert scores == {key: stored[key] for key in ("clean", "attacked", "trials")}
 
 
@@ -51,11 +52,11 @@ def test_the_tokeniser_is_the_models_own_whatever_the_text_has_become(
     source.write_text(text.read_text())
     recipe = tiny({"data.source": str(source), "training.steps": 1})
     Comparison(recipe, contenders("smoe"), 1, tmp_path / "run").run()
-    before = load_trained(tmp_path / "run" / "cells" / "smoe-seed0").task().state()
+    before = load_trained(tmp_path / "run" / "cells" / "smoe-seed0").task(source=str(source)).state()
     source.write_text("Other words altogether.\n\n" * 900)
     trained = load_trained(tmp_path / "run" / "cells" / "smoe-seed0")
-    assert trained.task().state() == before
-    assert trained.task().score(trained.model)["clean"]["tokens"] > 0
+    assert trained.task(source=str(source)).state() == before
+    assert trained.task(source=str(source)).score(trained.model)["clean"]["tokens"] > 0
 
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -79,7 +80,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_record_gets_one_sentence(damage: str, cells: dict[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_record_gets_one_sentence(damage: str, cells: dict[str, Path], tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "cell"
     folder.mkdir()
     shutil.copytree(cells["text"] / "model", folder / "model")
@@ -90,7 +91,7 @@ def test_a_damaged_record_gets_one_sentence(damage: str, cells: dict[str, Path],
     )
     (folder / "task.json").write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as caught:
-        load_trained(folder).task()
+        load_trained(folder).task(source=str(text))
     assert "\n" not in str(caught.value)
 
 

@@ -1,5 +1,6 @@
 """What is wrong with a model, from its audit: findings, the most harmful first."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -126,7 +127,7 @@ def _graph(layer: dict[str, Any]) -> Iterator[Finding]:
 
 def _of_perturbation(name: str, one: dict[str, Any]) -> Iterator[Finding]:
     """One finding for each perturbation, about the layer where it is worst."""
-    worst = max(one["layers"], key=lambda layer: (layer["flips"], layer["weight_change"], layer["output"]["total"]))
+    worst = max(one["layers"], key=_harm)
     flips, threshold = float(worst["flips"]), _threshold(name, one)
     again = name == "none"
     if again and (flips or worst["weight_change"] or worst["output"]["total"]):
@@ -136,6 +137,11 @@ def _of_perturbation(name: str, one: dict[str, Any]) -> Iterator[Finding]:
         severity: Severity = "severe" if one["harmless"] else "serious" if name.split(".")[0] != "attack" else "minor"
         text = f"layer {worst['layer']}: {flips:.1%} of tokens change experts with {one['about']}"
         yield Finding(f"flips: {name}", worst["layer"], severity, flips, threshold, text, _why(name), flips / 2)
+
+
+def _harm(layer: dict[str, Any]) -> tuple[float, ...]:
+    figures = (layer["flips"], layer["weight_change"], layer["output"]["total"])
+    return tuple(math.inf if figure is None else figure for figure in figures)  # None stands for what is not finite
 
 
 def _threshold(name: str, one: dict[str, Any]) -> float:

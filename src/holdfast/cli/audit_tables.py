@@ -93,7 +93,7 @@ def _perturbations(report: AuditReport) -> Table:
                 _share(found["output"]["total"]),
                 _share(found["output"]["flip"]),
                 _share(found["prediction_flips"]),
-                "" if found["loss"] is None else f"{found['loss']['change']:+.2g}",
+                "" if found["loss"] is None else _signed(found["loss"]["change"]),
             )
     return shown
 
@@ -111,7 +111,7 @@ def _print_tokens(report: AuditReport) -> None:
     shown = slim_table("Tokens most at risk", "token", "in", "layer", "radius", "from", "to")
     for entry in known:
         # Written as Python writes it, and not as markup: a text may hold anything.
-        cells = (repr(entry["text"]), repr(entry["context"]), entry["layer"], f"{entry['relative']:.2g}")
+        cells = (repr(entry["text"]), repr(entry["context"]), entry["layer"], _number(entry["relative"]))
         shown.add_row(*(_plain(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
     show(shown)
 
@@ -140,6 +140,10 @@ def _plain(cell: object) -> Any:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
+
+
+def _signed(value: float | None) -> str:
+    return "broke" if value is None else f"{value:+.2g}"  # a perturbed model's numbers may be NaN or infinite
 
 
 def _number(value: float | None) -> str:

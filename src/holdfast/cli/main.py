@@ -13,6 +13,7 @@ from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.run import Run, given
+from holdfast.cli.terminal import one_line
 from holdfast.cli.train import Train
 from holdfast.suggest import unknown
 from holdfast.version import VERSION
@@ -65,7 +66,7 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as mistake:
-        print(f"holdfast: {mistake}", file=sys.stderr)
+        print(f"holdfast: {one_line(mistake)}", file=sys.stderr)
         return 2
     except ConditionHolds as condition:
         print(f"holdfast: {condition}", file=sys.stderr)

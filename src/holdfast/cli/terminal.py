@@ -11,10 +11,18 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
 
+LONGEST_MESSAGE = 2000  # characters
 NO_EDGE = 10_000  # columns
 LONGEST = 24  # characters of a number: longer words that hold a digit may fold
 
 Tell = Callable[[float, str], None]  # how much is done, and what is being done
+
+
+def one_line(problem: Exception) -> str:
+    """Return the message of an error for a terminal: it may quote any file, with line ends and control characters."""
+    text = " ".join(str(problem).split())
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]} ..."
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,7 +73,15 @@ class Train:
             if processes() > 1:
                 print(f"Trained by a group of {processes()} processes.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
-            print(f"Try it: holdfast evaluate {self.out}")
+            print(f"Try it: holdfast evaluate {self.out}{_named(single)}")
+
+
+def _named(single: Single) -> str:
+    """The option that names the data, where they are not read because a folder says so."""
+    from holdfast.train.trained import EMBEDDED
+
+    source = single.recipe.data.source
+    return "" if source in EMBEDDED else f" --source {shlex.quote(source)}"
 
 
 def _with_progress(single: Single, log: tuple[str, ...]) -> None:

@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from holdfast.reading import MIB, require_regular
+
 PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _BOM = b"\xef\xbb\xbf"  # some editors put it before a text
+FREE, RATIO = 64 * MIB, 100  # what a packed file may unpack to: so many bytes, or so many for each of its own
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """The file's bytes, unpacked as they are read."""
     try:
+        require_regular(path)  # a device has no end, and a pipe may never begin
         with PACKED.get(path.suffix, open)(path, "rb") as file:
             yield file
     except FileNotFoundError as error:
@@ -27,8 +31,15 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_bytes(path: Path) -> bytes:
+    """The whole file, unpacked. Text is packed to a tenth; what unpacks to far more is made to fill the memory."""
     with opened(path) as file:
-        return file.read()
+        if path.suffix not in PACKED:
+            return file.read()
+        most = max(FREE, RATIO * path.stat().st_size)
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} unpacks to more than {RATIO} times its size; no text does, so it is not read.")
+    return data
 
 
 def read_text(path: Path) -> bytes:

@@ -39,15 +39,17 @@ def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | Non
     raise ValueError(unknown("tokeniser", name, tokenizers()))
 
 
-def tokenizer_from(description: Mapping[str, Any]) -> Tokenizer:
-    """The tokeniser that described itself so."""
+def tokenizer_from(description: Mapping[str, Any], *, folder: Path | None = None) -> Tokenizer:
+    """The tokeniser that described itself so. One of Hugging Face is read from `folder`, whatever place is described: the
+    description may come from anybody.
+    """
     kind = description.get("kind")
     if kind == "bytes":
         return Bytes()
-    if kind in CUTS:
+    if isinstance(kind, str) and kind in CUTS:
         return Vocabulary.from_words(description["words"], cut=str(kind))
     if kind == "hub":
-        found = HubTokenizer(description["place"])
+        found = HubTokenizer(str(description["place"] if folder is None else folder))
         if found.checksum() != description["checksum"]:
             raise ValueError(f"the tokeniser in {found.name} is not the one that was used: its checksum differs.")
         return found

@@ -40,6 +40,8 @@ class Vocabulary(Tokenizer):
         """The vocabulary with exactly these words, the special ones first."""
         vocabulary = cls((), cut=cut)
         vocabulary._fill(list(words), cut)
+        if not all(isinstance(word, str) for word in vocabulary.words):
+            raise ValueError("a vocabulary holds words and nothing else; this one is damaged.")
         if vocabulary.words[: len(SPECIAL)] != list(SPECIAL) or len(vocabulary._numbers) != len(vocabulary):
             raise ValueError(f"a vocabulary begins with {' and '.join(SPECIAL)} and has no word twice; this one is damaged.")
         return vocabulary

@@ -65,17 +65,21 @@ def _build(place: Place, spec: LayerSpec, host: Host) -> Router | None:
         return None
     brought: dict[str, Any] = {"depth": place.depth, "clusters": place.before.experts if place.before else None}
     brought["heads"] = place.heads or 1
-    with _float32():
-        router = REGISTRY.build(
-            spec.router,
-            dim=place.dim,
-            experts=place.experts,
-            k=spec.k,
-            losses=spec.loss_terms(),
-            layer=place.name,
-            host=replace(host, pretrained=spec.pretrained, options=brought),
-            **spec.options,
-        )
+    try:
+        with _float32():
+            router = REGISTRY.build(
+                spec.router,
+                dim=place.dim,
+                experts=place.experts,
+                k=spec.k,
+                losses=spec.loss_terms(),
+                layer=place.name,
+                host=replace(host, pretrained=spec.pretrained, options=brought),
+                **spec.options,
+            )
+    except (TypeError, OverflowError) as problem:  # options of a folder may be of any type and size
+        given = ", ".join(f"{name}={value!r}" for name, value in spec.options.items())
+        raise ValueError(f"{place.name}: router {spec.router!r} does not take these options ({given}): {problem}.") from None
     if place.heads is None and not place.recurrent and any(isinstance(part, AttentionPosterior) for part in router.parts):
         raise ValueError(
             f"{place.name}: this model attends within windows, so the attention router has no sequence to read; "

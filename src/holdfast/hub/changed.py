@@ -18,6 +18,7 @@ from holdfast.hub.config_file import config_class, family_values, is_changed, un
 from holdfast.hub.folder_checks import check_folder, fetched, require_all_used
 from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
+from holdfast.hub.model_size import require_sane_size
 from holdfast.hub.quantisers import require_writable
 from holdfast.hub.specs import LayerSpec, names_in_base, names_in_model, read
 from holdfast.hub.subclasses import with_mixin, without_mixin
@@ -82,6 +83,7 @@ class ChangedModel(CarriesRouterState):
             return family.from_pretrained(name, *arguments, config=config, **options)
         if not hasattr(config, "to_dict"):
             config, options = read_changed(folder, written, options)
+        require_sane_size(folder, cls, config, options)
         wants_info = options.pop("output_loading_info", False)
         for option in FETCHING:
             options.pop(option, None)

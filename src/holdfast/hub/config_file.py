@@ -11,10 +11,11 @@
 In format 1 the family's config is the upper level itself, with "holdfast" in it.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from holdfast.reading import read_json
 
 MODEL_TYPE = "holdfast"
 SECTION = "model_config"
@@ -22,7 +23,21 @@ NEEDS_HOLDFAST = "this folder is read after `import holdfast`, or with holdfast.
 NO_DTYPE = "this folder is read with holdfast.load"  # format 1's way of keeping others out
 
 # What names code in a config: modules of the folder's own, or kernels to fetch from a hub.
-CODE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+CODE = (
+    "auto_map",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "custom_generate",
+    "custom_pipelines",
+    "kernel_config",
+    "use_kernels",
+    "distributed_config",
+    "trust_remote_code",
+)
 UPPER = {"model_type", "transformers_version", "transformers_weights", SECTION, *CODE}  # code there is never looked at
 
 
@@ -51,6 +66,14 @@ def is_changed(written: Mapping[str, Any], name: object) -> bool:
 
 def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
     """The family's config in a config.json, of a changed model or not, without what names code or keeps others out."""
+    values = _family_values(written, name)
+    names = values.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+        raise ValueError(f"{name}: its config names no model class of transformers (architectures: {names}).")
+    return values
+
+
+def _family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
     if not is_changed(written, name):
         return without_code(written)
     description, section = description_of(written), written.get(SECTION)
@@ -81,30 +104,31 @@ def unwrapped(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what names code, and without format 1's dtypes that there are not."""
-    return {
-        name: without_code(value) if isinstance(value, dict) else value
-        for name, value in values.items()
-        if name not in CODE and value != NO_DTYPE
-    }
+    """A config without what names code, and without format 1's dtypes that there are not: for `load` and for `plan`."""
+    return {name: _inner_without_code(value) for name, value in values.items() if name not in CODE and value != NO_DTYPE}
+
+
+def _inner_without_code(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_inner_without_code(entry) for entry in value]
+    return without_code(value) if isinstance(value, dict) else value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json."""
     try:
-        written = json.loads((folder / "config.json").read_text(), object_hook=_special_float)
+        written = read_json(folder / "config.json", object_hook=special_float)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no config.json: it is no model folder, or not complete.") from None
-    except (OSError, ValueError):
-        raise ValueError(f"{folder / 'config.json'} cannot be read: the folder is damaged.") from None
     if not isinstance(written, dict):
         raise ValueError(f"{folder / 'config.json'} does not describe a model.")
     return written
 
 
-def _special_float(value: dict[str, Any]) -> Any:
+def special_float(value: dict[str, Any]) -> Any:
     """The number that transformers writes as {"__float__": "Infinity"}, which JSON has no word for."""
-    return float(value["__float__"]) if value.get("__float__") in ("Infinity", "-Infinity", "NaN") else value
+    word = value.get("__float__")
+    return float(word) if isinstance(word, str) and word in ("Infinity", "-Infinity", "NaN") else value
 
 
 def config_class(own_type: Any, name: object) -> Any:

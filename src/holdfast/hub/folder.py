@@ -10,8 +10,10 @@ from typing import Any
 
 from holdfast.hub.changed import FETCHING, SAFE, changed, changed_config, with_options
 from holdfast.hub.config_file import config_class, family_values, is_changed
-from holdfast.hub.folder_checks import check_folder, fetched, require_all_used
+from holdfast.hub.folder_checks import check_files, fetched, require_all_used
 from holdfast.hub.gathering import as_if_whole, is_spread, on_first_process, whole_state
+from holdfast.hub.manifest import check_manifest
+from holdfast.hub.model_size import require_sane_choice, require_sane_size
 from holdfast.moe import name_layers
 from holdfast.suggest import unknown
 
@@ -84,10 +86,14 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
     if not folder.is_dir():
         where = {option: options.pop(option) for option in FETCHING if option in options}
         folder = fetched(name, **where)
-    written = check_folder(folder)
+    written = check_files(folder)
     ours = is_changed(written, folder)
     config, options = _config(folder, written, options)
     kind = _model_class(folder, config)
+    require_sane_choice(config, folder)
+    require_sane_size(folder, changed(kind) if ours else kind, config, options)
+    if ours:
+        check_manifest(folder)
     model = _open(changed(kind).from_checked if ours else kind.from_pretrained, folder, config, options)
     name_layers(model)
     return model

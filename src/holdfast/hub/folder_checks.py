@@ -1,35 +1,78 @@
 """Whether a folder is whole and its weights are those of the model: checked however the folder is opened."""
 
-import json
+import os
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from holdfast.hub.config_file import is_changed, read_config
 from holdfast.hub.manifest import check_manifest
+from holdfast.hub.model_size import require_sane_numbers
+from holdfast.reading import LARGE, MIB, SMALL, read_json, require_regular
 
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched from a hub: no code, no pickles
+INDEX = "*.safetensors.index*.json"
+LARGEST = {  # bytes of a file by its name: the first pattern that fits; a model of 10^12 parameters has an index of 15 MB
+    INDEX: 64 * MIB,
+    "trainer_state.json": LARGE,  # holds the log of every step
+    "*config.json": SMALL,
+    "special_tokens_map.json": SMALL,
+    "added_tokens.json": SMALL,
+    "holdfast.json": SMALL,
+    "tokenizer.json": LARGE,
+    "vocab*.json": LARGE,
+    "*.txt": LARGE,
+    "*.model": LARGE,
+    "*.jinja": SMALL,
+    "*": None,  # weights, and what no library reads
+}
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
     """Refuse a folder that is damaged, or names files that are not its own; return what its config.json says."""
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds an adapter; load the model it belongs to, and put the adapter on with peft.")
-    written = read_config(folder)
+    written = check_files(folder)
     if is_changed(written, folder):
         check_manifest(folder)
+    return written
+
+
+def check_files(folder: Path) -> dict[str, Any]:
+    """As `check_folder`, but for the checksums: those of large weights take long."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds an adapter; load the model it belongs to, and put the adapter on with peft.")
+    require_own_files(folder)
+    written = read_config(folder)
+    require_sane_numbers(written, folder)
     _require_own_shards(folder)
     return written
 
 
+def require_own_files(folder: Path) -> None:
+    """Refuse a folder in which a file that a library would read is not regular, too large, or a link out of the folder."""
+    for place in (folder, folder / "additional_chat_templates"):
+        names = sorted(os.listdir(place)) if place.is_dir() else []
+        for name in names:
+            if any(fnmatch(name, pattern) for pattern in FILES):
+                limit = next(size for pattern, size in LARGEST.items() if fnmatch(name, pattern))
+                _require_own(place / name, folder, limit)
+
+
+def _require_own(file: Path, folder: Path, limit: int | None) -> None:
+    try:
+        require_regular(file, limit=limit, inside=folder)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is a link to a file that is not there: the folder is not complete.") from None
+
+
 def _require_own_shards(folder: Path) -> None:
     """An index of shards may name any path; these must be safetensors in the folder itself."""
-    for index in folder.glob("*.safetensors.index*.json"):
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} cannot be read: the folder is damaged.") from None
-        for name in names:
+    for index in folder.glob(INDEX):
+        content = read_json(index, limit=64 * MIB)
+        shards = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError(f"{index} does not say which file holds each weight: the folder is damaged.")
+        for name in sorted(set(shards.values())):
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{index} names {name!r}, which is no safetensors file of this folder.")
             if not (folder / name).is_file():

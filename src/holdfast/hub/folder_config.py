@@ -10,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.hub.changed import changed_config
 from holdfast.hub.config_file import MODEL_TYPE, config_class, family_values
+from holdfast.hub.model_size import require_sane_numbers
 
 
 class FolderConfig(PreTrainedConfig):
@@ -20,5 +21,6 @@ class FolderConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
         name = options.get("name_or_path") or "this folder"
+        require_sane_numbers(config_dict, name)
         values = family_values(config_dict, name)
         return changed_config(config_class(values.get("model_type"), name)).from_dict(values, **options)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.hub.config_file import description_of
+from holdfast.reading import read_json, require_regular
 from holdfast.writing import write_whole
 
 NAME = "holdfast.json"
@@ -21,11 +22,9 @@ def write_manifest(folder: Path) -> None:
 def check_manifest(folder: Path) -> None:
     """Refuse a folder whose weights or description are not those that were written."""
     try:
-        content = json.loads((folder / NAME).read_text())
+        content = read_json(folder / NAME)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {NAME}: it is not complete, or was not written by Holdfast.") from None
-    except (OSError, ValueError):
-        raise ValueError(f"{folder / NAME} cannot be read: the folder is damaged.") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("weights"), dict):
         raise ValueError(f"{folder / NAME} is in a format that this Holdfast does not read.")
     for name in content["weights"]:
@@ -46,10 +45,11 @@ def _weights(folder: Path) -> dict[str, str]:
 
 
 def _sha256(file: Path) -> str:
+    require_regular(file)  # to open a pipe would wait for ever
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _description(folder: Path) -> str:
-    config: Any = json.loads((folder / "config.json").read_text())
+    config: Any = read_json(folder / "config.json")
     return hashlib.sha256(json.dumps(description_of(config), sort_keys=True).encode()).hexdigest()

@@ -58,7 +58,7 @@ class RepeatsChanges(HfQuantizer):
             if "/" in str(getattr(config, name, "")):
                 raise ValueError(f"{getattr(config, name)} is a kernel to fetch; open this folder with holdfast.load.")
         for name in CODE:
-            if not name.endswith("_implementation"):
+            if "_implementation" not in name:
                 config.__dict__.pop(name, None)
         return config
 

@@ -101,6 +101,7 @@ def _read_layer(name: str, values: Any) -> LayerSpec:
     if values["weights"] not in (None, "softmax", "switch"):
         raise ValueError(f"layer {name!r}: weights is {values['weights']!r}, not softmax or switch.")
     for term, weight in values["losses"].items():
-        if term not in {entry.name for entry in fields(Losses)} or not isinstance(weight, int | float) or math.isnan(weight):
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if term not in {entry.name for entry in fields(Losses)} or not number or not 0 <= weight < math.inf:
             raise ValueError(f"layer {name!r}: there is no loss {term!r} of weight {weight!r}.")
     return LayerSpec(**values)

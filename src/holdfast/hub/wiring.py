@@ -116,7 +116,7 @@ def _describe_experts(config: Any, specs: Mapping[str, LayerSpec]) -> None:
     """Give the config the entries by which trainers recognise an MoE and weight its `aux_loss`, where it lacks them."""
     before = config.__dict__.pop("_holdfast_entries", ())
     for name in ENTRIES:
-        if name in before and hasattr(config, name):
+        if isinstance(before, list | tuple) and name in before and hasattr(config, name):
             delattr(config, name)
     if not specs:
         return

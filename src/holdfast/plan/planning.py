@@ -1,19 +1,22 @@
 """A model with each of several routers: what it has, does, holds and sends."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.plan import flops, memory
 from holdfast.plan.communication import Layout, layouts
 from holdfast.plan.outline import Outline, Setting, outline, sequence_of
-from holdfast.plan.skeleton import Change, Choice, default_routers, planned, read_config
+from holdfast.plan.skeleton import Change, Choice, default_routers, planned, read_config, require_own_weights
 from holdfast.suggest import unknown
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
 USUAL_SEQUENCE = 4096
 GIB = 2**30
+# What values of a config that do not go together raise, wherever they meet first.
+UNFITTING = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,17 @@ def plan(
     """
     workload = workload or Workload()
     config = read_config(model, sizes)
+    if not sizes:
+        with _fitting(model):
+            require_own_weights(model, config)
     sequence = _sequence(config, workload.sequence)
     setting = Setting(sequence, DTYPES[workload.dtype])
     change = Change(experts, k, layers, hidden)
     columns, shapes = [], []
     for name in routers or default_routers(config, k):
         choice = Choice(name, name) if isinstance(name, str) else name
-        shapes.append(outline(planned(config, choice, change), setting))
+        with _fitting(model):
+            shapes.append(outline(planned(config, choice, change), setting))
         columns.append(_column(choice.label, shapes[-1], setting, workload))
     shape = shapes[0]
     return Plan(
@@ -128,6 +135,16 @@ def plan(
         experts=max(sparse.experts for sparse in shape.sparse),
         columns=tuple(columns),
     )
+
+
+@contextmanager
+def _fitting(model: str) -> Iterator[None]:
+    """Turn what values that do not go together raise into one sentence."""
+    try:
+        yield
+    except UNFITTING as problem:
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise ValueError(f"{model} cannot be planned: its config does not fit together ({reason}).") from problem
 
 
 def _sequence(config: Any, asked: int | None) -> int:

@@ -4,7 +4,6 @@ So parameters and state are counted, not computed again: what is counted is what
 """
 
 import copy
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,20 @@ from typing import Any
 import torch
 
 from holdfast.hub import reroute
-from holdfast.hub.config_file import family_values
+from holdfast.hub.config_file import family_values, special_float
 from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, dense_family, layers_of
 from holdfast.hub.layers import Layers, choose
+from holdfast.hub.model_size import (
+    MOST_PARAMETERS,
+    count_parameters,
+    require_filled,
+    require_sane_choice,
+    require_sane_numbers,
+    stored_bytes,
+)
 from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read
 from holdfast.hub.surgery import repeat
+from holdfast.reading import read_json, require_regular
 from holdfast.suggest import unknown
 
 CONFIG = "config.json"
@@ -57,7 +65,9 @@ def read_config(model: str, sizes: Mapping[str, Any] | None = None) -> Any:
 
     Nothing but config.json is read, no weights and no code, and a family that Holdfast does not know is an error.
     """
-    description = family_values(_description(model), model)
+    written = _description(model)
+    require_sane_numbers({**written, **(sizes or {})}, model)
+    description = family_values(written, model)
     model_type = description.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"the {CONFIG} of {model} says no model_type: it is not the config of a Hugging Face model.")
@@ -65,7 +75,17 @@ def read_config(model: str, sizes: Mapping[str, Any] | None = None) -> Any:
         raise ValueError(f"{unknown('model family', model_type, FAMILIES)} A new one is a row in holdfast/hub/families.py.")
     if model_type in UNPLANNED:
         raise ValueError(f"{model_type} is not planned for: {UNPLANNED[model_type]}. Other families are.")
-    return _configured(model, model_type, description, sizes or {})
+    config = _configured(model, model_type, description, sizes or {})
+    require_sane_choice(config, model)
+    return config
+
+
+def require_own_weights(model: str, config: Any) -> None:
+    """Refuse the config of a folder whose weight files are far too small for it; no weights are read."""
+    stored = stored_bytes(Path(model)) if Path(model).is_dir() else None
+    if stored is not None:
+        with torch.device("meta"):
+            require_filled(model, count_parameters(_build(config)), stored)
 
 
 def planned(config: Any, choice: Choice, change: Change) -> Any:
@@ -73,8 +93,6 @@ def planned(config: Any, choice: Choice, change: Change) -> Any:
     with torch.device("meta"):
         model = _build(config)
         described = getattr(config, "holdfast", None)
-        if described is not None:
-            repeat(model, names_in_model(model, read(described)))
         if config.model_type in DENSE_FAMILIES and described is None:
             _sparsify(model, choice, change)
         else:
@@ -107,17 +125,16 @@ def _require_reroutable(config: Any, change: Change) -> None:
 def _description(model: str) -> dict[str, Any]:
     """config.json as plain data."""
     path = Path(model)
-    if path.is_dir() and not (path / CONFIG).is_file():
+    if path.is_dir() and not (path / CONFIG).exists():
         raise ValueError(f"{path} holds no {CONFIG}: it is not the folder of a Hugging Face model.")
     if not path.exists():
         if model in FAMILIES:
             return {"model_type": model}
         path = _from_hub(model)
-    path = path / CONFIG if path.is_dir() else path
-    try:
-        description = json.loads(path.read_text())
-    except (OSError, ValueError):
-        raise ValueError(f"{path} cannot be read as JSON; name a Hugging Face folder or its {CONFIG}.") from None
+    if path.is_dir():
+        require_regular(path / CONFIG, inside=path)
+        path = path / CONFIG
+    description = read_json(path, object_hook=special_float)
     if not isinstance(description, dict):
         raise ValueError(f"{path} is not the config of a Hugging Face model.")
     return description
@@ -159,6 +176,7 @@ def _configured(model: str, model_type: str, description: Mapping[str, Any], siz
 
 
 def _build(config: Any) -> Any:
+    """The config's model, with the changes that it describes."""
     config = copy.deepcopy(config)
     kind = _class(config)
     described = getattr(config, "holdfast", None)
@@ -173,6 +191,10 @@ def _build(config: Any) -> Any:
     for name, parameter in model.named_parameters():
         if not parameter.numel():
             raise ValueError(f"{name} would be {' x '.join(map(str, parameter.shape))}; no size may be 0.")
+    if described is not None:
+        repeat(model, names_in_model(model, read(described)))
+    if count_parameters(model) > MOST_PARAMETERS:
+        raise ValueError(f"this model would have {count_parameters(model):,} parameters; no model has more than 10^15.")
     return model
 
 
@@ -181,7 +203,7 @@ def _class(config: Any) -> Any:
     import transformers
 
     for name in config.architectures or ():
-        kind = getattr(transformers, name, None)
+        kind = getattr(transformers, name, None) if isinstance(name, str) else None
         if kind is not None and getattr(kind, "config_class", None) is type(config):
             return kind
     for mapping in (

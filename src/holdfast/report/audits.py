@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from holdfast.reading import LARGEST, read_bytes
 from holdfast.report.results import Number
 from holdfast.report.shell import AUDIT
 
@@ -220,7 +221,7 @@ def read_audit(path: Path) -> dict[str, Any]:
     """What is stored in a file, or in a folder that `holdfast audit` wrote to."""
     path = path / AUDIT if path.is_dir() else path
     try:
-        stored = json.loads(path.read_bytes())
+        stored = json.loads(read_bytes(path, limit=LARGEST))
     except OSError as problem:
         raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
     except (ValueError, RecursionError) as problem:

@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from holdfast.reading import LARGEST, read_bytes
+
 NAME = "results.json"
 
 
@@ -263,10 +265,10 @@ def read_results(folder: Path) -> Results:
     path = folder / NAME
     if not path.is_file():
         raise ValueError(f"{folder} holds no {NAME}; give the folder that a finished `holdfast compare` wrote to.")
-    content = path.read_bytes()
+    content = read_bytes(path, limit=LARGEST)
     try:
         stored = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged and no JSON ({error}); run the same `holdfast compare` again.") from None
     if isinstance(stored, dict):
         stored["checksum"] = hashlib.sha256(content).hexdigest()

@@ -1,12 +1,13 @@
 """Checkpoints that a run can go on from: written to their end, or not there at all."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+from holdfast.reading import LARGE, read_json
 
 STATE = "trainer_state.json"  # the Trainer writes it last
 UNWRITTEN = (OSError, RuntimeError, SafetensorError)  # what Python, torch and safetensors raise on a full disk
@@ -36,7 +37,7 @@ def unwritten(path: Path, problem: Exception) -> OSError:
 
 def _is_whole(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        read_json(checkpoint / STATE, limit=LARGE)
     except (OSError, ValueError):
         return False
     return True

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from holdfast.hub import trainer_callback
+from holdfast.hub.folder_checks import check_folder
 from holdfast.train.checkpoints import last_whole, writing
 from holdfast.train.processes import processes
 from holdfast.train.recipe import TrainingPart
@@ -49,6 +50,8 @@ def train(
     )
     trainer.remove_callback(transformers.PrinterCallback)
     begun = last_whole(folder)
+    if begun is not None:
+        check_folder(begun)
     trainer.train(resume_from_checkpoint=None if begun is None else str(begun))
     return _lines(trainer.state.log_history)
 

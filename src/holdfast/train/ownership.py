@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from holdfast.reading import read_json
 from holdfast.writing import write_whole
 
 NAME = "run.json"
@@ -38,12 +39,12 @@ def claim(folder: Path, identity: dict[str, Any]) -> None:
 
 def agrees(path: Path, content: Any) -> bool:
     """Does the file say the same, or is there none?"""
-    if not path.is_file():
-        return True
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
+    except FileNotFoundError:
+        return True
     except ValueError as problem:
-        raise ValueError(f"{path} is damaged and no JSON: {problem}") from None
+        raise ValueError(f"{path} is damaged: {problem}") from None
     return bool(found == json.loads(json.dumps(content)))
 
 

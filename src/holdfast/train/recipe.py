@@ -6,10 +6,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast.hub.model_size import require_sane_numbers
+from holdfast.reading import MIB, depth_exceeds, read_text
 from holdfast.suggest import unknown
-from holdfast.train.typed import Amount, Count, Positive, Share, typed
+from holdfast.train.typed import Amount, Count, Length, Pixels, Positive, Share, Steps, typed
 
 SHIPPED = "holdfast.train.recipes"
+LONGEST_TOKEN = 100  # letters of the word that an attack swaps in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,9 @@ class DataPart:
     source: str = "python-docs"  # a name or a path
     tokens: str = "words"  # "words", "lines" (WikiText's words), "bytes", or the folder of a Hugging Face tokenizer
     vocabulary: Positive | None = 2000  # of words; empty: every word
-    length: Positive = 64  # of a block
+    length: Length = 64  # of a block
     test_bytes: Positive | None = None  # only so much of the test text
-    size: Positive | None = None  # pixels a side that pictures from a folder are scaled to
+    size: Pixels | None = None  # pixels a side that pictures from a folder are scaled to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,12 @@ class AttackPart:
     rate: Share = 0.025  # of words swapped
     token: str | None = None  # what they are swapped for; empty: each for another word of the vocabulary. The papers': AAA
     budget: Share = 1 / 255  # l_inf, of pixels between 0 and 1
-    steps: Positive = 20
+    steps: Steps = 20
     examples: Positive = 512  # test pictures that are attacked, evenly spread
+
+    def __post_init__(self) -> None:
+        if len(self.token) > LONGEST_TOKEN:
+            raise ValueError(f"attack.token has {len(self.token):,} letters; at most {LONGEST_TOKEN} are swapped in.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,9 @@ class Recipe:
     task: Literal["text", "pictures"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
+
+    def __post_init__(self) -> None:
+        require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
 
     def describe(self) -> dict[str, Any]:
         """As it would be written to YAML."""
@@ -117,20 +127,13 @@ def _shipped(name: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, limit=MIB)
     except FileNotFoundError:
         raise ValueError(f"there is no recipe {path}.") from None
-    except (OSError, UnicodeDecodeError):
-        raise ValueError(f"{path} cannot be read as text.") from None
 
 
 def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
-    import yaml
-
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        raise ValueError(f"recipe {name} is not YAML: {' '.join(str(problem).split())}") from None
+    values = _from_yaml(text, name)
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name} holds no keys.")
     for key, value in (changes or {}).items():
@@ -140,6 +143,28 @@ def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Re
     except ValueError as mistake:
         raise ValueError(f"recipe {name}: {mistake}") from None
     return recipe
+
+
+def _from_yaml(text: str, name: str) -> Any:
+    """The values of a YAML text without aliases: a few lines of these stand for more values than fit into memory."""
+    import yaml
+
+    class PlainLoader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                alias = self.peek_event()
+                raise ValueError(f"line {alias.start_mark.line + 1} has an alias (*{alias.anchor}); write its value out")
+            return super().compose_node(parent, index)
+
+    try:
+        values = yaml.load(text, PlainLoader)  # a SafeLoader
+    except RecursionError:
+        raise ValueError(f"recipe {name} is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError) as problem:
+        raise ValueError(f"recipe {name} is not YAML that a recipe may hold: {' '.join(str(problem).split())}.") from None
+    if depth_exceeds(values, 16):
+        raise ValueError(f"recipe {name} is nested too deeply.")
+    return values
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

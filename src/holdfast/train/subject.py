@@ -11,7 +11,7 @@ from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.task import Task
 from holdfast.train.text_task import TextTask
-from holdfast.train.trained import MODEL, is_trained, load_trained
+from holdfast.train.trained import MODEL, Trained, is_trained, read_record
 
 LENGTH = 512  # tokens of a block, where neither the user nor the model says less
 
@@ -36,11 +36,13 @@ def subject(
         raise ValueError(f"length is {length}; a block of text has at least 1 token.")
     options = dict(loading or {})
     if is_trained(Path(path)):
-        trained = load_trained(Path(path), **options)
-        part = trained.recipe.data
-        part = replace(part, source=source or part.source, length=length or part.length)
-        trained = replace(trained, recipe=replace(trained.recipe, data=part, attack=attack or trained.recipe.attack))
-        return _usable(trained.model, length), trained.task(data)
+        record = read_record(Path(path))
+        record.source(source, data)  # may it be read? asked before the weights are
+        part = replace(record.recipe.data, length=length or record.recipe.data.length)
+        record = replace(record, recipe=replace(record.recipe, data=part, attack=attack or record.recipe.attack))
+        model = load(record.home / MODEL, **options)
+        trained = Trained(_usable(model, part.length if record.recipe.task == "text" else None), record)
+        return trained.model, trained.task(data, source=source)
     _require_model(Path(path))
     model = load(path, **options)
     return _usable(model, length), _task(model, path, source, data, length, attack or AttackPart())

@@ -1,12 +1,16 @@
 """A trained model with what is needed to try it again: its recipe, its seed, its tokeniser or classes."""
 
 import json
-from dataclasses import dataclass
+import os
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from holdfast.data import Tokenizer, tokenizer_from
+from holdfast.data import Tokenizer, corpora, image_sets, tokenizer_from
+from holdfast.data.hub_tokenizer import HubTokenizer
 from holdfast.hub import load, save
+from holdfast.reading import LARGE, lies_inside, read_json
 from holdfast.train.checkpoints import UNWRITTEN, unwritten
 from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import Recipe
@@ -16,6 +20,8 @@ from holdfast.train.typed import typed
 from holdfast.writing import write_whole
 
 MODEL, TASK = "model", "task.json"
+EMBEDDED = ("python-docs", "digits", "fashion-mnist")  # where these lie, Holdfast knows, not the folder
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def make_task(recipe: Recipe, data: Path | None = None) -> Task:
@@ -25,30 +31,78 @@ def make_task(recipe: Recipe, data: Path | None = None) -> Task:
 
 @final
 @dataclass(frozen=True)
-class Trained:
-    model: Any
+class Record:
+    """What a folder says of its task. It may come from anybody: what it names is not read unless it lies in the folder."""
+
+    home: Path
     recipe: Recipe
     state: dict[str, Any]  # of its task
 
-    def task(self, data: Path | None = None) -> Task:
-        """What it was trained for, with its own tokeniser."""
-        if self.recipe.task == "text":
-            return TextTask(self.recipe, data, known=self._tokenizer())
-        task = PictureTask(self.recipe, data)
-        if list(task.pictures.classes) != self.state.get("classes"):
-            raise ValueError(f"the classes of {task.pictures.name} are not those that this model was trained on.")
-        return task
+    def source(self, named: str | None = None, data: Path | None = None) -> str:
+        """Return what the model is tried on: what the user `named`, or the folder's own, if that may be read.
 
-    def _tokenizer(self) -> Tokenizer:
+        data        where the user says that named sources lie
+        """
+        source = self.recipe.data.source
+        if named is not None:
+            return named
+        if source in EMBEDDED or (data is not None and source in (*corpora(), *image_sets())):
+            return source
+        if source in corpora():
+            raise ValueError(
+                f"{self.home} was trained on {source}, which would be fetched from a hub; add --source {source} to fetch "
+                "it, or --data FOLDER to say where it lies."
+            )
+        inside = self.home / source
+        if inside.exists() and _holds_all_of(self.home, inside):
+            return str(inside)
+        raise ValueError(
+            f"{self.home} was trained on {source!r}, which does not lie in it; add --source {shlex.quote(source)} to use "
+            "that, or name another source."
+        )
+
+    def tokenizer(self) -> Tokenizer:
+        """Return its own tokeniser, from its folder."""
+        model = self.home / MODEL
         try:
-            return tokenizer_from(self.state["tokenizer"])
+            described = self.state["tokenizer"]
+            if described.get("kind") == "hub" and not any((model / name).exists() for name in TOKENIZER_FILES):
+                place = str(described["place"])
+                raise ValueError(
+                    f"{model} does not hold its tokeniser, which was read from {place!r}; save that one into the folder: "
+                    f"AutoTokenizer.from_pretrained({place!r}).save_pretrained({str(model)!r})."
+                )
+            return tokenizer_from(described, folder=model)
         except (AttributeError, KeyError, TypeError) as problem:
             raise ValueError(f"the {TASK} of this model is damaged: it describes no tokeniser ({problem}).") from None
 
 
+@final
+@dataclass(frozen=True)
+class Trained:
+    model: Any
+    record: Record
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.record.recipe
+
+    def task(self, data: Path | None = None, *, source: str | None = None) -> Task:
+        """What it was trained for, with its own tokeniser, on the data that `Record.source` allows."""
+        part = replace(self.recipe.data, source=self.record.source(source, data))
+        recipe = replace(self.recipe, data=part)
+        if recipe.task == "text":
+            return TextTask(recipe, data, known=self.record.tokenizer())
+        task = PictureTask(recipe, data)
+        if list(task.pictures.classes) != self.record.state.get("classes"):
+            raise ValueError(f"the classes of {task.pictures.name} are not those that this model was trained on.")
+        return task
+
+
 def save_trained(model: Any, task: Task, folder: Path) -> None:
+    own = getattr(task, "tokenizer", None)
     try:
-        save(model, folder / MODEL, force=True)
+        save(model, folder / MODEL, force=True, tokenizer=own.tokenizer if isinstance(own, HubTokenizer) else None)
     except UNWRITTEN as problem:
         raise unwritten(folder / MODEL, problem) from problem
     write_whole(folder / TASK, json.dumps({"recipe": task.recipe.describe(), **task.state()}) + "\n")
@@ -60,17 +114,33 @@ def is_trained(folder: Path) -> bool:
 
 def load_trained(folder: Path, **options: Any) -> Trained:
     """From the folder of a cell or of `holdfast train`, or the folder of the model inside it; `options` are `load`'s."""
+    record = read_record(folder)
+    return Trained(load(record.home / MODEL, **options), record)
+
+
+def read_record(folder: Path) -> Record:
+    """What `save_trained` wrote beside the model."""
     home = _home(folder)
     if home is None:
         raise ValueError(f"{folder} holds no trained model: there is no {TASK} with a folder {MODEL} beside it.")
+    if not lies_inside(home / MODEL, home):
+        raise ValueError(f"{home / MODEL} is a link to a folder outside of {home}; name that folder instead.")
     try:
-        stored = json.loads((home / TASK).read_text(encoding="utf-8"))
+        stored = read_json(home / TASK, limit=LARGE)
         recipe = typed(Recipe, stored.pop("recipe"))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{home / TASK} is damaged: {problem}") from None
-    return Trained(load(home / MODEL, **options), recipe, stored)
+    return Record(home, recipe, stored)
 
 
 def _home(folder: Path) -> Path | None:
-    places = (folder, folder.resolve().parent)
-    return next((place for place in places if (place / TASK).is_file() and (place / MODEL).is_dir()), None)
+    places = (folder, Path(os.path.realpath(folder)).parent)
+    return next((place for place in places if (place / TASK).exists() and (place / MODEL).is_dir()), None)
+
+
+def _holds_all_of(home: Path, source: Path) -> bool:
+    """Whether a file or folder lies in `home`, and no link in it leads out."""
+    inside = [source]
+    for place, folders, files in os.walk(source):
+        inside += [Path(place, name) for name in (*folders, *files)]
+    return all(lies_inside(path, home) for path in inside)

@@ -10,10 +10,21 @@ from holdfast.suggest import unknown
 
 Count = Annotated[int, "a whole number from 0 up"]
 Positive = Annotated[int, "a whole number above 0"]
+Length = Annotated[int, "a whole number from 1 to 16,777,216"]
+Pixels = Annotated[int, "a whole number from 1 to 8,192"]
+Steps = Annotated[int, "a whole number from 1 to 100,000"]
 Amount = Annotated[float, "a number from 0 up"]
 Share = Annotated[float, "a number between 0 and 1"]
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "empty"}
-LIMITS = {Count: (0, math.inf), Positive: (1, math.inf), Amount: (0, math.inf), Share: (0, 1)}
+LIMITS = {
+    Count: (0, math.inf),
+    Positive: (1, math.inf),
+    Length: (1, 2**24),
+    Pixels: (1, 2**13),
+    Steps: (1, 100_000),
+    Amount: (0, math.inf),
+    Share: (0, 1),
+}
 
 
 def typed(kind: Any, values: Any, path: str = "") -> Any:

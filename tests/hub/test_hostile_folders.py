@@ -1,0 +1,536 @@
+"""Folders made to harm: each is refused by every command, in one sentence and in no time, and nothing outside is touched."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audit.subjects import texts, tokenizer
+from safetensors.torch import load_file, save_file
+from tiny import tiny
+
+import holdfast
+from holdfast.cli.main import main
+from holdfast.hub.manifest import write_manifest
+from holdfast.reading import DEEPEST
+
+SMALL = ["training.steps=4", "training.batch=4", "training.save_every=2", "data.length=16", "data.vocabulary=200"]
+SMALL += ["model.config.hidden_size=32", "model.config.intermediate_size=32", "sparse.hidden=16", "sparse.experts=4"]
+TRYING: dict[str, list[str]] = {
+    "audit": ["--tokens", "32", "--length", "16", "--batch", "2"],
+    "certify": ["--tokens", "32", "--length", "16", "--batch", "2"],
+    "attack": ["routes", "--budget", "0.1", "--examples", "8", "--steps", "1"],
+    "evaluate": [],
+}
+SECONDS = 20  # far more than a refusal takes on a busy machine, far less than any of these folders would
+Edit = Callable[[Path], object]
+CANARY = "canary_of_hostile_folders"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A plain Hugging Face folder, a changed one, the folder of a finished training, and a text."""
+    place = tmp_path_factory.mktemp("made")
+    tiny("mixtral").save_pretrained(place / "plain")
+    holdfast.save(holdfast.reroute(tiny("mixtral"), "symphony+smooth"), place / "changed")
+    for folder in ("plain", "changed"):
+        tokenizer().save_pretrained(place / folder)
+    (place / "text.txt").write_text("\n".join(texts(200)))
+    assert main(_training(place / "trained", place / "text.txt")) == 0
+    return {name: place / name for name in ("plain", "changed", "trained", "text.txt")}
+
+
+def _training(out: Path, text: Path) -> list[str]:
+    return ["train", "tiny", "--router", "smoe", "--out", str(out), "--set", f"data.source={text}", *SMALL]
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Path]:
+    """A folder beside the hostile one: nothing in it is changed, and no code runs that would say so."""
+    place = tmp_path / "outside"
+    place.mkdir()
+    (place / "secret.txt").write_text("a secret that no report may quote\n" * 300)
+    (place / f"{CANARY}.py").write_text("raise SystemExit('code of a folder was run')\n")
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()}
+    yield place
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()} == before
+    assert CANARY not in sys.modules
+
+
+def config(**values: Any) -> Edit:
+    """Other values in the family's config, in a changed folder too."""
+
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        content = json.loads(file.read_text())
+        content.get("model_config", content).update(values)
+        file.write_text(json.dumps(content))
+
+    return edit
+
+
+def layer(**values: Any) -> Edit:
+    """Another description of every changed layer, with the checksum that belongs to it."""
+
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        content = json.loads(file.read_text())
+        for spec in content["model_config"]["holdfast"]["layers"].values():
+            spec.update(values)
+        file.write_text(json.dumps(content))
+        write_manifest(folder)
+
+    return edit
+
+
+def content(name: str, text: str | Callable[[], str]) -> Edit:
+    def edit(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).write_text(text if isinstance(text, str) else text())
+
+    return edit
+
+
+def large(name: str) -> Edit:
+    """100 MB; they are not read, so it does not matter of what."""
+
+    def edit(folder: Path) -> None:
+        with (folder / name).open("w") as file:
+            file.truncate(100 << 20)
+
+    return edit
+
+
+def pipe(name: str) -> Edit:
+    """A named pipe without a writer: whoever opens it waits for ever."""
+
+    def edit(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return edit
+
+
+def link(name: str, target: str) -> Edit:
+    def edit(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return edit
+
+
+def folder_named(name: str) -> Edit:
+    def edit(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return edit
+
+
+def index(*values: Any) -> Edit:
+    return content("model.safetensors.index.json", json.dumps({"weight_map": {f"w{i}": v for i, v in enumerate(values)}}))
+
+
+def header(length: int) -> Edit:
+    def edit(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
+        _renew_manifest(folder)
+
+    return edit
+
+
+def sparse_file(folder: Path) -> None:
+    """Weights of a terabyte that take no room on the disk: to read or to sum them takes hours."""
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(2**40)
+
+
+def gates(value: float) -> Edit:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        for name, tensor in tensors.items():
+            if "gate.weight" in name:
+                tensors[name] = torch.full_like(tensor, value)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        _renew_manifest(folder)
+
+    return edit
+
+
+def _renew_manifest(folder: Path) -> None:
+    if (folder / "holdfast.json").exists():
+        write_manifest(folder)
+
+
+def code(folder: Path) -> None:
+    """Code of the folder's own, a kernel of a hub, and a class that is none."""
+    shutil.copy(folder.parent / "outside" / f"{CANARY}.py", folder)
+    own = {"AutoConfig": f"{CANARY}.Config", "AutoModelForCausalLM": f"{CANARY}.Model"}
+    config(auto_map=own, attn_implementation="evil/kernel", architectures=[CANARY])(folder)
+
+
+NESTED = "[" * 200_000 + "]" * 200_000
+EVERY = ("load", "plan", "train", *TRYING)
+OPENED = ("load", *TRYING)  # commands that read weights
+BUILT = ("load", "plan", *TRYING)  # commands that build the model of the config
+ON_TRAINING = ("load", "train", *TRYING)  # a checkpoint's weights are read too
+
+# What is done to a folder, the commands that meet it, and a part of the sentence that each of them says.
+HOSTILE: dict[str, tuple[Edit, tuple[str, ...], str]] = {
+    "a vocabulary of 10^8": (config(vocab_size=10**8), BUILT, "they do not belong together"),
+    "a million experts": (config(num_local_experts=10**6), BUILT, "at most 65,536"),
+    "10^5 layers": (config(num_hidden_layers=10**5), EVERY, "num_hidden_layers is 100,000"),
+    "10^5 layers in a part": (config(text_config={"num_hidden_layers": 10**5}), EVERY, "num_hidden_layers is 100,000"),
+    "10^9 labels": (config(num_labels=10**9), EVERY, "num_labels is"),
+    "a width of 10^9": (config(intermediate_size=10**9), BUILT, "config"),
+    "a number of 100 digits": (config(vocab_size=10**99), EVERY, "larger than 2^63"),
+    "no expert chosen": (config(num_experts_per_tok=0), BUILT, "between 1 and its 8 experts"),
+    "800 experts chosen": (config(num_experts_per_tok=800), BUILT, "between 1 and its 8 experts"),
+    "a number for a class": (config(architectures=[5]), BUILT, "names no model class"),
+    "code": (code, OPENED, "names no model class"),
+    "a pipe for a config": (pipe("config.json"), EVERY, "a named pipe, not a regular file"),
+    "a device for a config": (link("config.json", "/dev/zero"), EVERY, "a device, not a regular file"),
+    "a folder for a config": (folder_named("config.json"), EVERY, "a folder, not a regular file"),
+    "a link to itself": (link("config.json", "config.json"), EVERY, "config.json"),
+    "a config outside": (link("config.json", "../outside/secret.txt"), EVERY, "outside of its folder"),
+    "100 MB of config": (large("config.json"), EVERY, "larger than 16 MiB"),
+    "a deep config": (content("config.json", NESTED), EVERY, "levels deep"),
+    "a deeper config than needed": (content("config.json", "[" * 99 + "]" * 99), EVERY, f"more than {DEEPEST} levels deep"),
+    "no JSON": (content("config.json", "\x1b[31m\nnone"), EVERY, "cannot be read as JSON"),
+    "a list for a config": (content("config.json", "[]"), EVERY, "not"),
+    "a pipe for weights": (pipe("model.safetensors"), ON_TRAINING, "a named pipe, not a regular file"),
+    "a device for weights": (link("model.safetensors", "/dev/zero"), ON_TRAINING, "a device, not a regular file"),
+    "weights outside": (link("model.safetensors", "../outside/secret.txt"), ON_TRAINING, "outside of its folder"),
+    "a header of 10^12 bytes": (header(10**12), OPENED, "cannot be loaded"),
+    "a terabyte of nothing": (sparse_file, OPENED, "of memory, and this machine has"),
+    "shards that are no names": (index(5, [], None), ON_TRAINING, "which file holds each weight"),
+    "shards outside": (index("../outside/secret.txt"), ON_TRAINING, "no safetensors file of this folder"),
+    "a deep index": (content("model.safetensors.index.json", NESTED), ON_TRAINING, "levels deep"),
+    "a pipe for generation": (pipe("generation_config.json"), ON_TRAINING, "a named pipe"),
+    "a pipe for a chat": (pipe("chat_template.jinja"), ON_TRAINING, "a named pipe"),
+    "gates of NaN": (gates(float("nan")), tuple(TRYING), "NaN or infinity"),
+    "gates of infinity": (gates(float("inf")), tuple(TRYING), "NaN or infinity"),
+}
+CASES = [(kind, command) for kind, (_, commands, _) in HOSTILE.items() for command in commands]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The one sentence that a command says on a folder."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(command: str, folder: Path, *more: str) -> str:
+        capsys.readouterr()
+        started = time.monotonic()
+        if command == "load":
+            with pytest.raises(ValueError, match=r"\S") as caught:
+                holdfast.load(folder)
+            told = f"holdfast: {caught.value}"
+        else:
+            assert main([command, str(folder), *TRYING.get(command, []), *more]) == 2
+            said = capsys.readouterr()
+            told = said.err.strip().splitlines()[-1]
+            assert "Traceback" not in said.err + said.out and "a secret" not in said.err + said.out
+        assert time.monotonic() - started < SECONDS
+        assert told.startswith("holdfast: ") and len(told.splitlines()) == 1 and told.isprintable()
+        return told
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "command"), CASES)
+def test_a_hostile_folder_is_refused(
+    kind: str, command: str, made: dict[str, Path], tmp_path: Path, outside: Path, refused: Callable[..., str], capsys: Any
+) -> None:
+    edit, _, says = HOSTILE[kind]
+    if command == "train":
+        assert says in _resumed(edit, made, tmp_path, capsys)
+        return
+    for base in ("plain", "changed") if command == "load" else ("plain",):
+        folder = tmp_path / base
+        shutil.copytree(made[base], folder)
+        edit(folder)
+        source = [] if command in ("load", "plan") else ["--source", str(made["text.txt"])]
+        assert says in refused(command, folder, *source)
+
+
+def _resumed(edit: Edit, made: dict[str, Path], tmp_path: Path, capsys: Any) -> str:
+    """What a training says that is to go on from a hostile checkpoint."""
+    out = tmp_path / "trained"
+    shutil.copytree(made["trained"], out)
+    checkpoint = max((out / "training").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    (out / "training" / "outside").symlink_to(tmp_path / "outside")
+    edit(checkpoint)
+    capsys.readouterr()
+    code = main(_training(out, made["text.txt"]))
+    told: str = capsys.readouterr().err
+    assert code == 2 and "Traceback" not in told and len(told.strip().splitlines()) == 1
+    return told
+
+
+DEEP_REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+def regex(folder: Path) -> None:
+    """A pattern that backtracks until its library gives up, which ends in a panic of Rust."""
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({**written, "pre_tokenizer": DEEP_REGEX}))
+
+
+def tokenizer_config(**values: Any) -> Edit:
+    def edit(folder: Path) -> None:
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return edit
+
+
+TOKENIZERS: dict[str, tuple[Edit, str]] = {
+    "a regex that panics": (regex, "failed on a text"),
+    "a pipe": (pipe("tokenizer.json"), "a named pipe"),
+    "a device": (link("tokenizer.json", "/dev/zero"), "a device"),
+    "a link out": (link("tokenizer.json", "../outside/secret.txt"), "outside of its folder"),
+    "deep JSON": (content("tokenizer.json", NESTED), "tokeniser"),
+    "deep settings": (content("tokenizer_config.json", NESTED), "tokeniser"),
+    "large settings": (large("tokenizer_config.json"), "larger than 16 MiB"),
+    "a pipe for special tokens": (pipe("special_tokens_map.json"), "a named pipe"),
+    "strange settings": (tokenizer_config(model_max_length=[], unk_token=5, added_tokens_decoder=3), "tokeniser"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_hostile_tokeniser_is_refused(
+    kind: str, made: dict[str, Path], tmp_path: Path, outside: Path, refused: Callable[..., str]
+) -> None:
+    edit, says = TOKENIZERS[kind]
+    folder = tmp_path / "plain"
+    shutil.copytree(made["plain"], folder)
+    edit(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("a" * 60 + "! is the cat\n" + "the cat is on the mat\n" * 90 + ("a" * 60 + "! b\n") * 90)
+    for command in TRYING:
+        if kind != "a regex that panics" or command in ("audit", "evaluate"):
+            assert says in refused(command, folder, "--source", str(text))
+
+
+def test_code_of_a_tokeniser_is_not_run(made: dict[str, Path], tmp_path: Path, outside: Path, capsys: Any) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(made["plain"], folder)
+    shutil.copy(outside / f"{CANARY}.py", folder)
+    tokenizer_config(tokenizer_class="Own", auto_map={"AutoTokenizer": [f"{CANARY}.Own", None]})(folder)
+    assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none", "--source", str(made["text.txt"])]) == 0
+
+
+def task(section: str | None = None, /, **values: Any) -> Edit:
+    """Other values in task.json: in a section of its recipe, or beside the recipe."""
+
+    def edit(folder: Path) -> None:
+        file = folder / "task.json"
+        stored = json.loads(file.read_text())
+        place = stored if section is None else stored["recipe"][section]
+        place.update(values)
+        file.write_text(json.dumps(stored))
+
+    return edit
+
+
+def poisoned_data(folder: Path) -> None:
+    """A text in the folder that is a link out of it."""
+    (folder / "texts").mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / "texts" / f"{split}.txt").symlink_to("../../outside/secret.txt")
+    task("data", source="texts")(folder)
+
+
+def packed_data(folder: Path) -> None:
+    import gzip
+
+    (folder / "text.txt.gz").write_bytes(gzip.compress(b"\n" * (65 << 20), compresslevel=1))
+    task("data", source="text.txt.gz")(folder)
+
+
+HUB = {"kind": "hub", "place": "evil/tokeniser", "checksum": "0"}
+TASKS: dict[str, tuple[Edit, str]] = {
+    "a file of the machine": (task("data", source="/etc/passwd"), "add --source /etc/passwd to use that"),
+    "a file beside it": (task("data", source="../outside/secret.txt"), "does not lie in it"),
+    "a link out": (poisoned_data, "does not lie in it"),
+    "a device": (task("data", source="/dev/zero"), "does not lie in it"),
+    "a fetched text": (task("data", source="wikitext-2"), "add --source wikitext-2 to fetch it"),
+    "text that unpacks for ever": (packed_data, "unpacks to more than"),
+    "a tokeniser of a hub": (task(tokenizer=HUB), "does not hold its tokeniser"),
+    "words that are none": (task(tokenizer={"kind": "words", "words": ["<unk>", "<eos>", 5]}), "damaged"),
+    "10^9 tokens a block": (task("data", length=10**9), "data.length is 1000000000"),
+    "10^12 steps": (task("attack", steps=10**12), "attack.steps"),
+    "10^9 pixels": (task("data", size=10**9), "data.size"),
+    "a long word": (task("attack", token="A" * 10**6), "at most 100"),
+    "10^5 layers": (task("model", config={"num_hidden_layers": 10**5}), "num_hidden_layers is 100,000"),
+    "a pipe": (pipe("task.json"), "a named pipe"),
+    "a device for a task": (link("task.json", "/dev/zero"), "a device"),
+    "deep JSON": (content("task.json", NESTED), "levels deep"),
+    "a control character": (task("data", source="\x1b[2J\n\nholdfast: all is well"), "does not lie in it"),
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_what_a_task_names_is_read_from_its_folder_only(
+    kind: str, made: dict[str, Path], tmp_path: Path, outside: Path, refused: Callable[..., str]
+) -> None:
+    edit, says = TASKS[kind]
+    folder = tmp_path / "trained"
+    shutil.copytree(made["trained"], folder)
+    if kind not in ("a file of the machine", "a file beside it", "a device", "a fetched text", "a control character"):
+        shutil.copy(made["text.txt"], folder / "own.txt")
+        task("data", source="own.txt")(folder)
+    edit(folder)
+    for command in ("audit",) if kind == "text that unpacks for ever" else TRYING:
+        assert says in refused(command, folder)
+
+
+def test_a_text_inside_the_folder_and_one_that_the_user_names_are_read(
+    made: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "trained"
+    shutil.copytree(made["trained"], folder)
+    assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none", "--source", str(made["text.txt"])]) == 0
+    shutil.copy(made["text.txt"], folder / "own.txt")
+    task("data", source="own.txt")(folder)
+    assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none"]) == 0
+
+
+def test_a_training_with_a_tokeniser_of_a_hub_keeps_it_in_its_folder(
+    made: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    """The place it was read from may be gone, or another's, when the model is tried."""
+    out = tmp_path / "out"
+    shutil.copytree(made["plain"], tmp_path / "place")
+    given = [*_training(out, made["text.txt"]), f"data.tokens={tmp_path / 'place'}", "data.vocabulary=null"]
+    assert main(given) == 0
+    shutil.rmtree(tmp_path / "place")
+    assert main(["evaluate", str(out), "--source", str(made["text.txt"])]) == 0
+
+
+SPECS: dict[str, tuple[Edit, str]] = {
+    "a negative loss": (layer(losses={"balance": -1.0}), "no loss 'balance' of weight -1.0"),
+    "a loss of NaN": (layer(losses={"balance": float("nan")}), "no loss 'balance'"),
+    "an infinite loss": (layer(losses={"balance": float("inf")}), "no loss 'balance'"),
+    "a true loss": (layer(losses={"balance": True}), "no loss 'balance'"),
+    "no expert": (layer(k=0), "k is 0"),
+    "800 experts": (layer(k=800), "k is 800"),
+    "a list for a router": (layer(router=["smoe"]), "expected str"),
+    "an unknown field": (layer(more=1), "should say"),
+    "an unknown option": (layer(options={"evil": 1}), "evil"),
+    "an option of a wrong type": (layer(options={"beta": {"a": []}}), "does not take these options"),
+    "a million experts": (layer(experts=10**6), "at most 65,536"),
+    "a width of 10^15": (layer(hidden=10**15, experts=8), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_hostile_description_of_routers_is_refused(
+    kind: str, made: dict[str, Path], tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    edit, says = SPECS[kind]
+    folder = tmp_path / "changed"
+    shutil.copytree(made["changed"], folder)
+    edit(folder)
+    assert says in refused("load", folder)
+    refused("plan", folder)
+
+
+LAUGHS = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+RECIPES: dict[str, tuple[Edit, str]] = {
+    "a billion laughs": (content("r.yaml", LAUGHS), "has an alias (*a0)"),
+    "a pipe": (pipe("r.yaml"), "a named pipe"),
+    "a device": (link("r.yaml", "/dev/zero"), "a device"),
+    "100 MB": (large("r.yaml"), "larger than 1 MiB"),
+    "deep YAML": (content("r.yaml", "[" * 1500 + "]" * 1500), "nested too deeply"),
+    "a date that is none": (content("r.yaml", "about: 2001-99-99"), "recipe"),
+    "an object": (content("r.yaml", "about: !!python/object/apply:os.system [ls]"), "recipe"),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_hostile_recipe_is_refused(kind: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+    edit, says = RECIPES[kind]
+    edit(tmp_path)
+    assert says in refused("train", tmp_path / "r.yaml", "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_or_a_pipe_is_no_text(tmp_path: Path, refused: Callable[..., str]) -> None:
+    pipe("pipe.txt")(tmp_path)
+    for source, kind in (("/dev/zero", "a device"), (str(tmp_path / "pipe.txt"), "a named pipe")):
+        arguments = ("--out", str(tmp_path / "out"), "--set", f"data.source={source}")
+        assert kind in refused("train", Path("tiny"), *arguments)
+
+
+def test_auto_classes_refuse_bombs_too(made: dict[str, Path], tmp_path: Path) -> None:
+    import transformers
+
+    for number, (values, says) in enumerate([({"num_labels": 10**9}, "num_labels is"), ({"vocab_size": 10**8}, "together")]):
+        folder = tmp_path / str(number)
+        shutil.copytree(made["changed"], folder)
+        config(**values)(folder)
+        with pytest.raises(ValueError, match=says):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_model_folder_that_is_a_link_out_is_refused(
+    made: dict[str, Path], tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    folder = tmp_path / "trained"
+    shutil.copytree(made["trained"], folder)
+    (folder / "model").rename(tmp_path / "elsewhere")
+    (folder / "model").symlink_to("../elsewhere")
+    assert "is a link to a folder outside" in refused("evaluate", folder, "--source", str(made["text.txt"]))
+
+
+def test_a_page_is_not_made_of_a_pipe_or_of_deep_results(tmp_path: Path, refused: Callable[..., str]) -> None:
+    content("results.json", NESTED)(tmp_path)
+    assert "damaged" in refused("report", tmp_path)
+    pipe("results.json")(tmp_path)
+    assert "holds no results.json" in refused("report", tmp_path)
+
+
+def test_labels_and_other_json_of_a_folder_may_be_many(made: dict[str, Path], tmp_path: Path) -> None:
+    """A label may be called like a field of a config, and a folder may hold files that nobody reads."""
+    folder = tmp_path / "plain"
+    shutil.copytree(made["plain"], folder)
+    config(label2id={"layers": 5000, "stack": 5001}, id2label={"5000": "layers", "5001": "stack"})(folder)
+    large("predictions.json")(folder)
+    assert holdfast.load(folder).config.label2id["layers"] == 5000
+
+
+def test_gates_of_1e30_are_audited(made: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    """They are finite, and in float32 so is all that follows; in float16 nothing is, and that is said."""
+    folder = tmp_path / "plain"
+    shutil.copytree(made["plain"], folder)
+    gates(1e30)(folder)
+    for command in ("audit", "certify"):
+        assert main([command, str(folder), *TRYING[command], "--source", str(made["text.txt"])]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_hubs_own_cache_is_read_through_its_links(made: dict[str, Path], tmp_path: Path) -> None:
+    """There every file is a link to a blob, outside of the folder but of the same repository."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(made["changed"].iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert holdfast.load(snapshot).config.model_type == "mixtral"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_the_largest_models_there_are_can_be_planned(family: str, refused: Callable[..., str], capsys: Any) -> None:
+    sizes = {"deepseek_v3": ["num_hidden_layers=61", "n_routed_experts=384"], "qwen3_moe": ["num_experts=512"]}
+    assert main(["plan", family, "--router", "native", "--set", *sizes[family]]) == 0
