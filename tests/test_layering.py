@@ -11,6 +11,8 @@ LAYERS = [
     "version",
     "suggest",
     "writing",
+    "locking",
+    "replacing",
     "ops",
     "routing",
     "moe",

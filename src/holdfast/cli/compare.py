@@ -50,10 +50,11 @@ class Compare:
         routers = self._contenders(recipe.sparse.k)
         comparison = Comparison(recipe, routers, self.seeds, self.out, data=self.data)
         quiet()
-        rows = comparison.finish(_with_progress(comparison, self.jobs))
+        page = self.out / "report.html"
+        results = _with_progress(comparison, self.jobs)
+        rows = comparison.publish(results, lambda: write_report(read_results(self.out), page, force=True))
         print_table(rows, comparison)
-        print(f"\nAll figures: {self.out / 'results.json'}")
-        print(f"Report: {write_report(read_results(self.out), self.out / 'report.html', force=True)}")
+        print(f"\nAll figures: {self.out / 'results.json'}\nReport: {page}")
 
     def _contenders(self, k: int) -> list[Contender]:
         from holdfast.train.contenders import contenders

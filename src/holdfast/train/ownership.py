@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from holdfast.writing import write_whole
+from holdfast.locking import is_lock
+from holdfast.writing import require_no_links, require_no_links_inside, write_whole
 
 NAME = "run.json"
 
@@ -13,8 +14,13 @@ def require_own(folder: Path, identity: dict[str, Any]) -> None:
     """A ValueError where the folder holds another run, or something that is no run."""
     if not agrees(folder / NAME, identity):
         raise ValueError(f"{folder} belongs to another run ({_whose(folder, identity)}); choose another folder.")
-    if not (folder / NAME).exists() and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+    if not (folder / NAME).exists() and folder.exists() and (folder.is_file() or _is_used(folder)):
         raise ValueError(f"{folder} is not empty and holds no run; choose another folder.")
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether there is more in it than a lock and a file that is just being written."""
+    return any(not (is_lock(path.name) or path.name.startswith(f".{NAME}.")) for path in folder.iterdir())
 
 
 def _whose(folder: Path, identity: dict[str, Any]) -> str:
@@ -32,18 +38,29 @@ def _differing(key: str, value: Any) -> str:
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:
-    """From now on the folder is this run's."""
-    write_json(folder / NAME, identity)
+    """Record that the folder is this run's, or raise the ValueError of `require_own`; its lock is held meanwhile."""
+    require_no_links(folder / NAME, folder)
+    require_own(folder, identity)
+    if not (folder / NAME).exists():
+        write_json(folder / NAME, identity)
+
+
+def require_writable(home: Path, root: Path) -> None:
+    """A ValueError where a file or folder of a model trained in `home` is a symbolic link below `root`."""
+    for name in ("training", "model"):
+        require_no_links_inside(home / name, root)
+    for name in ("task.json", "router.json", "result.json"):
+        require_no_links(home / name, root)
 
 
 def agrees(path: Path, content: Any) -> bool:
     """Does the file say the same, or is there none?"""
-    if not path.is_file():
+    if not path.exists():
         return True
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path} is damaged and no JSON: {problem}") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ValueError(f"{path} is damaged ({problem}); remove {path.parent}, or choose another folder.") from None
     return bool(found == json.loads(json.dumps(content)))
 
 

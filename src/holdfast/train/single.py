@@ -4,13 +4,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.locking import locked
 from holdfast.train.contenders import Contender
 from holdfast.train.loop import Tick, require_trainable, train
-from holdfast.train.ownership import claim, require_own
+from holdfast.train.ownership import claim, require_own, require_writable
 from holdfast.train.processes import is_first
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start
-from holdfast.train.trained import make_task, save_trained
+from holdfast.train.trained import MODEL, TASK, make_task, save_trained
 from holdfast.version import VERSION
 
 LOGGERS = ("tensorboard", "wandb")
@@ -33,9 +34,13 @@ class Single:
         k = self.contender.k or self.recipe.sparse.k
         model = start(self.task, self.contender.router, self.contender.options, seed=self.seed, k=k)
         require_trainable(self.task, self.seed)
-        if is_first():
+        place, how = self.folder / "training", {"seed": self.seed, "k": k, "report_to": report_to}
+        if not is_first():  # the processes of one job are one writer: the first one
+            return train(model, self.task, place, tick=tick, **how)
+        with locked(self.folder, wait=False) as lock:
             claim(self.folder, self.identity())
-        log = train(model, self.task, self.folder / "training", seed=self.seed, k=k, tick=tick, report_to=report_to)
-        if is_first():
+            require_writable(self.folder, self.folder)
+            log = train(model, self.task, place, tick=tick, guard=lock.check, **how)
+            lock.require(self.folder / MODEL, self.folder / TASK)
             save_trained(model, self.task, self.folder)
         return log
