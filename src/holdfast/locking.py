@@ -42,6 +42,7 @@ except ImportError:  # Windows
 BEAT = 10.0  # seconds between two heartbeats
 STALE = 120.0  # seconds without a heartbeat after which a process of another machine counts as dead
 POLL = 0.5  # seconds between two looks at a lock that is waited for
+QUIET = 1.0  # seconds of waiting before it is said
 MARK = ".lock-"
 
 log = logging.getLogger("holdfast")
@@ -258,11 +259,11 @@ def locked(folder: Path, name: str = "", *, wait: bool, what: str = "") -> Itera
     """
     lock = Lock(folder, name)
     what = what or str(lock.target)
-    told: Owner | None = None
+    told, begun = UNNAMED, time.monotonic()
     while (owner := lock.attempt()) is not None:
         if not wait and lock.holder()[0] == "alive":
             raise ValueError(f"{what} is being written by {owner}; wait until that one ends, or choose another place.")
-        if owner.process and owner != told:
+        if owner.process and owner != told and time.monotonic() - begun > QUIET:
             log.warning("waiting for %s: %s", what, being_written(owner))
             told = owner
         time.sleep(POLL if owner.process else POLL / 10)

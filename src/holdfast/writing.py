@@ -4,11 +4,13 @@ A file is written to a fresh name beside its target and then renamed: a rename r
 """
 
 import os
+import re
 import secrets
 import shutil
 import stat
 from pathlib import Path
 
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # names that `write_whole` writes to first
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
@@ -16,9 +18,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` to `path`, whose folder is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666)
     try:
-        _write(file, text)
+        _write(partial, os.O_EXCL, text)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -26,10 +27,18 @@ def write_whole(path: Path, text: str) -> None:
 
 def append(path: Path, text: str) -> None:
     """Add `text` to the end of a file; a link in its place raises an OSError."""
-    _write(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW, 0o666), text)
+    _write(path, os.O_APPEND, text)
 
 
-def _write(file: int, text: str) -> None:
+def remove_partial(folder: Path) -> None:
+    """Remove files that processes which were killed did not write to their end; only the holder of its lock may call it."""
+    for path in folder.glob(".*.*") if folder.is_dir() else ():
+        if PARTIAL.fullmatch(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, how: int, text: str) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | NO_FOLLOW | how, 0o666)
     with open(file, "w", encoding="utf-8", newline="\n") as stream:
         stream.write(text)
 

@@ -16,7 +16,7 @@ from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
 from holdfast.train.joining import joined
 from holdfast.train.loop import require_trainable, train
-from holdfast.train.ownership import agrees, claim, require_own, require_writable, write_json
+from holdfast.train.ownership import agrees, claim, prepare, require_own, write_json
 from holdfast.train.recipe import Recipe
 from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
 from holdfast.train.start import start
@@ -194,7 +194,7 @@ class Comparison:
         """Train a cell under its lock, and store its result."""
         contender, path = cell.contender, self._path(cell)
         k = contender.k or self.recipe.sparse.k
-        require_writable(path, self.folder)
+        prepare(path, self.folder)
         if (path / "result.json").exists():
             say.warning("%s is damaged; the cell is done again.", path / "result.json")
         write_json(path / "router.json", asdict(contender))

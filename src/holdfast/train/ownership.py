@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.locking import is_lock
-from holdfast.writing import require_no_links, require_no_links_inside, write_whole
+from holdfast.writing import remove_partial, require_no_links, require_no_links_inside, write_whole
 
 NAME = "run.json"
 
@@ -45,12 +45,18 @@ def claim(folder: Path, identity: dict[str, Any]) -> None:
         write_json(folder / NAME, identity)
 
 
-def require_writable(home: Path, root: Path) -> None:
-    """A ValueError where a file or folder of a model trained in `home` is a symbolic link below `root`."""
+def prepare(home: Path, root: Path) -> None:
+    """Make the folder of a trained model ready to be written, under its lock.
+
+    A ValueError where a file or folder that is written is a symbolic link below `root`. What processes that were killed left
+    half written is removed.
+    """
     for name in ("training", "model"):
         require_no_links_inside(home / name, root)
     for name in ("task.json", "router.json", "result.json"):
         require_no_links(home / name, root)
+    for folder in (home, home / "training", home / "training" / "snapshots"):
+        remove_partial(folder)
 
 
 def agrees(path: Path, content: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from holdfast.locking import locked
 from holdfast.train.contenders import Contender
 from holdfast.train.loop import Tick, require_trainable, train
-from holdfast.train.ownership import claim, require_own, require_writable
+from holdfast.train.ownership import claim, prepare, require_own
 from holdfast.train.processes import is_first
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start
@@ -39,7 +39,7 @@ class Single:
             return train(model, self.task, place, tick=tick, **how)
         with locked(self.folder, wait=False) as lock:
             claim(self.folder, self.identity())
-            require_writable(self.folder, self.folder)
+            prepare(self.folder, self.folder)
             log = train(model, self.task, place, tick=tick, guard=lock.check, **how)
             lock.require(self.folder / MODEL, self.folder / TASK)
             save_trained(model, self.task, self.folder)

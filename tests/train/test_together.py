@@ -1,0 +1,51 @@
+"""Several processes on one folder, one of them killed: the numbers of a process that ran alone, to the bit."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.train import Recipe
+
+STEPS = 6
+SMALL = {"training.steps": STEPS, "training.save_every": 2, "data.test_bytes": 800, "model.config.num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(("rounds", "seed"), [(1, 3), pytest.param(10, 100, marks=pytest.mark.slow)])
+def test_three_processes_on_one_folder_give_the_numbers_of_one(
+    rounds: int, seed: int, tiny: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny(SMALL).describe()))
+    script = Path(__file__).with_name("together.py")
+    command = [sys.executable, str(script), str(rounds), str(seed), str(tmp_path), str(recipe)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(lines) == rounds
+    clean = stored(tmp_path / "clean")
+    assert len(clean["cells"]) == 4
+    for number, line in enumerate(lines):
+        folder = tmp_path / f"round-{number}"
+        said = [(tmp_path / f"round-{number}-{which}.txt").read_text() for which in range(3)]
+        assert [code for which, code in enumerate(line["ended"]) if which != line["victim"]] == [0, 0], said
+        assert line["ended"][line["victim"]] in (0, -9), said
+        assert stored(folder) == clean, line
+        for log in folder.glob("cells/*/training/log.jsonl"):
+            assert [json.loads(text)["step"] for text in log.read_text().splitlines()] == list(range(1, STEPS + 1))
+        assert len(list(folder.glob("cells/*/training/log.jsonl"))) == 4
+        assert not list(folder.rglob(".*.saving-*"))
+    # Some process waited for another one, and named it and the cell.
+    everything = "".join(path.read_text() for path in tmp_path.glob("round-*.txt"))
+    assert re.search(r"waiting for (cell \S+-seed\d|\S+): process \d+ on host \S+ writes it\.", everything)
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Everything that was found; no clock is read."""
+    return dict(json.loads((folder / "results.json").read_text()))
