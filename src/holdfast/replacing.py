@@ -50,10 +50,20 @@ def restore(target: Path) -> bool:
             if target.exists() or not (scratch / OLD).is_dir():
                 break
             if Lock(scratch).holder()[0] == "dead":
-                (scratch / OLD).rename(target)
+                _move_back(scratch / OLD, target)
             else:
                 time.sleep(0.1)
     return target.is_dir()
+
+
+def _move_back(old: Path, target: Path) -> None:
+    try:
+        old.rename(target)
+    except FileNotFoundError:  # another process has done it
+        return
+    except OSError as problem:
+        reason = f"and cannot be moved back ({problem.strerror})"
+        raise ValueError(f"a process was killed while it replaced {target}; the former folder is {old}, {reason}.") from None
 
 
 def _clean(target: Path) -> None:
