@@ -201,12 +201,13 @@ class Lock:
             os.write(file, json.dumps(asdict(_myself())).encode())
             # Others may have come and gone since the listing: only the stale files and this one may be there.
             now = dict(self._files())
-            if not (now.keys() == {*judged, number} and all(_is_at(file, now[other]) for other, file in judged.items())):
+            unchanged = now.keys() == {*judged, number} and all(_is_at(judged[stale], now[stale]) for stale in judged)
+            if not unchanged:
                 os.unlink(self._path)
                 os.close(file)
                 return False
-            for other in judged:
-                now[other].unlink(missing_ok=True)
+            for stale in judged:
+                now[stale].unlink(missing_ok=True)
         except OSError as problem:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -259,11 +260,12 @@ def locked(folder: Path, name: str = "", *, wait: bool, what: str = "") -> Itera
     """
     lock = Lock(folder, name)
     what = what or str(lock.target)
-    told, begun = UNNAMED, time.monotonic()
+    told: Owner | None = None
+    begun = time.monotonic()
     while (owner := lock.attempt()) is not None:
-        if not wait and lock.holder()[0] == "alive":
-            raise ValueError(f"{what} is being written by {owner}; wait until that one ends, or choose another place.")
-        if owner.process and owner != told and time.monotonic() - begun > QUIET:
+        if not wait:
+            _require_free(lock, what)
+        if owner != told and time.monotonic() - begun > QUIET:
             log.warning("waiting for %s: %s", what, being_written(owner))
             told = owner
         time.sleep(POLL if owner.process else POLL / 10)
@@ -273,9 +275,20 @@ def locked(folder: Path, name: str = "", *, wait: bool, what: str = "") -> Itera
         lock.release()
 
 
+def require_unlocked(folder: Path) -> None:
+    """Raise a ValueError where a process that is known to run writes the folder: asked before work that takes long."""
+    _require_free(Lock(folder), str(folder))
+
+
+def _require_free(lock: Lock, what: str) -> None:
+    state, owner = lock.holder()
+    if state == "alive":
+        raise ValueError(f"{what} is being written by {owner}; wait until that one ends, or choose another place.")
+
+
 def being_written(owner: Owner) -> str:
     """Say who writes, and for how long to wait for a process of another machine that may be dead."""
-    if not owner.process or owner.is_here:
+    if owner.is_here:
         return f"{owner} writes it."
     return f"{owner} writes it, or did: without a sign of life for {STALE:g} s it is taken over."
 

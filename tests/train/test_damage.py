@@ -13,6 +13,7 @@ import pytest
 import yaml
 from commands import Command
 
+from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, contenders
 from holdfast.train.checkpoints import flaw, seal
 
@@ -263,3 +264,18 @@ def test_results_and_pages_are_not_written_over_links(recipe: Recipe, folder: Pa
     with pytest.raises(ValueError, match=r"results\.json is a symbolic link"):
         comparison.publish(results, lambda: None)
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_process_that_lost_its_lock_writes_no_more(recipe: Recipe, folder: Path) -> None:
+    """As one that was stopped on another machine for so long that its cell was taken over."""
+    seen: dict[str, Any] = {}
+
+    def taken_over(cell: Cell, steps: int) -> None:
+        if steps == 5:
+            (lock,) = (folder / "cells" / CELL).glob(".lock-*")
+            lock.rename(lock.with_name(".lock-7"))
+            seen.update(contents(folder))
+
+    with pytest.raises(LockLostError, match=f"{CELL} is written by another process by now"):
+        Comparison(recipe, contenders("smoe"), 1, folder).run(taken_over)
+    assert seen and contents(folder) == seen

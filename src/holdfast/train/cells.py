@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from holdfast.locking import POLL, Lock, Owner, being_written, locked
 from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
 from holdfast.train.joining import joined
-from holdfast.train.loop import require_trainable, train
+from holdfast.train.loop import Guard, require_trainable, train
 from holdfast.train.ownership import agrees, claim, prepare, require_own, write_json
 from holdfast.train.recipe import Recipe
 from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
@@ -60,7 +61,7 @@ class Comparison:
         self.recipe, self.contenders, self.seeds, self.folder = recipe, list(contenders), seeds, folder
         self.data, self.task = data, make_task(recipe, data)
         self._locks = {cell.name: Lock(self._path(cell)) for cell in self.cells}
-        self._told: dict[str, Owner] = {}  # for which cells it was said that they are waited for
+        self._seen: dict[str, tuple[Owner, bool]] = {}  # by cell: who trains it, and whether that was said
         require_own(folder, self.identity())
 
     @property
@@ -90,20 +91,21 @@ class Comparison:
                 self._wait(owners)
         return [found[cell.name] for cell in self.cells]
 
-    def finish(self, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def finish(self, results: Sequence[dict[str, Any]], guard: Guard = lambda: None) -> list[dict[str, Any]]:
         """Rows that put the routers side by side, those finished in the folder before included; all goes to results.json."""
         cells = joined(self.folder, results)
         rows = summarise(cells, cells[0]["router"])
         # Versions are not part of a run's identity: an update must not keep a run from continuing.
         run = {**self.identity(), "measure": asdict(self.task.measure)}
         require_no_links(self.folder / "results.json", self.folder)
+        guard()
         write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": cells})
         return rows
 
     def publish(self, results: Sequence[dict[str, Any]], page: Callable[[], Any]) -> list[dict[str, Any]]:
         """`finish`, and then `page`, which writes the report: no other process comes between the two."""
-        with locked(self.folder, wait=True):
-            rows = self.finish(results)
+        with locked(self.folder, wait=True) as lock:
+            rows = self.finish(results, lock.check)
             page()
         return rows
 
@@ -125,11 +127,12 @@ class Comparison:
         return None if state == "dead" else owner
 
     def _wait(self, owners: dict[str, Owner]) -> None:
-        """Say who trains the cells that are waited for, once for each process, and wait a little."""
+        """Say who trains the cells that are waited for, when that was found twice, and wait a little."""
         for name, owner in owners.items():
-            if owner.process and self._told.get(name) != owner:
+            found, told = self._seen.get(name, (None, False))
+            if owner == found and not told:
                 say.warning("waiting for cell %s: %s", name, being_written(owner))
-                self._told[name] = owner
+            self._seen[name] = owner, owner == found
         time.sleep(POLL)
 
     def _path(self, cell: Cell) -> Path:
@@ -143,14 +146,11 @@ class Comparison:
             return None
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            if all(key in result for key in STORED) and (result["router"], result["seed"]) == (
-                cell.contender.name,
-                cell.seed,
-            ):
-                return dict(result)
+            is_whole = all(key in result for key in STORED)
+            is_of_cell = is_whole and (result["router"], result["seed"]) == (cell.contender.name, cell.seed)
+            return dict(result) if is_of_cell else None
         except (OSError, ValueError, TypeError, RecursionError):
-            pass
-        return None
+            return None
 
     def result(self, cell: Cell, progress: Progress | None = None) -> dict[str, Any]:
         """Of one cell: what is stored, what training it gives, or what another process stores that trains it now."""
@@ -199,7 +199,8 @@ class Comparison:
             say.warning("%s is damaged; the cell is done again.", path / "result.json")
         write_json(path / "router.json", asdict(contender))
         tick = None if progress is None else lambda steps: progress(cell, steps)
-        log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick, guard=lock.check)
+        guard = partial(lock.require, path / "training")
+        log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick, guard=guard)
         examples, probe = self.task.examples(cell.seed), self.task.probe()
         steps = snapshot_steps(self.recipe.training.steps)
         names = routes_of(model, probe).names

@@ -45,7 +45,7 @@ def train(
     import transformers
 
     how = task.recipe.training
-    require_no_links_inside(folder, folder.parent)
+    require_no_links_inside(folder, folder)
     trainer = _trainer_class(folder, guard)(
         model=model,
         args=_arguments(how, folder, seed, report_to),

@@ -1,10 +1,11 @@
 """One model trained in a folder, on one process or on many: resumable, with what is needed to try it again."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.locking import locked
+from holdfast.locking import locked, require_unlocked
 from holdfast.train.contenders import Contender
 from holdfast.train.loop import Tick, require_trainable, train
 from holdfast.train.ownership import claim, prepare, require_own
@@ -31,6 +32,8 @@ class Single:
 
     def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> list[dict[str, float]]:
         """The log; the trained model is saved in the folder."""
+        if is_first():
+            require_unlocked(self.folder)
         k = self.contender.k or self.recipe.sparse.k
         model = start(self.task, self.contender.router, self.contender.options, seed=self.seed, k=k)
         require_trainable(self.task, self.seed)
@@ -40,7 +43,7 @@ class Single:
         with locked(self.folder, wait=False) as lock:
             claim(self.folder, self.identity())
             prepare(self.folder, self.folder)
-            log = train(model, self.task, place, tick=tick, guard=lock.check, **how)
+            log = train(model, self.task, place, tick=tick, guard=partial(lock.require, place), **how)
             lock.require(self.folder / MODEL, self.folder / TASK)
             save_trained(model, self.task, self.folder)
         return log

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from holdfast.data import Tokenizer, tokenizer_from
 from holdfast.hub import load, save
+from holdfast.replacing import restore
 from holdfast.train.checkpoints import UNWRITTEN, unwritten
 from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import Recipe
@@ -73,4 +74,4 @@ def load_trained(folder: Path, **options: Any) -> Trained:
 
 def _home(folder: Path) -> Path | None:
     places = (folder, folder.resolve().parent)
-    return next((place for place in places if (place / TASK).is_file() and (place / MODEL).is_dir()), None)
+    return next((place for place in places if (place / TASK).is_file() and restore(place / MODEL)), None)
