@@ -41,7 +41,7 @@ def last_whole(folder: Path, also: Flaw = lambda _: None) -> tuple[Path | None, 
 
     also   a further reason not to go on from a checkpoint
     """
-    reasons = []
+    reasons: list[str] = []
     for checkpoint in checkpoints(folder):
         reason = flaw(checkpoint) or also(checkpoint)
         if reason is None:

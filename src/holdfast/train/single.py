@@ -37,7 +37,8 @@ class Single:
         k = self.contender.k or self.recipe.sparse.k
         model = start(self.task, self.contender.router, self.contender.options, seed=self.seed, k=k)
         require_trainable(self.task, self.seed)
-        place, how = self.folder / "training", {"seed": self.seed, "k": k, "report_to": report_to}
+        place = self.folder / "training"
+        how: dict[str, Any] = {"seed": self.seed, "k": k, "report_to": report_to}
         if not is_first():  # the processes of one job are one writer: the first one
             return train(model, self.task, place, tick=tick, **how)
         with locked(self.folder, wait=False) as lock:
