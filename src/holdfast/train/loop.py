@@ -40,7 +40,7 @@ def train(
 
     k           experts a token, for the snapshots of its routes
     report_to   "tensorboard", "wandb": the Trainer's own callbacks
-    guard       `Lock.check` of the lock on the folder
+    guard       called before every write; raises where the folder is another process's by now
     """
     import transformers
 
