@@ -12,6 +12,8 @@ LAYERS = [
     "suggest",
     "writing",
     "reading",
+    "locking",
+    "replacing",
     "ops",
     "routing",
     "moe",

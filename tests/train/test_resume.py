@@ -18,8 +18,9 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
+import holdfast.writing
 from holdfast.train import Cell, Comparison, Recipe, contenders, load_recipe
-from holdfast.train.checkpoints import last_whole
+from holdfast.train.checkpoints import checkpoints, flaw, last_whole, seal
 
 ROUTER = "symphony+smooth[beta=0.8]"  # with state of its own, and a name that a pattern of paths would trip over
 
@@ -62,7 +63,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
     step: int, recipe: Recipe, undisturbed: str, tmp_path: Path
 ) -> None:
     training = interrupt(recipe, tmp_path, step)
-    begun = last_whole(training)
+    begun = last_whole(training)[0]
     assert (begun.name if begun else None) == {5: "checkpoint-4", 10: "checkpoint-8", 12: "checkpoint-8"}.get(step)
     steps: list[int] = []
     again = Comparison(recipe, contenders(ROUTER), 1, tmp_path).run(lambda cell, done: steps.append(done))
@@ -88,25 +89,38 @@ def test_a_checkpoint_that_was_torn_when_the_run_was_killed_is_passed_over(
     (training / "checkpoint-12").mkdir()
     for name, length in TORN[damage].items():
         (training / "checkpoint-12" / name).write_bytes((training / "checkpoint-8" / name).read_bytes()[:length])
-    assert last_whole(training) == training / "checkpoint-8"
+    assert last_whole(training)[0] == training / "checkpoint-8"
     assert as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path).run()) == undisturbed
 
 
 def test_with_nothing_but_a_torn_checkpoint_a_run_begins_anew(recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
     training = interrupt(recipe, tmp_path, 5)
     (training / "checkpoint-4" / "trainer_state.json").write_text("{")
-    assert last_whole(training) is None
+    assert last_whole(training)[0] is None
     assert as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path).run()) == undisturbed
 
 
+def sealed(checkpoint: Path) -> Path:
+    """What counts as a whole checkpoint."""
+    checkpoint.mkdir()
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (checkpoint / name).write_text(name)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": int(checkpoint.name.split("-")[1])}))
+    seal(checkpoint)
+    return checkpoint
+
+
 def test_the_newest_whole_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
-    assert last_whole(tmp_path / "none") is None
-    for name in ("checkpoint-4", "checkpoint-10", "checkpoint-x", "checkpoint-", "other-99"):
+    assert last_whole(tmp_path / "none") == (None, [])
+    for name in ("checkpoint-4", "checkpoint-10"):
+        sealed(tmp_path / name)
+    for name in ("checkpoint-x", "checkpoint-", "other-99"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12").write_text("a file")
-    assert last_whole(tmp_path) == tmp_path / "checkpoint-10"
+    found, reasons = last_whole(tmp_path)
+    assert found == tmp_path / "checkpoint-10"
+    assert reasons == [f"{tmp_path / 'checkpoint-11'} has no readable checkpoint.json: it was not written to its end"]
 
 
 def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -150,21 +164,18 @@ def full_disk(where: str) -> Iterator[None]:
         calls[name] = calls.get(name, 0) + 1
         return name == where and calls[name] >= when
 
-    write_text, opened, torch_save = Path.write_text, Path.open, torch.save
+    write, torch_save = holdfast.writing._write, torch.save
     safe_save, save_state = transformers.modeling_utils.safe_save_file, transformers.TrainerState.save_to_json
 
-    def writing(self: Path, text: str, **options: Any) -> int:
-        for name in ("result.json", "task.json", "00000007.json", "run.json"):
-            if name in self.name and due(name, 1):
-                write_text(self, text[: len(text) // 2], **options)
+    def writing(path: Path, how: int, text: str) -> None:
+        for name in ("result.json", "task.json", "00000007.json", "router.json", "checkpoint.json"):
+            if name in path.name and due(name, 1):
+                write(path, how, text[: len(text) // 2])
                 raise full()
-        return write_text(self, text, **options)
-
-    def opening(self: Path, mode: str = "r", *given: Any, **options: Any) -> Any:
-        if self.name == "log.jsonl" and mode == "a" and due("log.jsonl", 6):
-            write_text(self, self.read_text() + '{"step": 6, "lo')
+        if path.name == "log.jsonl" and due("log.jsonl", 6):
+            write(path, how, '{"step": 6, "lo')
             raise full()
-        return opened(self, mode, *given, **options)
+        write(path, how, text)
 
     def torch_saving(content: Any, file: Any, *given: Any, **options: Any) -> None:
         if str(file).endswith("optimizer.pt") and due("optimizer.pt", 2):
@@ -185,15 +196,15 @@ def full_disk(where: str) -> Iterator[None]:
         save_state(self, file)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "write_text", writing)
-        patch.setattr(Path, "open", opening)
+        patch.setattr(holdfast.writing, "_write", writing)
         patch.setattr(torch, "save", torch_saving)
         patch.setattr(transformers.modeling_utils, "safe_save_file", safe_saving)
         patch.setattr(transformers.TrainerState, "save_to_json", state_saving)
         yield
 
 
-FULL = ["run.json", "00000007.json", "log.jsonl", "model.safetensors", "optimizer.pt", "trainer_state.json"]
+FULL = ["router.json", "00000007.json", "log.jsonl", "model.safetensors", "optimizer.pt", "trainer_state.json"]
+FULL += ["checkpoint.json"]
 FULL += ["the model", "task.json", "result.json"]
 
 
@@ -222,8 +233,7 @@ def test_a_full_disk_is_one_clear_error_that_costs_nothing_that_was_finished(
         json.loads(path.read_text())
     left = [path.name for path in cell.rglob("*")]
     assert not [name for name in left if name.startswith(".")]
-    checkpoints = list((cell / "training").glob("checkpoint-*"))
-    assert checkpoints == [path for path in [last_whole(cell / "training")] if path is not None]
+    assert all(flaw(checkpoint) is None for checkpoint in checkpoints(cell / "training"))
     assert ("model" in left) == (where in ("task.json", "result.json"))
     again = Comparison(recipe, routers, 1, folder).run()
     assert as_text(again[1:]) == undisturbed
@@ -240,14 +250,14 @@ def test_a_full_disk_while_the_summary_is_written_leaves_the_old_one(
     comparison = Comparison(recipe, contenders("smoe"), 1, folder)
     rows = comparison.finish(comparison.run())
     before = (folder / "results.json").read_bytes()
-    write_text = Path.write_text
+    write = holdfast.writing._write
 
-    def writing(self: Path, text: str, **options: Any) -> int:
-        write_text(self, text[:100], **options)
+    def writing(path: Path, how: int, text: str) -> None:
+        write(path, how, text[:100])
         raise full()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", writing)
+        patch.setattr(holdfast.writing, "_write", writing)
         with pytest.raises(OSError, match="No space left"):
             comparison.finish(comparison.run())
     assert (folder / "results.json").read_bytes() == before

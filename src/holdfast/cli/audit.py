@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from holdfast.cli.audit_tables import print_differences, print_report, print_what_if
-from holdfast.cli.files import require_free
+from holdfast.cli.files import check_files, require_free
 from holdfast.cli.loading import Loading
 from holdfast.cli.terminal import bar
 
@@ -87,6 +87,7 @@ class Audit:
         if report.what_if is not None:
             print_what_if(report.what_if)
         if target is not None and page is not None:
+            check_files()
             print(f"All figures: {report.save(target)}")
             print(f"Report: {write_audit(target, page, force=True)}")
         if report.status == "interrupted":

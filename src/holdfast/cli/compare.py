@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.files import require_folder, require_free
+from holdfast.cli.files import require_folder, require_place
 from holdfast.cli.terminal import bar, show
 
 if TYPE_CHECKING:
@@ -54,19 +54,23 @@ class Compare:
         recipe = load_recipe(self.recipe, changes(self.set))
         require_folder(self.out)
         for name in ("results.json", "report.html"):
-            require_free(self.out / name, force=True)
+            require_place(self.out / name)
         routers = contenders(self.routers)
         comparison = Comparison(recipe, routers, self.seeds, self.out, data=self.data)
         quiet()
-        rows = comparison.finish(_with_progress(comparison, self.jobs))
+        page = self.out / "report.html"
+
+        def finished(comparison: Comparison) -> list[dict[str, Any]]:
+            results = _with_progress(comparison, self.jobs)
+            return comparison.publish(results, lambda: write_report(read_results(self.out), page, force=True))
+
+        rows = finished(comparison)
         if self.match_compute and (matched := equal_compute(rows, routers, recipe.sparse.experts)):
             comparison = Comparison(recipe, matched, self.seeds, self.out, data=self.data)
-            rows = comparison.finish(_with_progress(comparison, self.jobs))
+            rows = finished(comparison)
         print_table(rows, comparison)
-        results = read_results(self.out)
-        print("\n" + "\n".join(verdict(results)))
-        print(f"\nAll figures: {self.out / 'results.json'}")
-        print(f"Report: {write_report(results, self.out / 'report.html', force=True)}")
+        print("\n" + "\n".join(verdict(read_results(self.out))))
+        print(f"\nAll figures: {self.out / 'results.json'}\nReport: {page}")
 
 
 def equal_compute(rows: Sequence[dict[str, Any]], known: Sequence[Contender], experts: int) -> list[Contender]:

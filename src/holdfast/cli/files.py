@@ -1,23 +1,50 @@
-"""Files that commands write: asked for before any work, and over nothing that is there already unless forced."""
+"""Files that commands write: asked for before any work, and over nothing that is there already unless forced.
+
+A command locks each file before its work and until it ends: a second one that is to write the same file is refused at once.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from holdfast.locking import Lock, locked
+
+_stack, _locks = ExitStack(), list[Lock]()  # of the command that runs; `main` calls `release_files`
+
 
 def require_free(path: Path | None, force: bool) -> None:
-    """Raise unless `path` can be written; a file that is there already is overwritten only on request."""
+    """Lock the file for this command. A file that is there already is overwritten only on request."""
     if path is None:
         return
+    require_place(path)
+    if path.exists() and not force:
+        raise ValueError(f"{path} exists; choose another place with --out, or overwrite it with --force.")
+    _locks.append(_stack.enter_context(locked(path.parent, path.name, wait=False)))
+
+
+def check_files() -> None:
+    """Raise an error where another process has taken a file over; called before files are written."""
+    for lock in _locks:
+        lock.check()
+
+
+def release_files() -> None:
+    _locks.clear()
+    _stack.close()
+
+
+def require_place(path: Path) -> None:
+    """Raise unless `path` is a place for a file that can be written; do not lock it."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link; name the file itself.")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write to.")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no ordinary file; name another one to write to.")
     require_folder(path.parent)
-    if path.exists() and not force:
-        raise ValueError(f"{path} exists; choose another place with --out, or overwrite it with --force.")
 
 
 def require_folder(folder: Path) -> None:
@@ -38,5 +65,6 @@ def write_out(path: Path | None, stored: dict[str, Any]) -> None:
     from holdfast.train.ownership import write_json
 
     if path is not None:
+        check_files()
         write_json(path, stored)
         print(f"All figures: {path}")

@@ -9,6 +9,7 @@ from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.certify import Certify
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
+from holdfast.cli.files import release_files
 from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
@@ -74,6 +75,8 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("holdfast: stopped.", file=sys.stderr)
         return 130
+    finally:
+        release_files()
     return 0
 
 

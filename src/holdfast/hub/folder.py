@@ -2,8 +2,6 @@
 
 import inspect
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from holdfast.hub.gathering import as_if_whole, is_spread, on_first_process, who
 from holdfast.hub.manifest import check_manifest
 from holdfast.hub.model_size import require_sane_choice, require_sane_size
 from holdfast.moe import name_layers
+from holdfast.replacing import replace_folder, restore
 from holdfast.suggest import unknown
 
 NOT_FOR_SAVE = {"self", "save_directory", "kwargs", "push_to_hub", "token"}  # of save_pretrained's parameters
@@ -29,7 +28,7 @@ def save(model: Any, path: str | os.PathLike[str], *, tokenizer: Any = None, for
     `shard_experts`) every process calls this, and the first one writes; of any other, only those that call it write.
     """
     _require_known(model, options)
-    given, target = Path(path), Path(path).resolve()  # through links, to where the folder lies
+    given, target = Path(path), Path(path).resolve()  # the path as given may be a link: to where the folder lies
     if not is_spread(model):
         _require_free(target, force)
         _write(model, target, tokenizer, options)
@@ -61,19 +60,12 @@ def _require_free(target: Path, force: bool) -> None:
 
 
 def _write(model: Any, target: Path, tokenizer: Any, options: dict[str, Any]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        model.save_pretrained(scratch / "new", **options)
+    def fill(folder: Path) -> None:
+        model.save_pretrained(folder, **options)
         if tokenizer is not None:
-            tokenizer.save_pretrained(scratch / "new")
-        if target.exists():
-            target.rename(scratch / "old")
-        (scratch / "new").rename(target)
-    finally:
-        if (scratch / "old").exists() and not target.exists():
-            (scratch / "old").rename(target)
-        shutil.rmtree(scratch)
+            tokenizer.save_pretrained(folder)
+
+    replace_folder(target, fill)
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> Any:
@@ -83,7 +75,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
     device_map, attn_implementation, any value of the config, ...).
     """
     name, folder = str(path), Path(path)
-    if not folder.is_dir():
+    if not folder.is_dir() and not restore(folder):
         where = {option: options.pop(option) for option in FETCHING if option in options}
         folder = fetched(name, **where)
     written = check_files(folder)

@@ -41,10 +41,11 @@ def check_manifest(folder: Path) -> None:
 
 
 def _weights(folder: Path) -> dict[str, str]:
-    return {file.name: _sha256(file) for file in sorted(folder.glob("*.safetensors"))}
+    return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file's content."""
     require_regular(file)  # to open a pipe would wait for ever
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -43,6 +43,8 @@ def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> P
     if path.is_dir() or path.name in STORED:
         what = "a folder" if path.is_dir() else f"the name of {STORED[path.name]}"
         raise ValueError(f"{path} is {what}; name an .html file to write to.")
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link; remove it, or name another file.")
     if path.exists() and not force:
         raise ValueError(f"{path} exists; choose another file with --out, or overwrite it with --force.")
     write_whole(path, page())

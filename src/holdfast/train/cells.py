@@ -1,26 +1,34 @@
 """A comparison: one cell for each router and seed, each trained, scored and stored once."""
 
 import json
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast.locking import POLL, Lock, Owner, being_written, locked
 from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
 from holdfast.train.joining import joined
-from holdfast.train.loop import require_trainable, train
-from holdfast.train.ownership import agrees, claim, require_own, write_json
+from holdfast.train.loop import Guard, require_trainable, train
+from holdfast.train.ownership import agrees, claim, prepare, require_own, write_json
 from holdfast.train.recipe import Recipe
 from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
 from holdfast.train.start import start
 from holdfast.train.summary import summarise
-from holdfast.train.trained import make_task, save_trained
+from holdfast.train.trained import MODEL, TASK, make_task, save_trained
 from holdfast.train.workers import run_side_by_side
 from holdfast.version import VERSION, versions
+from holdfast.writing import require_no_links
+
+say = logging.getLogger("holdfast")
+STORED = ("router", "seed", "parameters", "log", "clean", "attacked", "snapshots", "consistency", "view")
 
 Progress = Callable[["Cell", int], None]  # a cell and how many of its steps are done
 
@@ -36,7 +44,11 @@ class Cell:
 
 
 class Comparison:
-    """Routers trained side by side in a folder. Interrupted, it continues where it was; a finished cell is not run again."""
+    """Routers trained side by side in a folder. Interrupted, it continues where it was; a finished cell is not run again.
+
+    Several processes may run one comparison in one folder: each cell has a lock, and is trained by the process that holds
+    it. The others take other cells, or wait and read the result.
+    """
 
     def __init__(
         self, recipe: Recipe, contenders: Sequence[Contender], seeds: int, folder: Path, *, data: Path | None = None
@@ -48,6 +60,8 @@ class Comparison:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name each once, and at least one.")
         self.recipe, self.contenders, self.seeds, self.folder = recipe, list(contenders), seeds, folder
         self.data, self.task = data, make_task(recipe, data)
+        self._locks = {cell.name: Lock(self._path(cell)) for cell in self.cells}
+        self._seen: dict[str, tuple[Owner, bool]] = {}  # by cell: who trains it, and whether that was said
         require_own(folder, self.identity())
 
     @property
@@ -62,23 +76,43 @@ class Comparison:
         """The results of all cells, those that are there already included; so many of them trained at a time."""
         if jobs < 1:
             raise ValueError(f"jobs is {jobs}; at least 1 cell is trained at a time.")
-        if jobs > 1:
-            run_side_by_side(self, jobs, progress)
-        return [self.result(cell, progress) for cell in self.cells]
+        found: dict[str, dict[str, Any]] = {}
+        while missing := [cell for cell in self.cells if cell.name not in found]:
+            if jobs > 1:
+                run_side_by_side(self, [cell for cell in missing if self._writer(cell) is None], jobs, progress)
+            owners = {}
+            for cell in missing:
+                result = self.attempt(cell, progress)
+                if isinstance(result, Owner):
+                    owners[cell.name] = result
+                else:
+                    found[cell.name] = result
+            if len(owners) == len(missing):
+                self._wait(owners)
+        return [found[cell.name] for cell in self.cells]
 
-    def finish(self, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def finish(self, results: Sequence[dict[str, Any]], guard: Guard = lambda: None) -> list[dict[str, Any]]:
         """Rows that put the routers side by side, those finished in the folder before included; all goes to results.json."""
         cells = joined(self.folder, results)
         rows = summarise(cells, cells[0]["router"])
         # Versions are not part of a run's identity: an update must not keep a run from continuing.
         run = {**self.identity(), "measure": asdict(self.task.measure)}
+        require_no_links(self.folder / "results.json", self.folder)
+        guard()
         write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": cells})
         return rows
 
-    def _claim(self, cell: Cell) -> None:
-        """The folder is this run's from now on, and the cell's this router's."""
-        claim(self.folder, self.identity())
-        write_json(self._path(cell) / "router.json", asdict(cell.contender))
+    def publish(self, results: Sequence[dict[str, Any]], page: Callable[[], Any]) -> list[dict[str, Any]]:
+        """`finish`, and then `page`, which writes the report: no other process comes between the two."""
+        with locked(self.folder, wait=True) as lock:
+            rows = self.finish(results, lock.check)
+            page()
+        return rows
+
+    def _claim(self) -> None:
+        """The folder is this run's from now on."""
+        with locked(self.folder, wait=True):
+            claim(self.folder, self.identity())
 
     def _require_own_cell(self, cell: Cell) -> None:
         """Neither a result nor a checkpoint of a router that was told otherwise is this one's."""
@@ -87,32 +121,86 @@ class Comparison:
                 f"{self._path(cell)} is of a {cell.contender.name} with other options; give this one another name."
             )
 
+    def _writer(self, cell: Cell) -> Owner | None:
+        """Who trains the cell, in this moment and in another process."""
+        state, owner = self._locks[cell.name].holder()
+        return None if state == "dead" else owner
+
+    def _wait(self, owners: dict[str, Owner]) -> None:
+        """Say who trains the cells that are waited for, when that was found twice, and wait a little."""
+        for name, owner in owners.items():
+            found, told = self._seen.get(name, (None, False))
+            if owner == found and not told:
+                say.warning("waiting for cell %s: %s", name, being_written(owner))
+            self._seen[name] = owner, owner == found
+        time.sleep(POLL)
+
     def _path(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name
 
     def stored(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of a cell; None where it is not finished, or its file is damaged and the cell is to be done again."""
         self._require_own_cell(cell)
         path = self._path(cell) / "result.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            is_whole = all(key in result for key in STORED)
+            is_of_cell = is_whole and (result["router"], result["seed"]) == (cell.contender.name, cell.seed)
+            return dict(result) if is_of_cell else None
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
 
     def result(self, cell: Cell, progress: Progress | None = None) -> dict[str, Any]:
-        """Of one cell: what is stored, or what training it gives."""
-        stored = self.stored(cell)
-        if stored is not None:
-            if progress is not None:
-                progress(cell, self.recipe.training.steps)
-            return stored
-        with _one_thread():
-            return self._trained(cell, progress)
+        """Of one cell: what is stored, what training it gives, or what another process stores that trains it now."""
+        while isinstance(found := self.attempt(cell, progress), Owner):
+            self._wait({cell.name: found})
+        return found
 
-    def _trained(self, cell: Cell, progress: Progress | None) -> dict[str, Any]:
+    def attempt(self, cell: Cell, progress: Progress | None = None) -> dict[str, Any] | Owner:
+        """`result` without waiting: who trains the cell, where another process does."""
+        lock, path = self._locks[cell.name], self._path(cell)
+        stored = self._told_of(cell, progress)
+        if stored is not None:
+            return stored
+        owner = self._writer(cell)
+        if owner is not None:
+            return owner
+        with _one_thread():
+            k = cell.contender.k or self.recipe.sparse.k
+            model = start(self.task, cell.contender.router, cell.contender.options, seed=cell.seed, k=k)
+            require_trainable(self.task, cell.seed)
+            self._claim()  # only now: a mistake in the recipe leaves no folder behind
+            require_no_links(path, self.folder)
+            owner = lock.attempt()
+            if owner is not None:
+                return owner
+            try:
+                # Another process may have finished it since: what counts is what is there under the lock.
+                stored = self._told_of(cell, progress)
+                return self._trained(cell, model, lock, progress) if stored is None else stored
+            finally:
+                lock.release()
+
+    def _told_of(self, cell: Cell, progress: Progress | None) -> dict[str, Any] | None:
+        """What is stored of a cell; its progress is told."""
+        stored = self.stored(cell)
+        if stored is not None and progress is not None:
+            progress(cell, self.recipe.training.steps)
+        return stored
+
+    def _trained(self, cell: Cell, model: Any, lock: Lock, progress: Progress | None) -> dict[str, Any]:
+        """Train a cell under its lock, and store its result."""
         contender, path = cell.contender, self._path(cell)
         k = contender.k or self.recipe.sparse.k
-        model = start(self.task, contender.router, contender.options, seed=cell.seed, k=k)
-        require_trainable(self.task, cell.seed)
-        self._claim(cell)  # only now: a mistake in the recipe leaves no folder behind
+        prepare(path, self.folder)
+        if (path / "result.json").exists():
+            say.warning("%s is damaged; the cell is done again.", path / "result.json")
+        write_json(path / "router.json", asdict(contender))
         tick = None if progress is None else lambda steps: progress(cell, steps)
-        log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick)
+        guard = partial(lock.require, path / "training")
+        log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick, guard=guard)
         examples, probe = self.task.examples(cell.seed), self.task.probe()
         steps = snapshot_steps(self.recipe.training.steps)
         names = routes_of(model, probe).names
@@ -128,7 +216,9 @@ class Comparison:
             "consistency": consistency(model, probe, k),
             "view": self.task.view(model.eval()),
         }
+        lock.require(path / MODEL, path / TASK)
         save_trained(model, self.task, path)
+        lock.require(path / "result.json")
         write_json(path / "result.json", plain(result))
         return plain(result)
 

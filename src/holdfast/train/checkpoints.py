@@ -1,33 +1,100 @@
-"""Checkpoints that a run can go on from: written to their end, or not there at all."""
+"""Checkpoints that a run can go on from: whole, with a manifest of all their files, or passed over."""
 
-import shutil
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
+from holdfast.hub.manifest import sha256_of
 from holdfast.reading import LARGE, read_json
+from holdfast.writing import remove_folder, write_whole
 
-STATE = "trainer_state.json"  # the Trainer writes it last
+STATE = "trainer_state.json"
+MANIFEST, FORMAT = "checkpoint.json", 1  # written last
+NEEDED = {  # the Trainer passes over some of these in silence where they are missing, and trains another model
+    "weights": "*.safetensors",
+    "optimizer": "optimizer.pt",
+    "scheduler": "scheduler.pt",
+    "random state": "rng_state*.pth",
+    "state of training": STATE,
+}
 UNWRITTEN = (OSError, RuntimeError, SafetensorError)  # what Python, torch and safetensors raise on a full disk
+KEPT = 2  # checkpoints while a run trains: one to go on from, and an older one in case that the first is damaged
+
+Flaw = Callable[[Path], str | None]  # what is wrong with a checkpoint, or None
 
 
-def last_whole(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end: a run that is killed while it writes one leaves it torn."""
-    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    newest_first = sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
-    return next((path for path in newest_first if _is_whole(path)), None)
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the folders of checkpoints, the newest first."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -step_of(path))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def last_whole(folder: Path, also: Flaw = lambda _: None) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that is whole, or None, and what is wrong with the newer ones.
+
+    also   a further reason not to go on from a checkpoint
+    """
+    reasons: list[str] = []
+    for checkpoint in checkpoints(folder):
+        reason = flaw(checkpoint) or also(checkpoint)
+        if reason is None:
+            return checkpoint, reasons
+        reasons.append(f"{checkpoint} {reason}")
+    return None, reasons
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the manifest: size and SHA-256 of every file in the checkpoint."""
+    content = {"format": FORMAT, "files": {file.name: _measured(file) for file in _files(checkpoint)}}
+    write_whole(checkpoint / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def flaw(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint or with the best one that it names; None where both are whole."""
+    reason = _damage(checkpoint)
+    if reason is not None:
+        return reason
+    state: Any = _read(checkpoint / STATE)
+    if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
+        return f"is damaged: its {STATE} is of another step"
+    best = state.get("best_global_step")
+    if best is None or best == step_of(checkpoint):
+        return None
+    if not isinstance(best, int):
+        return f"is damaged: its {STATE} names no best step"
+    reason = _damage(checkpoint.with_name(f"checkpoint-{best}"))
+    return None if reason is None else f"cannot be used: the best checkpoint, checkpoint-{best}, {reason}"
+
+
+def rotate(folder: Path, step: int, kept: int, best: int | None) -> None:
+    """Delete all but the newest `kept` checkpoints of up to `step` and the best one; later ones were damaged."""
+    until_now = [checkpoint for checkpoint in checkpoints(folder) if step_of(checkpoint) <= step]
+    stay = [*until_now[:kept], folder / f"checkpoint-{best}"]
+    for checkpoint in checkpoints(folder):
+        if checkpoint not in stay:
+            remove_folder(checkpoint, folder)
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What fails inside leaves no folder behind, and says in one sentence what could not be written."""
+def writing(checkpoint: Path, guard: Callable[[], None]) -> Iterator[None]:
+    """Remove what fails to be written inside the `with`, and say in one sentence what it was.
+
+    guard   raises where the folder is another process's by now: then nothing is removed
+    """
     try:
         yield
     except UNWRITTEN as problem:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise unwritten(folder, problem) from problem
+        guard()
+        remove_folder(checkpoint, checkpoint.parent)
+        raise unwritten(checkpoint, problem) from problem
 
 
 def unwritten(path: Path, problem: Exception) -> OSError:
@@ -35,9 +102,47 @@ def unwritten(path: Path, problem: Exception) -> OSError:
     return OSError(f"{path} could not be written ({reason}): is the disk full? What was saved before is kept.")
 
 
-def _is_whole(checkpoint: Path) -> bool:
+@contextmanager
+def resuming(checkpoint: object) -> Iterator[None]:
+    """Turn whatever is raised inside the `with`, where a checkpoint is read, into one sentence."""
     try:
-        read_json(checkpoint / STATE, limit=LARGE)
+        yield
+    except Exception as problem:  # its files may hold anything, and what trips over them raises what it likes
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise ValueError(f"{checkpoint} cannot be read ({reason}); remove it, and the run goes on without it.") from None
+
+
+def _damage(checkpoint: Path) -> str | None:
+    manifest: Any = _read(checkpoint / MANIFEST)
+    if manifest is None:
+        return f"has no readable {MANIFEST}: it was not written to its end"
+    listed = manifest.get("files") if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+    if not isinstance(listed, dict):
+        return f"is damaged: its {MANIFEST} lists no files"
+    there = {file.name: file for file in _files(checkpoint)}
+    for what, pattern in NEEDED.items():
+        if not any(Path(name).match(pattern) for name in listed):
+            return f"is damaged: it has no {what} ({pattern})"
+    for name in sorted(listed.keys() | there.keys()):
+        if name not in there:
+            return f"is damaged: {name} is missing"
+        if name not in listed:
+            return f"is damaged: {name} does not belong to it"
+        if there[name].is_symlink() or _measured(there[name]) != listed[name]:
+            return f"is damaged: {name} is not the file that was saved"
+    return None
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    return sorted(file for file in checkpoint.iterdir() if file.name != MANIFEST)
+
+
+def _measured(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file) if file.is_file() else None}
+
+
+def _read(file: Path) -> Any:
+    try:
+        return read_json(file, limit=LARGE)
     except (OSError, ValueError):
-        return False
-    return True
+        return None

@@ -1,6 +1,7 @@
 """Training on the Hugging Face Trainer: resumable, with a log of JSON lines; one process or many."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ from torch.utils.data import SequentialSampler
 
 from holdfast.hub import trainer_callback
 from holdfast.hub.folder_checks import check_folder
-from holdfast.train.checkpoints import last_whole, writing
-from holdfast.train.processes import processes
+from holdfast.train.checkpoints import KEPT, last_whole, resuming, rotate, seal, step_of, writing
+from holdfast.train.processes import is_first, processes
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.snapshots import snapshot_steps, take_snapshot
+from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
 from holdfast.train.task import Inputs, Task
-from holdfast.writing import write_whole
+from holdfast.writing import append, remove_folder, require_no_links, require_no_links_inside, write_whole
 
 LOGGED = ("step", "loss", "eval_loss", "grad_norm", "learning_rate")  # no times, so that two runs can be compared
 
 Tick = Callable[[int], None]  # called with the number of steps done
+Guard = Callable[[], None]  # called before every write; raises where the folder is another process's by now
+
+say = logging.getLogger("holdfast")
 
 
 def train(
@@ -31,29 +35,50 @@ def train(
     k: int,
     tick: Tick | None = None,
     report_to: tuple[str, ...] = (),
+    guard: Guard = lambda: None,
 ) -> list[dict[str, float]]:
     """Train `model` in place; returns its log. What is found in `folder` is continued, to the same numbers.
 
     k           experts a token, for the snapshots of its routes
     report_to   "tensorboard", "wandb": the Trainer's own callbacks
+    guard       called before every write; raises where the folder is another process's by now
     """
     import transformers
 
     how = task.recipe.training
-    trainer = _trainer_class()(
+    require_no_links_inside(folder, folder)
+    trainer = _trainer_class(folder, guard)(
         model=model,
         args=_arguments(how, folder, seed, report_to),
         train_dataset=task.examples(seed),
         eval_dataset=task.validation() if how.keep == "best" else None,
         data_collator=_as_it_is,
-        callbacks=[trainer_callback(), _callback(task.probe(), k, folder, tick)],
+        callbacks=[trainer_callback(), _callback(task.probe(), k, folder, tick, guard)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    begun = last_whole(folder)
+    begun = _begun(folder, how.steps)
     if begun is not None:
         check_folder(begun)
+    trainer.accelerator.wait_for_everyone()  # all processes have looked before the first one writes
     trainer.train(resume_from_checkpoint=None if begun is None else str(begun))
+    if is_first():
+        guard()
+        best = trainer.state.best_global_step
+        rotate(folder, how.steps, 0 if best else 1, best)
     return _lines(trainer.state.log_history)
+
+
+def _begun(folder: Path, steps: int) -> Path | None:
+    """Return the checkpoint to go on from, if any; say so where a newer one is damaged."""
+    due = snapshot_steps(steps)
+
+    def without_snapshots(checkpoint: Path) -> str | None:
+        return damaged_snapshot(folder / "snapshots", [step for step in due if step <= step_of(checkpoint)])
+
+    begun, reasons = last_whole(folder, without_snapshots)
+    if reasons and is_first():
+        say.warning("%s; %s.", "; ".join(reasons), f"going on from {begun.name}" if begun else "beginning again")
+    return begun
 
 
 def require_trainable(task: Task, seed: int) -> None:
@@ -88,7 +113,7 @@ def _arguments(how: TrainingPart, folder: Path, seed: int, report_to: tuple[str,
         max_grad_norm=how.clip,
         bf16=how.precision == "bf16",
         save_steps=how.save_every,
-        save_total_limit=1,
+        save_total_limit=None,  # `rotate` deletes old checkpoints, once the newest one has its manifest
         logging_steps=1,  # the Trainer's means over more steps would begin anew where a run is resumed
         remove_unused_columns=False,
         seed=seed,
@@ -109,7 +134,7 @@ def _as_it_is(batch: Inputs) -> Inputs:
     return batch
 
 
-def _trainer_class() -> Any:
+def _trainer_class(folder: Path, guard: Guard) -> Any:
     import transformers
 
     class InOrderTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -117,13 +142,38 @@ def _trainer_class() -> Any:
             return SequentialSampler(self.train_dataset)
 
         def _save_checkpoint(self, *given: Any) -> None:
-            with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+            checkpoint = folder / f"checkpoint-{self.state.global_step}"
+            require_no_links(checkpoint, folder)
+            if self.args.should_save:
+                guard()
+                remove_folder(checkpoint, folder)  # one that was torn: its files must not mix with these
+            self.accelerator.wait_for_everyone()
+            with writing(checkpoint, guard):
                 super()._save_checkpoint(*given)
+                self.accelerator.wait_for_everyone()  # each process writes its random state
+                if self.args.should_save:
+                    guard()
+                    seal(checkpoint)
+            if self.args.should_save:
+                guard()
+                rotate(folder, self.state.global_step, KEPT, self.state.best_global_step)
+
+        def _load_from_checkpoint(self, checkpoint: Any, *given: Any, **named: Any) -> None:
+            with resuming(checkpoint):
+                super()._load_from_checkpoint(checkpoint, *given, **named)
+
+        def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+            with resuming(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+        def _load_rng_state(self, checkpoint: Any) -> None:
+            with resuming(checkpoint):
+                super()._load_rng_state(checkpoint)
 
     return InOrderTrainer
 
 
-def _callback(probe: Inputs, k: int, folder: Path, tick: Tick | None) -> Any:
+def _callback(probe: Inputs, k: int, folder: Path, tick: Tick | None, guard: Guard) -> Any:
     """Writes the log, takes the snapshots, tells how far training has come."""
     from transformers import TrainerCallback
 
@@ -131,7 +181,10 @@ def _callback(probe: Inputs, k: int, folder: Path, tick: Tick | None) -> Any:
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.best_global_step:  # not where the checkpoint says, which may be of another working directory
+                state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")
             if state.is_world_process_zero:  # of a resumed run, what came before
+                guard()
                 write_whole(path, "".join(json.dumps(line) + "\n" for line in _lines(state.log_history)))
             self.due = set(snapshot_steps(state.max_steps))
             if tick is not None:
@@ -139,11 +192,13 @@ def _callback(probe: Inputs, k: int, folder: Path, tick: Tick | None) -> Any:
 
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
-                with path.open("a", encoding="utf-8") as log:
-                    log.writelines(json.dumps(line) + "\n" for line in _lines(state.log_history[-1:]))
+                guard()
+                append(path, "".join(json.dumps(line) + "\n" for line in _lines(state.log_history[-1:])))
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.global_step in self.due and state.is_world_process_zero:
+                guard()
+                require_no_links(folder / "snapshots", folder)
                 take_snapshot(model, probe, k, state.global_step, folder / "snapshots")
             if tick is not None:
                 tick(state.global_step)

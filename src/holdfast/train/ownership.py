@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from holdfast.locking import is_lock
 from holdfast.reading import read_json
-from holdfast.writing import write_whole
+from holdfast.writing import remove_partial, require_no_links, require_no_links_inside, write_whole
 
 NAME = "run.json"
 
@@ -14,8 +15,13 @@ def require_own(folder: Path, identity: dict[str, Any]) -> None:
     """A ValueError where the folder holds another run, or something that is no run."""
     if not agrees(folder / NAME, identity):
         raise ValueError(f"{folder} belongs to another run ({_whose(folder, identity)}); choose another folder.")
-    if not (folder / NAME).exists() and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+    if not (folder / NAME).exists() and folder.exists() and (folder.is_file() or _is_used(folder)):
         raise ValueError(f"{folder} is not empty and holds no run; choose another folder.")
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether there is more in it than a lock and a file that is just being written."""
+    return any(not (is_lock(path.name) or path.name.startswith(f".{NAME}.")) for path in folder.iterdir())
 
 
 def _whose(folder: Path, identity: dict[str, Any]) -> str:
@@ -33,8 +39,25 @@ def _differing(key: str, value: Any) -> str:
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:
-    """From now on the folder is this run's."""
-    write_json(folder / NAME, identity)
+    """Record that the folder is this run's, or raise the ValueError of `require_own`; its lock is held meanwhile."""
+    require_no_links(folder / NAME, folder)
+    require_own(folder, identity)
+    if not (folder / NAME).exists():
+        write_json(folder / NAME, identity)
+
+
+def prepare(home: Path, root: Path) -> None:
+    """Make the folder of a trained model ready to be written, under its lock.
+
+    A ValueError where a file or folder that is written is a symbolic link below `root`. What processes that were killed left
+    half written is removed.
+    """
+    for name in ("training", "model"):
+        require_no_links_inside(home / name, root)
+    for name in ("task.json", "router.json", "result.json"):
+        require_no_links(home / name, root)
+    for folder in (home, home / "training", home / "training" / "snapshots"):
+        remove_partial(folder)
 
 
 def agrees(path: Path, content: Any) -> bool:
@@ -44,7 +67,7 @@ def agrees(path: Path, content: Any) -> bool:
     except FileNotFoundError:
         return True
     except ValueError as problem:
-        raise ValueError(f"{path} is damaged: {problem}") from None
+        raise ValueError(f"{path} is damaged ({problem}); remove {path.parent}, or choose another folder.") from None
     return bool(found == json.loads(json.dumps(content)))
 
 

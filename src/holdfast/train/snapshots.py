@@ -37,12 +37,26 @@ def take_snapshot(model: Any, probe: Inputs, k: int, step: int, folder: Path) ->
         masks = core(routing, k)[padding] if padding is not None else core(routing, k)
         rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
         layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
-    write_whole(folder / f"{step:08d}.json", json.dumps({"step": step, "layers": layers}))
+    write_whole(_file(folder, step), json.dumps({"step": step, "layers": layers}))
+
+
+def damaged_snapshot(folder: Path, steps: list[int]) -> str | None:
+    """Return what is wrong with the first snapshot of these steps that cannot be read; None where all can."""
+    for step in steps:
+        try:
+            json.loads(_file(folder, step).read_text(encoding="utf-8"))["layers"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return f"cannot be used: the snapshot {_file(folder, step)} is missing or damaged"
+    return None
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"{step:08d}.json"
 
 
 def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool) -> dict[str, Any]:
     """How sets fluctuated between snapshots (Mutual-Inform, Figure 2) and graphs grew (Symphony, Figure 4)."""
-    taken = [json.loads((folder / f"{step:08d}.json").read_text()) for step in steps]
+    taken = [json.loads(_file(folder, step).read_text(encoding="utf-8")) for step in steps]
     layers = []
     for layer, name in enumerate(names):
         sets = [snapshot["layers"][layer]["sets"] for snapshot in taken]

@@ -11,6 +11,7 @@ from holdfast.data import Tokenizer, corpora, image_sets, tokenizer_from
 from holdfast.data.hub_tokenizer import HubTokenizer
 from holdfast.hub import load, save
 from holdfast.reading import LARGE, lies_inside, read_json
+from holdfast.replacing import restore
 from holdfast.train.checkpoints import UNWRITTEN, unwritten
 from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import Recipe
@@ -135,7 +136,7 @@ def read_record(folder: Path) -> Record:
 
 def _home(folder: Path) -> Path | None:
     places = (folder, Path(os.path.realpath(folder)).parent)
-    return next((place for place in places if (place / TASK).exists() and (place / MODEL).is_dir()), None)
+    return next((place for place in places if (place / TASK).exists() and restore(place / MODEL)), None)
 
 
 def _holds_all_of(home: Path, source: Path) -> bool:

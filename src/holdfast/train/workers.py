@@ -13,17 +13,19 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.train.cells import Comparison, Progress
+    from holdfast.train.cells import Cell, Comparison, Progress
 
 POLL = 0.5  # seconds between two looks at the progress
 
 _worker: tuple[Comparison, Any] | None = None  # of a worker process: the comparison, and where progress is reported to
 
 
-def run_side_by_side(comparison: Comparison, jobs: int, progress: Progress | None) -> None:
-    """Train the cells that are missing, so many at a time."""
+def run_side_by_side(comparison: Comparison, wanted: list[Cell], jobs: int, progress: Progress | None) -> None:
+    """Train those of the wanted cells that are missing, so many at a time, save those that other processes train."""
     cells = comparison.cells
-    missing = [number for number, cell in enumerate(cells) if comparison.stored(cell) is None]
+    missing = [number for number, cell in enumerate(cells) if cell in wanted and comparison.stored(cell) is None]
+    if not missing:
+        return
     names = [contender.name for contender in comparison.contenders]
     missing.sort(key=lambda number: names.index(cells[number].contender.name))  # who names slow routers first waits less
     context = get_context("spawn")  # a fork would share threads and the GPU's state
@@ -70,4 +72,4 @@ def _begin(given: tuple[Any, ...], done: Any, threads: int) -> None:
 def _train(number: int) -> None:
     assert _worker is not None
     comparison, done = _worker
-    comparison.result(comparison.cells[number], lambda cell, steps: done.put((number, steps)))
+    comparison.attempt(comparison.cells[number], lambda cell, steps: done.put((number, steps)))

@@ -1,0 +1,281 @@
+"""A damaged checkpoint is never gone on from, a damaged file gets one sentence, and no link leads out of a run folder."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import Command
+
+from holdfast.locking import LockLostError
+from holdfast.train import Cell, Comparison, Recipe, contenders
+from holdfast.train.checkpoints import flaw, seal
+
+SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}
+CELL = "smoe-seed0"
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny: Callable[..., Recipe]) -> Recipe:
+    return tiny(SMALL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return as_text(run(recipe, tmp_path_factory.mktemp("whole") / "run"))
+
+
+@pytest.fixture(scope="module")
+def interrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was stopped after step 5, with the checkpoints 2 and 4."""
+
+    def stop(cell: Cell, steps: int) -> None:
+        if steps == 5:
+            raise Interrupted
+
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.raises(Interrupted):
+        Comparison(recipe, contenders("smoe"), 1, folder).run(stop)
+    names = sorted(path.name for path in folder.glob("cells/*/training/checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-4"]
+    return folder
+
+
+@pytest.fixture
+def folder(interrupted: Path, tmp_path: Path) -> Path:
+    shutil.copytree(interrupted, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def run(recipe: Recipe, folder: Path, told: list[int] | None = None) -> list[dict[str, Any]]:
+    steps = [] if told is None else told
+    return Comparison(recipe, contenders("smoe"), 1, folder).run(lambda cell, done: steps.append(done))
+
+
+def as_text(results: list[dict[str, Any]]) -> str:
+    return json.dumps(results, sort_keys=True)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def another_best(checkpoint: Path) -> None:
+    """A manifest that agrees with the files, and a state that names a best checkpoint which is not there."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "best_global_step": 3}))
+    (checkpoint / "checkpoint.json").unlink()
+    seal(checkpoint)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped bit in the weights": (
+        lambda path: flip_a_bit(path / "model.safetensors"),
+        "model.safetensors is not the file",
+    ),
+    "a flipped bit in the optimizer": (lambda path: flip_a_bit(path / "optimizer.pt"), "optimizer.pt is not the file"),
+    "no optimizer": (lambda path: (path / "optimizer.pt").unlink(), "optimizer.pt is missing"),
+    "no scheduler": (lambda path: (path / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+    "no random state": (lambda path: (path / "rng_state.pth").unlink(), "rng_state.pth is missing"),
+    "half a state": (lambda path: cut(path / "trainer_state.json"), "trainer_state.json is not the file"),
+    "half the weights": (lambda path: cut(path / "model.safetensors"), "model.safetensors is not the file"),
+    "no manifest": (lambda path: (path / "checkpoint.json").unlink(), "was not written to its end"),
+    "half a manifest": (lambda path: cut(path / "checkpoint.json"), "was not written to its end"),
+    "a file too many": (lambda path: (path / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong to it"),
+    "a best that is not there": (another_best, "the best checkpoint, checkpoint-3, has no readable"),
+    "no snapshot": (
+        lambda path: (path.parent / "snapshots" / "00000004.json").unlink(),
+        "the snapshot .*00000004.json is missing or damaged",
+    ),
+}
+QUICK = ["a flipped bit in the weights", "no optimizer", "a best that is not there", "no snapshot"]
+
+
+@pytest.mark.parametrize(
+    "damage", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE]
+)
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+    damage: str, recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil, reason = DAMAGE[damage]
+    spoil(folder / "cells" / CELL / "training" / "checkpoint-4")
+    steps: list[int] = []
+    assert as_text(run(recipe, folder, steps)) == undisturbed
+    assert steps[:2] == [2, 3]
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "holdfast")
+    assert "\n" not in said and said.endswith("; going on from checkpoint-2.")
+    assert "checkpoint-4" in said and re.search(reason, said)
+
+
+def test_every_damage_is_seen(interrupted: Path, tmp_path: Path) -> None:
+    """All of the above, without training; and whole checkpoints are whole."""
+    for number, (damage, (spoil, _)) in enumerate(DAMAGE.items()):
+        place = tmp_path / str(number)
+        shutil.copytree(interrupted / "cells" / CELL / "training", place)
+        assert flaw(place / "checkpoint-4") is None
+        spoil(place / "checkpoint-4")
+        assert (flaw(place / "checkpoint-4") is not None) == (damage != "no snapshot"), damage
+        assert flaw(place / "checkpoint-2") is None
+
+
+def test_with_no_whole_checkpoint_a_run_begins_again_and_says_so(
+    recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for checkpoint in (folder / "cells" / CELL / "training").glob("checkpoint-*"):
+        flip_a_bit(checkpoint / "optimizer.pt")
+    steps: list[int] = []
+    assert as_text(run(recipe, folder, steps)) == undisturbed
+    assert steps[0] == 0 and caplog.records[0].getMessage().endswith("; beginning again.")
+
+
+def test_an_optimizer_that_is_no_tensor_file_gets_one_sentence_and_runs_nothing(recipe: Recipe, folder: Path) -> None:
+    """With a manifest that agrees: nothing is unpickled but tensors."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(folder / "ran"),)
+
+    checkpoint = folder / "cells" / CELL / "training" / "checkpoint-4"
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        shutil.copy(checkpoint / name, folder / "whole")
+        (checkpoint / name).write_bytes(pickle.dumps(Evil()))
+        seal(checkpoint)
+        with pytest.raises(ValueError, match=r"checkpoint-4 cannot be read \(.*\); remove it") as caught:
+            run(recipe, folder)
+        assert "\n" not in str(caught.value) and not (folder / "ran").exists()
+        shutil.copy(folder / "whole", checkpoint / name)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '"text"', "[" * 100_000, '{"router": "ac", "seed": 0}'])
+def test_a_damaged_result_is_done_again(
+    content: str, recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "cells" / CELL / "result.json").write_text(content)
+    assert Comparison(recipe, contenders("smoe"), 1, folder).stored(Cell(contenders("smoe")[0], 0)) is None
+    if content == "{":
+        assert as_text(run(recipe, folder)) == undisturbed
+        assert "result.json is damaged; the cell is done again." in caplog.text
+
+
+@pytest.mark.parametrize("name", ["run.json", f"cells/{CELL}/router.json"])
+def test_torn_files_get_one_sentence_with_the_folders_name(name: str, recipe: Recipe, folder: Path) -> None:
+    for content in ("{", "\0\0\0\0", "[" * 100_000, "{}"):
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError, match="run") as caught:
+            run(recipe, folder)
+        assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    def put(path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
+
+    return put
+
+
+PLACES = [
+    "run.json",
+    "cells",
+    f"cells/{CELL}",
+    f"cells/{CELL}/model",
+    f"cells/{CELL}/task.json",
+    f"cells/{CELL}/result.json",
+    f"cells/{CELL}/router.json",
+    f"cells/{CELL}/.lock-1",
+    f"cells/{CELL}/training",
+    f"cells/{CELL}/training/log.jsonl",
+    f"cells/{CELL}/training/snapshots",
+    f"cells/{CELL}/training/checkpoint-4",
+    f"cells/{CELL}/training/checkpoint-6",
+    f"cells/{CELL}/training/checkpoint-2/optimizer.pt",
+    f"cells/{CELL}/training/runs",
+    ".lock-1",
+]
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every file and link below a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("target", ["folder", "file", "dangling"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_link_in_a_run_folder_is_refused_and_nothing_is_touched(
+    place: str, target: str, recipe: Recipe, folder: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    if target == "folder":
+        victim.mkdir()
+        (victim / "precious.txt").write_text("precious")
+    elif target == "file":
+        victim.write_text("precious")
+    link_to(str(victim))(folder / place)
+    before = contents(tmp_path)
+    with pytest.raises((ValueError, OSError)) as caught:
+        run(recipe, folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+def test_train_refuses_links_with_exit_code_2(recipe: Recipe, tmp_path: Path, command: Command) -> None:
+    """And the folder that is named by the user may be a link."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    line = ("train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out"))
+    assert command(*line).returncode == 0
+    assert (tmp_path / "real" / "model" / "model.safetensors").is_file()
+    victim = tmp_path / "victim"
+    (tmp_path / "real" / "model").rename(victim)
+    (tmp_path / "real" / "model").symlink_to(victim)
+    before = contents(tmp_path)
+    ended = command(*line)
+    assert ended.returncode == 2 and ended.stderr.startswith("holdfast: ") and ended.stderr.count("\n") == 1
+    assert "model is a symbolic link (to" in ended.stderr
+    assert contents(tmp_path) == before
+
+
+def test_results_and_pages_are_not_written_over_links(recipe: Recipe, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    comparison = Comparison(recipe, contenders("smoe"), 1, folder)
+    results = comparison.run()
+    (folder / "results.json").symlink_to(tmp_path / "victim")
+    with pytest.raises(ValueError, match=r"results\.json is a symbolic link"):
+        comparison.publish(results, lambda: None)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_process_that_lost_its_lock_writes_no_more(recipe: Recipe, folder: Path) -> None:
+    """As one that was stopped on another machine for so long that its cell was taken over."""
+    seen: dict[str, Any] = {}
+
+    def taken_over(cell: Cell, steps: int) -> None:
+        if steps == 5:
+            (lock,) = (folder / "cells" / CELL).glob(".lock-*")
+            lock.rename(lock.with_name(".lock-7"))
+            seen.update(contents(folder))
+
+    with pytest.raises(LockLostError, match=f"{CELL} is written by another process by now"):
+        Comparison(recipe, contenders("smoe"), 1, folder).run(taken_over)
+    assert seen and contents(folder) == seen
