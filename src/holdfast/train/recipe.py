@@ -74,7 +74,7 @@ class AttackPart:
     examples: Positive = 512  # test pictures that are attacked, evenly spread
 
     def __post_init__(self) -> None:
-        if len(self.token) > LONGEST_TOKEN:
+        if self.token is not None and len(self.token) > LONGEST_TOKEN:
             raise ValueError(f"attack.token has {len(self.token):,} letters; at most {LONGEST_TOKEN} are swapped in.")
 
 
