@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from audit.subjects import texts, tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import tiny
@@ -31,6 +32,14 @@ TRYING: dict[str, list[str]] = {
 SECONDS = 20  # far more than a refusal takes on a busy machine, far less than any of these folders would
 Edit = Callable[[Path], object]
 CANARY = "canary_of_hostile_folders"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def verbosity() -> Iterator[None]:
+    """Commands silence transformers; tests of other files listen to it."""
+    before = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(before)
 
 
 @pytest.fixture(scope="module")
@@ -473,8 +482,6 @@ def test_a_device_or_a_pipe_is_no_text(tmp_path: Path, refused: Callable[..., st
 
 
 def test_auto_classes_refuse_bombs_too(made: dict[str, Path], tmp_path: Path) -> None:
-    import transformers
-
     for number, (values, says) in enumerate([({"num_labels": 10**9}, "num_labels is"), ({"vocab_size": 10**8}, "together")]):
         folder = tmp_path / str(number)
         shutil.copytree(made["changed"], folder)

@@ -43,6 +43,8 @@ def check_files(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds an adapter; load the model it belongs to, and put the adapter on with peft.")
     require_own_files(folder)
     written = read_config(folder)
+    if is_changed(written, folder):
+        check_manifest(folder, weights=False)
     require_sane_numbers(written, folder)
     _require_own_shards(folder)
     return written
