@@ -50,6 +50,8 @@ def mixing(**how: Any) -> tuple[Function, Function]:
 
 REAL = torch.tensor([[True] * 7, [True] * 3 + [False] * 4])
 MIXTURE, SCALES = torch.eye(3)[[0, 1, 2, 1, 0]], torch.rand(3, 6) + 0.5
+ORDER = torch.full((128,), 5)
+ORDER[:2], ORDER[64:67] = torch.tensor([0, 2]), torch.tensor([1, 3, 4])
 OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "mix": (*mixing(scale=0.7), [(2, 7, 5), (2, 7, 5), (2, 7, 3)]),
     "mix, causal and padded": (*mixing(scale=0.7, causal=True, real=REAL), [(2, 7, 5), (2, 7, 5), (2, 7, 3)]),
@@ -85,8 +87,6 @@ OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         [(2, 2, 5, 3)],
     ),
 }
-ORDER = torch.full((128,), 5)
-ORDER[:2], ORDER[64:67] = torch.tensor([0, 2]), torch.tensor([1, 3, 4])
 
 
 @pytest.mark.parametrize("name", OPERATORS)

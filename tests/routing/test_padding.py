@@ -40,14 +40,14 @@ def surroundings(value: float, tokens: Tensor) -> Context:
     context = context_for(tokens, EXPERTS)
     attention, previous = context.attention, context.previous
     assert attention is not None and previous is not None
-    heads = {
+    heads: dict[str, Any] = {
         name: padded_with(value, getattr(attention, name).transpose(1, 2)).transpose(1, 2)
         for name in ("query", "key", "value")
     }
     attention = replace(attention, output=padded_with(value, attention.output), **heads)
     assert attention.projection is not None
     attention.projection.weight.requires_grad_()
-    rows = {
+    rows: dict[str, Any] = {
         name: padded_with(value, getattr(previous.routing, name).unflatten(0, REAL.shape)).flatten(0, 1).detach()
         for name in ("logits", "gates", "weights")
     }
@@ -57,7 +57,8 @@ def surroundings(value: float, tokens: Tensor) -> Context:
 
 def outcome(name: str, value: float, *, training: bool = True, compiled: bool = False) -> dict[str, Tensor]:
     """What two steps of a layer give where padding holds `value`: outputs of real tokens, losses, gradients, state."""
-    module, found = layer(name).train(training), {}
+    module = layer(name).train(training)
+    found: dict[str, Tensor | None] = {}
     forward = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     for step in range(2):
         torch.manual_seed(step)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, Experts, MoE
+from holdfast.ops.choose import fading
 from holdfast.routing import Scores, SmoothTopK
-from holdfast.routing.smoothing import fading
 
 
 def train(router: holdfast.Router, batches: int, tokens: int = 256) -> list[float]:

@@ -200,10 +200,13 @@ def _terms(
 ) -> _Terms:
     second_query = None if second_query is None else second_query.float()
     second_key = None if second_key is None else _only_real(second_key, real)
-    operands = [query.float(), _only_real(key, real), second_query, second_key, bias]
-    if _overflows(operands[0], operands[1], scale) or _overflows(second_query, second_key, second_scale):
-        operands = [None if operand is None else operand.double() for operand in operands]
-    return _Terms(*operands, real, mask, causal, scale, second_scale)  # type: ignore[arg-type]
+    query, key = query.float(), _only_real(key, real)
+    if _overflows(query, key, scale) or _overflows(second_query, second_key, second_scale):
+        query, key = query.double(), key.double()
+        second_query, second_key, bias = (
+            None if operand is None else operand.double() for operand in (second_query, second_key, bias)
+        )
+    return _Terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
 
 
 def _overflows(query: Tensor | None, key: Tensor | None, scale: float) -> bool:

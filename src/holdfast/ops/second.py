@@ -24,9 +24,11 @@ def gradients(
     with torch.enable_grad():
         # Views, because one input may be computed from another: each gets only what it brings by itself.
         views = [None if value is None else value.view_as(value) for value in inputs]
-        wanted = [view for view, need in zip(views, needs, strict=True) if need and view is not None]
-        found = iter(torch.autograd.grad(plain(*views), wanted, grad, create_graph=True, allow_unused=True))
-        return [next(found) if need and view is not None else None for view, need in zip(views, needs, strict=True)]
+        places = [at for at, view in enumerate(views) if needs[at] and view is not None and view.requires_grad]
+        wanted = [view for at in places if (view := views[at]) is not None]
+        found = torch.autograd.grad(plain(*views), wanted, grad, create_graph=True, allow_unused=True)
+        by_place = dict(zip(places, found, strict=True))
+        return [by_place.get(at) for at in range(len(views))]
 
 
 class _Refused(torch.autograd.Function):

@@ -266,8 +266,8 @@ def _nan_in_padding(subject: Subject, tokens: Tensor, real: Tensor) -> None:
             **{f"the state {name}": state for name, state in state_of(router.eval()).items()},
         }
         outcomes.append(found)
-    for name, value in outcomes[0].items():
-        torch.testing.assert_close(outcomes[1][name], value, msg=f"NaN in padding changes {name}")
+    for name, expected in outcomes[0].items():
+        torch.testing.assert_close(outcomes[1][name], expected, msg=f"NaN in padding changes {name}")
 
 
 def batch_invariance(subject: Subject) -> None:
