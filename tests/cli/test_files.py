@@ -43,11 +43,6 @@ def test_a_file_that_another_process_writes_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_output_that_cannot_be_written_is_noticed_before_the_work(name: str, command: Command) -> None:
-    refused(command(*WRITERS[name], "--out", out(name, Path("/proc/none"))), "/proc/none cannot be written (")
-
-
-@pytest.mark.parametrize("name", WRITERS)
 def test_a_link_in_place_of_a_file_is_refused(name: str, tmp_path: Path, command: Command) -> None:
     place = tmp_path / ("audit.json" if name == "audit" else "out.json")
     place.symlink_to(tmp_path / "victim")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.files import require_folder, require_free
+from holdfast.cli.files import release_files, require_folder, require_free
 from holdfast.cli.main import main
 
 FILES = [["evaluate", "MODEL"], ["attack", "MODEL", "words", "--rate", "0.1"], ["certify", "MODEL"]]
@@ -67,4 +67,5 @@ def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
     require_folder(tmp_path / "new" / "folder")
     require_free(tmp_path / "new" / "file.json", force=False)
     require_free(None, force=False)
+    release_files()
     assert not list(tmp_path.iterdir())
