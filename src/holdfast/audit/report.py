@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from holdfast.metrics.report import plain
+from holdfast.reading import LARGEST, read_json
 from holdfast.writing import write_whole
 
 SCHEMA = 1
@@ -47,8 +48,8 @@ class AuditReport:
     @classmethod
     def load(cls, path: str | Path) -> "AuditReport":
         try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as problem:
+            stored = read_json(Path(path), limit=LARGEST)
+        except (OSError, ValueError) as problem:
             raise ValueError(f"{path} cannot be read as an audit: {problem}") from None
         if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
             found = stored.get("schema") if isinstance(stored, dict) else None

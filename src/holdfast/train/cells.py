@@ -1,6 +1,5 @@
 """A comparison: one cell for each router and seed, each trained, scored and stored once."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from holdfast.locking import POLL, Lock, Owner, being_written, locked
 from holdfast.metrics.report import plain
+from holdfast.reading import LARGEST, read_json
 from holdfast.train.contenders import Contender
 from holdfast.train.joining import joined
 from holdfast.train.loop import Guard, require_trainable, train
@@ -145,11 +145,11 @@ class Comparison:
         if not path.exists():
             return None
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
+            result = read_json(path, limit=LARGEST)
             is_whole = all(key in result for key in STORED)
             is_of_cell = is_whole and (result["router"], result["seed"]) == (cell.contender.name, cell.seed)
             return dict(result) if is_of_cell else None
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError, TypeError):
             return None
 
     def result(self, cell: Cell, progress: Progress | None = None) -> dict[str, Any]:

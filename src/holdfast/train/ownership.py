@@ -26,7 +26,7 @@ def _is_used(folder: Path) -> bool:
 
 def _whose(folder: Path, identity: dict[str, Any]) -> str:
     """In what the run that is there is another than this one."""
-    stored, mine = json.loads((folder / NAME).read_text(encoding="utf-8")), json.loads(json.dumps(identity))
+    stored, mine = read_json(folder / NAME), json.loads(json.dumps(identity))
     if not isinstance(stored, dict) or stored.keys() != mine.keys():
         return "of another command"
     return ", ".join(_differing(key, stored[key]) for key in mine if stored[key] != mine[key])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from holdfast.hub import trace
 from holdfast.metrics import CoSelection
+from holdfast.reading import LARGEST, read_json
 from holdfast.routing import Router, Routing
 from holdfast.routing.expert_graph import ExpertGraph
 from holdfast.train.task import Inputs, forward
@@ -44,8 +45,8 @@ def damaged_snapshot(folder: Path, steps: list[int]) -> str | None:
     """Return what is wrong with the first snapshot of these steps that cannot be read; None where all can."""
     for step in steps:
         try:
-            json.loads(_file(folder, step).read_text(encoding="utf-8"))["layers"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            read_json(_file(folder, step), limit=LARGEST)["layers"]
+        except (OSError, ValueError, KeyError, TypeError):
             return f"cannot be used: the snapshot {_file(folder, step)} is missing or damaged"
     return None
 
@@ -56,7 +57,7 @@ def _file(folder: Path, step: int) -> Path:
 
 def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool) -> dict[str, Any]:
     """How sets fluctuated between snapshots (Mutual-Inform, Figure 2) and graphs grew (Symphony, Figure 4)."""
-    taken = [json.loads(_file(folder, step).read_text(encoding="utf-8")) for step in steps]
+    taken = [read_json(_file(folder, step), limit=LARGEST) for step in steps]
     layers = []
     for layer, name in enumerate(names):
         sets = [snapshot["layers"][layer]["sets"] for snapshot in taken]
