@@ -1,11 +1,13 @@
 """Second derivatives of the operators and of whole layers, against the naive mathematics; wrong ones would not raise."""
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from contexts import on_device
 from references import reference
 from torch import Tensor
 
@@ -27,7 +29,7 @@ Function = Callable[..., Tensor]
 def along(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The derivative of the gradient of a curved function of the output, along a direction."""
     inputs = [value.detach().clone().requires_grad_() for value in inputs]
-    out = function(*inputs)
+    out = function(*inputs).cpu()
     total = (out.square() * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
     grads = torch.autograd.grad(total, inputs, create_graph=True)
     slope = sum((grad * torch.linspace(-1, 2, grad.numel(), dtype=grad.dtype).view(grad.shape)).sum() for grad in grads)
@@ -50,8 +52,9 @@ def mixing(**how: Any) -> tuple[Function, Function]:
 
 REAL = torch.tensor([[True] * 7, [True] * 3 + [False] * 4])
 MIXTURE, SCALES = torch.eye(3)[[0, 1, 2, 1, 0]], torch.rand(3, 6) + 0.5
-ORDER = torch.full((128,), 5)
+ORDER = torch.full((192,), 5)
 ORDER[:2], ORDER[64:67] = torch.tensor([0, 2]), torch.tensor([1, 3, 4])
+ORDER[128:] = -7  # a tile that is not needed holds anything
 OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "mix": (*mixing(scale=0.7), [(2, 7, 5), (2, 7, 5), (2, 7, 3)]),
     "mix, causal and padded": (*mixing(scale=0.7, causal=True, real=REAL), [(2, 7, 5), (2, 7, 5), (2, 7, 3)]),
@@ -72,7 +75,7 @@ OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         [(5, 6), (4, 6)],
     ),
     "clustered linear": (  # tiles of 64: the first cluster's, then the second's
-        lambda x, w: _linear_plain(x, w, ORDER, torch.tensor([0, 1]), torch.tensor([1, 2]), SCALES),
+        lambda x, w: _linear_plain(x, w, ORDER, torch.tensor([0, 1, -1]), torch.tensor([1, 2]), SCALES),
         lambda x, w: (x * SCALES[[0, 1, 0, 1, 1]]) @ w.t(),
         [(5, 6), (4, 6)],
     ),
@@ -120,7 +123,8 @@ def test_what_the_choosing_kernel_is_differentiated_as(how: str) -> None:
     torch.testing.assert_close(got, chosen.weights)
 
 
-def layers(name: str) -> tuple[Function, Function, list[Tensor]]:
+def layers(name: str, device: str = "cpu") -> tuple[Function, Function, list[Tensor]]:
+    """The layer on a device and the naive mathematics, both as functions of tensors on the CPU."""
     torch.manual_seed(0)
     options = {"heads": 2} if "attention" in name else {}
     router = holdfast.router(name, dim=12, experts=5, **options)
@@ -129,9 +133,11 @@ def layers(name: str) -> tuple[Function, Function, list[Tensor]]:
     tokens = 2 * subject.tokens(1, 6)
     context = subject.context(tokens, causal=True)
     names = ["gate_up_proj", "down_proj"]
+    there, around = copy.deepcopy(module).to(device), on_device(context, device)
 
     def run(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        out, _ = torch.func.functional_call(module, {f"experts.{names[0]}": up, f"experts.{names[1]}": down}, (x, context))
+        experts = {f"experts.{names[0]}": up.to(device), f"experts.{names[1]}": down.to(device)}
+        out, _ = torch.func.functional_call(there, experts, (x.to(device), around))
         return out
 
     def plain(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -143,9 +149,13 @@ def layers(name: str) -> tuple[Function, Function, list[Tensor]]:
     return run, plain, [tokens, *(module.experts.get_parameter(each).detach() for each in names)]
 
 
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", holdfast.routers())
-def test_of_a_whole_layer(name: str) -> None:
-    run, plain, inputs = layers(name)
+def test_of_a_whole_layer(name: str, device: str) -> None:
+    run, plain, inputs = layers(name, device)
     got, expected = along(run, inputs), along(plain, [value.double() for value in inputs])
     largest = max(float(value.norm()) for value in expected)
     for mine, theirs in zip(got, expected, strict=True):
@@ -164,9 +174,10 @@ def pairs() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", pairs())
-def test_of_a_layer_with_two_names(name: str) -> None:
-    test_of_a_whole_layer(name)
+def test_of_a_layer_with_two_names(name: str, device: str) -> None:
+    test_of_a_whole_layer(name, device)
 
 
 def test_a_refusal_comes_when_it_is_differentiated() -> None:

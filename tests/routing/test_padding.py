@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from contexts import on_device
 from test_training import COMBINATIONS, HEADS, context_for
 from torch import Tensor
 
@@ -18,6 +19,7 @@ ROUTERS |= {"smooth, by its loss": ("smooth", {"control": "loss", "eps": 0.5})}
 ROUTERS |= {"smoe, learned noise": ("smoe", {"noise": "gaussian"}), "low rank": ("similarity", {"rank": 3})}
 BAD = {"NaN": torch.nan, "infinity": torch.inf, "minus infinity": -torch.inf, "1e38": 1e38}
 DIM, EXPERTS = 16, 8
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 REAL = torch.tensor([[True] * 9, [True] * 4 + [False] * 5, [False] * 3 + [True] * 6])
 
 
@@ -55,23 +57,26 @@ def surroundings(value: float, tokens: Tensor) -> Context:
     return replace(context, padding=REAL, attention=attention, previous=previous)
 
 
-def outcome(name: str, value: float, *, training: bool = True, compiled: bool = False) -> dict[str, Tensor]:
+def outcome(
+    name: str, value: float, *, training: bool = True, compiled: bool = False, device: str = "cpu"
+) -> dict[str, Tensor]:
     """What two steps of a layer give where padding holds `value`: outputs of real tokens, losses, gradients, state."""
-    module = layer(name).train(training)
+    module = layer(name).train(training).to(device)
     found: dict[str, Tensor | None] = {}
     forward = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     for step in range(2):
         torch.manual_seed(step)
         plain = torch.randn(*REAL.shape, DIM)
-        tokens, context = padded_with(value, plain), surroundings(value, plain)
+        tokens, context = padded_with(value, plain), on_device(surroundings(value, plain), device)
         attention = context.attention
         assert attention is not None and attention.projection is not None
-        out, routing = forward(tokens, context)
-        real = out[REAL]
-        total = (real * torch.linspace(-1, 1, real.numel()).view(real.shape)).sum() + routing.loss
+        out, routing = forward(tokens.to(device), context)
+        real = out[REAL.to(device)]
+        total = (real * torch.linspace(-1, 1, real.numel(), device=device).view(real.shape)).sum() + routing.loss
         total.backward()
         found |= {f"output {step}": real, f"loss {step}": routing.loss, f"tokens {step}": tokens.grad}
-        found |= {f"weights {step}": routing.weights[REAL.flatten()], f"experts {step}": routing.experts[REAL.flatten()]}
+        chosen = REAL.flatten().to(device)
+        found |= {f"weights {step}": routing.weights[chosen], f"experts {step}": routing.experts[chosen]}
         found[f"projection {step}"] = attention.projection.weight.grad
     found |= {f"gradient of {key}": parameter.grad for key, parameter in module.named_parameters()}
     found |= dict(module.eval().named_buffers())
@@ -90,6 +95,18 @@ def test_what_stands_in_padding_changes_nothing(name: str) -> None:
     expected = outcome(name, 0.0)
     assert (expected["tokens 1"][~REAL] == 0).all()
     assert_same(outcome(name, torch.nan), expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_nor_in_the_kernels_of_a_gpu(name: str, bad: str) -> None:
+    """Sums there may be taken in another order."""
+    got, expected = outcome(name, BAD[bad], device="cuda"), outcome(name, 0.0, device="cuda")
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert value.isfinite().all(), key
+        torch.testing.assert_close(got[key], value, atol=1e-5, rtol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize("bad", [name for name in BAD if name != "NaN"])

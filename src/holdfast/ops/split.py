@@ -70,8 +70,9 @@ def _linear_plain(
     rows = tokens.float()
     if order is not None and owners is not None and scales is not None:
         count = tokens.shape[0]
-        cluster = owners.long().clamp_min(0).repeat_interleave(TILE)
-        cluster_of = cluster.new_zeros(count + 1).scatter(0, order.long().clamp_max(count), cluster)[:count]
+        cluster = owners.long().repeat_interleave(TILE)
+        places = order.long().where(cluster >= 0, count)  # the order of a tile that is not needed is uninitialised
+        cluster_of = cluster.new_zeros(count + 1).scatter(0, places, cluster.clamp_min(0))[:count]
         rows = rows * scales[cluster_of]
     return matmul_float32(rows, weight.t())
 

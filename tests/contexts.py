@@ -1,0 +1,27 @@
+"""A router's context on another device, for tests that compare a GPU with the mathematics on a CPU."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from holdfast import Context
+from holdfast.routing import Previous
+
+
+def on_device(context: Context, device: str) -> Context:
+    """Return a copy of the context on `device`; gradients still reach the tensors that it was made from."""
+    attention, previous = context.attention, context.previous
+    assert attention is not None and previous is not None
+    heads: dict[str, Any] = {name: getattr(attention, name).to(device) for name in ("query", "key", "value", "output")}
+    rows: dict[str, Any] = {
+        name: getattr(previous.routing, name).to(device) for name in ("logits", "gates", "weights", "experts")
+    }
+    mask = None if attention.mask is None else attention.mask.to(device)
+    projection = copy.deepcopy(attention.projection).to(device)  # type: ignore[union-attr]
+    return replace(
+        context,
+        padding=None if context.padding is None else context.padding.to(device),
+        token_ids=None if context.token_ids is None else context.token_ids.to(device),
+        attention=replace(attention, projection=projection, mask=mask, **heads),
+        previous=Previous(previous.tokens.to(device), replace(previous.routing, **rows)),
+    )
