@@ -41,6 +41,7 @@ def test_a_file_opens_a_saved_folder_and_gets_its_own_arguments(saved: Path, tmp
     assert alone.returncode == 1 and "holdfast" in alone.stderr  # the folder is refused without
 
 
+@pytest.mark.slow
 def test_processes_that_the_program_starts_open_it_too(saved: Path, tmp_path: Path) -> None:
     """As `accelerate launch`, and so `trl`, does."""
     (tmp_path / "opens.py").write_text(OPENS)

@@ -37,6 +37,7 @@ def test_it_loads_in_a_few_seconds_and_leaves_the_collector_as_it_was() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_another_process_sees_the_same_and_imports_no_module_for_its_docstrings() -> None:
     """Python's own hash differs between processes; nothing may hang on it. `antigravity` opens a browser, `this` prints."""
     code = "from holdfast.data import corpus; import sys; print(corpus('python-docs').checksum, *sys.modules)"

@@ -22,7 +22,7 @@ def build(kind: str, router: str) -> Any:
     return holdfast.reroute(tiny("mixtral", **LAYERS), router)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", quick_or_slow(["llama", "mixtral"], ["mixtral"]))
 @pytest.mark.parametrize("router", quick_or_slow(ROUTERS, ["symphony+smooth"]))
 def test_a_model_compiles_to_one_graph(kind: str, router: str) -> None:
     torch.compiler.reset()
@@ -101,6 +101,7 @@ def compiles(model: Any, training: bool) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [None, "symphony", "smooth"])
 @pytest.mark.parametrize(
     ("experts", "training"),
@@ -117,6 +118,7 @@ def test_experts_functions_of_transformers_decide_whether_there_is_one_graph(
     assert compiles(model, training) == (router == "smooth" or ONE_GRAPH[experts, training])
 
 
+@pytest.mark.slow
 def test_half_precision_trains_in_one_graph_with_grouped_products() -> None:
     model = tiny("mixtral", num_hidden_layers=1).bfloat16()
     model.set_experts_implementation("grouped_mm")

@@ -165,6 +165,7 @@ def test_generation_settings_and_the_tokenizer_are_kept(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(folder)("hold fast hold").input_ids == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_needs_holdfast_alone(kept: Path, tmp_path: Path) -> None:
     program = """
 import sys

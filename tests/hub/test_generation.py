@@ -135,7 +135,7 @@ def full_forward(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[Ro
     return traced(model, lambda: model(**options).logits, len(ids))
 
 
-@pytest.mark.parametrize("router", [*holdfast.routers(), *COMBINED])
+@pytest.mark.parametrize("router", quick_or_slow([*holdfast.routers(), *COMBINED], ["smoe", *AWARE, COMBINED[1]]))
 @pytest.mark.parametrize("kind", quick_or_slow(SEEDS, ["mixtral"]))
 def test_cached_generation_equals_uncached(kind: str, router: str) -> None:
     model, (ids, mask) = changed(kind, router), prompts(kind)
@@ -201,8 +201,8 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 MODES = [("llama", "sdpa"), ("sliding", "sdpa"), ("gpt_oss", "eager")]
 
 
-@pytest.mark.parametrize("router", AWARE)
-@pytest.mark.parametrize(("kind", "attention"), MODES)
+@pytest.mark.parametrize("router", quick_or_slow(AWARE, ["attention"]))
+@pytest.mark.parametrize(("kind", "attention"), quick_or_slow(MODES, MODES[-1:]))
 class TestEveryWayToGenerate:
     def test_beams_that_swap_places(self, kind: str, attention: str, router: str, moved: dict[str, int]) -> None:
         model, (ids, mask) = changed(kind, router, attention), prompts(kind)

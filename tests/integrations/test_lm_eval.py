@@ -78,6 +78,7 @@ def test_scores_are_those_of_the_loaded_model(saved: Path, tmp_path: Path) -> No
     assert found != pytest.approx(likelihoods(holdfast.restore(model)), abs=1e-2)  # the routers count
 
 
+@pytest.mark.slow
 def test_the_command_line_opens_the_folder_through_holdfast_run(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "ends.yaml").write_text(yaml.safe_dump(task(tmp_path)))
     line = ["--model", "hf", "--model_args", f"pretrained={saved}", "--tasks", "ends", "--include_path", str(tmp_path)]

@@ -29,6 +29,7 @@ def test_a_folder_opens_as_it_was_saved(tmp_path):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [None, "smooth"])
 def test_every_causal_model_that_a_test_builds_is_rerouted(pytester: pytest.Pytester, router: str | None) -> None:
     pytester.makepyfile(MODEL_TEST.replace("CHANGED", str(router is not None)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -106,7 +107,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("family", "router"), CASES)
+@pytest.mark.parametrize(("family", "router"), quick_or_slow(CASES, CASES[:1]))
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_router_losses_train_as_if_added_by_hand(
     trainer: str, family: str, router: str, way: str, parts: int, tmp_path: Path

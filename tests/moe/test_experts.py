@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import quick_or_slow
 from torch import Tensor
 
 from holdfast import Experts
@@ -65,8 +66,8 @@ def assert_equal_to_naive(experts: Experts, tokens: Tensor, chosen: Tensor, weig
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [0, 1, 63, 1000])
-@pytest.mark.parametrize("slots", [1, 2, 5])
-@pytest.mark.parametrize("experts", [1, 2, 16, 64])
+@pytest.mark.parametrize("slots", quick_or_slow([1, 2, 5], [1, 2]))
+@pytest.mark.parametrize("experts", quick_or_slow([1, 2, 16, 64], [1, 2, 16]))
 def test_experts_equal_the_naive_loop(experts: int, slots: int, tokens: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(experts * 1000 + slots * 100 + tokens)
     module = Experts(24, 40, experts, device=device, dtype=dtype)

@@ -121,6 +121,7 @@ def test_nor_in_evaluation_with_gradients(name: str) -> None:
     assert_same(outcome(name, torch.nan, training=False), outcome(name, 0.0, training=False))
 
 
+@pytest.mark.slow
 def test_nor_in_a_compiled_layer() -> None:
     torch.compiler.reset()
     got, expected = outcome("symphony with similarity", torch.nan, compiled=True), outcome("symphony with similarity", 0.0)

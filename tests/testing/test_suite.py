@@ -8,6 +8,7 @@ import pytest
 import references
 import torch
 import toys
+from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
@@ -35,7 +36,7 @@ INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", quick_or_slow(CHECKS, [check for check in CHECKS if check != "compile"]))
 @pytest.mark.parametrize("informers", INFORMERS)
 def test_toy_informers_conform(informers: str, check: str) -> None:
     report = check_router(toys.build(*INFORMERS[informers]()), reference=toys.reference, only=[check])
