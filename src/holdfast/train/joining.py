@@ -1,9 +1,11 @@
 """All that is finished in the folder of a comparison is one comparison, whoever named its routers and when."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from holdfast.reading import LARGEST, read_json
+from holdfast.train.sealed import read_sealed
 
 Result = dict[str, Any]
 
@@ -24,15 +26,15 @@ def _key(result: Result) -> tuple[str, int]:
 
 def _read(path: Path) -> tuple[tuple[str, int], Result]:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_sealed(path)
         return _key(result), result
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is damaged; remove {path.parent}, and its cell is trained again.") from None
 
 
 def _routers_before(folder: Path) -> list[str]:
     try:
-        stored = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        stored = read_json(folder / "results.json", limit=LARGEST)
         return [str(row["router"]) for row in stored["rows"]]
     except (OSError, ValueError, KeyError, TypeError):  # there are none, or they are damaged: they are written anew
         return []
