@@ -1,5 +1,6 @@
 """Texts in tables: the column of texts is read, and nothing beside it."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -52,6 +53,12 @@ def test_a_tsv_has_no_quotes(tmp_path: Path) -> None:
     assert texts(corpus(tmp_path / "a.tsv")) == [f'"{n} so-called' for n in range(9)]
 
 
+def test_a_text_may_be_longer_than_the_limit_of_python(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text("text,label\n" + f"{'word ' * 40_000},1\n" * 3)
+    assert {len(text) for text in texts(corpus(tmp_path / "a.csv"))} == {200_000} and csv.field_size_limit() == before
+
+
 def test_a_column_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(separated(",", ("text", "review")))
     (tmp_path / "a.jsonl").write_text(json_lines("review"))
@@ -74,6 +81,7 @@ def test_a_column_can_be_named(tmp_path: Path) -> None:
         ("a.csv", "text,label\na,b\nc\n", "line 3: 1 fields where the header has 2"),
         ("a.csv", 'text,label\n"a,b\n', "a.csv, line"),
         ("a.csv", "text,label\na,b\n,b\nc,d\n", "has 2 rows with a text"),
+        ("a.csv", separated(",", ("text", "text")), "has 2 columns called text; rename all but one"),
         ("a.csv", " \n", "holds no text"),
         ("missing.csv", "", "missing.csv does not exist"),
     ],

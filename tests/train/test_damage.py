@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from commands import Command
 
 from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, contenders
+from holdfast.train.cells import STORED
 from holdfast.train.checkpoints import flaw, seal
+from holdfast.train.joining import joined
+from holdfast.train.ownership import write_json
+from holdfast.train.sealed import write_sealed
 
 SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}
 CELL = "smoe-seed0"
@@ -72,6 +77,12 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def other_digit(path: Path) -> None:
+    text = path.read_text()
+    place = next(match.start() for match in re.finditer(r"[0-7]", text) if match.start() > len(text) // 2)
+    path.write_text(text[:place] + str(int(text[place]) ^ 1) + text[place + 1 :])
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -103,8 +114,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: (path.parent / "snapshots" / "00000004.json").unlink(),
         "the snapshot .*00000004.json is missing or damaged",
     ),
+    "another expert in a snapshot": (
+        lambda path: other_digit(path.parent / "snapshots" / "00000004.json"),
+        "the snapshot .*00000004.json is missing or damaged",
+    ),
 }
-QUICK = ["a flipped bit in the weights", "no optimizer", "a best that is not there", "no snapshot"]
+QUICK = ["a flipped bit in the weights", "no optimizer", "a best that is not there", "another expert in a snapshot"]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +186,32 @@ def test_a_damaged_result_is_done_again(
     if content == "{":
         assert as_text(run(recipe, folder)) == undisturbed
         assert "result.json is damaged; the cell is done again." in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["another figure", "a named pipe", "options that nobody knows"])
+def test_a_result_that_is_not_the_one_that_was_stored_is_not_believed(damage: str, recipe: Recipe, folder: Path) -> None:
+    result, router = (folder / "cells" / CELL / name for name in ("result.json", "router.json"))
+    cell = Cell(contenders("smoe")[0], 0)
+    write_json(router, asdict(cell.contender))
+    write_sealed(result, {**dict.fromkeys(STORED), "router": "smoe", "seed": 0, "clean": {"figure": 70.5}})
+    comparison = Comparison(recipe, contenders("smoe"), 1, folder)
+    assert comparison.stored(cell) is not None
+    if damage == "another figure":
+        result.write_text(result.read_text().replace("70.5", "60.5"))
+    elif damage == "a named pipe":
+        result.unlink()
+        os.mkfifo(result)
+    else:
+        router.unlink()
+    assert comparison.stored(cell) is None
+    if damage != "options that nobody knows":
+        with pytest.raises(ValueError, match=r"result.json is damaged; remove .*seed0"):
+            joined(folder, [])
+
+
+def test_results_that_are_nested_too_deep_are_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("[" * 100_000)
+    assert joined(tmp_path, [{"router": "smoe", "seed": 0}]) == [{"router": "smoe", "seed": 0}]
 
 
 @pytest.mark.parametrize("name", ["run.json", f"cells/{CELL}/router.json"])

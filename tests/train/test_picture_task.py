@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.attacks import AttackedInputs
 from holdfast.hub import trace
-from holdfast.train import Comparison, Contender, Recipe, contenders, load_trained, make_task, start
+from holdfast.train import Comparison, Contender, Recipe, contenders, load_recipe, load_trained, make_task, start
 from holdfast.train.picture_task import PictureTask, _attacked, error, spread
 
 ROUTERS = "smoe,symphony+smooth"
@@ -206,3 +206,16 @@ def test_pictures_that_are_no_squares_get_one_sentence(
     monkeypatch.setattr(task.pictures.images("train"), "shape", (1, 8, 9))
     with pytest.raises(ValueError, match="8 x 9; a model here takes squares"):
         task.dense()
+
+
+def test_pictures_of_too_many_patches_are_refused_before_training(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for number in range(12):
+        path = tmp_path / "pictures" / ("cats", "dogs")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
+    source = {"data.source": str(tmp_path / "pictures")}
+    with pytest.raises(ValueError, match=r"12,544 patches of 2.* set data\.size to at most 128"):
+        make_task(load_recipe("vmoe-tiny", source)).dense()
+    make_task(load_recipe("vmoe-tiny", {**source, "data.size": 8})).dense()

@@ -1,6 +1,11 @@
 """Cells side by side: the numbers of one after the other, and a cell that fails takes no other with it."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,3 +61,40 @@ def test_finished_cells_need_no_workers(
 
     monkeypatch.setattr("holdfast.train.workers._train", started)
     assert Comparison(recipe, contenders("smoe"), 1, tmp_path / "run").run(jobs=2) == first
+
+
+def test_a_worker_that_is_killed_gets_one_sentence(
+    tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.train.workers._train", kill_this_process)
+    comparison = Comparison(tiny({"training.steps": 1}), contenders("smoe"), 1, tmp_path / "run")
+    with pytest.raises(OSError, match=r"was killed, perhaps for want of memory.*fewer --jobs"):
+        comparison.run(jobs=2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked for in /proc")
+def test_workers_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    """They would stay for ever, with the memory that they hold."""
+    program = (
+        "from holdfast.train import workers\n"
+        "from multiprocessing import get_context\n"
+        "import os, signal, time\n"
+        "def wait(): workers._end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    process = get_context('spawn').Process(target=wait, daemon=True)\n"
+        "    process.start()\n"
+        "    time.sleep(60)\n"
+    )
+    (tmp_path / "command.py").write_text(program)
+    with subprocess.Popen([sys.executable, tmp_path / "command.py"], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        worker = int(command.stdout.readline())
+        command.kill()
+    until = time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2]
+
+
+def kill_this_process(number: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

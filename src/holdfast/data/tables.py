@@ -54,16 +54,22 @@ def _separated(path: Path, data: str, column: str | None) -> Iterator[Row]:
     else:
         head = data.partition("\n")[0]
         rows = csv.reader(content, delimiter=max(",;\t", key=head.count), strict=True)
+    limit = csv.field_size_limit(max(len(data), csv.field_size_limit()))  # a text may be longer than csv's 128 KiB
     try:
         header = [name.strip() for name in next(rows)]
-        place = header.index(_chosen(path, header, column))
+        chosen = _chosen(path, header, column)
+        if header.count(chosen) > 1:
+            raise ValueError(f"{path} has {header.count(chosen)} columns called {chosen}; rename all but one.")
+        place = header.index(chosen)
         for row in rows:
             if row and len(row) != len(header):
                 raise ValueError(f"{path}, line {rows.line_num}: {len(row)} fields where the header has {len(header)}.")
             if row:
                 yield rows.line_num, row[place]
-    except csv.Error as error:  # a field beyond csv's limit of 128 KiB, an open quote
+    except csv.Error as error:  # an open quote
         raise ValueError(f"{path}, line {rows.line_num}: {error}.") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _lines(path: Path, data: str, column: str | None) -> Iterator[Row]:

@@ -13,12 +13,12 @@ import torch
 
 from holdfast.locking import POLL, Lock, Owner, being_written, locked
 from holdfast.metrics.report import plain
-from holdfast.reading import LARGEST, read_json
 from holdfast.train.contenders import Contender
 from holdfast.train.joining import joined
 from holdfast.train.loop import Guard, require_trainable, train
 from holdfast.train.ownership import agrees, claim, prepare, require_own, write_json
 from holdfast.train.recipe import Recipe
+from holdfast.train.sealed import read_sealed, write_sealed
 from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
 from holdfast.train.start import start
 from holdfast.train.summary import summarise
@@ -141,16 +141,16 @@ class Comparison:
     def stored(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a cell; None where it is not finished, or its file is damaged and the cell is to be done again."""
         self._require_own_cell(cell)
-        path = self._path(cell) / "result.json"
-        if not path.exists():
+        path = self._path(cell)
+        if not (path / "router.json").exists():  # nobody knows of which options a result would be
             return None
         try:
-            result = read_json(path, limit=LARGEST)
-            is_whole = all(key in result for key in STORED)
-            is_of_cell = is_whole and (result["router"], result["seed"]) == (cell.contender.name, cell.seed)
-            return dict(result) if is_of_cell else None
-        except (OSError, ValueError, TypeError):
+            result = read_sealed(path / "result.json")
+        except (OSError, ValueError):
             return None
+        is_whole = all(key in result for key in STORED)
+        is_of_cell = is_whole and (result["router"], result["seed"]) == (cell.contender.name, cell.seed)
+        return result if is_of_cell else None
 
     def result(self, cell: Cell, progress: Progress | None = None) -> dict[str, Any]:
         """Of one cell: what is stored, what training it gives, or what another process stores that trains it now."""
@@ -219,7 +219,7 @@ class Comparison:
         lock.require(path / MODEL, path / TASK)
         save_trained(model, self.task, path)
         lock.require(path / "result.json")
-        write_json(path / "result.json", plain(result))
+        write_sealed(path / "result.json", plain(result))
         return plain(result)
 
 

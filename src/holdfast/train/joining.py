@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.reading import LARGEST, read_json
+from holdfast.train.sealed import read_sealed
 
 Result = dict[str, Any]
 
@@ -25,9 +26,9 @@ def _key(result: Result) -> tuple[str, int]:
 
 def _read(path: Path) -> tuple[tuple[str, int], Result]:
     try:
-        result = read_json(path, limit=LARGEST)
+        result = read_sealed(path)
         return _key(result), result
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is damaged; remove {path.parent}, and its cell is trained again.") from None
 
 

@@ -1,5 +1,6 @@
 """Pictures to be classified: for training and testing, clean and attacked."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ WATCHED = 64  # pictures of the probe
 SHOWN = 8  # pictures of the view
 CHOSEN_BY = 2048  # pictures of the validation set at most
 SEVERITY = 5
+MOST_PATCHES = 4096  # of a picture that attention looks at as a whole
 SPSA_SAMPLES = 16  # pairs of probes a step
 
 Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
@@ -60,7 +62,19 @@ class PictureTask(Task):
             raise ValueError(f"{self.pictures.name} has pictures of {height} x {width}; a model here takes squares.")
         given = {"image_size": height, "num_channels": channels, "num_labels": len(self.pictures.classes)}
         config = transformers.AutoConfig.for_model(part.family, **given, **part.config)
+        self._require_few_patches(config, height)
         return transformers.AutoModelForImageClassification.from_config(config)
+
+    def _require_few_patches(self, config: Any, pixels: int) -> None:
+        """Raise where attention over all patches of a picture would take hours; windows, as Swin has, keep it small."""
+        patch = getattr(config, "patch_size", None)
+        if not isinstance(patch, int) or hasattr(config, "window_size") or (pixels // patch) ** 2 <= MOST_PATCHES:
+            return
+        raise ValueError(
+            f"pictures of {pixels} pixels a side are {(pixels // patch) ** 2:,} patches of {patch}, and at most "
+            f"{MOST_PATCHES:,} are learnt; set data.size to at most {patch * math.isqrt(MOST_PATCHES)}, or "
+            "model.config.patch_size to more."
+        )
 
     def examples(self, seed: int) -> Examples:
         images, training = self.pictures.images("train"), self.recipe.training

@@ -3,7 +3,6 @@
 Each snapshot is a file, so that a run that was interrupted goes on with those it has.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from holdfast.hub import trace
 from holdfast.metrics import CoSelection
-from holdfast.reading import LARGEST, read_json
 from holdfast.routing import Router, Routing
 from holdfast.routing.expert_graph import ExpertGraph
+from holdfast.train.sealed import read_sealed, write_sealed
 from holdfast.train.task import Inputs, forward
-from holdfast.writing import write_whole
 
 COUNT = 5
 NOISE = 0.05  # of the length of each embedding
@@ -38,15 +36,15 @@ def take_snapshot(model: Any, probe: Inputs, k: int, step: int, folder: Path) ->
         masks = core(routing, k)[padding] if padding is not None else core(routing, k)
         rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
         layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
-    write_whole(_file(folder, step), json.dumps({"step": step, "layers": layers}))
+    write_sealed(_file(folder, step), {"step": step, "layers": layers})
 
 
 def damaged_snapshot(folder: Path, steps: list[int]) -> str | None:
     """Return what is wrong with the first snapshot of these steps that cannot be read; None where all can."""
     for step in steps:
         try:
-            read_json(_file(folder, step), limit=LARGEST)["layers"]
-        except (OSError, ValueError, KeyError, TypeError):
+            read_sealed(_file(folder, step))
+        except (OSError, ValueError):
             return f"cannot be used: the snapshot {_file(folder, step)} is missing or damaged"
     return None
 
@@ -57,7 +55,7 @@ def _file(folder: Path, step: int) -> Path:
 
 def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool) -> dict[str, Any]:
     """How sets fluctuated between snapshots (Mutual-Inform, Figure 2) and graphs grew (Symphony, Figure 4)."""
-    taken = [read_json(_file(folder, step), limit=LARGEST) for step in steps]
+    taken = [read_sealed(_file(folder, step)) for step in steps]
     layers = []
     for layer, name in enumerate(names):
         sets = [snapshot["layers"][layer]["sets"] for snapshot in taken]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from multiprocessing.managers import SyncManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +32,9 @@ def run_side_by_side(comparison: Comparison, wanted: list[Cell], jobs: int, prog
     names = [contender.name for contender in comparison.contenders]
     missing.sort(key=lambda number: names.index(cells[number].contender.name))  # who names slow routers first waits less
     context = get_context("spawn")  # a fork would share threads and the GPU's state
-    with context.Manager() as manager:
+    manager = SyncManager(ctx=context)
+    manager.start(_end_with_parent)
+    with manager:
         done = manager.Queue()
         given = (comparison.recipe, comparison.contenders, comparison.seeds, comparison.folder, comparison.data)
         threads = max(1, (os.cpu_count() or 1) // jobs)
@@ -41,6 +46,11 @@ def run_side_by_side(comparison: Comparison, wanted: list[Cell], jobs: int, prog
                     _tell(done, cells, progress)
                     for future in finished:
                         future.result()
+            except BrokenProcessPool:
+                raise ChildProcessError(
+                    f"a process that trained a cell of {comparison.folder} was killed, perhaps for want of memory; what is "
+                    "finished is kept: give the same command again, with fewer --jobs."
+                ) from None
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
@@ -56,6 +66,18 @@ def _tell(done: Any, cells: list[Any], progress: Progress | None) -> None:
             progress(cells[number], steps)
 
 
+def _end_with_parent() -> None:
+    """Of a process that was started here: end when the command does, however that ends; nobody else would tell it."""
+    parent = parent_process()
+
+    def wait_and_end() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait_and_end, daemon=True, name="holdfast parent").start()
+
+
 def _begin(given: tuple[Any, ...], done: Any, threads: int) -> None:
     import torch
 
@@ -63,6 +85,7 @@ def _begin(given: tuple[Any, ...], done: Any, threads: int) -> None:
     from holdfast.train.quiet import quiet
 
     global _worker
+    _end_with_parent()
     torch.set_num_threads(threads)
     quiet()
     *most, data = given
