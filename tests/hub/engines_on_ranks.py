@@ -162,6 +162,30 @@ def by_hand(rank: int, world: int) -> dict[str, Tensor]:
     return {"out": out.detach(), "tokens": tokens.grad / world, "weights": weights.grad / world, **gradients}
 
 
+def second_derivatives(rank: int, world: int) -> tuple[float, str]:
+    """How far those of tokens and slot weights are from those of experts in one place; what those of experts are told."""
+    found, said = [], ""
+    for spread in (False, True):
+        torch.manual_seed(0)
+        layer = nn.ModuleDict({"experts": holdfast.Experts(20, 12, 8)})
+        if spread:
+            holdfast.shard_experts(layer, init_device_mesh("cpu", (world,)))
+        torch.manual_seed(rank)
+        inputs = [torch.randn(9, 20, requires_grad=True), torch.rand(9, 3, requires_grad=True)]
+        total = layer["experts"](inputs[0], torch.rand(9, 8).argsort(1)[:, :3], inputs[1]).square().sum()
+        slope = torch.stack([grad.pow(3).sum() for grad in torch.autograd.grad(total, inputs, create_graph=True)]).sum()
+        found.append(torch.autograd.grad(slope, inputs, retain_graph=True))
+        if spread:
+            own = list(layer.parameters())
+            grads: Any = torch.autograd.grad(total, own, create_graph=True)
+            try:
+                torch.autograd.grad(sum(grad.to_local().square().sum() for grad in grads), own)
+            except ValueError as error:
+                said = str(error)
+    apart = (float((one - other).norm() / one.norm()) for one, other in zip(*found, strict=True))
+    return max(apart), said
+
+
 def compiled(rank: int) -> list[Tensor]:
     """How far a router compiled to one graph, its sums over processes inside, is from the same one that is not."""
     results = []
@@ -213,6 +237,7 @@ if __name__ == "__main__":
     path, me, count = Path(sys.argv[1]), dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {name: train(case, me, count, path / f"{count} {name}") for name, case in CASES[count].items()}
     found["by hand"] = by_hand(me, count)
+    found["second derivatives"] = second_derivatives(me, count)
     found["relay"] = relay(path, {4: LEG, 2: 2 * LEG}[count], me, count)
     if count == 2:
         found["compiled"] = compiled(me)

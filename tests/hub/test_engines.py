@@ -35,6 +35,8 @@ def test_two_and_four_processes_learn_what_one_learns(tmp_path: Path) -> None:
             folder = tmp_path / f"{world} {name}"
             assert_follows_one(f"{world} processes, {name}", case, [each[name] for each in found], folder)
         assert_experts_agree([each["by hand"] for each in found])
+        for error, said in (each["second derivatives"] for each in found):
+            assert error < 1e-5 and "do not support second derivatives of their weights" in said
         losses += found[0]["relay"]
         for each in found if world == 2 else []:
             assert max(each["compiled"]) < 1e-6

@@ -200,7 +200,7 @@ HOSTILE: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "10^5 layers": (config(num_hidden_layers=10**5), EVERY, "num_hidden_layers is 100,000"),
     "10^5 layers in a part": (config(text_config={"num_hidden_layers": 10**5}), EVERY, "num_hidden_layers is 100,000"),
     "10^9 labels": (config(num_labels=10**9), EVERY, "num_labels is"),
-    "a width of 10^9": (config(intermediate_size=10**9), BUILT, "config"),
+    "a width of 10^9": (config(intermediate_size=10**9), BUILT, "they do not belong together"),
     "a number of 100 digits": (config(vocab_size=10**99), EVERY, "larger than 2^63"),
     "no expert chosen": (config(num_experts_per_tok=0), BUILT, "between 1 and its 8 experts"),
     "800 experts chosen": (config(num_experts_per_tok=800), BUILT, "between 1 and its 8 experts"),
@@ -215,7 +215,7 @@ HOSTILE: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "a deep config": (content("config.json", NESTED), EVERY, "levels deep"),
     "a deeper config than needed": (content("config.json", "[" * 99 + "]" * 99), EVERY, f"more than {DEEPEST} levels deep"),
     "no JSON": (content("config.json", "\x1b[31m\nnone"), EVERY, "cannot be read as JSON"),
-    "a list for a config": (content("config.json", "[]"), EVERY, "not"),
+    "a list for a config": (content("config.json", "[]"), EVERY, "config.json"),
     "a pipe for weights": (pipe("model.safetensors"), ON_TRAINING, "a named pipe, not a regular file"),
     "a device for weights": (link("model.safetensors", "/dev/zero"), ON_TRAINING, "a device, not a regular file"),
     "weights outside": (link("model.safetensors", "../outside/secret.txt"), ON_TRAINING, "outside of its folder"),
@@ -262,8 +262,8 @@ def test_a_hostile_folder_is_refused(
 ) -> None:
     edit, _, says = HOSTILE[kind]
     if command == "train":
-        told = _resumed(edit, made, tmp_path, capsys)
-        assert says in told or "is a symbolic link" in told
+        told, is_link = _resumed(edit, made, tmp_path, capsys)
+        assert ("is a symbolic link" if is_link else says) in told  # links are refused before any file is looked at
         return
     for base in ("plain", "changed") if command == "load" else ("plain",):
         folder = tmp_path / base
@@ -273,8 +273,11 @@ def test_a_hostile_folder_is_refused(
         assert says in refused(command, folder, *source)
 
 
-def _resumed(edit: Edit, made: dict[str, Path], tmp_path: Path, capsys: Any) -> str:
-    """What a training says that is to go on from a hostile checkpoint, whose manifest is forged to agree with it."""
+def _resumed(edit: Edit, made: dict[str, Path], tmp_path: Path, capsys: Any) -> tuple[str, bool]:
+    """What a training says that is to go on from a hostile checkpoint, and whether that holds a link.
+
+    Its manifest is forged to agree with it.
+    """
     out = tmp_path / "trained"
     shutil.copytree(made["trained"], out)
     checkpoint = max((out / "training").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
@@ -286,7 +289,7 @@ def _resumed(edit: Edit, made: dict[str, Path], tmp_path: Path, capsys: Any) -> 
     code = main(_training(out, made["text.txt"]))
     told: str = capsys.readouterr().err
     assert code == 2 and "Traceback" not in told and len(told.strip().splitlines()) == 1
-    return told
+    return told, any(path.is_symlink() for path in checkpoint.iterdir())
 
 
 DEEP_REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
