@@ -42,7 +42,7 @@ except ImportError:  # Windows
 BEAT = 10.0  # seconds between two heartbeats
 STALE = 120.0  # seconds without a heartbeat after which a process of another machine counts as dead
 POLL = 0.5  # seconds between two looks at a lock that is waited for
-QUIET = 1.0  # seconds of waiting before it is said
+SILENT = 1.0  # seconds of waiting before a message says so
 MARK = ".lock-"
 
 log = logging.getLogger("holdfast")
@@ -107,7 +107,7 @@ class Lock:
             return None if self._take(judged) else UNNAMED
 
     def holder(self) -> tuple[State, Owner]:
-        """Return who holds the lock and whether that process runs, without taking it; "dead" where nobody does."""
+        """Return who holds the lock and whether that process runs, without taking it; "dead" where no process does."""
         for _, path in reversed(self._files()):
             try:
                 file = _opened(path)
@@ -265,7 +265,7 @@ def locked(folder: Path, name: str = "", *, wait: bool, what: str = "") -> Itera
     while (owner := lock.attempt()) is not None:
         if not wait:
             _require_free(lock, what)
-        if owner != told and time.monotonic() - begun > QUIET:
+        if owner != told and time.monotonic() - begun > SILENT:
             log.warning("waiting for %s: %s", what, being_written(owner))
             told = owner
         time.sleep(POLL if owner.process else POLL / 10)

@@ -1,4 +1,4 @@
-"""Files that somebody else may have written: only regular files of a sane size are read, and JSON only of sane depth.
+"""Files that may be hostile: only regular files of a sane size are read, and JSON only of sane depth.
 
 A folder from the internet may hold a named pipe, which blocks whoever opens it, a link to a device without an end, or JSON
 that is nested deeper than Python's stack. Every file of such a folder is read, or checked before a library reads it, here.

@@ -15,11 +15,11 @@ import holdfast
 from holdfast import Context, Experts, MoE
 from holdfast.ops import naive
 from holdfast.ops.choose import HOWS, _weigh_plain
+from holdfast.ops.double_backward import refuse
 from holdfast.ops.heads import take_heads
 from holdfast.ops.mix import Second, softmax_mix
 from holdfast.ops.norms import projected_norms
 from holdfast.ops.precision import linear_float32, scaled_linear_float32
-from holdfast.ops.second import refuse
 from holdfast.ops.split import _linear_plain
 from holdfast.testing.subject import Subject
 

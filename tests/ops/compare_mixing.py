@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from holdfast.ops import entropy_kernels, head_kernels, mix_launch, naive, norm_kernels
-from holdfast.ops.mix import BLOCK, _needed_again, sampled
+from holdfast.ops.entropy import BLOCK, sampled
+from holdfast.ops.mix import _needed_again
 from holdfast.ops.part_kernels import Kinds
 
 compared = 0

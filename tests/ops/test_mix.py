@@ -10,7 +10,8 @@ import torch
 from tiers import quick_or_slow
 
 from holdfast.ops import mix, naive
-from holdfast.ops.mix import Second, attention_entropy, sampled, softmax_mix
+from holdfast.ops.entropy import attention_entropy, sampled
+from holdfast.ops.mix import Second, softmax_mix
 
 QUERIES, KEYS = 13, 17
 

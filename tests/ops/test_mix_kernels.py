@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.ops.mix import Second, attention_entropy, softmax_mix
+from holdfast.ops.entropy import attention_entropy
+from holdfast.ops.mix import Second, softmax_mix
 
 COMPARISON = Path(__file__).with_name("compare_mixing.py")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the interpreter test covers the arithmetic")

@@ -12,7 +12,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
-from holdfast.ops.second import refuse
+from holdfast.ops.double_backward import refuse
 from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
 from holdfast.testing import CHECKS, check_router
 

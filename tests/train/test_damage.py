@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import yaml
 from commands import Command
+from tiers import quick_or_slow
 
 from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, contenders
 from holdfast.train.cells import STORED
 from holdfast.train.checkpoints import flaw, seal
 from holdfast.train.joining import joined
-from holdfast.train.ownership import write_json
-from holdfast.train.sealed import write_sealed
+from holdfast.train.stored import write_json, write_sealed
 
 SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}
 CELL = "smoe-seed0"
@@ -122,9 +122,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 QUICK = ["a flipped bit in the weights", "no optimizer", "a best that is not there", "another expert in a snapshot"]
 
 
-@pytest.mark.parametrize(
-    "damage", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE]
-)
+@pytest.mark.parametrize("damage", quick_or_slow(DAMAGE, QUICK))
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     damage: str, recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,7 +186,7 @@ def test_a_damaged_result_is_done_again(
         assert "result.json is damaged; the cell is done again." in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["another figure", "a named pipe", "options that nobody knows"])
+@pytest.mark.parametrize("damage", ["another figure", "a named pipe", "unknown options"])
 def test_a_result_that_is_not_the_one_that_was_stored_is_not_believed(damage: str, recipe: Recipe, folder: Path) -> None:
     result, router = (folder / "cells" / CELL / name for name in ("result.json", "router.json"))
     cell = Cell(contenders("smoe")[0], 0)
@@ -204,7 +202,7 @@ def test_a_result_that_is_not_the_one_that_was_stored_is_not_believed(damage: st
     else:
         router.unlink()
     assert comparison.stored(cell) is None
-    if damage != "options that nobody knows":
+    if damage != "unknown options":
         with pytest.raises(ValueError, match=r"result.json is damaged; remove .*seed0"):
             joined(folder, [])
 

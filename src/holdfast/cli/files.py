@@ -1,4 +1,4 @@
-"""Files that commands write: asked for before any work, and over nothing that is there already unless forced.
+"""Files that commands write: checked before any work, and never over a file that is there already unless forced.
 
 A command locks each file before its work and until it ends: a second one that is to write the same file is refused at once.
 """
@@ -62,7 +62,7 @@ def require_folder(folder: Path) -> None:
 
 
 def write_out(path: Path | None, stored: dict[str, Any]) -> None:
-    from holdfast.train.ownership import write_json
+    from holdfast.train.stored import write_json
 
     if path is not None:
         check_files()

@@ -73,11 +73,11 @@ class Train:
             if processes() > 1:
                 print(f"Trained by a group of {processes()} processes.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
-            print(f"Try it: holdfast evaluate {self.out}{_named(single)}")
+            print(f"Try it: holdfast evaluate {self.out}{_source_option(single)}")
 
 
-def _named(single: Single) -> str:
-    """The option that names the data, where they are not read because a folder says so."""
+def _source_option(single: Single) -> str:
+    """Return the option that `evaluate` needs to find the data; embedded data need none."""
     from holdfast.train.trained import EMBEDDED
 
     source = single.recipe.data.source

@@ -12,7 +12,7 @@ from holdfast.reading import MIB, require_regular
 
 PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _BOM = b"\xef\xbb\xbf"  # some editors put it before a text
-FREE, RATIO = 64 * MIB, 100  # what a packed file may unpack to: so many bytes, or so many for each of its own
+ALWAYS_UNPACKED, MOST_RATIO = 64 * MIB, 100  # a packed file may unpack to so many bytes, or to so many times its size
 
 
 @contextmanager
@@ -31,14 +31,14 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole file, unpacked. Text is packed to a tenth; what unpacks to far more is made to fill the memory."""
+    """Return the whole file, unpacked; refuse one that unpacks to far more than text does, and would fill the memory."""
     with opened(path) as file:
         if path.suffix not in PACKED:
             return file.read()
-        most = max(FREE, RATIO * path.stat().st_size)
+        most = max(ALWAYS_UNPACKED, MOST_RATIO * path.stat().st_size)
         data = file.read(most + 1)
     if len(data) > most:
-        raise ValueError(f"{path} unpacks to more than {RATIO} times its size; no text does, so it is not read.")
+        raise ValueError(f"{path} unpacks to more than {MOST_RATIO} times its size; no text does, so it is not read.")
     return data
 
 

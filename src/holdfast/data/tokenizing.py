@@ -40,8 +40,9 @@ def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | Non
 
 
 def tokenizer_from(description: Mapping[str, Any], *, folder: Path | None = None) -> Tokenizer:
-    """The tokeniser that described itself so. One of Hugging Face is read from `folder`, whatever place is described: the
-    description may come from anybody.
+    """Return the tokeniser that this describes.
+
+    folder      where a Hugging Face tokeniser is read, whatever place is described: the description may be hostile
     """
     kind = description.get("kind")
     if kind == "bytes":

@@ -25,7 +25,7 @@ COUNTS = {
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the names that configs have for it
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 MOST_PARAMETERS = 10**15  # the largest models have a few 10^12
-A_BYTE = 16  # parameters at most in a byte of a file: the most compact formats hold 8
+MOST_PER_BYTE = 16  # parameters in a byte of a weight file: the most compact formats hold 8
 WEIGHTS = "*.safetensors"
 LONGEST_HEADER = 100_000_000  # bytes, of safetensors
 
@@ -97,7 +97,7 @@ def require_sane_size(folder: Path, kind: Any, config: Any, options: Mapping[str
 
 def require_filled(folder: object, count: int, stored: int) -> None:
     """Refuse a config with many times more parameters than the weight files beside it can hold."""
-    if count > A_BYTE * stored:
+    if count > MOST_PER_BYTE * stored:
         raise ValueError(
             f"{folder}: its config describes a model of {count:,} parameters, but its weight files hold {stored:,} bytes: "
             "they do not belong together."

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from holdfast.ops import second
+from holdfast.ops import double_backward
 from holdfast.ops.exchange import come_home, go_out, journey
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TWICE = (
+NO_SECOND_DERIVATIVES = (
     "experts that are spread over processes do not support second derivatives of their weights; keep all experts on every "
     "process (do not call shard_experts), or take first derivatives only."
 )
@@ -69,7 +69,7 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         mesh = ctx.mesh
-        grad = second.refuse(grad, TWICE) / mesh.size()
+        grad = double_backward.refuse(grad, NO_SECOND_DERIVATIVES) / mesh.size()
         if mesh.ndim > 1:
             dist.all_reduce(grad, group=mesh.get_group(0))
         return grad, None

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.ops import second
+from holdfast.ops import double_backward
 from holdfast.ops.operators import operator
 from holdfast.ops.triton_support import has_kernels, on_device_of
 
@@ -79,10 +79,10 @@ class _Choose(torch.autograd.Function):
         if grad is None:
             return (None,) * 7
         *saved, chosen = ctx.saved_tensors
-        if second.is_wanted():
+        if double_backward.is_wanted():
             scores, amounts, eps, _, _, edges = saved
             plain = functools.partial(_weigh_plain, scores, chosen, eps, edges, *ctx.rest)
-            return None, *second.gradients(plain, [amounts], [True], grad), *(None,) * 5
+            return None, *double_backward.gradients(plain, [amounts], [True], grad), *(None,) * 5
         return None, _choose_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 5
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.ops.mix import BLOCK, sampled
+from holdfast.ops.entropy import BLOCK, sampled
 from holdfast.ops.mix_kernels import LN_2, LOG2_E, allowed_only, limit, spans
 from holdfast.ops.mix_launch import SCRATCH, SMALL, Tiling, mask_kind, mask_operand, shared_memory
 from holdfast.ops.part_kernels import (
@@ -76,7 +76,7 @@ def _entropy(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Of `queries` rows those `looked_at`: in every `step`-th block of them, see `mix.sampled`."""
+    """Of `queries` rows those `looked_at`: in every `step`-th block of them, see `entropy.sampled`."""
     # A head's programs are neighbours, so that its keys are read from the cache; those that look at most keys start first.
     blocks = tl.cdiv(looked_at, ROWS)
     batch = (tl.program_id(0) // blocks // heads).to(tl.int64)

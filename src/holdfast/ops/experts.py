@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.ops import grouped, rows, second
+from holdfast.ops import double_backward, grouped, rows
 from holdfast.ops.dispatch import Dispatch
 from holdfast.ops.operators import EVERYWHERE, operator
 
@@ -47,8 +47,8 @@ class _GatherMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         want_tokens, want_weight = ctx.needs_input_grad[:2]
-        if second.is_wanted():
-            return tuple(second.gradients(_gather_mm_plain, ctx.saved_tensors, ctx.needs_input_grad, grad))
+        if double_backward.is_wanted():
+            return tuple(double_backward.gradients(_gather_mm_plain, ctx.saved_tensors, ctx.needs_input_grad, grad))
         grad_tokens, grad_weight = _gather_mm_backward(grad, *ctx.saved_tensors, want_tokens, want_weight)
         return grad_tokens if want_tokens else None, grad_weight if want_weight else None, None, None, None
 
@@ -63,9 +63,9 @@ class _MMCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         wants = ctx.needs_input_grad[:3]
-        if second.is_wanted():
+        if double_backward.is_wanted():
             plain = partial(_mm_combine_plain, glu=ctx.glu)
-            return *second.gradients(plain, ctx.saved_tensors, ctx.needs_input_grad[:6], grad), None
+            return *double_backward.gradients(plain, ctx.saved_tensors, ctx.needs_input_grad[:6], grad), None
         grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1])
         return (*(found if want else None for found, want in zip(grads, wants, strict=True)), *(None,) * 4)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from holdfast.ops import second
+from holdfast.ops import double_backward
 from holdfast.ops.operators import EVERYWHERE, operator
 from holdfast.ops.triton_support import has_kernels, on_device_of
 
@@ -32,7 +32,7 @@ class _TakeHeads(torch.autograd.Function):
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         (head,) = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        put_head = _place_head if second.is_wanted() else _put_head
+        put_head = _place_head if double_backward.is_wanted() else _put_head
         put = [
             put_head(grad.contiguous(), head, ctx.heads, own) if need else None
             for grad, own, need in zip(grads, ctx.own, needs, strict=True)

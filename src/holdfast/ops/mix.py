@@ -9,7 +9,7 @@ query that may look at nothing gets 0.
 Products of tokens of 1e19 and more are beyond float32. On a CPU such operands are mixed in float64; on a GPU, where asking
 would wait, the result is NaN, and a router in training says so.
 
-On a GPU the kernels of ops/mix_kernels.py and ops/entropy_kernels.py do this in tiles; here is what they are compared with,
+On a GPU the kernels of ops/mix_kernels.py do this in tiles; here is what they are compared with,
 and what runs on a CPU and for operands too wide for a tile.
 """
 
@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.ops import second as second_derivatives
+from holdfast.ops import double_backward
 from holdfast.ops.operators import EVERYWHERE, operator
 from holdfast.ops.precision import ieee_float32, matmul_float32
 from holdfast.ops.triton_support import HAS_TRITON, on_device_of
 
 BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # scores held at a time: 16 MiB; on a GPU, where small ones wait, 128
 FEWEST_ROWS = 16  # queries in a block, however many keys there are
-BLOCK = 64  # queries side by side, where entropies of some of them are wanted
 
 
 class Second(NamedTuple):
@@ -58,8 +57,8 @@ def softmax_mix(
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
     if torch.compiler.is_exporting():
-        terms = _terms(
-            query, key, other_query, other_key, bias, real, _expanded(mask, query, key), causal, scale, other_scale
+        terms = score_terms(
+            query, key, other_query, other_key, bias, real, expanded_mask(mask, query, key), causal, scale, other_scale
         )
         return _whole_mix(terms, _only_real(value, real))
     own_key = None if key is query else key
@@ -71,7 +70,7 @@ def softmax_mix(
         other_key,
         bias,
         real,
-        _expanded(mask, query, key),
+        expanded_mask(mask, query, key),
         causal,
         scale,
         other_scale,
@@ -83,36 +82,12 @@ def softmax_mix(
 def _whole_mix(terms: "_Terms", value: Tensor) -> Tensor:
     """The mixture with all scores held at a time, for autograd to differentiate and for any backend and format."""
     scores = terms.all_scores()
-    weights = (scores - _finite(scores.detach().amax(-1, keepdim=True))).exp()
+    weights = (scores - finite_or_zero(scores.detach().amax(-1, keepdim=True))).exp()
     mixed = terms.product(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return mixed.float()
 
 
-@torch.no_grad()
-def attention_entropy(
-    query: Tensor,  # (B,H,N,m)
-    key: Tensor,  # (B,key heads,M,m)
-    *,
-    scale: float,
-    causal: bool = False,
-    real: Tensor | None = None,  # (B,M)
-    mask: Tensor | None = None,  # (B,H,N,M), or 1 in place of B, H or N
-    step: int = 1,
-) -> Tensor:
-    """(B,H,N): the entropy in nats of each query's weights; 0 for a query that may look at nothing. No gradient.
-
-    With a `step`, (B,H,n), those of the queries of `sampled` blocks only.
-    """
-    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale, step)
-    return out
-
-
-def sampled(queries: int, step: int) -> list[slice]:
-    """Every so manieth block of queries, from the middle of the first so many."""
-    return [slice(first, min(first + BLOCK, queries)) for first in range(step // 2 * BLOCK, queries, step * BLOCK)]
-
-
-def _expanded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def expanded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """A view of the mask with a row for each query and a column for each key."""
     return None if mask is None else mask.expand(-1, query.shape[1], key.shape[1])
 
@@ -122,7 +97,7 @@ def _only_real(rows: Tensor, real: Tensor | None) -> Tensor:
     return rows.float() if real is None else rows.float().masked_fill(~real.unsqueeze(-1), 0.0)
 
 
-def _blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+def query_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Which queries go together, and how many keys they may see."""
     groups, queries, _ = query.shape
     keys = key.shape[1]
@@ -186,7 +161,7 @@ class _Terms(NamedTuple):
         return scores
 
 
-def _terms(
+def score_terms(
     query: Tensor,
     key: Tensor,
     second_query: Tensor | None,
@@ -228,7 +203,7 @@ def _shares(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _finite(values: Tensor) -> Tensor:
+def finite_or_zero(values: Tensor) -> Tensor:
     return values.where(values > -torch.inf, 0.0)
 
 
@@ -268,9 +243,9 @@ class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         everything = ctx.saved_tensors  # once: under activation checkpointing they are not there a second time
-        if second_derivatives.is_wanted():
+        if double_backward.is_wanted():
             plain = functools.partial(_mix_plain, *everything[8:10], *ctx.how)
-            return *second_derivatives.gradients(plain, everything[2:8], ctx.needs_input_grad[:6], grad), *(None,) * 6
+            return *double_backward.gradients(plain, everything[2:8], ctx.needs_input_grad[:6], grad), *(None,) * 6
         grads = _softmax_mix_backward(grad.contiguous(), *everything[:10], list(everything[10:]), *ctx.how, ctx.wants)
         needs = ctx.needs_input_grad[:6]
         return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 6)
@@ -292,7 +267,7 @@ def _mix_plain(
 ) -> Tensor:
     """The mixture of the operands of `_SoftmaxMix`, for autograd to differentiate."""
     key = query if shared else key
-    terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    terms = score_terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
     return _whole_mix(terms, _only_real(value, real))
 
 
@@ -349,14 +324,14 @@ def _softmax_mix_anywhere(
         operands = mix_launch.Rows(query, query if shared else key, value, second_query, second_key)
         with on_device_of(query):
             return mix_launch.mix(operands, bias, real, mask, parts, causal, scale, second_scale)
-    terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    terms = score_terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
     value = _only_real(value, real).to(terms.query.dtype)
     out = query.new_empty(*query.shape[:2], value.shape[2], dtype=torch.float32)
     log_total = query.new_empty(query.shape[:2], dtype=torch.float32)
     with ieee_float32():
-        for rows, columns in _blocks(query, key, causal):
+        for rows, columns in query_blocks(query, key, causal):
             scores = terms.scores(rows, columns)
-            highest = _finite(scores.amax(-1, keepdim=True))
+            highest = finite_or_zero(scores.amax(-1, keepdim=True))
             weights = _exp(scores.sub_(highest))
             total = weights.sum(-1, keepdim=True)
             out[:, rows] = torch.bmm(weights, value[:, columns]) / total.clamp_min(torch.finfo(torch.float32).tiny)
@@ -409,7 +384,7 @@ def _softmax_mix_backward_anywhere(
         with on_device_of(query):
             grads = mix_launch.mix_backward(grad, out, log_total, rows, *how, wants=mix_launch.Wants(*wants))
     else:
-        terms = _terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+        terms = score_terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
         grads = _blocked_backward(grad, out, log_total, terms, _only_real(value, real), shared)
     wanted = _wanted((query, key, value, second_query, second_key, bias), shared, wants)
     return [
@@ -448,12 +423,12 @@ def _blocked_backward(
     grad_second_key = None if second_key is None else torch.zeros_like(second_key)
     grad_bias = None if bias is None else torch.zeros_like(bias)
     centre = (grad * out).sum(-1, keepdim=True)
-    log_total = _finite(log_total).unsqueeze(-1)
+    log_total = finite_or_zero(log_total).unsqueeze(-1)
     with ieee_float32():
-        for rows, columns in _blocks(query, key, terms.causal):
+        for rows, columns in query_blocks(query, key, terms.causal):
             scores = terms.scores(rows, columns)
             if terms.wide:  # float32 does not hold these totals
-                weights = _shares(_exp(scores.sub_(_finite(scores.amax(-1, keepdim=True)))))
+                weights = _shares(_exp(scores.sub_(finite_or_zero(scores.amax(-1, keepdim=True)))))
             else:
                 weights = _exp(scores.sub_(log_total[:, rows]))
             grad_value[:, columns] += torch.bmm(weights.transpose(1, 2), grad[:, rows])
@@ -474,45 +449,3 @@ def _blocked_backward(
     if shared:
         grad_query += grad_key
     return grad_query, grad_key, grad_value, grad_second_query, grad_second_key, grad_bias
-
-
-@torch.library.custom_op("holdfast::attention_entropy", mutates_args=())
-def _attention_entropy(
-    query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int
-) -> Tensor:
-    if HAS_TRITON and query.is_cuda:
-        from holdfast.ops import entropy_kernels
-
-        if entropy_kernels.supports(query, key, scale):
-            with on_device_of(query):
-                return entropy_kernels.entropy(query, key, real, mask, causal, scale, step)
-    if step == 1:
-        return _entropies(query, key, real, mask, causal, scale)
-    found = []
-    for rows in sampled(query.shape[2], step):
-        keys = slice(0, key.shape[2] - query.shape[2] + rows.stop if causal else key.shape[2])
-        part = None if mask is None else mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
-        seen = None if real is None else real[:, keys]
-        found.append(_entropies(query[:, :, rows], key[:, :, keys], seen, part, causal, scale))
-    return torch.cat(found, 2)
-
-
-def _entropies(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    heads, key_heads = query.shape[1], key.shape[1]
-    entropy = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    for head in range(heads):  # one at a time: a mask expanded to all heads would be a copy of N x N for each
-        own, shared = query[:, head], key[:, head * key_heads // heads]
-        part = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
-        terms = _terms(own, shared, None, None, None, real, _expanded(part, own, shared), causal, scale, 0.0)
-        with ieee_float32():
-            for rows, columns in _blocks(own, shared, causal):
-                scores = terms.scores(rows, columns)
-                log_weights = scores.sub_(_finite(scores.logsumexp(-1, keepdim=True)))
-                entropy[:, head, rows] = -(log_weights.exp() * _finite(log_weights)).sum(-1)
-    return entropy
-
-
-@_attention_entropy.register_fake
-def _(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int) -> Tensor:
-    rows = query.shape[2] if step == 1 else sum(block.stop - block.start for block in sampled(query.shape[2], step))
-    return query.new_empty(*query.shape[:2], rows, dtype=torch.float32)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from holdfast.ops import second, split
+from holdfast.ops import double_backward, split
 from holdfast.ops.operators import EVERYWHERE, operator
 
 
@@ -115,8 +115,8 @@ def _save_scaled(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # ty
 
 
 def _backward_scaled(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    if second.is_wanted():
-        found = second.gradients(_scaled_matmul_plain, ctx.saved_tensors, (True, False, False, True), grad)
+    if double_backward.is_wanted():
+        found = double_backward.gradients(_scaled_matmul_plain, ctx.saved_tensors, (True, False, False, True), grad)
         return tuple(found)
     grad_tokens, grad_weight = _scaled_matmul_backward(grad, *ctx.saved_tensors)
     return grad_tokens, None, None, grad_weight

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.ops import second
+from holdfast.ops import double_backward
 from holdfast.ops.clusters import TILE, Groups
 from holdfast.ops.operators import operator
 from holdfast.ops.triton_support import has_kernels, on_device_of
@@ -50,8 +50,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         tokens, weight, *clusters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
-        if second.is_wanted():
-            return tuple(second.gradients(_linear_plain, ctx.saved_tensors, ctx.needs_input_grad, grad))
+        if double_backward.is_wanted():
+            return tuple(double_backward.gradients(_linear_plain, ctx.saved_tensors, ctx.needs_input_grad, grad))
         grad_tokens, grad_weight = _linear_backward(grad, tokens, weight, *clusters, *wanted)
         return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, *(None,) * 4
 

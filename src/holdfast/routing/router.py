@@ -25,8 +25,8 @@ def _becomes_onnx() -> bool:
 _becomes_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _constant_unless(usable: Tensor | None, values: Tensor) -> Tensor:
-    """`values (B,N,n)` unchanged, with no gradient from padding that holds NaN: experts that are not ours send NaN back."""
+def _detach_unless(usable: Tensor | None, values: Tensor) -> Tensor:
+    """Return `values (B,N,n)`, detached where not usable: native experts send NaN back from padding that holds NaN."""
     return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
 
 
@@ -153,10 +153,10 @@ class Router(nn.Module):
             selected = self.select(scores, tokens, context)
             weights = selected.weights if self.scale == 1 else selected.weights * self.scale
             routing = Routing(
-                logits=_constant_unless(usable, logits).flatten(0, 1),
-                gates=_constant_unless(usable, selected.gates).flatten(0, 1),
+                logits=_detach_unless(usable, logits).flatten(0, 1),
+                gates=_detach_unless(usable, selected.gates).flatten(0, 1),
                 experts=selected.experts.flatten(0, 1),
-                weights=_constant_unless(usable, weights).flatten(0, 1),
+                weights=_detach_unless(usable, weights).flatten(0, 1),
                 losses=dict(selected.losses),
             )
             if self.training and self.learning and self.losses is not None:

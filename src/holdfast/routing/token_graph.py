@@ -10,8 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from holdfast.ops.entropy import attention_entropy, sampled
 from holdfast.ops.heads import take_heads
-from holdfast.ops.mix import Second, attention_entropy, sampled, softmax_mix
+from holdfast.ops.mix import Second, softmax_mix
 from holdfast.ops.norms import projected_norms
 from holdfast.ops.precision import linear_float32
 from holdfast.ops.recompute import as_now

@@ -15,8 +15,8 @@ STEPS = (2e-3, 5e-4)
 ATTEMPTS = 5
 
 
-def second_derivatives(subject: Subject) -> str | None:
-    """The derivative of the gradient along a direction is right, or an error says that there is none.
+def right_or_refused(subject: Subject) -> str | None:
+    """Require that the derivative of the gradient along a direction is right, or that an error says there is none.
 
     It is compared with that of the naive reference. Without one, with differences of gradients: that needs gradients that
     are the derivatives of the output, which those of a part that holds something constant on purpose are not.

@@ -9,7 +9,7 @@ import torch
 from holdfast.routing import Router
 from holdfast.routing import router as build_router
 from holdfast.suggest import unknown
-from holdfast.testing import checks, learning_checks, twice
+from holdfast.testing import checks, learning_checks, second_derivatives
 from holdfast.testing.subject import LeftOut, Reference, Subject
 
 CHECKS: dict[str, Callable[[Subject], str | None]] = {
@@ -29,7 +29,7 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "float32 routing": checks.float32_routing,
     "no inert coefficient": learning_checks.no_inert_coefficient,
     "no inert parameter": learning_checks.no_inert_parameter,
-    "second derivatives": twice.second_derivatives,
+    "second derivatives": second_derivatives.right_or_refused,
     "activation checkpointing": learning_checks.activation_checkpointing,
     "compile": learning_checks.compile_whole,
 }

@@ -16,11 +16,11 @@ from holdfast.metrics.report import plain
 from holdfast.train.contenders import Contender
 from holdfast.train.joining import joined
 from holdfast.train.loop import Guard, require_trainable, train
-from holdfast.train.ownership import agrees, claim, prepare, require_own, write_json
+from holdfast.train.ownership import agrees, claim, prepare, require_own
 from holdfast.train.recipe import Recipe
-from holdfast.train.sealed import read_sealed, write_sealed
 from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps
 from holdfast.train.start import start
+from holdfast.train.stored import read_sealed, write_json, write_sealed
 from holdfast.train.summary import summarise
 from holdfast.train.trained import MODEL, TASK, make_task, save_trained
 from holdfast.train.workers import run_side_by_side
@@ -142,7 +142,7 @@ class Comparison:
         """The result of a cell; None where it is not finished, or its file is damaged and the cell is to be done again."""
         self._require_own_cell(cell)
         path = self._path(cell)
-        if not (path / "router.json").exists():  # nobody knows of which options a result would be
+        if not (path / "router.json").exists():  # without it, the options of a stored result are unknown
             return None
         try:
             result = read_sealed(path / "result.json")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.reading import LARGEST, read_json
-from holdfast.train.sealed import read_sealed
+from holdfast.train.stored import read_sealed
 
 Result = dict[str, Any]
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from holdfast.locking import is_lock
 from holdfast.reading import read_json
-from holdfast.writing import remove_partial, require_no_links, require_no_links_inside, write_whole
+from holdfast.train.stored import write_json
+from holdfast.writing import remove_partial, require_no_links, require_no_links_inside
 
 NAME = "run.json"
 
@@ -69,7 +70,3 @@ def agrees(path: Path, content: Any) -> bool:
     except ValueError as problem:
         raise ValueError(f"{path} is damaged ({problem}); remove {path.parent}, or choose another folder.") from None
     return bool(found == json.loads(json.dumps(content)))
-
-
-def write_json(path: Path, content: Any) -> None:
-    write_whole(path, json.dumps(content, indent=1) + "\n")

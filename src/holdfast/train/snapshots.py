@@ -15,7 +15,7 @@ from holdfast.hub import trace
 from holdfast.metrics import CoSelection
 from holdfast.routing import Router, Routing
 from holdfast.routing.expert_graph import ExpertGraph
-from holdfast.train.sealed import read_sealed, write_sealed
+from holdfast.train.stored import read_sealed, write_sealed
 from holdfast.train.task import Inputs, forward
 
 COUNT = 5

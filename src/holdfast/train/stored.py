@@ -1,4 +1,4 @@
-"""JSON files with a checksum inside: a later run reads what was stored, or notices that it was changed."""
+"""JSON files of a run, written whole; those that a later run takes for its own results hold a checksum."""
 
 import hashlib
 import json
@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.reading import LARGEST, read_json
-from holdfast.train.ownership import write_json
+from holdfast.writing import write_whole
 
 CHECKSUM = "checksum"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON, whole or not at all."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
@@ -17,7 +22,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Return the content of a file of `write_sealed`; a ValueError where it is another, `FileNotFoundError` without one."""
+    """Return what `write_sealed` wrote; raise a ValueError where it was changed, and FileNotFoundError without a file."""
     found = read_json(path, limit=LARGEST)
     if not isinstance(found, dict) or found.pop(CHECKSUM, None) != _checksum(found):
         raise ValueError(f"{path} is not the file that was saved.")

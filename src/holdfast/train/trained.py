@@ -33,7 +33,7 @@ def make_task(recipe: Recipe, data: Path | None = None) -> Task:
 @final
 @dataclass(frozen=True)
 class Record:
-    """What a folder says of its task. It may come from anybody: what it names is not read unless it lies in the folder."""
+    """What a folder says of its task. It may be hostile: what it names is read only where it lies in the folder."""
 
     home: Path
     recipe: Recipe

@@ -67,7 +67,7 @@ def _tell(done: Any, cells: list[Any], progress: Progress | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Of a process that was started here: end when the command does, however that ends; nobody else would tell it."""
+    """End this process when the command that started it ends, even if that was killed and could not tell it to."""
     parent = parent_process()
 
     def wait_and_end() -> None:
