@@ -14,8 +14,8 @@ import torch
 import transformers
 
 import holdfast
-from holdfast.plan import memory
-from holdfast.plan.outline import Setting, outline
+from holdfast.planning import memory
+from holdfast.planning.outline import Setting, outline
 
 SIZES = {
     "vocab_size": 32000,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.ops.mix import Second, softmax_mix
+from holdfast.kernels.mix import Second, softmax_mix
 from holdfast.routing import token_graph
 from holdfast.routing.token_graph import AttentionPosterior
 from holdfast.train import load_trained

@@ -20,7 +20,7 @@ def on_device(context: Context, device: str) -> Context:
     projection = copy.deepcopy(attention.projection).to(device)  # type: ignore[union-attr]
     return replace(
         context,
-        padding=None if context.padding is None else context.padding.to(device),
+        token_mask=None if context.token_mask is None else context.token_mask.to(device),
         token_ids=None if context.token_ids is None else context.token_ids.to(device),
         attention=replace(attention, projection=projection, mask=mask, **heads),
         previous=Previous(previous.tokens.to(device), replace(previous.routing, **rows)),

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.naive import top
+from holdfast.kernels.naive import top
 from holdfast.routing import (
     Attention,
     AttentionPosterior,
@@ -69,7 +69,7 @@ def inverse(spread: Tensor) -> Tensor:
 def batch_spreads(score: Clustered, previous: Previous, context: Context) -> Tensor:
     """The spread of each feature within each cluster of the batch, real tokens only."""
     inputs, first = previous.tokens.flatten(0, 1).double(), previous.routing.experts[:, 0]
-    real = torch.ones(len(first)).bool() if context.padding is None else context.padding.flatten()
+    real = torch.ones(len(first)).bool() if context.token_mask is None else context.token_mask.flatten()
     spreads = torch.ones(score.clusters, score.dim).double()
     for c in range(score.clusters):
         members = inputs[(first == c) & real]
@@ -89,7 +89,7 @@ def vouch(informer: ExpertGraph, gates: Tensor) -> Tensor:
 
 
 def allowed(context: Context, sequence: int, i: int, j: int, causal: bool) -> bool:
-    real = context.padding is None or bool(context.padding[sequence, j])
+    real = context.token_mask is None or bool(context.token_mask[sequence, j])
     return real and (j <= i or not causal)
 
 
@@ -281,7 +281,7 @@ def inform(router: Router, gates: Tensor, tokens: Tensor, context: Context) -> T
 
 def own_losses(router: Router, gates: Tensor, chosen: list[Chosen], context: Context) -> dict[str, Tensor]:
     select = router.select
-    real = torch.ones(len(gates)).bool() if context.padding is None else context.padding.flatten()
+    real = torch.ones(len(gates)).bool() if context.token_mask is None else context.token_mask.flatten()
     if isinstance(select, ReLU):
         total = sum((row.sum() for row, is_real in zip(gates, real, strict=True) if is_real), torch.zeros(()))
         return {"l1": select.l1 * total / int(real.sum())}

@@ -14,26 +14,26 @@ LAYERS = [
     "reading",
     "locking",
     "replacing",
-    "ops",
+    "kernels",
     "routing",
-    "moe",
+    "layers",
     "losses",
     "testing",
     "hub",
-    "plan",
+    "planning",
     "data",
     "attacks",
     "metrics",
-    "certify",
+    "certificates",
     "geometry",
     "train",
-    "audit",
+    "auditing",
     "report",
     "cli",
     "__main__",
 ]
-STRANGERS = {"attacks", "metrics", "certify"}  # these know records and protocols, never each other or a concrete model
-NOT_FOR_STRANGERS = {"hub", "moe"}
+STRANGERS = {"attacks", "metrics", "certificates"}  # these know records and protocols, never each other or a concrete model
+NOT_FOR_STRANGERS = {"hub", "layers"}
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -82,14 +82,14 @@ def test_imports_point_one_way() -> None:
 def test_the_check_sees_an_import_that_points_the_wrong_way(tmp_path: Path) -> None:
     """Early or late, direct or through the package's front, and between the instruments that must not know each other."""
     wrong = {
-        "routing/bad.py": "from holdfast.moe import Experts",
-        "ops/bad.py": "def f():\n    import holdfast.routing.records",
+        "routing/bad.py": "from holdfast.layers import Experts",
+        "kernels/bad.py": "def f():\n    import holdfast.routing.records",
         "losses.py": "from holdfast import MoE",
         "metrics/bad.py": "from holdfast.attacks import words",
-        "certify/bad.py": "from holdfast.moe.experts import Experts",
+        "certificates/bad.py": "from holdfast.layers.experts import Experts",
         "misc/new.py": "",
     }
-    for name, text in {**wrong, "moe/fine.py": "from holdfast.routing import Router"}.items():
+    for name, text in {**wrong, "layers/fine.py": "from holdfast.routing import Router"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     found = violations(tmp_path)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from holdfast.ops.precision import linear_float32
+from holdfast.kernels.precision import linear_float32
 from holdfast.routing import Context, Informer, Linear, Router, Routing, TopK, Traits
 
 
@@ -30,7 +30,7 @@ class RunningMean(Informer):
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         new = gates.shape[1]
-        real = gates.new_ones(gates.shape[:2]) if context.padding is None else context.padding.to(gates.dtype)
+        real = gates.new_ones(gates.shape[:2]) if context.token_mask is None else context.token_mask.to(gates.dtype)
         if context.cache is not None:
             gates, real = context.cache.extend("gates", gates), context.cache.extend("real", real)
         total, count = gates * real.unsqueeze(-1), real.unsqueeze(-1)
@@ -67,7 +67,7 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
         graph = informer.graph if isinstance(informer, FixedGraph) else graph
     mixed = []
     for sequence, gates in enumerate(logits.softmax(-1)):
-        real = torch.ones(len(gates)).bool() if context.padding is None else context.padding[sequence]
+        real = torch.ones(len(gates)).bool() if context.token_mask is None else context.token_mask[sequence]
         if any(isinstance(informer, RunningMean) for informer in router.informers):
             gates = token_graph(len(gates), real, context.causal) @ gates
         mixed.append(gates @ graph.t())

@@ -1,6 +1,6 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
-from holdfast.audit.running import audit as audit
+from holdfast.auditing.running import audit as audit
 from holdfast.hub import calibrate as calibrate
 from holdfast.hub import load as load
 from holdfast.hub import reroute as reroute
@@ -11,10 +11,10 @@ from holdfast.hub import shard_experts as shard_experts
 from holdfast.hub import sparsify as sparsify
 from holdfast.hub import trace as trace
 from holdfast.hub import trainer_callback as trainer_callback
+from holdfast.layers import Experts as Experts
+from holdfast.layers import FeedForward as FeedForward
+from holdfast.layers import MoE as MoE
 from holdfast.losses import Losses as Losses
-from holdfast.moe import Experts as Experts
-from holdfast.moe import FeedForward as FeedForward
-from holdfast.moe import MoE as MoE
 from holdfast.routing import Context as Context
 from holdfast.routing import Router as Router
 from holdfast.routing import Routing as Routing

@@ -28,41 +28,41 @@ def alone(value: Tensor) -> Tensor:
     return value
 
 
-def balance(routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
+def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
     """E * sum_e f_e P_e, f the share of the selections, P the mean normalised gate (Fedus et al. 2022); 1 if uniform."""
-    mass, chosen = _means(padding, over_ranks, _distribution(routing), routing.chosen)
+    mass, chosen = _means(token_mask, over_ranks, _distribution(routing), routing.chosen)
     return routing.gates.shape[-1] * (shares(chosen) * mass).sum()
 
 
-def importance(routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
+def importance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
     """CV^2 over experts of the gating mass, sum_t of the normalised gates (Shazeer et al. 2017; survey 2.3)."""
-    (mass,) = _means(padding, over_ranks, _distribution(routing))
+    (mass,) = _means(token_mask, over_ranks, _distribution(routing))
     return _squared_variation(mass)
 
 
-def load(routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
+def load(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
     """CV^2 over experts of the number of tokens that chose each (survey 2.3).
 
     Counts have no gradient, so it is taken through the normalised gates (straight-through); the value is that of the counts.
     """
-    mass, chosen = _means(padding, over_ranks, _distribution(routing), routing.chosen)
+    mass, chosen = _means(token_mask, over_ranks, _distribution(routing), routing.chosen)
     return _squared_variation(chosen + mass - mass.detach())
 
 
-def z(routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
+def z(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
     """mean_t logsumexp(logits_t)^2: keeps logits small (Zoph et al. 2022)."""
-    (mean,) = _means(padding, over_ranks, torch.logsumexp(routing.logits, dim=-1, keepdim=True).square())
+    (mean,) = _means(token_mask, over_ranks, torch.logsumexp(routing.logits, dim=-1, keepdim=True).square())
     return mean.squeeze()
 
 
-def entropy(routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
+def entropy(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = alone) -> Tensor:
     """log E - mean entropy of the normalised gates: 0 when uniform, so that minimising it smooths the gates.
 
     The survey (4.2) prints the entropy itself as the loss and asks to maximise it; this is that, with the sign of a loss.
     """
     gates = _distribution(routing)
     entropies = -(gates * gates.clamp_min(TINY).log()).sum(-1, keepdim=True)
-    (mean,) = _means(padding, over_ranks, entropies)
+    (mean,) = _means(token_mask, over_ranks, entropies)
     return math.log(gates.shape[-1]) - mean.squeeze()
 
 
@@ -87,28 +87,28 @@ class Losses:
                 )
 
     def __call__(
-        self, routing: Routing, padding: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks
+        self, routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks
     ) -> Mapping[str, Tensor]:
         """The weighted terms by name, as they enter the training loss: of the tokens of all processes."""
         weights = {name: getattr(self, name) for name in TERMS if getattr(self, name) != 0}
-        return {name: weight * TERMS[name](routing, padding, over_ranks) for name, weight in weights.items()}
+        return {name: weight * TERMS[name](routing, token_mask, over_ranks) for name, weight in weights.items()}
 
 
 def _distribution(routing: Routing) -> Tensor:
     return shares(routing.gates)
 
 
-def _means(padding: Tensor | None, over_ranks: OverRanks, *values: Tensor) -> tuple[Tensor, ...]:
+def _means(token_mask: Tensor | None, over_ranks: OverRanks, *values: Tensor) -> tuple[Tensor, ...]:
     """The mean of each of `values (T,n)` over the real tokens of all processes; 0 where there are none.
 
     Divided by the mean number of tokens, not by this process's own, so that the mean over processes is the mean over tokens.
     The gradient is that of this process's part. All in one message.
     """
     rows = torch.cat([value.float() for value in values], dim=1)
-    if padding is None:
+    if token_mask is None:
         total, count = rows.sum(0), rows.new_full((1,), rows.shape[0])
     else:
-        real = padding.reshape(-1, 1)
+        real = token_mask.reshape(-1, 1)
         total, count = rows.where(real, 0.0).sum(0), real.sum(0).to(rows.dtype)
     whole = over_ranks(torch.cat([total.detach(), count]))
     count = whole[-1:].where(whole[-1:] > 0, 1.0)

@@ -141,20 +141,21 @@ def test_the_flipped_distance_is_reached_by_no_smaller_budget_of_the_same_attack
 @pytest.mark.parametrize("name", ["smoe", "similarity"])
 def test_padding_is_neither_moved_nor_counted_nor_looked_at(name: str) -> None:
     made, tokens = build(name)
-    padding = torch.ones(2, 9, dtype=torch.bool)
-    padding[1, 4:] = False
+    token_mask = torch.ones(2, 9, dtype=torch.bool)
+    token_mask[1, 4:] = False
     other = tokens.clone()
-    other[~padding] = 50.0
+    other[~token_mask] = 50.0
     results = [
-        attack_routes(made, x, budget=0.3, context=Context(causal=True, padding=padding), **FAST) for x in (tokens, other)
+        attack_routes(made, x, budget=0.3, context=Context(causal=True, token_mask=token_mask), **FAST)
+        for x in (tokens, other)
     ]
     for result, clean in zip(results, (tokens, other), strict=True):
-        assert torch.equal(result.inputs[~padding], clean[~padding])
-        assert not result.flipped[~padding].any() and result.distances[~padding].isinf().all()
-        assert (result.budgets[~padding] == 0).all() and int(result.real.sum()) == 13
+        assert torch.equal(result.inputs[~token_mask], clean[~token_mask])
+        assert not result.flipped[~token_mask].any() and result.distances[~token_mask].isinf().all()
+        assert (result.budgets[~token_mask] == 0).all() and int(result.real.sum()) == 13
         assert result.rate == float(result.flipped.sum() / 13)
     assert torch.equal(results[0].flipped, results[1].flipped) and results[0].rate > 0
-    torch.testing.assert_close(results[0].inputs[padding], results[1].inputs[padding], rtol=0, atol=1e-5)
+    torch.testing.assert_close(results[0].inputs[token_mask], results[1].inputs[token_mask], rtol=0, atol=1e-5)
 
 
 def test_tokens_of_a_sequence_move_together_where_one_may_flip_another() -> None:
@@ -284,7 +285,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="a context is for a Router"):
         attack_routes(scores_of(made), tokens, budget=0.1, k=2, context=Context())
     with pytest.raises(ValueError, match=r"padding is torch\.int64"):
-        attack_routes(made, tokens, budget=0.1, padding=torch.ones(2, 9, dtype=torch.int64))
+        attack_routes(made, tokens, budget=0.1, token_mask=torch.ones(2, 9, dtype=torch.int64))
     with pytest.raises(ValueError, match="k is 5, but tokens have 2 experts"):
         attack_routes(made, tokens, budget=0.1, k=5)
     with pytest.raises(ValueError, match="finite floating-point"):

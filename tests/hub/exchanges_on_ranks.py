@@ -1,4 +1,4 @@
-"""Bytes of a training step that two processes exchange between their experts; run by tests/plan/test_communication.py.
+"""Bytes of a training step that two processes exchange between their experts; run by tests/planning/test_communication.py.
 
 The first process prints for each case, of both processes together, how many rows went to the other and what they carried.
 """

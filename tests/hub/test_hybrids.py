@@ -12,12 +12,12 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.audit import certify_model
+from holdfast.auditing import certify_model
 from holdfast.hub import MOE_FAMILIES
 from holdfast.hub.gates import ReroutedGate
 from holdfast.hub.sharding import _experts
 from holdfast.hub.sites import sites
-from holdfast.plan.skeleton import read_config
+from holdfast.planning.skeleton import read_config
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS).index_put((torch.tensor([1, 1]), torch.tensor([0, 1])), torch.tensor(0))

@@ -178,9 +178,9 @@ def test_the_attention_router_hears_what_attention_did() -> None:
                 attention.query, key, value, attn_mask=attention.mask, is_causal=causal, scale=attention.scale
             )
             out = F.linear(mixed.transpose(1, 2).flatten(2), attention.projection.weight, attention.projection.bias)
-            real = torch.ones(out.shape[:2], dtype=torch.bool) if context.padding is None else context.padding
+            real = torch.ones(out.shape[:2], dtype=torch.bool) if context.token_mask is None else context.token_mask
             torch.testing.assert_close(out[real], attention.output[real], atol=1e-5, rtol=1e-5)
-        assert any(context.padding is not None and not context.padding.all() for context in seen) == (
+        assert any(context.token_mask is not None and not context.token_mask.all() for context in seen) == (
             "attention_mask" in batch
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast.hub.families import MOE_FAMILIES as FAMILIES
-from holdfast.hub.padding import padding_of
+from holdfast.hub.padding import token_mask_of
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [0, 0, 4, 8, 15, 16]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
@@ -31,7 +31,7 @@ def test_routes_are_what_the_experts_received(model_type: str) -> None:
     with holdfast.trace(model) as routes, torch.no_grad():
         model(input_ids=IDS, attention_mask=MASK)
     assert len(routes) == len(received) == MOE_LAYERS.get(model_type, 3)
-    assert routes.padding is not None and torch.equal(routes.padding, MASK.bool())
+    assert routes.token_mask is not None and torch.equal(routes.token_mask, MASK.bool())
     for routing, (experts, weights) in zip(routes, received, strict=True):
         assert routing.experts.shape == (12, 2) and routing.logits.shape == routing.gates.shape == (12, 8)
         assert routing.logits.dtype == routing.weights.dtype == torch.float32
@@ -67,9 +67,9 @@ def test_each_step_of_generate_is_a_forward(model_type: str) -> None:
     model = tiny(model_type)
     seen: list[tuple[int, int, int]] = []
 
-    def each(layer: int, routing: holdfast.Routing, padding: Tensor | None) -> None:
-        assert padding is not None
-        seen.append((layer, routing.experts.shape[0], int(padding.sum())))
+    def each(layer: int, routing: holdfast.Routing, token_mask: Tensor | None) -> None:
+        assert token_mask is not None
+        seen.append((layer, routing.experts.shape[0], int(token_mask.sum())))
 
     with holdfast.trace(model, each=each) as routes:
         model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, min_new_tokens=4, do_sample=False)
@@ -105,7 +105,7 @@ def test_all_steps_of_generate_are_the_routes_of_the_whole_sequence(model_type: 
     full = whole(model, tokens[:, :-1], mask)
     if options == {"use_cache": False}:  # every step is a whole forward
         assert [step.shape for step in routes.steps] == [(2, 6 + step) for step in range(5)]
-        torch.testing.assert_close(routes.padding, mask.bool())
+        torch.testing.assert_close(routes.token_mask, mask.bool())
         torch.testing.assert_close(routes[0].dense_weights, full[0].dense_weights)
         return
     prompt = [(2, 4), (2, 2)] if "prefill_chunk_size" in options else [(2, 6)]
@@ -113,8 +113,8 @@ def test_all_steps_of_generate_are_the_routes_of_the_whole_sequence(model_type: 
     for layer in range(len(routes)):
         expected = full[layer].dense_weights.view(2, 10, 8)
         torch.testing.assert_close(joined(routes, layer)[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
-    padding = [step.padding for step in routes.steps]
-    assert torch.equal(torch.cat([real for real in padding if real is not None], dim=1), mask.bool())
+    token_mask = [step.token_mask for step in routes.steps]
+    assert torch.equal(torch.cat([real for real in token_mask if real is not None], dim=1), mask.bool())
 
 
 def test_all_steps_of_a_beam_search_are_the_routes_of_the_beams_that_it_followed() -> None:
@@ -172,11 +172,11 @@ def test_a_base_model_that_is_called_by_itself_makes_steps_with_its_own_padding(
         model.model(input_ids=IDS, attention_mask=MASK)
         model.model.forward(input_ids=IDS)
     assert [step.shape for step in routes.steps] == [(2, 3), (2, 6), None]
-    assert routes.steps[0].padding is None
-    torch.testing.assert_close(routes.steps[1].padding, MASK.bool())
+    assert routes.steps[0].token_mask is None
+    torch.testing.assert_close(routes.steps[1].token_mask, MASK.bool())
     assert routes[0].experts.shape == (12, 2)
     with pytest.raises(ValueError, match="padding is unknown"):
-        _ = routes.padding
+        _ = routes.token_mask
 
 
 def test_a_forward_that_fails_leaves_nothing_to_the_next_one() -> None:
@@ -187,8 +187,8 @@ def test_a_forward_that_fails_leaves_nothing_to_the_next_one() -> None:
         model.model(input_ids=IDS[:1, :4], attention_mask=MASK[1:, :4])
     assert (
         routes.steps[-1].shape == (1, 4)
-        and routes.padding is not None
-        and routes.padding.tolist() == MASK[1:, :4].bool().tolist()
+        and routes.token_mask is not None
+        and routes.token_mask.tolist() == MASK[1:, :4].bool().tolist()
     )
 
 
@@ -198,7 +198,7 @@ def test_the_last_forward_is_the_one_that_is_kept() -> None:
         model(input_ids=IDS)
         model(input_ids=IDS[:1, :4])
     assert routes[0].experts.shape == (4, 2) and routes[-1].experts.shape == (4, 2)
-    assert routes.padding is None
+    assert routes.token_mask is None
     with pytest.raises(IndexError):
         routes[3]
 
@@ -251,15 +251,15 @@ def test_models_that_cannot_be_traced_are_one_clear_sentence() -> None:
 
 def test_padding_is_resolved_from_every_kind_of_mask() -> None:
     real = MASK.bool()
-    assert padding_of(None, 2, 6) is None
-    assert torch.equal(padding_of(MASK, 2, 6), real)  # type: ignore[arg-type]
+    assert token_mask_of(None, 2, 6) is None
+    assert torch.equal(token_mask_of(MASK, 2, 6), real)  # type: ignore[arg-type]
     longer = torch.cat([torch.zeros(2, 3), MASK], dim=1)
-    assert torch.equal(padding_of(longer, 2, 6), real)  # type: ignore[arg-type]
+    assert torch.equal(token_mask_of(longer, 2, 6), real)  # type: ignore[arg-type]
     causal = torch.ones(6, 6).tril().bool() & real[:, None, None, :]
-    assert torch.equal(padding_of(causal, 2, 6), real)  # type: ignore[arg-type]
+    assert torch.equal(token_mask_of(causal, 2, 6), real)  # type: ignore[arg-type]
     added = torch.zeros(2, 1, 6, 6).masked_fill(~causal, torch.finfo(torch.float32).min)
-    assert torch.equal(padding_of({"full_attention": added}, 2, 6), real)  # type: ignore[arg-type]
+    assert torch.equal(token_mask_of({"full_attention": added}, 2, 6), real)  # type: ignore[arg-type]
     static = torch.cat([causal, torch.zeros(2, 1, 6, 10).bool()], dim=-1)
-    assert torch.equal(padding_of(static, 2, 6, past=0), real)  # type: ignore[arg-type]
+    assert torch.equal(token_mask_of(static, 2, 6, past=0), real)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="3 dimensions"):
-        padding_of(torch.ones(2, 6, 6), 2, 6)
+        token_mask_of(torch.ones(2, 6, 6), 2, 6)

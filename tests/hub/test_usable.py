@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny
 
-from holdfast.audit import audit, certify_model
+from holdfast.auditing import audit, certify_model
 from holdfast.hub.usable import require_finite, require_known, require_room
 
 IDS = torch.arange(3, 15).view(1, 12)

@@ -35,7 +35,7 @@ class Layer(nn.Module):
         rows = [each(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)]
         attention = Attention(rows[0], rows[1], rows[2], self.projection, self.projection(tokens))
         previous = Previous(tokens, self.before(tokens))
-        out, routing = self.moe(tokens, Context(causal=True, padding=real, attention=attention, previous=previous))
+        out, routing = self.moe(tokens, Context(causal=True, token_mask=real, attention=attention, previous=previous))
         return out, routing.experts, routing.weights
 
 

@@ -65,10 +65,10 @@ def test_a_traced_model_is_reported_layer_by_layer() -> None:
         assert layer["instability"] == (instability.result() if place else None)
 
 
-def collected(*layers: Routing, padding: Tensor | None = None, **options: Any) -> metrics.RoutingReport:
+def collected(*layers: Routing, token_mask: Tensor | None = None, **options: Any) -> metrics.RoutingReport:
     report = metrics.RoutingReport(**options)
     for layer, routing in enumerate(layers):
-        report.each(layer, routing, padding)
+        report.each(layer, routing, token_mask)
     return report
 
 

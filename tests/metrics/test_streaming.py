@@ -50,14 +50,14 @@ def whole() -> Data:
     return Data(one, other, logits, targets)
 
 
-def corrupted(metric: metrics.MeanCorruptionError, data: Data, padding: Tensor | None) -> None:
+def corrupted(metric: metrics.MeanCorruptionError, data: Data, token_mask: Tensor | None) -> None:
     for corruption in ("fog", "snow"):
         for severity in (1, 2):
-            metric.update(corruption, severity, data.classes * severity, data.targets, padding)
+            metric.update(corruption, severity, data.classes * severity, data.targets, token_mask)
 
 
-def likelihood(metric: Any, data: Data, padding: Tensor | None, *units: int) -> None:
-    metric.update(metrics.token_nll(data.classes, data.targets), *units, padding=padding)
+def likelihood(metric: Any, data: Data, token_mask: Tensor | None, *units: int) -> None:
+    metric.update(metrics.token_nll(data.classes, data.targets), *units, token_mask=token_mask)
 
 
 CASES: dict[str, tuple[Callable[[], Any], Update]] = {
@@ -98,8 +98,8 @@ CASES: dict[str, tuple[Callable[[], Any], Update]] = {
 def measured(name: str, *parts: tuple[Data, Tensor | None]) -> Any:
     build, update = CASES[name]
     metric = build()
-    for data, padding in parts:
-        update(metric, data, padding)
+    for data, token_mask in parts:
+        update(metric, data, token_mask)
     return metric
 
 
@@ -169,8 +169,8 @@ def test_results_do_not_depend_on_gradients_being_recorded(name: str) -> None:
 def test_a_gpu_gives_the_results_of_a_cpu_wherever_the_padding_is(name: str) -> None:
     data, real = whole().padded()
     rel = 1e-6  # float32 rounds differently there
-    for padding in (real, real.cuda()):
-        assert_same(measured(name, (data.to("cuda"), padding)), measured(name, (data, real)), rel)
+    for token_mask in (real, real.cuda()):
+        assert_same(measured(name, (data.to("cuda"), token_mask)), measured(name, (data, real)), rel)
     apart = Data(moved(data.one, "cuda"), data.other, data.classes.cuda(), data.targets.cuda())  # layers on two devices
     assert_same(measured(name, (apart, real)), measured(name, (data, real)), rel)
     together = measured(name, (data.to("cuda"), real.cuda())).merge(measured(name, (data, real)))

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit.subjects import texts, tokenizer
+from auditing.subjects import texts, tokenizer
 from report.browsing import visit
 from tiny import tiny
 
-from holdfast.audit import AuditReport
+from holdfast.auditing import AuditReport
 from holdfast.cli.main import main
 
 FAMILIES = ["mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"]

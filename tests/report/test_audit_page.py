@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 from report.audited import at_risk, perturbed, stored_audit
 from report.tags import Tags
 
-from holdfast.audit import AuditReport, diagnose
+from holdfast.auditing import AuditReport, diagnose
 from holdfast.report import render_audit, write_audit
 from holdfast.report.audit_page import SHOWN, risks, token, view
 from holdfast.report.audit_plots import LEAST, audit_plots

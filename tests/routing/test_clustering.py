@@ -30,7 +30,7 @@ def test_running_spreads_follow_the_rule(spread: str) -> None:
         real = torch.ones(2, 20, dtype=torch.bool)
         real[1, 15:] = False
         score.begin_training_forward()
-        score(torch.randn(2, 20, 6), Context(padding=real, previous=previous(inputs, first)))
+        score(torch.randn(2, 20, 6), Context(token_mask=real, previous=previous(inputs, first)))
         for c in range(3):
             members = inputs.flatten(0, 1)[(first == c) & real.flatten()]
             assert len(members) >= 8

@@ -41,7 +41,7 @@ class Surroundings:
         mask = allowed | torch.eye(length).bool()
         mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
         output = self.out(mixed.transpose(1, 2).reshape(tokens.shape))
-        return Context(causal=True, padding=real, attention=Attention(query, key, value, self.out, output, mask))
+        return Context(causal=True, token_mask=real, attention=Attention(query, key, value, self.out, output, mask))
 
 
 def decoding(context: Context, start: int, end: int, cache: RouterCache) -> Context:
@@ -56,8 +56,8 @@ def decoding(context: Context, start: int, end: int, cache: RouterCache) -> Cont
         output=attention.output[:, start:end],
         mask=attention.mask[:, :, start:end, :end],
     )
-    padding = None if context.padding is None else context.padding[:, start:end]
-    return replace(context, attention=step, padding=padding, cache=cache)
+    token_mask = None if context.token_mask is None else context.token_mask[:, start:end]
+    return replace(context, attention=step, token_mask=token_mask, cache=cache)
 
 
 def trained(name: str) -> holdfast.Router:

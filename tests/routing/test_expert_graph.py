@@ -11,12 +11,12 @@ from holdfast import Context
 from holdfast.routing import ExpertGraph
 
 
-def learn(graph: ExpertGraph, batches: list[Tensor], padding: Tensor | None = None) -> Tensor:
+def learn(graph: ExpertGraph, batches: list[Tensor], token_mask: Tensor | None = None) -> Tensor:
     """The graph after training forwards on these raw logits (B,N,E)."""
     graph.train()
     for logits in batches:
         graph.begin_training_forward()
-        graph(logits.softmax(-1), logits, logits, Context(padding=padding))
+        graph(logits.softmax(-1), logits, logits, Context(token_mask=token_mask))
     graph.eval()
     return graph.graph
 

@@ -21,16 +21,16 @@ def layer(name: str) -> MoE:
     return MoE(router, Experts(16, 8, router.experts))
 
 
-def assert_finite_for_some_steps(module: MoE, tokens: Tensor, padding: Tensor | None = None, steps: int = 3) -> None:
+def assert_finite_for_some_steps(module: MoE, tokens: Tensor, token_mask: Tensor | None = None, steps: int = 3) -> None:
     for _ in range(steps):
         x = tokens.clone().requires_grad_()
         module.zero_grad()
-        out, routing = module(x, context_for(x.detach().float(), module.router.experts, padding))
+        out, routing = module(x, context_for(x.detach().float(), module.router.experts, token_mask))
         (out.float().square().mean() + routing.loss).backward()
         values = [out, routing.gates, routing.weights, routing.loss, x.grad, *module.buffers()]
         values += [p.grad for p in module.parameters() if p.grad is not None]
         assert all(v is not None and v.isfinite().all() for v in values)
-    out, _ = module.eval()(tokens, context_for(tokens.float(), module.router.experts, padding))
+    out, _ = module.eval()(tokens, context_for(tokens.float(), module.router.experts, token_mask))
     assert out.isfinite().all()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, MoE
-from holdfast.ops import choose, split
+from holdfast.kernels import choose, split
 from holdfast.routing import Attention, Previous, Routing
 from holdfast.testing.subject import STEEP, differing
 
@@ -88,7 +88,7 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
     torch.manual_seed(0)
     routers = [holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda() for _ in range(2)]
     routers[1].load_state_dict(routers[0].state_dict())
-    padding = torch.rand(4, 100).cuda() < 0.8
+    token_mask = torch.rand(4, 100).cuda() < 0.8
     for _ in range(3):
         half = torch.randn(4, 100, 96).cuda().to(dtype)
         previous = previous_of(half, 12)
@@ -99,7 +99,7 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
             with monkeypatch.context() as plain:
                 if router is routers[1]:
                     plain.setattr(split, "applies", lambda *_: False)
-                routing = router(tokens, Context(padding=padding, previous=before))
+                routing = router(tokens, Context(token_mask=token_mask, previous=before))
             total = (
                 routing.weights * torch.arange(1, routing.weights.shape[-1] + 1).cuda()
             ).sum() + routing.gates.square().sum()
@@ -120,9 +120,9 @@ def test_a_wide_expert_graph_is_learnt_as_on_a_cpu(experts: int) -> None:
     router = holdfast.router("symphony", dim=16, experts=experts, k=8)
     on_gpu = holdfast.router("symphony", dim=16, experts=experts, k=8).cuda()
     on_gpu.load_state_dict(router.state_dict())
-    tokens, padding = torch.randn(4, 50, 16), torch.rand(4, 50) < 0.8
-    router(tokens, Context(padding=padding))
-    on_gpu(tokens.cuda(), Context(padding=padding.cuda()))
+    tokens, token_mask = torch.randn(4, 50, 16), torch.rand(4, 50) < 0.8
+    router(tokens, Context(token_mask=token_mask))
+    on_gpu(tokens.cuda(), Context(token_mask=token_mask.cuda()))
     learnt = {key: value for key, value in router.state_dict().items() if key.endswith("staged_together")}
     assert [bool(value.any()) for value in learnt.values()] == [True]
     for key, value in learnt.items():
@@ -133,12 +133,12 @@ def test_a_wide_expert_graph_is_learnt_as_on_a_cpu(experts: int) -> None:
 def test_clusters_of_tokens_that_lie_apart_are_those_of_a_copy(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     wide, real = torch.randn(4, 100, 200).cuda().to(dtype), torch.rand(4, 200).cuda() < 0.8
-    tokens, padding = wide[..., :96], real[:, ::2]
+    tokens, token_mask = wide[..., :96], real[:, ::2]
     routing = previous_of(tokens.contiguous(), 12).routing
     spreads = []
-    for previous, own in ((tokens, padding), (tokens.contiguous(), padding.contiguous())):
+    for previous, own in ((tokens, token_mask), (tokens.contiguous(), token_mask.contiguous())):
         router = holdfast.router("ac", dim=96, experts=12, k=3).cuda()
-        router(tokens, Context(padding=own, previous=Previous(previous, routing)))
+        router(tokens, Context(token_mask=own, previous=Previous(previous, routing)))
         spreads.append(router.eval().score.spreads)
     assert torch.equal(spreads[0], spreads[1]) and not (spreads[0] == 1).all()  # type: ignore[arg-type, union-attr]
 
@@ -169,7 +169,7 @@ def test_a_router_with_its_kernels_is_one_graph(kind: str) -> None:
     torch.compiler.reset()
     router = holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda().eval()
     tokens = torch.randn(4, 100, 96).cuda().bfloat16().requires_grad_()
-    context = Context(padding=torch.rand(4, 100).cuda() < 0.8, previous=previous_of(tokens.detach(), 12))
+    context = Context(token_mask=torch.rand(4, 100).cuda() < 0.8, previous=previous_of(tokens.detach(), 12))
     results = []
     for run in (router, torch.compile(router, fullgraph=True)):
         routing = run(tokens, context)

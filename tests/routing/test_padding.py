@@ -54,7 +54,7 @@ def surroundings(value: float, tokens: Tensor) -> Context:
         for name in ("logits", "gates", "weights")
     }
     previous = Previous(padded_with(value, previous.tokens), replace(previous.routing, **rows))
-    return replace(context, padding=REAL, attention=attention, previous=previous)
+    return replace(context, token_mask=REAL, attention=attention, previous=previous)
 
 
 def outcome(
@@ -134,7 +134,7 @@ def test_a_gradient_of_nan_from_padding_stops_at_the_router(name: str) -> None:
     """Experts that are not ours send it back: the derivative of a slot's weight is that expert's output."""
     router = layer(name).router
     tokens = torch.randn(*REAL.shape, DIM, requires_grad=True)
-    context = replace(context_for(tokens.detach(), EXPERTS), padding=REAL)
+    context = replace(context_for(tokens.detach(), EXPERTS), token_mask=REAL)
     with torch.no_grad():
         tokens[~REAL] = torch.nan
     routing = router(tokens, context)
@@ -150,11 +150,11 @@ def test_padding_that_can_be_computed_with_is_a_token_like_others() -> None:
     """SigLIP reads the last token of a text, padding or not."""
     module = layer("smoe").eval()
     tokens = torch.randn(*REAL.shape, DIM)
-    out, routing = module(tokens, Context(padding=REAL))
+    out, routing = module(tokens, Context(token_mask=REAL))
     without, expected = module(tokens)
     assert torch.equal(out, without) and torch.equal(routing.weights, expected.weights)
     broken = tokens.clone()
     broken[1, -1] = torch.nan
-    out, _ = module(broken.flatten(0, 1), Context(padding=REAL.view(1, -1)))
+    out, _ = module(broken.flatten(0, 1), Context(token_mask=REAL.view(1, -1)))
     torch.testing.assert_close(out[:-10], without.flatten(0, 1)[:-10])
     assert out.isfinite().all()

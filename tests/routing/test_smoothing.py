@@ -9,7 +9,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, Experts, MoE
-from holdfast.ops.choose import fading
+from holdfast.kernels.choose import fading
 from holdfast.routing import Scores, SmoothTopK
 
 
@@ -180,7 +180,7 @@ def test_the_first_batch_sets_the_width_to_its_quantile() -> None:
     real = torch.ones(2, 50, dtype=torch.bool)
     real[1, 40:] = False
     select.begin_training_forward()
-    select(Scores(logits, logits.softmax(-1), False), torch.zeros(2, 50, 4), Context(padding=real))
+    select(Scores(logits, logits.softmax(-1), False), torch.zeros(2, 50, 4), Context(token_mask=real))
     select.eval()
     ranked = logits[real].sort(-1, descending=True).values
     gaps = (ranked[:, 1:2] - ranked[:, 2:]).flatten().sort().values

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context
-from holdfast.ops import mix
+from holdfast.kernels import mix
 from holdfast.routing import Attention, AttentionPosterior, Similarity, token_graph
 
 
@@ -164,8 +164,8 @@ def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
         given, query=poison(given.query), key=poison(given.key), value=poison(given.value), output=poison(given.output)
     )
     informer, tokens = INFORMERS[name](), torch.zeros(2, 11, 12)
-    expected = informer(gates, gates, tokens, Context(causal=True, padding=real, attention=given))
-    got = informer(poison(gates), gates, tokens, Context(causal=True, padding=real, attention=broken))
+    expected = informer(gates, gates, tokens, Context(causal=True, token_mask=real, attention=given))
+    got = informer(poison(gates), gates, tokens, Context(causal=True, token_mask=real, attention=broken))
     torch.testing.assert_close(got[real], expected[real])
 
 
@@ -176,13 +176,13 @@ def test_the_running_entropy_is_that_of_the_attention_and_the_lowest_head_is_tak
     given = attention()
     real = torch.ones(2, 11, dtype=torch.bool)
     real[1, 8:] = not padded
-    context = Context(causal=causal, padding=real if padded else None, attention=given)
+    context = Context(causal=causal, token_mask=real if padded else None, attention=given)
     means = []
     for factor in (1.0, 3.0):
         scaled = Attention(factor * given.query, given.key, given.value, given.projection, given.output)
         informer.begin_training_forward()
         informer(
-            torch.rand(2, 11, 5), torch.rand(2, 11, 5), torch.zeros(2, 11, 12), Context(causal, context.padding, scaled)
+            torch.rand(2, 11, 5), torch.rand(2, 11, 5), torch.zeros(2, 11, 12), Context(causal, context.token_mask, scaled)
         )
         scores = scaled.query @ scaled.key.transpose(2, 3) / 3**0.5
         allowed = torch.ones(11, 11).tril().bool() if causal else torch.ones(11, 11).bool()

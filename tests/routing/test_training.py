@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def context_for(tokens: Tensor, experts: int, padding: Tensor | None = None) -> Context:
+def context_for(tokens: Tensor, experts: int, token_mask: Tensor | None = None) -> Context:
     """A causal model around the layer: fixed attention, and a previous layer that routes by its own fixed matrix."""
     generator = torch.Generator().manual_seed(3)
     sequences, length, dim = tokens.shape
@@ -55,7 +55,7 @@ def context_for(tokens: Tensor, experts: int, padding: Tensor | None = None) -> 
         torch.manual_seed(4)
         routing = holdfast.router("smoe", dim=dim, experts=experts).eval()(tokens)
     attention = Attention(query, key, value, projection, output)
-    return Context(causal=True, padding=padding, attention=attention, previous=Previous(tokens, routing))
+    return Context(causal=True, token_mask=token_mask, attention=attention, previous=Previous(tokens, routing))
 
 
 @pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, ["shared expert"]))

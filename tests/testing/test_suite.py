@@ -12,7 +12,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
-from holdfast.ops.double_backward import refuse
+from holdfast.kernels.double_backward import refuse
 from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
 from holdfast.testing import CHECKS, check_router
 
@@ -47,7 +47,7 @@ class SeesTheFuture(toys.RunningMean):
     """The mean over the whole sequence, also where the context is causal."""
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        return super().forward(gates, logits, tokens, Context(padding=context.padding, cache=context.cache))
+        return super().forward(gates, logits, tokens, Context(token_mask=context.token_mask, cache=context.cache))
 
 
 class Undeclared(toys.RunningMean):
@@ -121,7 +121,7 @@ def refuse_twice(logits: Tensor, says: str) -> Tensor:
 
 class ForgetsTheCache(toys.RunningMean):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        return super().forward(gates, logits, tokens, Context(causal=context.causal, padding=context.padding))
+        return super().forward(gates, logits, tokens, Context(causal=context.causal, token_mask=context.token_mask))
 
 
 class LearnsAtOnce(Informer):

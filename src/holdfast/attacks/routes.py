@@ -84,7 +84,7 @@ def attack_routes(
     relative: bool = False,
     k: int | None = None,
     context: Context | None = None,
-    padding: Tensor | None = None,
+    token_mask: Tensor | None = None,
     joint: bool | None = None,
     steps: int = 10,
     pairs: int = 4,
@@ -124,7 +124,7 @@ def attack_routes(
     call = _callable(route, context)
     _check_tokens(tokens)
     units = _units(route, tokens, joint)
-    real = _real(tokens, padding if padding is not None or context is None else context.padding)
+    real = _real(tokens, token_mask if token_mask is not None or context is None else context.token_mask)
     budgets = _budgets(tokens, budget, norm, relative).where(real, 0.0)
     readings = Readings(call, tokens, k)
     search = Search(readings, tokens, budgets, real, norm, units)
@@ -199,14 +199,14 @@ def _check_tokens(tokens: Tensor) -> None:
         raise ValueError(f"tokens are {got}; expected finite floating-point numbers, (B, N, d) or (T, d).")
 
 
-def _real(tokens: Tensor, padding: Tensor | None) -> Tensor:
+def _real(tokens: Tensor, token_mask: Tensor | None) -> Tensor:
     lead = tokens.shape[:-1]
-    if padding is None:
+    if token_mask is None:
         return torch.ones(lead, dtype=torch.bool, device=tokens.device)
-    if padding.dtype != torch.bool or padding.shape != lead:
-        got = f"{padding.dtype} of shape {tuple(padding.shape)}"
-        raise ValueError(f"padding is {got}; expected bool of shape {tuple(lead)}, True where the token is real.")
-    return padding.to(tokens.device)
+    if token_mask.dtype != torch.bool or token_mask.shape != lead:
+        got = f"{token_mask.dtype} of shape {tuple(token_mask.shape)}"
+        raise ValueError(f"token_mask is {got}; expected bool of shape {tuple(lead)}, True where the token is real.")
+    return token_mask.to(tokens.device)
 
 
 def _budgets(tokens: Tensor, budget: float | Tensor, norm: Norm, relative: bool) -> Tensor:

@@ -14,7 +14,7 @@ from holdfast.cli.loading import Loading
 from holdfast.cli.terminal import bar
 
 if TYPE_CHECKING:
-    from holdfast.audit import AuditReport
+    from holdfast.auditing import AuditReport
 
 NAME = "audit.json"
 
@@ -63,7 +63,7 @@ class Audit:
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
 
     def run(self) -> None:
-        from holdfast.audit import AuditReport, Settings, parse
+        from holdfast.auditing import AuditReport, Settings, parse
         from holdfast.report import write_audit
         from holdfast.report.audits import read_audit
 
@@ -97,13 +97,13 @@ class Audit:
             raise ConditionHolds("; ".join(f"{condition} holds: it is {value:.4g}" for condition, value in met))
 
     def _perturbations(self) -> tuple[str, ...]:
-        from holdfast.audit import PERTURBATIONS
+        from holdfast.auditing import PERTURBATIONS
 
         return tuple(PERTURBATIONS) if self.perturb is None else tuple(name.strip() for name in self.perturb.split(","))
 
     def _audit(self) -> AuditReport:
-        from holdfast.audit import audit, what_if
-        from holdfast.audit.tasks import Material
+        from holdfast.auditing import audit, what_if
+        from holdfast.auditing.tasks import Material
         from holdfast.hub.usable import require_room
         from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject

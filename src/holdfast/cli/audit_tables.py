@@ -10,7 +10,7 @@ from holdfast.cli.terminal import show, slim_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from holdfast.audit import AuditReport
+    from holdfast.auditing import AuditReport
 
 SHOWN_FINDINGS, SHOWN_TOKENS = 10, 5
 
@@ -35,7 +35,7 @@ def print_what_if(found: dict[str, Any]) -> None:
 
 
 def print_differences(before: AuditReport, after: AuditReport) -> None:
-    from holdfast.audit import differences
+    from holdfast.auditing import differences
 
     found = differences(before, after)
     if before.data.get("checksum") != after.data.get("checksum"):
@@ -117,7 +117,7 @@ def _print_tokens(report: AuditReport) -> None:
 
 
 def _print_findings(report: AuditReport) -> None:
-    from holdfast.audit import diagnose
+    from holdfast.auditing import diagnose
 
     found = diagnose(report)
     print("Findings, the most harmful first:" if found else "Nothing to complain about.")

@@ -13,7 +13,7 @@ from holdfast.cli.loading import Loading
 from holdfast.cli.terminal import bar, show, slim_table
 
 if TYPE_CHECKING:
-    from holdfast.audit import ModelCertificates
+    from holdfast.auditing import ModelCertificates
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Certify:
             raise KeyboardInterrupt
 
     def _certify(self) -> tuple[ModelCertificates, dict[str, Any]]:
-        from holdfast.audit import certify_model
-        from holdfast.audit.tasks import Material
-        from holdfast.certify import Smoothing
+        from holdfast.auditing import certify_model
+        from holdfast.auditing.tasks import Material
+        from holdfast.certificates import Smoothing
         from holdfast.hub.usable import require_room
         from holdfast.train.quiet import quiet
         from holdfast.train.subject import subject

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 from holdfast.cli.plan_tables import print_plan
 
 if TYPE_CHECKING:
-    from holdfast.plan import Choice
+    from holdfast.planning import Choice
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     """Print everything as JSON instead of tables."""
 
     def run(self) -> None:
-        from holdfast.plan import Workload, plan
+        from holdfast.planning import Workload, plan
         from holdfast.train.quiet import quiet
 
         quiet()
@@ -84,7 +84,7 @@ class Plan:
 
 
 def _choice(written: str) -> Choice:
-    from holdfast.plan import Choice
+    from holdfast.planning import Choice
     from holdfast.train.contenders import contender
 
     if written == "native":

@@ -10,7 +10,7 @@ from holdfast.cli.terminal import screen, show
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from holdfast.plan.planning import Plan, Planned
+    from holdfast.planning.planning import Plan, Planned
 
 Cell = Callable[["Planned"], str]
 

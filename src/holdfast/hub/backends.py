@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from holdfast.hub.per_thread import PerThread
-from holdfast.moe.experts import UNKNOWN_FORMAT, activate_used, run_experts
-from holdfast.ops.quantised import as_float
+from holdfast.kernels.quantised import as_float
+from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used, run_experts
 
 NAME = "holdfast"
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"

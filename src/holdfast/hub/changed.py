@@ -175,7 +175,7 @@ def finish_loading(model: Any) -> None:
     """What is to be done once a changed model has its weights."""
     from holdfast.hub.sites import sites
     from holdfast.hub.surgery import require_runnable
-    from holdfast.moe import name_layers
+    from holdfast.layers import name_layers
 
     model.__dict__["_opened_changed"] = True
     for name in model.__dict__.pop("_frozen", ()):  # loading makes all of them trainable

@@ -12,7 +12,7 @@ from holdfast.hub.folder_checks import check_files, fetched, require_all_used
 from holdfast.hub.gathering import as_if_whole, is_spread, on_first_process, whole_state
 from holdfast.hub.manifest import check_manifest
 from holdfast.hub.model_size import require_sane_choice, require_sane_size
-from holdfast.moe import name_layers
+from holdfast.layers import name_layers
 from holdfast.replacing import replace_folder, restore
 from holdfast.suggest import unknown
 

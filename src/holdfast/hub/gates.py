@@ -36,7 +36,7 @@ class ReroutedGate:
             if surroundings.is_read or has_losses or surroundings.ledger.asked:
                 routing = record(output, self.rule)
                 if has_losses:
-                    routing = replace(routing, losses=self.losses(routing, context.padding))
+                    routing = replace(routing, losses=self.losses(routing, context.token_mask))
                 weights = surroundings.leave(tokens, routing, context, self.losses, output[1])
                 output = (output[0], weights, output[2])
             return output

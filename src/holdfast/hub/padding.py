@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def padding_of(mask: object, sequences: int, length: int, past: int | None = None) -> Tensor | None:
+def token_mask_of(mask: object, sequences: int, length: int, past: int | None = None) -> Tensor | None:
     """(B,N) bool, True where a token is real; None if all are.
 
     A 2-D mask may be longer than the tokens at hand: the earlier ones are in the cache. Of a 4-D mask the diagonal tells: a

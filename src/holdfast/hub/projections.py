@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.quantised import as_float, is_quantised
+from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.routing.offload import loaded
 from holdfast.routing.records import Projection
 

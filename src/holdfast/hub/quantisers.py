@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from holdfast.ops.quantised import is_quantised
+from holdfast.kernels.quantised import is_quantised
 
 GGUF = "gguf"
 

@@ -19,8 +19,8 @@ from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import reroute_sites, set_trained
 from holdfast.hub.wiring import mark_changed, own_balance, specs_of, wire, wiring
+from holdfast.kernels.quantised import as_float
 from holdfast.losses import Losses
-from holdfast.ops.quantised import as_float
 from holdfast.routing import Router
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.rules import Softmax

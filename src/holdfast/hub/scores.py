@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from holdfast.ops.quantised import as_float
+from holdfast.kernels.quantised import as_float
 from holdfast.routing.parts import LinearScore
 
 UNKNOWN_FORMAT = "a router cannot score by them; leave gates out when quantising"

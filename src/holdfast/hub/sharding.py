@@ -7,8 +7,8 @@ from torch import nn
 
 from holdfast.hub.backends import is_known, is_replaced, runs_ours
 from holdfast.hub.sites import is_moe, sites
-from holdfast.moe import Experts
-from holdfast.moe.sharding import Owners
+from holdfast.layers import Experts
+from holdfast.layers.sharding import Owners
 from holdfast.routing.state import several_ranks
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from holdfast.hub.adapters import running
-from holdfast.moe import Experts
+from holdfast.layers import Experts
 from holdfast.routing import Router
 
 

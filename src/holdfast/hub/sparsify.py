@@ -15,8 +15,8 @@ from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
 from holdfast.hub.wiring import mark_changed, wire
+from holdfast.kernels.quantised import is_quantised
 from holdfast.losses import Losses
-from holdfast.ops.quantised import is_quantised
 from holdfast.suggest import unknown
 
 

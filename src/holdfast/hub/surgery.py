@@ -16,8 +16,8 @@ from holdfast.hub.sites import Site, places, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec
 from holdfast.hub.wiring import wire
-from holdfast.moe import Experts, name_layers
-from holdfast.moe.activations import ACTIVATIONS, Activation
+from holdfast.layers import Experts, name_layers
+from holdfast.layers.activations import ACTIVATIONS, Activation
 from holdfast.routing import Clustered, LinearScore, Router
 from holdfast.routing.registry import Host
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from holdfast.hub.backends import ATTENTION, point, unpoint
 from holdfast.hub.cache import rows_of
 from holdfast.hub.families import detached
-from holdfast.hub.padding import padding_of
+from holdfast.hub.padding import token_mask_of
 from holdfast.hub.per_thread import PerThread
 from holdfast.hub.projections import as_linear
 from holdfast.hub.training import Ledger
-from holdfast.ops.recompute import recomputing
+from holdfast.kernels.recompute import recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
 from holdfast.routing.state import StatefulPart
 
@@ -193,9 +193,9 @@ class Surroundings:
             )
         length = tokens.shape[1]
         cache, past = self._cache(heard, length)
-        padding = padding_of(heard.mask, tokens.shape[0], length, past)
+        token_mask = token_mask_of(heard.mask, tokens.shape[0], length, past)
         attention = self._attention(heard, past, length)
-        return Context(self.neighbours.causal, padding, attention, previous, cache, ids)
+        return Context(self.neighbours.causal, token_mask, attention, previous, cache, ids)
 
     def leave(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
@@ -209,7 +209,7 @@ class Surroundings:
             if self.ledger.has_backward:
                 self._latest = self._under_way.notes.record
         given = routing.weights if weights is None else weights
-        given = self.ledger.collect(routing, given, losses, context.padding, self.k)
+        given = self.ledger.collect(routing, given, losses, context.token_mask, self.k)
         if self._will_be_recomputed and given.requires_grad:
             waiting = _Waiting()
             self._under_way.waiting = weakref.ref(waiting)  # it lives as long as the graph that its hook is in

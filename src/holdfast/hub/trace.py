@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import detached, record
-from holdfast.hub.padding import padding_of
+from holdfast.hub.padding import token_mask_of
 from holdfast.hub.sites import is_moe, sites
-from holdfast.ops.recompute import recomputing
+from holdfast.kernels.recompute import recomputing
 from holdfast.routing import Router, Routing
 from holdfast.routing.rules import Rule
 from holdfast.suggest import unknown
@@ -34,7 +34,7 @@ class Step:
         self._routings: dict[int, Routing] = {}
 
     @property
-    def padding(self) -> Tensor | None:
+    def token_mask(self) -> Tensor | None:
         """(B,N) bool, True where the token is real; None if all are."""
         if not self._padding_known:
             raise ValueError(
@@ -67,9 +67,9 @@ class Routes:
         self.steps: list[Step] = []
 
     @property
-    def padding(self) -> Tensor | None:
+    def token_mask(self) -> Tensor | None:
         """(B,N) bool of the last forward, True where the token is real; None if all are."""
-        return self.steps[-1].padding if self.steps else None
+        return self.steps[-1].token_mask if self.steps else None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -155,7 +155,7 @@ class _Recorder:
         mask = arguments[1] if mask is None and len(arguments) > 1 else mask
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             step.shape = (tokens.shape[0], tokens.shape[1])
-            step._padding = padding_of(mask, *step.shape, _tokens_before(options))
+            step._padding = token_mask_of(mask, *step.shape, _tokens_before(options))
         step._padding_known = True
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -177,7 +177,7 @@ class _Recorder:
         if self._each is None:
             step._routings[layer] = routing
         else:
-            self._each(layer, routing, step.padding)
+            self._each(layer, routing, step.token_mask)
 
     def _next_step(self) -> Step:
         if not self._all_steps:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from holdfast.hub.outputs import extend_annotated, with_fields
 from holdfast.hub.per_thread import PerThread
+from holdfast.kernels.recompute import recomputing
 from holdfast.losses import Losses, alone, balance
-from holdfast.ops.recompute import recomputing
 from holdfast.routing import Router, Routing
 from holdfast.routing.state import mean_over_ranks
 
@@ -160,13 +160,13 @@ class Ledger:
         """The tokens of the forward under way, or of the one that a backward recomputes."""
         return self._now.ids if self._now.under_way else self._latest_ids
 
-    def collect(self, routing: Routing, weights: Tensor, losses: Any, padding: Tensor | None, k: int) -> Tensor:
+    def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
         """Collect what a layer's router did; return the weights for its experts, on which the layer's loss hangs.
 
         losses   the layer's `Losses`, for evaluation, where routers compute none; None where it has none
         """
         if self.asked and (self._now.under_way or (not torch.compiler.is_compiling() and recomputing())):
-            self._collect_requested(routing, losses, padding, k)
+            self._collect_requested(routing, losses, token_mask, k)
         if not routing.losses or not self.learning:
             return weights
         if self._now.with_gradient and self._now.under_way and not torch.is_grad_enabled():
@@ -226,7 +226,7 @@ class Ledger:
         )
         return traced
 
-    def _collect_requested(self, routing: Routing, losses: Any, padding: Tensor | None, k: int) -> None:
+    def _collect_requested(self, routing: Routing, losses: Any, token_mask: Tensor | None, k: int) -> None:
         if self._on_request and self._now.under_way and self._now.with_gradient and not torch.is_grad_enabled():
             raise ValueError(REENTRANT)
         # A recomputation must save the tensors that the forward did, but its results are not counted again.
@@ -235,9 +235,9 @@ class Ledger:
         if self._lists_logits:
             logits.append(routing.logits)
         if self._on_request:
-            requested.append(k * balance(routing, padding, over_ranks))  # the family's own is k where ours is 1
+            requested.append(k * balance(routing, token_mask, over_ranks))  # the family's own is k where ours is 1
         elif isinstance(losses, Losses) and not routing.losses:
-            requested.append(torch.stack([*losses(routing, padding, alone).values(), routing.gates.new_zeros(())]).sum())
+            requested.append(torch.stack([*losses(routing, token_mask, alone).values(), routing.gates.new_zeros(())]).sum())
 
     def _open(
         self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]

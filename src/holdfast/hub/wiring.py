@@ -13,7 +13,7 @@ from holdfast.hub.sites import Site, places
 from holdfast.hub.specs import NATIVE, LayerSpec, describe
 from holdfast.hub.surroundings import LOOKS_AHEAD, Surroundings
 from holdfast.hub.training import Ledger, text_config
-from holdfast.moe import name_layers
+from holdfast.layers import name_layers
 
 CHANGED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
 ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "num_experts_per_tok")  # of a config
@@ -34,7 +34,7 @@ class CountedGate:
     def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         context = self.around.context(self.around.tokens(inputs[0]))
         if self.ledger.asked:
-            self.ledger.collect(record(output, self.rule), output[1], None, context.padding, self.k)
+            self.ledger.collect(record(output, self.rule), output[1], None, context.token_mask, self.k)
 
     def remove(self) -> None:
         self.handle.remove()

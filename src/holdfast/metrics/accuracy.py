@@ -23,9 +23,9 @@ class Accuracy(Accumulator[float]):
     def settings(self) -> tuple[object, ...]:
         return (self.k,)
 
-    def update(self, logits: Tensor, targets: Tensor, padding: Tensor | None = None) -> None:
+    def update(self, logits: Tensor, targets: Tensor, token_mask: Tensor | None = None) -> None:
         """`logits (...,C)`, `targets (...)`; for tokens as well as for whole examples."""
-        right = hits(logits, targets, self.k, padding)
+        right = hits(logits, targets, self.k, token_mask)
         self._add(right=right.sum(), examples=right.numel())
 
     def result(self) -> float:
@@ -33,14 +33,14 @@ class Accuracy(Accumulator[float]):
 
 
 @torch.no_grad()
-def hits(logits: Tensor, targets: Tensor, k: int = 1, padding: Tensor | None = None) -> Tensor:
+def hits(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | None = None) -> Tensor:
     """(R,) bool, for each real example: is its target among the k best?"""
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}; expected targets of shape "
             f"{tuple(logits.shape[:-1])}, a class for each row."
         )
-    rows, targets = kept(logits.reshape(-1, logits.shape[-1]), padding), kept(targets.reshape(-1), padding)
+    rows, targets = kept(logits.reshape(-1, logits.shape[-1]), token_mask), kept(targets.reshape(-1), token_mask)
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < rows.shape[1]:
         raise ValueError(
             f"targets run from {int(targets.min())} to {int(targets.max())}, but there are {rows.shape[1]} classes; "

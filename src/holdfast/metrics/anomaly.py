@@ -19,11 +19,11 @@ class AnomalyPrecision:
         self._scores: list[Tensor] = []
         self._positive: list[Tensor] = []
 
-    def update(self, logits: Tensor, out_of_distribution: Tensor | bool, padding: Tensor | None = None) -> None:
+    def update(self, logits: Tensor, out_of_distribution: Tensor | bool, token_mask: Tensor | None = None) -> None:
         """`logits (...,C)`; out_of_distribution (...) bool, or one bool for all."""
         rows = logits.detach().reshape(-1, logits.shape[-1])
         positive = torch.as_tensor(out_of_distribution, dtype=torch.bool).cpu().expand(logits.shape[:-1]).reshape(-1)
-        rows, positive = kept(rows, padding), kept(positive, padding)
+        rows, positive = kept(rows, token_mask), kept(positive, token_mask)
         scores = -torch.softmax(rows.double(), dim=-1).amax(-1).cpu()
         if scores.isnan().any():
             raise ValueError(f"{int(scores.isnan().sum())} examples have NaN or infinite logits; they cannot be ranked.")

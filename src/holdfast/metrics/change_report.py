@@ -38,22 +38,22 @@ class ChangeReport:
         self._layers: dict[int, RoutingChanges] = {}
         self._waiting: dict[int, deque[tuple[Routing, Tensor | None]]] = {}
 
-    def before(self, layer: int, routing: Routing, padding: Tensor | None) -> None:
+    def before(self, layer: int, routing: Routing, token_mask: Tensor | None) -> None:
         """One layer's routing in the first run."""
-        self._waiting.setdefault(layer, deque()).append((selection_only(routing), padding))
+        self._waiting.setdefault(layer, deque()).append((selection_only(routing), token_mask))
 
-    def after(self, layer: int, routing: Routing, padding: Tensor | None) -> None:
+    def after(self, layer: int, routing: Routing, token_mask: Tensor | None) -> None:
         """The same layer's routing of the same tokens in the second run."""
         if not self._waiting.get(layer):
             raise ValueError(f"layer {layer} has no routing of the first run to compare with: call `before` first.")
         before, real = self._waiting[layer].popleft()
-        if not same_padding(real, padding):
+        if not same_padding(real, token_mask):
             raise ValueError(f"layer {layer}: the two runs have different padding; they must be over the same tokens.")
-        self.update(layer, before, routing, padding)
+        self.update(layer, before, routing, token_mask)
 
-    def update(self, layer: int, before: Routing, after: Routing, padding: Tensor | None = None) -> None:
+    def update(self, layer: int, before: Routing, after: Routing, token_mask: Tensor | None = None) -> None:
         """Both routings at once."""
-        self._layers.setdefault(layer, RoutingChanges(self.k)).update(before, after, padding)
+        self._layers.setdefault(layer, RoutingChanges(self.k)).update(before, after, token_mask)
 
     def merge(self, other: Self) -> Self:
         """Add what `other` has seen. Changes and returns this report."""

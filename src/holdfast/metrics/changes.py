@@ -34,13 +34,13 @@ class RoutingChanges(Accumulator[Changes]):
     def settings(self) -> tuple[object, ...]:
         return (self.k,)
 
-    def update(self, before: Routing, after: Routing, padding: Tensor | None = None) -> None:
+    def update(self, before: Routing, after: Routing, token_mask: Tensor | None = None) -> None:
         if before.gates.shape != after.gates.shape:
             raise ValueError(
                 f"the two routings have {_size(before)} and {_size(after)}; changes are between runs over the same tokens, "
                 "of layers with equally many experts."
             )
-        before, after = only_real(before, padding), only_real(after, padding, before.experts.device)
+        before, after = only_real(before, token_mask), only_real(after, token_mask, before.experts.device)
         changed = set_changes(before, after, self.k)
         weights = (before.dense_weights.double() - after.dense_weights.double()).abs()
         self._add(
@@ -63,11 +63,11 @@ def set_changes(before: Routing, after: Routing, k: int | None = None) -> Tensor
 class PredictionStability(Accumulator[float]):
     """The share of predictions that survive a perturbation, 1 - mean [y(x) != y(x + delta)] (survey 5.2)."""
 
-    def update(self, before: Tensor, after: Tensor, padding: Tensor | None = None) -> None:
+    def update(self, before: Tensor, after: Tensor, token_mask: Tensor | None = None) -> None:
         """Predicted classes or tokens of the same shape (...), for example `logits.argmax(-1)`."""
         if before.shape != after.shape:
             raise ValueError(f"predictions have shapes {tuple(before.shape)} and {tuple(after.shape)}; they must be equal.")
-        same = kept((before == after.to(before.device)).reshape(-1), padding)
+        same = kept((before == after.to(before.device)).reshape(-1), token_mask)
         self._add(same=same.sum(), predictions=same.numel())
 
     def result(self) -> float:

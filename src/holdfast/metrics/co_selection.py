@@ -24,8 +24,8 @@ class CoSelection(Accumulator[CoSelectionGraph]):
     product Z^T Z: lambda_2 is the rho of Symphony's Proposition 1. With one expert a token the graph is diagonal, the gap 0.
     """
 
-    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
-        chosen = only_real(routing, padding).chosen.double()
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        chosen = only_real(routing, token_mask).chosen.double()
         self._add(counts=chosen.t() @ chosen, tokens=chosen.shape[0])
 
     def result(self) -> CoSelectionGraph:

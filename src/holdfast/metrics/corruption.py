@@ -52,13 +52,15 @@ class MeanCorruptionError(Accumulator[float]):
     def settings(self) -> tuple[object, ...]:
         return (tuple(sorted(self.baseline.items())), self.severities)
 
-    def update(self, corruption: str, severity: int, logits: Tensor, targets: Tensor, padding: Tensor | None = None) -> None:
+    def update(
+        self, corruption: str, severity: int, logits: Tensor, targets: Tensor, token_mask: Tensor | None = None
+    ) -> None:
         """`logits (...,C)` of corrupted images and their `targets (...)`."""
         if corruption not in self.baseline:
             raise ValueError(unknown("corruption", corruption, self.baseline))
         if severity not in self.severities:
             raise ValueError(f"severity is {severity}; this mCE is over severities {_listed(self.severities)}.")
-        right = hits(logits, targets, padding=padding)
+        right = hits(logits, targets, token_mask=token_mask)
         wrong = right.numel() - int(right.sum())
         self._add(**{f"wrong {corruption} {severity}": wrong, f"images {corruption} {severity}": right.numel()})
 

@@ -15,8 +15,8 @@ class GateEntropy(Accumulator[float]):
     High entropy makes routes fluctuate (Mutual-Inform, section 3.3). A token whose gates are all 0 has entropy 0.
     """
 
-    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
-        gates = shares(only_real(routing, padding).gates.double())
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        gates = shares(only_real(routing, token_mask).gates.double())
         self._add(entropy=torch.special.entr(gates).sum(), tokens=gates.shape[0])
 
     def result(self) -> float:

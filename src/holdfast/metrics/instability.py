@@ -16,14 +16,14 @@ class LayerInstability(Accumulator[float]):
     Tokens that took no expert are alike: they form a group of their own.
     """
 
-    def update(self, previous: Routing, routing: Routing, padding: Tensor | None = None) -> None:
+    def update(self, previous: Routing, routing: Routing, token_mask: Tensor | None = None) -> None:
         """The same tokens in layer l-1 and in layer l."""
         if previous.experts.shape[0] != routing.experts.shape[0]:
             raise ValueError(
                 f"{previous.experts.shape[0]} tokens in one layer and {routing.experts.shape[0]} in the next; "
                 "instability needs the same tokens in both."
             )
-        before, now = (kept(record.experts[:, 0], padding).to(routing.experts.device) for record in (previous, routing))
+        before, now = (kept(record.experts[:, 0], token_mask).to(routing.experts.device) for record in (previous, routing))
         groups = [record.gates.shape[-1] + 1 for record in (previous, routing)]  # the last group took no expert
         joint = torch.bincount(before * groups[1] + now, minlength=groups[0] * groups[1])
         self._add(joint=joint.view(groups), tokens=now.shape[0])

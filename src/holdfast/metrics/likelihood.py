@@ -30,9 +30,9 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 class Perplexity(Accumulator[float]):
     """exp(total nll / number of tokens)."""
 
-    def update(self, nll: Tensor, padding: Tensor | None = None) -> None:
+    def update(self, nll: Tensor, token_mask: Tensor | None = None) -> None:
         """`nll`, one number of nats for each token, for example from `token_nll`."""
-        nll = kept(nll.detach().reshape(-1), padding)
+        nll = kept(nll.detach().reshape(-1), token_mask)
         self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel())
 
     def result(self) -> float:
@@ -42,9 +42,9 @@ class Perplexity(Accumulator[float]):
 class WordPerplexity(Accumulator[float]):
     """exp(total nll / number of words), the word-level figure where a tokeniser splits words."""
 
-    def update(self, nll: Tensor, words: int, padding: Tensor | None = None) -> None:
+    def update(self, nll: Tensor, words: int, token_mask: Tensor | None = None) -> None:
         """`words`: how many words the text behind these tokens has."""
-        nll = kept(nll.detach().reshape(-1), padding)
+        nll = kept(nll.detach().reshape(-1), token_mask)
         self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel(), words=words)
 
     def result(self) -> float:
@@ -54,9 +54,9 @@ class WordPerplexity(Accumulator[float]):
 class BitsPerByte(Accumulator[float]):
     """total nll / (ln 2 * number of bytes): what enwik8's "bits per character" is."""
 
-    def update(self, nll: Tensor, byte_count: int, padding: Tensor | None = None) -> None:
+    def update(self, nll: Tensor, byte_count: int, token_mask: Tensor | None = None) -> None:
         """`byte_count`: how many UTF-8 bytes the text behind these tokens has."""
-        nll = kept(nll.detach().reshape(-1), padding)
+        nll = kept(nll.detach().reshape(-1), token_mask)
         self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel(), bytes=byte_count)
 
     def result(self) -> float:

@@ -23,8 +23,8 @@ class ExpertLoad(Accumulator[Load]):
     Both take the population's standard deviation: the experts are all there are. Nobody chosen at all has CV 0.
     """
 
-    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
-        chosen = only_real(routing, padding).chosen
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        chosen = only_real(routing, token_mask).chosen
         self._add(counts=chosen.sum(0), tokens=chosen.shape[0])
 
     def result(self) -> Load:

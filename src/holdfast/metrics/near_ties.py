@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from holdfast.kernels.topk import top
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.rows import only_real
-from holdfast.ops.topk import top
 from holdfast.routing import Router, Routing, Scores, SmoothTopK
 from holdfast.routing.parts import TINY
 from holdfast.routing.rules import Rule
@@ -93,8 +93,8 @@ class NearTies(Accumulator[NearTieMass]):
     def settings(self) -> tuple[object, ...]:
         return (self.widths, self.boundary.k)
 
-    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
-        routing = only_real(routing, padding)
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        routing = only_real(routing, token_mask)
         levels = self.boundary.levels(routing)
         tokens, experts = levels.shape
         k = routing.used.sum(-1, keepdim=True)

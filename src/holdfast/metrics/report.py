@@ -42,8 +42,8 @@ class LayerMetrics:
     def tokens(self) -> int:
         return self.load.tokens
 
-    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
-        routing = only_real(routing, padding)
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        routing = only_real(routing, token_mask)
         self.entropy.update(routing)
         self.load.update(routing)
         self.co_selection.update(routing)
@@ -92,16 +92,16 @@ class RoutingReport:
         self._last: tuple[int, Routing, Tensor | None] | None = None
 
     @torch.no_grad()
-    def each(self, layer: int, routing: Routing, padding: Tensor | None) -> None:
+    def each(self, layer: int, routing: Routing, token_mask: Tensor | None) -> None:
         """One layer's routing in one forward; layers of a forward come in order."""
         metrics = self._layer(layer)
-        metrics.update(routing, padding)
+        metrics.update(routing, token_mask)
         if self._last is not None:
             place, previous, previous_padding = self._last
-            same = len(previous.experts) == len(routing.experts) and same_padding(previous_padding, padding)
+            same = len(previous.experts) == len(routing.experts) and same_padding(previous_padding, token_mask)
             if place == layer - 1 and same:
-                metrics.instability.update(previous, routing, padding)
-        self._last = (layer, selection_only(routing), padding)
+                metrics.instability.update(previous, routing, token_mask)
+        self._last = (layer, selection_only(routing), token_mask)
 
     def merge(self, other: Self) -> Self:
         """Add what `other` has seen. Changes and returns this report."""

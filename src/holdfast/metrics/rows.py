@@ -9,23 +9,23 @@ from torch import Tensor
 from holdfast.routing import Routing
 
 
-def kept(values: Tensor, padding: Tensor | None) -> Tensor:
+def kept(values: Tensor, token_mask: Tensor | None) -> Tensor:
     """The rows of `values (T, ...)` that belong to real tokens."""
-    if padding is None:
+    if token_mask is None:
         return values
     tokens = values.shape[0]
-    if padding.dtype != torch.bool or padding.numel() != tokens:
+    if token_mask.dtype != torch.bool or token_mask.numel() != tokens:
         raise ValueError(
-            f"padding is {padding.dtype} of shape {tuple(padding.shape)}; expected a bool for each of the {tokens} tokens, "
+            f"token_mask is {token_mask.dtype} of shape {tuple(token_mask.shape)}; expected {tokens} bools, "
             "True where the token is real (for an attention mask of 0 and 1: mask.bool())."
         )
-    return values[padding.reshape(-1).to(values.device)]
+    return values[token_mask.reshape(-1).to(values.device)]
 
 
-def only_real(routing: Routing, padding: Tensor | None, device: torch.device | None = None) -> Routing:
+def only_real(routing: Routing, token_mask: Tensor | None, device: torch.device | None = None) -> Routing:
     """The rows of the real tokens, detached and without losses; on `device`, where another record is, if given."""
     fields = (routing.logits, routing.gates, routing.experts, routing.weights)
-    logits, gates, experts, weights = (kept(field.detach(), padding).to(device or field.device) for field in fields)
+    logits, gates, experts, weights = (kept(field.detach(), token_mask).to(device or field.device) for field in fields)
     return Routing(logits, gates, experts, weights)
 
 

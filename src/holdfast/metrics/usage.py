@@ -19,8 +19,8 @@ class ExpertCount:
 class ExpertsPerToken(Accumulator[ExpertCount]):
     """mean_t |S_t|: what a token costs. k for top-k, more for smooth top-k, anything for top-p and ReLU."""
 
-    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
-        chosen = only_real(routing, padding).chosen
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        chosen = only_real(routing, token_mask).chosen
         used = chosen.sum(1)
         self._add(tokens=chosen.shape[0], used=used.sum(), histogram=torch.bincount(used, minlength=chosen.shape[1] + 1))
 
@@ -40,8 +40,8 @@ class WeightSums(Accumulator[WeightSum]):
     A mean that drifts tells that a router scales its layer's output up or down.
     """
 
-    def update(self, routing: Routing, padding: Tensor | None = None) -> None:
-        sums = only_real(routing, padding).weights.double().sum(-1)
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        sums = only_real(routing, token_mask).weights.double().sum(-1)
         # Centred at 1, where sums usually are: squares of the distance lose no digits to a difference of large numbers.
         self._add(tokens=sums.shape[0], excess=(sums - 1).sum(), squares=(sums - 1).square().sum())
 

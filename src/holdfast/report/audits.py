@@ -23,7 +23,7 @@ from holdfast.report.results import Number
 from holdfast.report.shell import AUDIT
 
 if TYPE_CHECKING:  # audits need models, and a page of a comparison does not
-    from holdfast.audit import Finding
+    from holdfast.auditing import Finding
 
 
 class _Part(BaseModel):
@@ -231,7 +231,7 @@ def read_audit(path: Path) -> dict[str, Any]:
 
 def checked(stored: Any, source: str = AUDIT) -> dict[str, Any]:
     """Itself, or one sentence about the first thing that is wrong. `source` is what the sentence calls it."""
-    from holdfast.audit.report import SCHEMA
+    from holdfast.auditing.report import SCHEMA
 
     if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
         found = stored.get("schema") if isinstance(stored, Mapping) else None
@@ -251,7 +251,7 @@ def parse_audit(stored: Mapping[str, Any], source: str = AUDIT) -> Audit:
 
 def findings(stored: Mapping[str, Any], source: str = AUDIT) -> "list[Finding]":
     """What is wrong with the model, the most harmful first."""
-    from holdfast.audit import AuditReport, diagnose
+    from holdfast.auditing import AuditReport, diagnose
 
     names = AuditReport.__dataclass_fields__
     try:

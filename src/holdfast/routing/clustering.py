@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.ops import clusters, split
-from holdfast.ops.precision import matmul_float32, scaled_linear_float32
-from holdfast.ops.streams import beside, join
-from holdfast.ops.topk import top
-from holdfast.ops.triton_support import has_kernels
+from holdfast.kernels import clusters, split
+from holdfast.kernels.precision import matmul_float32, scaled_linear_float32
+from holdfast.kernels.streams import beside, join
+from holdfast.kernels.topk import top
+from holdfast.kernels.triton_support import has_kernels
 from holdfast.routing.offload import is_offloaded, loaded
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
 from holdfast.routing.records import Context, Previous
@@ -171,8 +171,8 @@ class Clustered(Score, StatefulPart):
         if self.mix == 1:
             return members
         gates = previous.routing.gates.detach()
-        if context.padding is not None:
-            gates = context.clean(gates.view(*context.padding.shape, -1)).flatten(0, 1)
+        if context.token_mask is not None:
+            gates = context.clean(gates.view(*context.token_mask.shape, -1)).flatten(0, 1)
         best = top(gates, self.mix)
         weights = torch.zeros_like(gates).scatter(1, best, gates.gather(1, best))
         return shares(weights) * members.sum(1, keepdim=True)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops import choose
-from holdfast.ops.precision import linear_float32
-from holdfast.ops.recompute import as_now
-from holdfast.ops.topk import top
+from holdfast.kernels import choose
+from holdfast.kernels.precision import linear_float32
+from holdfast.kernels.recompute import as_now
+from holdfast.kernels.topk import top
 from holdfast.routing.parts import TINY, Informer
 from holdfast.routing.records import Context
 from holdfast.routing.selection import check_k

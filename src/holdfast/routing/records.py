@@ -88,7 +88,7 @@ class Context:
     """What a router may look at beyond its token; passed, never global."""
 
     causal: bool = False
-    padding: Tensor | None = None  # (B,N) bool, True where the token is real
+    token_mask: Tensor | None = None  # (B,N) bool, True where the token is real
     attention: Attention | None = None
     previous: Previous | None = None
     cache: RouterCache | None = None  # what earlier tokens left behind while decoding
@@ -104,9 +104,9 @@ class Context:
 
         None where there is no padding. A real token's NaN is not hidden: it is an error that the user must see.
         """
-        if self.padding is None:
+        if self.token_mask is None:
             return None
-        return self.padding | (rows.detach().flatten(2).abs().amax(-1) <= LARGEST_IN_PADDING)
+        return self.token_mask | (rows.detach().flatten(2).abs().amax(-1) <= LARGEST_IN_PADDING)
 
     def clean(self, rows: Tensor) -> Tensor:
         """`rows (B,N,...)` with 0 where they are not usable: 0 times NaN is NaN, also in the gradient of a weight.
@@ -118,11 +118,11 @@ class Context:
 
     def real(self, tokens: Tensor) -> Tensor | None:
         """`padding`, checked against `tokens (B,N,d)`."""
-        if self.padding is None:
+        if self.token_mask is None:
             return None
-        if self.padding.dtype != torch.bool or self.padding.shape != tokens.shape[:2]:
+        if self.token_mask.dtype != torch.bool or self.token_mask.shape != tokens.shape[:2]:
             raise ValueError(
-                f"padding is {self.padding.dtype} of shape {tuple(self.padding.shape)}; expected a bool tensor of shape "
+                f"token_mask is {self.token_mask.dtype} of shape {tuple(self.token_mask.shape)}; expected bool of shape "
                 f"{tuple(tokens.shape[:2])}, True where the token is real (for an attention mask of 0 and 1: mask.bool())."
             )
-        return self.padding
+        return self.token_mask

@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.finite import encode_name, require_finite
-from holdfast.ops.streams import join
+from holdfast.kernels.finite import encode_name, require_finite
+from holdfast.kernels.streams import join
 from holdfast.routing.parts import Informer, Part, Score, Scores, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from holdfast.ops.choose import Amounts
-from holdfast.ops.topk import top
+from holdfast.kernels.choose import Amounts
+from holdfast.kernels.topk import top
 from holdfast.routing.parts import Scores, shares
 
 

@@ -5,10 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops import choose
-from holdfast.ops.recompute import as_now
-from holdfast.ops.streams import join
-from holdfast.ops.topk import top
+from holdfast.kernels import choose
+from holdfast.kernels.recompute import as_now
+from holdfast.kernels.streams import join
+from holdfast.kernels.topk import top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context

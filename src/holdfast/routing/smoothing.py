@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.ops import choose
-from holdfast.ops.choose import fading
-from holdfast.ops.order import midpoint
-from holdfast.ops.recompute import as_now
-from holdfast.ops.running import absorb_mean, running_mean
-from holdfast.ops.topk import top
+from holdfast.kernels import choose
+from holdfast.kernels.choose import fading
+from holdfast.kernels.order import midpoint
+from holdfast.kernels.recompute import as_now
+from holdfast.kernels.running import absorb_mean, running_mean
+from holdfast.kernels.topk import top
 from holdfast.routing.parts import Scores, Selection, Selector
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight

@@ -16,8 +16,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from holdfast.ops.recompute import first_forward, recomputing
-from holdfast.ops.streams import beside
+from holdfast.kernels.recompute import first_forward, recomputing
+from holdfast.kernels.streams import beside
 from holdfast.routing.parts import Part
 
 

@@ -2,7 +2,7 @@
 
     u the attention output before the residual (the router's own input where there is none), P the gates
 
-Neither informer ever holds an N x N matrix (ops/mix.py), and both take from the cache what earlier tokens left there.
+Neither informer ever holds an N x N matrix (kernels/mix.py), and both take from the cache what earlier tokens left there.
 """
 
 import math
@@ -10,13 +10,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from holdfast.ops.entropy import attention_entropy, sampled
-from holdfast.ops.heads import take_heads
-from holdfast.ops.mix import Second, softmax_mix
-from holdfast.ops.norms import projected_norms
-from holdfast.ops.precision import linear_float32
-from holdfast.ops.recompute import as_now
-from holdfast.ops.running import absorb_mean, running_mean
+from holdfast.kernels.entropy import attention_entropy, sampled
+from holdfast.kernels.heads import take_heads
+from holdfast.kernels.mix import Second, softmax_mix
+from holdfast.kernels.norms import projected_norms
+from holdfast.kernels.precision import linear_float32
+from holdfast.kernels.recompute import as_now
+from holdfast.kernels.running import absorb_mean, running_mean
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, flag, is_set, sum_over_ranks
@@ -60,7 +60,7 @@ class Similarity(Informer):
         u = tokens if context.attention is None else context.clean(context.attention.output)
         coarse = self.reduce is not None and u.dtype == self.reduce.dtype == torch.bfloat16
         u = u if self.reduce is None else linear_float32(u, self.reduce)
-        own, keys, real, mask = gates, u, context.padding, _allowed(context.attention)
+        own, keys, real, mask = gates, u, context.token_mask, _allowed(context.attention)
         if context.cache is not None:
             gates, keys = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", keys)
             real = context.cache.extend("similarity.real", context.real_or_all(tokens))
@@ -126,7 +126,7 @@ class AttentionPosterior(Informer, StatefulPart):
             self.learn(lambda: self._entropies(attention, tokens, context))
         head = as_now(self.entropy, self.training).argmin().view(1)
         query, key, explained, bias = self._log_weights(attention, head, context)
-        own, real, mask = gates, context.padding, _mask(attention, head)
+        own, real, mask = gates, context.token_mask, _mask(attention, head)
         if context.cache is not None:
             gates = context.cache.extend("attention.gates", gates)
             real = context.cache.extend("attention.real", context.real_or_all(tokens))
@@ -186,14 +186,14 @@ class AttentionPosterior(Informer, StatefulPart):
             attention.key,
             scale=_scale(attention),
             causal=context.causal,
-            real=context.padding,
+            real=context.token_mask,
             mask=_masks(attention),
             step=step,
         )
-        if context.padding is None:
+        if context.token_mask is None:
             count = torch.full((), entropies[:, 0].numel(), device=tokens.device)
         else:
-            real = torch.cat([context.padding[:, rows] for rows in sampled(tokens.shape[1], step)], 1)
+            real = torch.cat([context.token_mask[:, rows] for rows in sampled(tokens.shape[1], step)], 1)
             entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
         return {"entropies": sum_over_ranks(entropies.sum((0, 2))), "tokens": sum_over_ranks(count)}
 

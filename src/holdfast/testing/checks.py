@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from holdfast.kernels.naive import top as naive_top
 from holdfast.losses import TERMS, Losses
-from holdfast.ops.naive import top as naive_top
 from holdfast.routing import Context, RouterCache, Routing, Score, Scores
 from holdfast.testing.subject import (
     STEEP,
@@ -73,7 +73,7 @@ def bad_input(subject: Subject) -> None:
     with _refused("progress beyond 1"):
         router.progress(1.5)
     with _refused("a padding mask of another shape"):
-        router(tokens, Context(padding=torch.ones(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool)))
+        router(tokens, Context(token_mask=torch.ones(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool)))
     if router.traits.sequence_aware:
         with _refused("2-D tokens, being sequence-aware"):
             router(tokens[0])
@@ -104,12 +104,12 @@ def naive_reference(subject: Subject) -> None:
         (1, 0, True, False),
     ]:
         tokens = subject.tokens(3, length).requires_grad_()
-        padding = _right_padding(3, length, pad) if pad else None
+        token_mask = _right_padding(3, length, pad) if pad else None
         fast, slow = subject.build().train(training), subject.build().train(training)
         results = []
         for router, compute in ((fast, fast), (slow, lambda x, c, r=slow: subject.reference(r, x, c))):  # type: ignore[misc]
             torch.manual_seed(1)
-            routing = compute(tokens, subject.context(tokens, padding, causal=causal))
+            routing = compute(tokens, subject.context(tokens, token_mask, causal=causal))
             wanted = [tokens, *(p for p in router.parameters() if p.requires_grad)]
             grads = torch.autograd.grad(objective(routing), wanted, allow_unused=True, materialize_grads=True)
             results.append((routing, grads))

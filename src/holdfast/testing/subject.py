@@ -45,12 +45,12 @@ class Subject:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(sequences, length, self.prototype.dim, generator=generator)
 
-    def context(self, tokens: Tensor, padding: Tensor | None = None, *, causal: bool = False) -> Context:
+    def context(self, tokens: Tensor, token_mask: Tensor | None = None, *, causal: bool = False) -> Context:
         """All that a model would pass: the attention before this layer and the previous MoE layer, made from the tokens."""
         return Context(
             causal=causal,
-            padding=padding,
-            attention=_attention(tokens, padding, causal),
+            token_mask=token_mask,
+            attention=_attention(tokens, token_mask, causal),
             previous=_previous(tokens, self.prototype.experts),
             token_ids=(tokens[..., 0] * 1000).long().abs(),
         )
@@ -60,7 +60,7 @@ def _fixed(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
 
 
-def _attention(tokens: Tensor, padding: Tensor | None, causal: bool) -> Attention:
+def _attention(tokens: Tensor, token_mask: Tensor | None, causal: bool) -> Attention:
     sequences, length, dim = tokens.shape
     width = 4
     query, key, value = (
@@ -69,7 +69,7 @@ def _attention(tokens: Tensor, padding: Tensor | None, causal: bool) -> Attentio
     )
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed = allowed.tril() if causal else allowed
-    mask = allowed if padding is None else allowed & padding[:, None, None, :]
+    mask = allowed if token_mask is None else allowed & token_mask[:, None, None, :]
     mask = mask | torch.eye(length, dtype=torch.bool)  # a padded token attends to itself, so that no row is empty
     mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     projection = nn.Linear(HEADS * width, dim, bias=False).requires_grad_(False)
@@ -133,7 +133,7 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
     return replace(
         context,
         cache=cache,
-        padding=None if context.padding is None else context.padding[:, start:end],
+        token_mask=None if context.token_mask is None else context.token_mask[:, start:end],
         token_ids=context.token_ids[:, start:end],
         previous=Previous(previous.tokens[:, start:end], routing),
         attention=replace(

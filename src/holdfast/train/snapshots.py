@@ -32,8 +32,8 @@ def take_snapshot(model: Any, probe: Inputs, k: int, step: int, folder: Path) ->
     """Which k experts each token goes to, and the graph of the experts, in every layer."""
     layers = []
     routings = routes_of(model, probe)
-    for routing, padding, graph in zip(routings.layers, routings.padding, _graphs(model, routings), strict=True):
-        masks = core(routing, k)[padding] if padding is not None else core(routing, k)
+    for routing, token_mask, graph in zip(routings.layers, routings.token_mask, _graphs(model, routings), strict=True):
+        masks = core(routing, k)[token_mask] if token_mask is not None else core(routing, k)
         rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
         layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
     write_sealed(_file(folder, step), {"step": step, "layers": layers})
@@ -81,16 +81,16 @@ def consistency(model: Any, probe: Inputs, k: int) -> dict[str, Any]:
     finally:
         handle.remove()
     shares = []
-    for old, new, padding in zip(before.layers, after.layers, before.padding, strict=True):
+    for old, new, token_mask in zip(before.layers, after.layers, before.token_mask, strict=True):
         same = (core(old, k).sort(1).values == core(new, k).sort(1).values).all(1)
-        shares.append(float((same if padding is None else same[padding]).double().mean()))
+        shares.append(float((same if token_mask is None else same[token_mask]).double().mean()))
     return {"what": f"noise of {NOISE:.0%} of each embedding's length", "layers": shares}
 
 
 class RoutesOfProbe:
     def __init__(self) -> None:
         self.layers: list[Routing] = []
-        self.padding: list[Tensor | None] = []
+        self.token_mask: list[Tensor | None] = []
         self.names: list[str] = []
 
 
@@ -98,9 +98,9 @@ def routes_of(model: Any, probe: Inputs) -> RoutesOfProbe:
     """In evaluation; the model is left in the mode it was in."""
     found, was_training = RoutesOfProbe(), model.training
 
-    def each(layer: int, routing: Routing, padding: Tensor | None) -> None:
+    def each(layer: int, routing: Routing, token_mask: Tensor | None) -> None:
         found.layers.append(Routing(routing.logits.cpu(), routing.gates.cpu(), routing.experts.cpu(), routing.weights.cpu()))
-        found.padding.append(None if padding is None else padding.flatten().cpu())
+        found.token_mask.append(None if token_mask is None else token_mask.flatten().cpu())
 
     model.eval()
     with trace(model, each=each) as routes:
@@ -124,11 +124,11 @@ def learns_a_graph(model: Any) -> bool:
 def _graphs(model: Any, routings: RoutesOfProbe) -> Iterator[Tensor]:
     """Of each layer: the graph a router has learned, or which experts are chosen together, row by row in shares."""
     learned = [_learned(module) for module in model.modules() if isinstance(module, Router)]
-    for layer, (routing, padding) in enumerate(zip(routings.layers, routings.padding, strict=True)):
+    for layer, (routing, token_mask) in enumerate(zip(routings.layers, routings.token_mask, strict=True)):
         graph = learned[layer] if layer < len(learned) else None
         if graph is None:
             counts = CoSelection()
-            counts.update(routing, padding)
+            counts.update(routing, token_mask)
             found = torch.tensor(counts.result().counts, dtype=torch.float64)
             graph = found / found.sum(1, keepdim=True).clamp_min(1)
         yield graph

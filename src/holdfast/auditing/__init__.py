@@ -1,0 +1,20 @@
+"""Audits: a model, perturbed in every way that applies, and how much of it hangs on near-ties.
+
+`audit` gives an `AuditReport`, `diagnose` says what is wrong with the model, `what_if` what another router would change.
+docs/audit.md explains every key of the report.
+"""
+
+from holdfast.auditing.certifying import LayerCertificates as LayerCertificates
+from holdfast.auditing.certifying import ModelCertificates as ModelCertificates
+from holdfast.auditing.certifying import certify_model as certify_model
+from holdfast.auditing.conditions import Condition as Condition
+from holdfast.auditing.conditions import parse as parse
+from holdfast.auditing.findings import Finding as Finding
+from holdfast.auditing.findings import diagnose as diagnose
+from holdfast.auditing.report import AuditReport as AuditReport
+from holdfast.auditing.report import differences as differences
+from holdfast.auditing.running import audit as audit
+from holdfast.auditing.table import PERTURBATIONS as PERTURBATIONS
+from holdfast.auditing.table import Settings as Settings
+from holdfast.auditing.what_if import WhatIf as WhatIf
+from holdfast.auditing.what_if import what_if as what_if

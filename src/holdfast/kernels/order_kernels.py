@@ -1,0 +1,105 @@
+"""Triton kernels of the radix selection in kernels/order.py. Imported only where Triton can run.
+
+counts (2,4,256) int64: for the lower and the upper of two neighbouring ranks, how many candidates have each value of the
+i-th byte of their keys, where candidates agree with the rank's own key in the bytes before. As long as both ranks agree in
+these, only the lower one's are counted. Sums of integers: the order in which programs add them changes nothing.
+"""
+
+# mypy: ignore-errors
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from holdfast.kernels.sizes import cdiv
+
+BINS = tl.constexpr(256)
+BLOCK = 2048
+
+
+@triton.jit
+def _leading_bytes(counts, below, BYTES: tl.constexpr):
+    """The first bytes of the keys of both ranks, `below` - 1 and `below` but no further than the last; how many keys."""
+    bins = tl.arange(0, BINS)
+    most = tl.sum(tl.load(counts + bins), axis=0)
+    lower_rank = tl.maximum(tl.minimum(below - 1, most - 1), 0)
+    upper_rank = tl.maximum(tl.minimum(below, most - 1), 0)
+    lower = tl.zeros((), dtype=tl.int64)
+    upper = tl.zeros((), dtype=tl.int64)
+    for byte in tl.static_range(BYTES):
+        of_lower = tl.load(counts + byte * BINS + bins)
+        up_to_lower = tl.cumsum(of_lower, axis=0)
+        of_upper, up_to_upper = of_lower, up_to_lower
+        if lower != upper:
+            of_upper = tl.load(counts + (4 + byte) * BINS + bins)
+            up_to_upper = tl.cumsum(of_upper, axis=0)
+        lower_byte = tl.sum((up_to_lower <= lower_rank).to(tl.int64), axis=0)
+        upper_byte = tl.sum((up_to_upper <= upper_rank).to(tl.int64), axis=0)
+        lower_rank -= tl.sum(tl.where(bins < lower_byte, of_lower, 0), axis=0)
+        upper_rank -= tl.sum(tl.where(bins < upper_byte, of_upper, 0), axis=0)
+        lower, upper = lower * BINS + lower_byte, upper * BINS + upper_byte
+    return lower, upper, most
+
+
+@triton.jit
+def _add_counts(counts, digits, candidate):
+    bins = tl.arange(0, BINS)
+    found = tl.histogram(digits, BINS, mask=candidate)
+    tl.atomic_add(counts + bins, found.to(tl.int64), mask=found > 0, sem="relaxed")
+
+
+@triton.jit
+def _count(values, real, below, counts, size, width, PADDED: tl.constexpr, BYTE: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values + place, mask=place < size, other=float("inf"))
+    candidate = (place < size) & (tl.abs(value) < float("inf"))
+    if PADDED:
+        candidate = candidate & (tl.load(real + place // width, mask=place < size, other=0) != 0)
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True).to(tl.int64)
+    keys = tl.where(bits < 0, -bits - 1, bits + 2147483648)
+    digits = ((keys >> (24 - 8 * BYTE)) & 255).to(tl.int32)
+    if BYTE == 0:
+        _add_counts(counts, digits, candidate)
+    else:
+        lower, upper, _ = _leading_bytes(counts, tl.load(below), BYTE)
+        leading = keys >> (32 - 8 * BYTE)
+        _add_counts(counts + BYTE * BINS, digits, candidate & (leading == lower))
+        if lower != upper:
+            _add_counts(counts + (4 + BYTE) * BINS, digits, candidate & (leading == upper))
+
+
+@triton.jit
+def _value(key):
+    bits = tl.where(key >= 2147483648, key - 2147483648, -key - 1)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _midpoint(below, counts, out):
+    wanted = tl.load(below)
+    lower_key, upper_key, most = _leading_bytes(counts, wanted, 4)
+    lower, upper = _value(lower_key), _value(upper_key)
+    upper = tl.where(wanted < most, upper, 3 * lower)
+    tl.store(out, tl.where((wanted > 0) & (most > 0), (lower + upper) / 2, 0.0))
+
+
+def count(values: Tensor, real: Tensor | None, below: Tensor, counts: Tensor, byte: int) -> None:
+    """Count the `byte`-th bytes of the keys, into `counts`, which holds the sums of the bytes before."""
+    size, values = values.numel(), values.contiguous()
+    _count[(cdiv(size, BLOCK),)](
+        values,
+        values if real is None else real.contiguous(),
+        below,
+        counts,
+        size,
+        values.shape[-1],
+        PADDED=real is not None,
+        BYTE=byte,
+        BLOCK=BLOCK,
+    )
+
+
+def midpoint(below: Tensor, counts: Tensor) -> Tensor:
+    out = torch.empty((), dtype=torch.float32, device=counts.device)
+    _midpoint[(1,)](below, counts, out, num_warps=4)
+    return out

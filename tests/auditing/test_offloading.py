@@ -1,0 +1,70 @@
+"""Models larger than memory: weights on a disk, fetched layer by layer by accelerate."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from auditing.subjects import batches, hooks, sparse, state, texts, tokenizer
+from tiers import quick_or_slow
+from tiny import tiny
+
+import holdfast
+from holdfast.auditing import audit, certify_model, what_if
+from holdfast.cli.main import main
+from holdfast.hub import load
+
+
+def on_disk(model: Any, folder: Path) -> Any:
+    """The model saved, and loaded with room for a third of its weights."""
+    holdfast.save(model, folder / "model")
+    room = sum(parameter.numel() * 4 for parameter in model.parameters()) // 3
+    loaded = load(folder / "model", device_map="auto", max_memory={"cpu": room}, offload_folder=str(folder / "rest"))
+    assert "disk" in loaded.hf_device_map.values() and any(parameter.is_meta for parameter in loaded.parameters())
+    return loaded
+
+
+@pytest.mark.parametrize("model_type", quick_or_slow(["mixtral", "deepseek_v3", "gpt_oss"], ["deepseek_v3"]))
+def test_an_audit_of_a_model_on_disk_is_that_of_the_model_in_memory(model_type: str, tmp_path: Path) -> None:
+    model = tiny(model_type)
+    away = on_disk(model, tmp_path)
+    there = {name: parameter.device.type for name, parameter in away.named_parameters()}
+    found, expected = audit(away, batches()), audit(model, batches())
+    assert found.perturbations["model.bf16"]["skipped"] == (
+        "some weights are on disk; they cannot be held in another dtype meanwhile."
+    )
+    skipped = {name for name, one in found.perturbations.items() if one["skipped"]}
+    assert skipped == {"model.bf16", "words", "typos"}
+    same = {name: value for name, value in expected.numbers().items() if ".model.bf16" not in name}
+    assert {name: found.numbers()[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-7)
+    assert {name: parameter.device.type for name, parameter in away.named_parameters()} == there
+    again = audit(away, batches())
+    assert again.numbers() == found.numbers()
+
+
+def test_the_commands_take_a_map_of_devices_and_a_folder_for_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same figures as without; this model fits, so nothing needs to go to the disk."""
+    tiny("mixtral").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "some.txt").write_text("\n".join(texts(40)))
+    given = ["certify", str(tmp_path / "model"), "--source", str(tmp_path / "some.txt"), "--tokens", "64"]
+    assert main(given) == 0
+    expected = capsys.readouterr().out
+    assert main([*given, "--device-map", "auto", "--offload", str(tmp_path / "rest"), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == expected
+    assert main([*given, "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out != expected
+
+
+def test_a_sparsified_model_on_disk_is_certified_and_tried_with_another_router(tmp_path: Path) -> None:
+    model = sparse("symphony")
+    away = on_disk(model, tmp_path)
+    for one, two in zip(certify_model(away, batches()).layers, certify_model(model, batches()).layers, strict=True):
+        assert one.summary() == two.summary()
+    before, watching = state(model), hooks(away)
+    found = what_if(away, list(batches(1)), "smooth", perturb=["none", "noise"])
+    assert found.after.overall["experts_per_token"] > found.before.overall["experts_per_token"]
+    assert hooks(away) == watching
+    assert audit(away, batches(), perturb=["none"]).numbers() == audit(model, batches(), perturb=["none"]).numbers()
+    assert all((before[name] == tensor).all() for name, tensor in model.state_dict().items())

@@ -1,0 +1,246 @@
+"""Perturbations change what they say and nothing else, compare the right tokens, and leave the model as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from auditing.subjects import ALL, batches, constant, hooks, sparse, state, texts, tokenizer
+from tiny import EXTRA, tiny
+from tiny_dense import inputs as dense_inputs
+from tiny_dense import tiny_dense
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.attacks import swap_words
+from holdfast.auditing import AuditReport, audit
+from holdfast.auditing.samples import Reader
+from holdfast.auditing.words import aligned
+
+
+def ran(report: AuditReport) -> dict[str, dict[str, Any]]:
+    return {name: one for name, one in report.perturbations.items() if one["skipped"] is None}
+
+
+@pytest.mark.parametrize("model_type", sorted(EXTRA))
+def test_every_family_is_audited_under_every_perturbation(model_type: str) -> None:
+    found = audit(tiny(model_type), texts(), tokenizer=tokenizer(), batch=3)
+    assert found.status == "complete" and len(found.layers) == len(found.model["layers"]) > 1
+    assert {name: one["skipped"] for name, one in found.perturbations.items() if one["skipped"]} == {}
+    assert set(ran(found)) == {
+        *("none", "noise.0.01", "noise.0.05", "routing.bf16", "routing.fp16", "model.bf16"),
+        *("batch.alone", "batch.left", "batch.right", "backend", "words", "typos", "attack"),
+    }
+    none = ran(found)["none"]["overall"]
+    assert none["flips"] == none["weight_change"] == none["output"]["total"] == none["prediction_flips"] == 0
+    assert (
+        0 < ran(found)["noise.0.01"]["overall"]["output"]["total"] < ran(found)["noise.0.05"]["overall"]["output"]["total"]
+    )
+    for name in ("batch.alone", "batch.left", "batch.right", "backend"):
+        assert ran(found)[name]["overall"]["output"]["total"] < 1e-5, name
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_a_model_in_bfloat16_is_compared_with_itself_in_float32(model_type: str) -> None:
+    model = tiny(model_type).bfloat16()
+    kept = state(model)
+    found = audit(model, batches())
+    assert {name for name, one in found.perturbations.items() if one["skipped"]} == {"words", "typos"}
+    assert ran(found)["model.fp32"]["overall"]["output"]["total"] > 0.001 and found.model["dtype"] == "bfloat16"
+    assert ran(found)["attack"]["overall"]["flips"] > 0 == ran(found)["none"]["overall"]["output"]["total"]
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_whose_routers_are_constant_flips_under_nothing() -> None:
+    found = audit(constant(), texts(), tokenizer=tokenizer(), batch=3, noise=(0.01, 0.5), budget=0.5)
+    assert len(ran(found)) == 13
+    for name, one in ran(found).items():
+        for layer in one["layers"]:
+            assert layer["flips"] == layer["first_flips"] == layer["output"]["flip"] == 0, name
+    assert found.overall["undecided"] == {"bf16": 0, "fp16": 0}
+    assert all(layer["radius"]["below_0.001"] == 0 for layer in found.layers)
+    assert ran(found)["model.bf16"]["overall"]["output"]["rest"] > 0  # the outputs do change
+
+
+@pytest.mark.parametrize("router", ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"])
+def test_a_rerouted_model_is_audited_and_left_as_it_was(router: str) -> None:
+    model = holdfast.reroute(tiny("olmoe"), router).train()
+    kept, hooked, modes = state(model), hooks(model), [module.training for module in model.modules()]
+    found = audit(model, batches())
+    assert len(ran(found)) >= 9
+    assert ran(found)["none"]["overall"]["output"]["total"] == 0
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+    assert hooks(model) == hooked and [module.training for module in model.modules()] == modes
+    assert model.config._experts_implementation == tiny("olmoe").config._experts_implementation
+
+
+def test_a_sparsified_model_is_audited_and_says_why_there_is_no_other_backend() -> None:
+    found = audit(sparse(), batches(vocabulary=96))
+    assert "Holdfast's own" in found.perturbations["backend"]["skipped"]
+    assert "no texts" in found.perturbations["words"]["skipped"]
+    assert ran(found)["noise.0.05"]["overall"]["flips"] > 0
+
+
+@pytest.mark.parametrize("model_type", ["vit", "swin", "bert", "gpt2"])
+def test_other_kinds_of_models_are_audited_too(model_type: str) -> None:
+    model = holdfast.sparsify(tiny_dense(model_type), experts=4, k=2, router="smoe").eval()
+    found = audit(model, [dense_inputs(model_type)])
+    alone = ran(found)["batch.alone"]
+    assert alone["overall"]["output"]["total"] < 1e-4 and alone["overall"]["loss"]["size"] < 1e-4
+    if model_type in ("vit", "swin"):
+        assert found.perturbations["batch.left"]["skipped"] == "pictures have no padding."
+    else:
+        assert ran(found)["batch.left"]["overall"]["output"]["total"] < 1e-4
+    assert found.overall["loss"] > 0
+
+
+def test_noise_has_the_length_it_says_and_is_the_same_again() -> None:
+    from holdfast.auditing.numeric import Noise
+
+    tokens = 3 * torch.randn(400, 64, generator=torch.Generator().manual_seed(0))
+    moved = Noise(0.05, seed=1)._moved(0, 0, tokens)
+    assert ((moved - tokens).norm(dim=1) / tokens.norm(dim=1)).mean() == pytest.approx(0.05, rel=0.02)
+    assert torch.equal(moved, Noise(0.05, seed=1)._moved(0, 0, tokens))
+    for other in (Noise(0.05, seed=2)._moved(0, 0, tokens), Noise(0.05, 1)._moved(1, 0, tokens)):
+        assert not torch.equal(moved, other)
+    runs = [audit(tiny("mixtral"), batches(), perturb=["noise"], seed=seed).perturbations for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+class Nosy(nn.Module):
+    """An experts module that lets the rest of the batch leak into every token."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return self.inner(tokens, experts, weights) + tokens.mean(0)
+
+
+def test_a_layer_that_depends_on_its_company_is_caught() -> None:
+    model = tiny("mixtral")
+    model.model.layers[0].mlp.experts = Nosy(model.model.layers[0].mlp.experts)
+    found = audit(model, batches(), perturb=["batch", "none"])
+    assert ran(found)["none"]["overall"]["output"]["total"] == 0
+    for name in ("batch.alone", "batch.left", "batch.right"):
+        assert ran(found)[name]["overall"]["output"]["total"] > 0.01
+        assert ran(found)[name]["layers"][0]["flips"] == 0 < ran(found)[name]["layers"][1]["flips"]
+
+
+def test_a_router_that_is_random_in_evaluation_is_caught() -> None:
+    model = tiny("mixtral")
+    model.model.layers[1].mlp.gate.register_forward_pre_hook(lambda module, given: (given[0] + torch.randn_like(given[0]),))
+    found = audit(model, batches(), perturb="none")
+    layers = ran(found)["none"]["layers"]
+    assert layers[0]["flips"] == 0 < layers[1]["flips"]
+
+
+def test_the_backend_really_is_another() -> None:
+    """Spied on: tiny models give the same numbers with both."""
+    model = tiny("mixtral")
+    seen: list[str] = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda module, given: seen.append(module.config._experts_implementation))
+    audit(model, batches(1), perturb=["backend"])
+    assert seen == ["grouped_mm", "eager"] and model.config._experts_implementation == "grouped_mm"
+
+
+def test_a_perturbation_that_fails_says_why_and_leaves_the_model_as_it_was() -> None:
+    model = tiny("mixtral")
+
+    def refuse(module: Any, given: tuple[Tensor, ...]) -> None:
+        if given[0].dtype == torch.bfloat16:
+            raise RuntimeError("no bfloat16 here\nand a long story")
+
+    kept = state(model)
+    model.model.layers[2].mlp.experts.register_forward_pre_hook(refuse)
+    found = audit(model, batches(), perturb=["model", "noise"])
+    assert found.perturbations["model.bf16"]["skipped"] == "it failed: no bfloat16 here"
+    assert found.status == "complete" and ran(found)["noise.0.01"]["tokens"] == 90
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+
+
+def test_swapped_words_are_compared_by_the_tokens_left_alone() -> None:
+    reader = Reader(tokenizer())
+    before = reader.batch(0, texts(4), 64)
+    attacked = swap_words(before.texts or (), rate=0.3, seed=0)
+    after = reader.batch(0, attacked.texts, 64)
+    first, second = aligned(before, after, attacked)
+    assert before.ids is not None and after.ids is not None
+    assert torch.equal(before.ids.flatten()[first], after.ids.flatten()[second])
+    words = [text.split() for text in attacked.texts]
+    assert len(first) == sum(word != "AAA" for line in words for word in line) < sum(map(len, words))
+    assert torch.equal(first, second)  # a token a word: each stays in its place
+
+
+def test_a_token_that_reads_otherwise_in_its_new_company_is_not_compared() -> None:
+    """Some tokenisers give the same characters another number after another word."""
+    reader = Reader(tokenizer())
+    before = reader.batch(0, ["the cat sat on the mat"], 64)
+    attacked = swap_words(before.texts or (), rate=1.0, seed=0, stop_words=("the", "on", "sat", "cat"))
+    after = reader.batch(0, attacked.texts, 64)
+    assert after.ids is not None
+    assert aligned(before, after, attacked)[0].tolist() == [0, 1, 2, 3, 4]
+    after.ids[0, 2] += 1
+    assert aligned(before, after, attacked)[0].tolist() == [0, 1, 3, 4]
+
+
+def test_alignment_moves_with_longer_replacements_and_bytes_of_one_character() -> None:
+    from holdfast.data import Bytes
+
+    reader = Reader(Bytes())
+    before = reader.batch(0, ["the wonderful caf\u00e9 house", "a garden"], 64)
+    attacked = swap_words(before.texts or (), rate=1.0, seed=0, stop_words=("the", "a", "caf\u00e9"))
+    after = reader.batch(0, attacked.texts, 64)
+    first, second = aligned(before, after, attacked)
+    assert before.ids is not None and after.ids is not None
+    assert torch.equal(before.ids.flatten()[first], after.ids.flatten()[second])
+    assert bytes(before.ids.flatten()[first].tolist()).decode() == "the  caf\u00e9 a "
+    assert not torch.equal(first, second)
+
+
+def test_left_padding_moves_no_token() -> None:
+    """Rows are matched: against a wrong neighbour nearly all tokens would seem to flip."""
+    found = audit(tiny("qwen3_moe"), batches(), perturb=["batch"])
+    for name in ("batch.alone", "batch.left", "batch.right"):
+        assert ran(found)[name]["tokens"] == 2 * (17 + 11 + 17)
+        assert ran(found)[name]["overall"]["flips"] == 0 and ran(found)[name]["overall"]["prediction_flips"] == 0
+
+
+def test_the_attack_finds_more_flips_with_more_budget() -> None:
+    rates, changes = [], []
+    for budget in (0.0001, 0.01, 0.3):
+        found = audit(tiny("mixtral"), batches(1), perturb=["attack"], budget=budget)
+        rates.append(ran(found)["attack"]["overall"]["flips"])
+        details = ran(found)["attack"]["details"]
+        assert [entry["layer"] for entry in details] == [0, 1, 2] and all(entry["budget"] == budget for entry in details)
+        changes.append(ran(found)["attack"]["overall"]["prediction_flips"])
+        assert ran(found)["attack"]["overall"]["loss"]["size"] > 0 or budget < 0.001
+    assert rates[0] < rates[1] < rates[2] and rates[2] > 0.9
+    assert changes[0] <= changes[1] < changes[2]
+
+
+def test_every_name_is_run_by_default_and_names_are_checked() -> None:
+    from holdfast.auditing import PERTURBATIONS
+
+    assert tuple(PERTURBATIONS) == ALL
+    with pytest.raises(ValueError, match="did you mean 'noise'"):
+        audit(tiny("mixtral"), batches(), perturb=["nois"])
+
+
+def test_losses_are_compared_where_the_same_token_is_to_be_predicted() -> None:
+    from holdfast.auditing.comparing import Tally
+    from holdfast.auditing.observing import Observation, Predictions
+    from holdfast.auditing.subject import Audited
+
+    def said(best: list[int], nll: list[float], labels: list[int]) -> Observation:
+        return Observation([], [], None, Predictions(torch.tensor(best), torch.tensor(nll), torch.tensor(labels), True), 1)
+
+    tally = Tally(Audited(tiny("mixtral")))
+    one, two = (
+        said([1, 2, 3, 4], [1.0, 2.0, 3.0, 0.0], [5, 6, 7, -100]),
+        said([1, 2, 3, 9], [1.5, 9.0, 2.0, 0.0], [5, 8, 7, -100]),
+    )
+    tally._compare_predictions(one, two, None)
+    assert tally.losses.tokens == 2 and tally.losses.result()["change"] == -0.25 and tally.losses.result()["size"] == 0.75
+    assert tally.predictions.result() == 0.75

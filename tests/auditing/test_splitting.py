@@ -1,0 +1,129 @@
+"""The change of a layer's output is what flips cause plus the rest, as vectors, whatever the family or router."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from auditing.subjects import batches, sparse
+from tiny import EXTRA, tiny
+from torch import Tensor
+
+import holdfast
+from holdfast.auditing.numeric import Noise
+from holdfast.auditing.observing import Observation, observe
+from holdfast.auditing.samples import Sample, from_batches
+from holdfast.auditing.splitting import kept_weights, split
+from holdfast.auditing.subject import Audited
+
+REROUTED = ["symphony", "smooth", "top-p", "remoe", "similarity", "xmoe+symphony", "ac"]
+
+
+def pair(model: Any, level: float = 0.2, inputs: Any = None) -> tuple[Audited, Observation, Observation, Sample]:
+    audited = Audited(model)
+    sample = next(from_batches(inputs or batches(1), audited))
+    noise = Noise(level, seed=0)
+    with torch.no_grad():
+        return audited, observe(audited, sample), observe(audited, sample, moved=lambda *it: noise._moved(0, *it)), sample
+
+
+def forced(audited: Audited, layer: int, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """What the whole layer says to `tokens (B,N,d)` when its router is made to say `experts` and `weights`."""
+    site = audited.sites[layer]
+    if site.family is None:
+        router = audited.routes[layer]
+        handle = router.register_forward_hook(lambda module, given, out: replace(out, experts=experts, weights=weights))
+    else:
+        order = site.family.usual_order
+        said = (weights, experts)
+        handle = site.gate.register_forward_hook(
+            lambda module, given, out: (out[0], *said) if order else (*said[::-1], out[2])
+        )
+    try:
+        out = site.block(tokens)
+    finally:
+        handle.remove()
+    out = out[0] if isinstance(out, tuple) else out
+    return out.reshape(-1, out.shape[-1]).double()
+
+
+def check(model: Any) -> int:
+    audited, before, after, sample = pair(model)
+    flipped = 0
+    for layer, site in enumerate(audited.sites):
+        one, two = before.layers[layer], after.layers[layer]
+        rows = before.real(layer)
+        with torch.no_grad():
+            change = split(site, one, two, (rows, rows))
+            flips = (one.routing.chosen != two.routing.chosen).any(1)
+            weights = kept_weights(site, one.routing.experts, two.routing)
+            shape = (sample.size, -1, two.tokens.shape[-1])
+            there = forced(audited, layer, two.tokens.view(shape), two.routing.experts, two.routing.weights.to(two.weights))
+            stayed = forced(audited, layer, two.tokens.view(shape), one.routing.experts, weights.to(two.weights))
+        stayed = torch.where(flips.unsqueeze(1), stayed, there)[rows]
+        assert torch.equal(change.total, two.output[rows].double() - one.output[rows].double())
+        assert torch.allclose(
+            change.flip + change.rest, change.total, rtol=0, atol=1e-15 * float(two.output.abs().max()) * 8
+        )
+        scale = float(two.output.abs().max())
+        assert torch.allclose(change.rest, stayed - one.output[rows].double(), rtol=0, atol=2e-6 * scale)
+        assert torch.allclose(change.flip, two.output[rows].double() - stayed, rtol=0, atol=2e-6 * scale)
+        assert not change.flip[~flips[rows]].any()
+        flipped += int((change.flip.norm(dim=1) > 1e-3 * scale).sum())
+    return flipped
+
+
+@pytest.mark.parametrize("model_type", sorted(EXTRA))
+def test_flips_and_the_rest_add_up_to_the_change_of_the_layer_in_every_family(model_type: str) -> None:
+    assert check(tiny(model_type)) > 5
+
+
+@pytest.mark.parametrize("router", REROUTED)
+def test_flips_and_the_rest_add_up_with_every_kind_of_router(router: str) -> None:
+    assert check(holdfast.reroute(tiny("mixtral"), router)) > 0
+
+
+@pytest.mark.parametrize("router", ["smoe", "smooth"])
+def test_flips_and_the_rest_add_up_in_a_sparsified_model(router: str) -> None:
+    assert check(sparse(router)) > 0
+
+
+@pytest.mark.parametrize("model_type", sorted(EXTRA))
+def test_the_weights_of_an_unchanged_set_are_the_routers_own(model_type: str) -> None:
+    audited, before, _, _ = pair(tiny(model_type))
+    for site, layer in zip(audited.sites, before.layers, strict=True):
+        assert torch.allclose(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("router", [*REROUTED, "smoe"])
+def test_the_weights_of_an_unchanged_set_are_those_of_our_routers(router: str) -> None:
+    audited, before, _, _ = pair(holdfast.reroute(tiny("deepseek_v3" if router != "top-p" else "olmoe"), router))
+    for site, layer in zip(audited.sites, before.layers, strict=True):
+        assert torch.allclose(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights, atol=1e-6)
+
+
+def test_the_kept_weights_of_mixtral_are_a_softmax_over_the_old_set() -> None:
+    audited, before, after, _ = pair(tiny("mixtral"))
+    for site, one, two in zip(audited.sites, before.layers, after.layers, strict=True):
+        expected = two.routing.logits.gather(1, one.routing.experts).softmax(-1)
+        assert torch.allclose(kept_weights(site, one.routing.experts, two.routing), expected, atol=1e-6)
+
+
+def test_the_flip_part_of_a_smooth_router_vanishes_with_the_noise_and_that_of_top_k_does_not() -> None:
+    """Per token that flips: a jump does not shrink, a fade does."""
+
+    def size(router: str, level: float) -> float:
+        options: dict[str, Any] = {"eps": 1.0} if router == "smooth" else {}
+        model = holdfast.reroute(tiny("mixtral"), router, **options)
+        many = torch.randint(3, 64, (32, 40), generator=torch.Generator().manual_seed(5))
+        audited, before, after, _ = pair(model, level, [{"input_ids": many}])
+        found = []
+        for layer, site in enumerate(audited.sites):
+            one, two = before.layers[layer], after.layers[layer]
+            with torch.no_grad():
+                flip = split(site, one, two, (before.real(layer),) * 2).flip.norm(dim=1)
+            found += [value / float(one.output.norm(dim=1).mean()) for value in flip.tolist() if value > 0]
+        return max(found)
+
+    assert size("smoe", 0.0003) > 0.3 and size("smoe", 0.01) > 0.3
+    assert size("smooth", 0.0003) < 0.1 * size("smooth", 0.01) and size("smooth", 0.01) < 0.2

@@ -1,0 +1,70 @@
+"""What another router would change: measured, and the model is left as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from auditing.subjects import batches, hooks, sparse, state
+from tiny import tiny
+
+import holdfast
+from holdfast.auditing import what_if
+
+
+def mixtral() -> Any:
+    return tiny("mixtral")
+
+
+@pytest.mark.parametrize("make", [mixtral, sparse])
+def test_smooth_routes_lower_what_flips_do_and_the_model_is_restored(make: Any) -> None:
+    """With a strip that is wide against the noise. The narrow one of an untrained model gains little: docs/audit.md."""
+    model = make()
+    kept, hooked, size = state(model), hooks(model), model.config.vocab_size
+    with torch.no_grad():
+        before = model(**next(batches(1))).logits
+    inputs = list(batches(6, vocabulary=size))
+    found = what_if(model, inputs, "smooth", options={"eps": 1.0}, perturb=["none", "noise"])
+    summary = found.summary()
+    for level in ("noise.0.01", "noise.0.05"):
+        flips = summary["flip_output"][level]
+        assert flips["after"] < 0.3 * flips["before"]
+        # What jumped now slides: the whole change need not be smaller, but must not be much larger.
+        assert summary["output"][level]["after"] < 1.2 * summary["output"][level]["before"]
+    assert summary["cost"]["experts_per_token"]["before"] == 2 < summary["cost"]["experts_per_token"]["after"]
+    assert summary["cost"]["loss"]["before"] != summary["cost"]["loss"]["after"]
+    with torch.no_grad():
+        assert torch.equal(model(**next(batches(1))).logits, before)
+    assert hooks(model) == hooked and state(model).keys() == kept.keys()
+    assert type(model).__name__ == type(make()).__name__
+
+
+def test_the_native_rule_changes_nothing() -> None:
+    found = what_if(tiny("olmoe"), batches(), "native", perturb=["none", "noise", "batch"])
+    assert found.before.overall == found.after.overall
+
+
+def test_the_model_is_restored_when_the_second_audit_fails() -> None:
+    model = tiny("mixtral")
+
+    def refuse(done: int, what: str) -> None:
+        if getattr(model.model.layers[0].mlp.gate, "holdfast", None) is not None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        what_if(model, batches(), "smooth", perturb=["none"], progress=refuse)
+    with pytest.raises(ValueError, match="not rerouted"):
+        holdfast.restore(model)
+
+
+def test_a_model_that_was_rerouted_before_is_refused() -> None:
+    for model in (holdfast.reroute(tiny("mixtral"), "symphony"), holdfast.reroute(sparse(), "smooth")):
+        with pytest.raises(ValueError, match="restore it first"):
+            what_if(model, batches(), "smooth")
+
+
+def test_an_unknown_router_is_told_before_anything_is_changed() -> None:
+    model = tiny("mixtral")
+    with pytest.raises(ValueError, match="smooth"):
+        what_if(model, batches(1), "smoth", perturb=["none"])
+    with pytest.raises(ValueError, match="not rerouted"):
+        holdfast.restore(model)

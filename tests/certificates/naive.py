@@ -1,0 +1,101 @@
+"""Certificates as the formulas say them: token by token, pair by pair, in float64 loops."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from holdfast.certificates import Norm
+from holdfast.routing import Clustered, Context, Cosine, LinearScore, Router
+from holdfast.routing.clustering import feature_scales
+
+
+def dual_length(row: Tensor, norm: Norm) -> float:
+    return math.sqrt(sum(float(v) ** 2 for v in row)) if norm == "l2" else sum(abs(float(v)) for v in row)
+
+
+def effective_weights(router: Router, context: Context) -> list[Tensor]:
+    """For each token the matrix (E,d) whose rows' differences are the normals of its switching planes."""
+    score = router.score
+    base = score.base if isinstance(score, Clustered) else score
+    assert isinstance(base, LinearScore)
+    weight = base.matrix.detach().double()
+    if isinstance(base, Cosine):
+        units = torch.stack([row / row.norm() for row in base.embeddings.detach().double()])
+        weight = units @ weight
+    if not isinstance(score, Clustered) or context.previous is None:
+        return [weight]
+    routing, matrices = context.previous.routing, []
+    scales = feature_scales(score.spreads).double()
+    for experts, gates in zip(routing.experts.tolist(), routing.gates.double(), strict=True):
+        if score.mix == 1:
+            m = scales[experts[0]]
+        else:
+            best = gates.argsort(descending=True)[: score.mix].tolist()
+            m = sum((gates[c] * scales[c] for c in best), torch.zeros_like(scales[0])) / sum(gates[c] for c in best)
+        matrices.append(weight * m)
+    return matrices
+
+
+def plane_radii(weights: list[Tensor], bias: Tensor, tokens: Tensor, k: int, norm: Norm) -> tuple[list[float], list[Tensor]]:
+    """min over i in S, j not in S of (l_i - l_j) / |w_i - w_j|, and the normals of the planes where it is reached."""
+    radii, normals = [], []
+    for index, x in enumerate(tokens.double()):
+        weight = weights[index % len(weights)]
+        logits = [float((x * w).sum() + b) for w, b in zip(weight, bias.double(), strict=True)]
+        order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))
+        best, normal = math.inf, torch.zeros_like(x)
+        for i in order[:k]:
+            for j in order[k:]:
+                length = dual_length(weight[i] - weight[j], norm)
+                radius = (logits[i] - logits[j]) / length if length else math.inf
+                if radius < best:
+                    best, normal = radius, weight[j] - weight[i]
+        radii.append(best)
+        normals.append(normal)
+    return radii, normals
+
+
+def relu_radii(weight: Tensor, tokens: Tensor, norm: Norm) -> list[float]:
+    return [min(abs(float(x @ w)) / dual_length(w, norm) for w in weight) for x in tokens.double()]
+
+
+def symphony_radii(graph: Tensor, weight: Tensor, tokens: Tensor, k: int) -> tuple[list[float], list[float]]:
+    """The two Lipschitz bounds in l2: pair by pair, and proposition 1."""
+    experts = len(graph)
+    centre = torch.eye(experts, dtype=torch.float64) - torch.full((experts, experts), 1 / experts, dtype=torch.float64)
+    lipschitz = float(torch.linalg.matrix_norm(centre @ weight, ord=2)) / 2
+    rho = float(torch.linalg.matrix_norm(graph @ centre, ord=2))
+    pairwise, proposition = [], []
+    for x in tokens.double():
+        gates = graph @ torch.softmax(weight @ x, dim=0)
+        order = sorted(range(experts), key=lambda e: (-float(gates[e]), e))
+        pairs = [(i, j) for i in order[:k] for j in order[k:]]
+        steep = {(i, j): float(((graph[i] - graph[j]) @ centre).norm()) * lipschitz for i, j in pairs}
+        pairwise.append(min(float(gates[i] - gates[j]) / steep[i, j] for i, j in pairs))
+        proposition.append(min(float(gates[i] - gates[j]) for i, j in pairs) / (2 * rho * lipschitz))
+    return pairwise, proposition
+
+
+def mixed_radii(weight: Tensor, sequence: Tensor, gates: Tensor, k: int, tau: float) -> list[float]:
+    """Of similarity on its own tokens, in l2: the largest r with range (tanh(r D / 4) + tanh(change(r) / 2)) < margin."""
+    apart = max(float((one - other).norm()) for one in weight for other in weight)
+    lengths = [float(x.norm()) for x in sequence.double()]
+    radii = []
+    for length, row in zip(lengths, gates.double().tolist(), strict=True):
+        order = sorted(range(len(row)), key=lambda e: (-row[e], e))
+        margin = row[order[k - 1]] - row[order[k]]
+        low, high = 0.0, 10.0
+        for _ in range(100):
+            r = (low + high) / 2
+            change = max(r * length + r * other + r * r for other in lengths) / tau
+            good = 2 * (math.tanh(r * apart / 4) + math.tanh(change / 2)) < margin
+            low, high = (r, high) if good else (low, r)
+        radii.append(low)
+    return radii
+
+
+def nearest_flip(chosen: Tensor, distances: Tensor) -> float:
+    """Of points with their sets (P,E) and distances from the first one: how near the nearest with another set is."""
+    other = distances[(chosen != chosen[0]).any(1)]
+    return float(other.min()) if len(other) else math.inf

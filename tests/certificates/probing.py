@@ -1,0 +1,104 @@
+"""Perturbations of every kind inside a radius, and whether one of them moves a token to another set."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from certificates.subjects import generator
+from torch import Tensor
+
+from holdfast.attacks.ball import project
+from holdfast.certificates import Certificates, Gate, Norm
+from holdfast.certificates.reading import _ranks
+from holdfast.kernels.topk import top
+from holdfast.routing import Context, Router
+
+Sets = Callable[[Tensor], Tensor]  # tokens (..., d) to (T,E) bool
+
+
+def directions(tokens: Tensor, norm: Norm, count: int, seed: int = 0) -> Iterator[Tensor]:
+    """`count` perturbations of length 1 for each token: Gaussian, signs, a single feature, shrinking, growing."""
+    source, shape = generator(seed), tokens.shape
+    for number in range(count):
+        kind = number % 4
+        if kind == 0:
+            drawn = torch.randn(shape, generator=source, dtype=torch.float64)
+        elif kind == 1:
+            drawn = torch.randn(shape, generator=source, dtype=torch.float64).sign()
+        elif kind == 2:
+            index = torch.randint(shape[-1], shape[:-1], generator=source)
+            drawn = torch.nn.functional.one_hot(index, shape[-1]).double() * (1 - 2 * (number // 4 % 2))
+        else:
+            drawn = tokens.double() * (1 if number // 4 % 2 else -1)
+        yield unit(drawn, norm)
+
+
+def unit(rows: Tensor, norm: Norm) -> Tensor:
+    """Each row as long as 1, in the norm."""
+    length = rows.norm(dim=-1, keepdim=True) if norm == "l2" else rows.abs().amax(-1, keepdim=True)
+    return rows / length.clamp_min(1e-300)
+
+
+def steepest(slopes: Tensor, norm: Norm) -> Tensor:
+    """The perturbation of length 1 that goes down fastest where a margin has these slopes."""
+    return -unit(slopes, norm) if norm == "l2" else -slopes.sign()
+
+
+def moved(tokens: Tensor, direction: Tensor, radius: Tensor, norm: Norm) -> Tensor:
+    """Tokens moved by the radius, or by what of it their dtype allows."""
+    there = (tokens.double() + direction * radius.unsqueeze(-1)).to(tokens.dtype)
+    rows, width = radius.flatten(), tokens.shape[-1]
+    return project(there.reshape(-1, width), tokens.reshape(-1, width), rows, norm).view(tokens.shape)
+
+
+def finite(radius: Tensor, tokens: Tensor) -> Tensor:
+    """Radii that can be walked: an infinite one is tried at a hundred times the token."""
+    return radius.minimum(100 * (tokens.double().abs().amax(-1) + 1))
+
+
+def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterator[Tensor]) -> tuple[int, int]:
+    """How many pairs of a token and a perturbation within its radius were tried, and how many changed its set."""
+    with torch.no_grad():
+        clean = sets(tokens)
+        tried, changed, radius = 0, 0, finite(radius, tokens)
+        for direction in tries:
+            there = moved(tokens, direction, radius, norm)
+            tried += int((there != tokens).any(-1).sum())
+            changed += int((sets(there) != clean).any(-1).sum())
+    return tried, changed
+
+
+def sets_of(router: Router, context: Context | None = None, core: int | None = None) -> Sets:
+    """The sets of a router; of a smooth one, its `core` best experts."""
+
+    def sets(tokens: Tensor) -> Tensor:
+        routing = router(tokens, context)
+        if core is None:
+            return routing.chosen
+        keys = routing.gates if router.informers else routing.logits
+        return torch.zeros_like(routing.chosen).scatter(1, top(keys, core), True)
+
+    return sets
+
+
+def native(gate: Gate, dtype: torch.dtype = torch.float32) -> Sets:
+    """The sets of a gate as transformers would compute them, with its scores in `dtype`."""
+
+    def sets(tokens: Tensor) -> Tensor:
+        bias = None if gate.bias is None else gate.bias.to(dtype)
+        rows = tokens.reshape(-1, tokens.shape[-1]).to(dtype)
+        logits = torch.nn.functional.linear(rows, gate.weight.to(dtype), bias).float()
+        ranks = logits.softmax(-1) if gate.rule is None else _ranks(gate.rule, logits)
+        return torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(ranks, gate.k), True)
+
+    return sets
+
+
+def slopes(keys: Callable[[Tensor], Tensor], tokens: Tensor, found: Certificates) -> Tensor:
+    """The gradient, at each token, of the margin of its binding pair: one key minus the other, 0 for nobody."""
+    rows = tokens.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        table = torch.nn.functional.pad(keys(rows).double(), (0, 1))
+        pair = found.pair.reshape(-1, 2)
+        margin = table.gather(1, pair[:, :1]) - table.gather(1, pair[:, 1:])
+        (slope,) = torch.autograd.grad(margin.sum(), rows)
+    return slope.double()

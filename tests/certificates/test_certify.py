@@ -1,0 +1,206 @@
+"""`certify` from outside: shapes, records, padding, and a sentence for each mistake."""
+
+import json
+import math
+
+import pytest
+import torch
+from certificates.subjects import build, generator
+from torch import Tensor
+
+from holdfast.certificates import Certificates, Gate, MajorityVote, NoBound, Smoothing, certify
+from holdfast.routing import Context, Cosine, Linear, LinearScore, Router, RouterCache, Score, TopK, router
+
+
+def plain(dim: int = 6, experts: int = 5, k: int = 2) -> Router:
+    torch.manual_seed(0)
+    return router("smoe", dim=dim, experts=experts, k=k).eval()
+
+
+def test_leading_dimensions_are_those_of_the_tokens() -> None:
+    made, tokens = plain(), torch.randn(3, 7, 6, generator=generator(0))
+    found = certify(made, tokens)
+    for values in (found.radius, found.distance, found.relative, found.margin, found.lengths, found.real):
+        assert values.shape == (3, 7)
+    assert found.pair.shape == (3, 7, 2)
+    flat = certify(made, tokens.flatten(0, 1))
+    assert flat.radius.shape == (21,) and torch.equal(flat.radius, found.radius.flatten())
+    assert certify(made, tokens[:0]).radius.shape == (0, 7)
+    gate = certify(Gate(made.score.weight, 2), tokens)  # type: ignore[union-attr, arg-type]
+    torch.testing.assert_close(gate.distance, found.distance)
+
+
+def test_a_certificate_does_not_depend_on_the_other_tokens() -> None:
+    for name in ("linear", "symphony row", "top-p", "xmoe+symphony"):
+        made, tokens, _ = build(name)
+        whole, part = certify(made, tokens), certify(made, tokens[1:2, 3:5])
+        torch.testing.assert_close(whole.radius[1:2, 3:5], part.radius, rtol=1e-9, atol=1e-12)
+
+
+def test_certifying_changes_nothing_in_the_router() -> None:
+    for name in ("ac", "symphony row", "smooth"):
+        made, tokens, context = build(name)
+        before = {key: value.clone() for key, value in made.state_dict().items()}
+        certify(made, tokens, context)
+        assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
+        assert not any(parameter.grad is not None for parameter in made.parameters())
+
+
+def test_padding_is_certified_for_nothing_and_may_hold_anything() -> None:
+    made, tokens = plain(), torch.randn(2, 4, 6, generator=generator(0))
+    real = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    wild = tokens.where(real.unsqueeze(-1), math.nan)
+    found, clean = certify(made, wild, Context(token_mask=real)), certify(made, tokens)
+    assert torch.equal(found.radius[real], clean.radius[real]) and (found.radius[~real] == 0).all()
+    summary = found.summary()
+    assert summary["tokens"] == 4 and summary["certified"] == 1.0
+
+
+def test_the_summary_is_json_and_the_share_falls_with_the_radius() -> None:
+    made, tokens, context = build("symphony row")
+    found = certify(made, tokens, context, norm="linf")
+    summary = json.loads(json.dumps(found.summary(), allow_nan=False))
+    assert summary["kind"] == "lower bound" and summary["norm"] == "linf" and summary["arithmetic"] == "float32"
+    assert summary["radius"]["50%"] == pytest.approx(float(found.radius.flatten().sort().values[round(0.5 * 63)]))
+    assert set(summary["bounds"]) == {"pairwise", "proposition 1"} and summary["confidence"] is None
+    assert found.share(0.0) == 1.0 and found.share(math.inf) == 0.0
+    middle = float(found.radius.median())
+    assert found.share(middle) == pytest.approx(0.5, abs=0.02) and found.share(0.01, relative=True) > 0.5
+    everything = certify(plain(k=5), torch.ones(2, 6))
+    assert json.dumps(everything.summary(), allow_nan=False) and everything.summary()["radius"] == dict.fromkeys(
+        ("5%", "25%", "50%", "75%", "95%")
+    )
+    assert certify(made, tokens[:0], context).summary()["certified"] == 0.0
+
+
+def test_a_zero_token_has_no_relative_radius_to_speak_of() -> None:
+    score = Linear(2, 2, bias=True)
+    with torch.no_grad():
+        score.weight.copy_(torch.eye(2))
+        score.bias.copy_(torch.tensor([1.0, 0.0]))  # type: ignore[union-attr]
+    made = Router(score, select=TopK(2, 2, 1)).eval()
+    found = certify(made, torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
+    assert found.relative.tolist() == [math.inf, 0.0]
+
+
+def test_real_numbers_and_float32_differ_by_what_rounding_takes_off() -> None:
+    made, tokens, context = build("linear")
+    exact, rounded = certify(made, tokens, context, arithmetic=None), certify(made, tokens, context)
+    assert torch.equal(exact.radius, exact.distance) and torch.equal(exact.distance, rounded.distance)
+    assert (rounded.radius < exact.radius).all() and exact.arithmetic == "real numbers"
+    likely = certify(made, tokens, context, rounding="likely")
+    assert likely.arithmetic == "float32, likely rounding"
+
+
+def test_a_growing_k_is_the_one_of_now() -> None:
+    torch.manual_seed(0)
+    made = router("smoe-dropout", dim=6, experts=5, k=1).eval()
+    tokens = torch.randn(20, 6)
+    made.progress(0.5)
+    assert made(tokens).used.sum(-1).unique().tolist() == [3]
+    found = certify(made, tokens)
+    assert found.kind == "exact" and (found.radius > 0).all()
+    made.progress(1.0)
+    assert certify(made, tokens).radius.isinf().all()
+
+
+class Shifted(LinearScore):
+    """A score of a user's own: adds a bias, or does more."""
+
+    def __init__(self, base: Linear, *, capped: float | None) -> None:
+        super().__init__()
+        self.base, self.capped, self.dim, self.experts = base, capped, base.dim, base.experts
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.base.weight
+
+    def finish(self, projected: Tensor) -> Tensor:
+        moved = projected + torch.arange(projected.shape[-1])
+        return moved if self.capped is None else moved.clamp(-self.capped, self.capped)
+
+
+def test_a_score_of_ones_own_is_read_if_it_only_adds_a_bias() -> None:
+    base, tokens = Linear(6, 4, bias=True), torch.randn(9, 6, generator=generator(0))
+    with torch.no_grad():
+        base.bias.copy_(torch.arange(4.0))  # type: ignore[union-attr]
+    known, own = (Router(score, select=TopK(6, 4, 2)).eval() for score in (base, Shifted(base, capped=None)))
+    torch.testing.assert_close(certify(own, tokens).radius, certify(known, tokens).radius)
+    capped = Router(Shifted(base, capped=30.0), select=TopK(6, 4, 2)).eval()
+    with pytest.raises(NoBound, match="does more to its products than adding a bias"):
+        certify(capped, tokens)
+
+
+class Distances(Score):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim, self.experts = 6, 4
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return -tokens[..., :4].square()
+
+
+def test_a_router_without_a_bound_says_so_and_its_vote_is_certified() -> None:
+    made, tokens = Router(Distances(), select=TopK(6, 4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
+    with pytest.raises(NoBound, match=r"neither linear in the token nor a cosine, so no radius is known.*smoothing="):
+        certify(made, tokens)
+    found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=60, selection=20, alpha=0.05))
+    assert found.kind == "probabilistic" and (found.radius > 0).any()
+    exact = certify(plain(), tokens, smoothing=Smoothing(sigma=0.1))
+    assert exact.kind == "exact"  # a known bound comes first
+
+
+def test_a_router_that_does_not_do_what_its_parts_say_is_not_certified() -> None:
+    class Contrary(TopK):
+        def forward(self, scores, tokens, context):  # type: ignore[no-untyped-def]
+            flipped = type(scores)(-scores.logits, scores.gates, informed=False, raw=scores.raw)
+            return super().forward(flipped, tokens, context)
+
+    made = Router(Linear(6, 4), select=Contrary(6, 4, 1)).eval()
+    with pytest.raises(ValueError, match="does something that its parts do not tell"):
+        certify(made, torch.randn(20, 6, generator=generator(0)))
+
+
+def test_a_cosine_of_nothing_is_certified_for_nothing() -> None:
+    made = Router(Cosine(6, 4), select=TopK(6, 4, 2)).eval()
+    found = certify(made, torch.zeros(2, 6))
+    assert found.radius.tolist() == [0.0, 0.0]
+    informed = router("xmoe+symphony", dim=6, experts=4, k=2, init="identity").eval()
+    assert certify(informed, torch.zeros(2, 6)).radius.tolist() == [0.0, 0.0]
+
+
+def test_records_are_frozen_and_hold_float64() -> None:
+    found = certify(plain(), torch.randn(4, 6).bfloat16())
+    assert isinstance(found, Certificates) and found.radius.dtype == torch.float64
+    with pytest.raises(AttributeError):
+        found.kind = "exact"  # type: ignore[misc]
+
+
+def test_mistakes_get_a_sentence() -> None:
+    made, tokens = plain(), torch.randn(4, 6)
+    with pytest.raises(ValueError, match="unknown norm 'l_2': did you mean 'l2'"):
+        certify(made, tokens, norm="l_2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 of 4 tokens hold NaN or infinite"):
+        certify(made, tokens.index_fill(0, torch.tensor([2]), math.nan))
+    with pytest.raises(ValueError, match=r"shape \(4, 5\); expected floating point, \(B, N, 6\) or \(T, 6\)"):
+        certify(made, tokens[:, :5])
+    with pytest.raises(ValueError, match=r"expected floating point, \(B, N, 12\)\."):
+        certify(build("similarity")[0], torch.randn(4, 12))
+    with pytest.raises(ValueError, match="call eval"):
+        certify(plain().train(), tokens)
+    with pytest.raises(ValueError, match="holds a cache"):
+        certify(made, tokens, Context(cache=RouterCache()))
+    with pytest.raises(ValueError, match="a Gate looks at nothing but its token"):
+        certify(Gate(torch.eye(6), 1), tokens, Context())
+    with pytest.raises(ValueError, match="neither a Router nor a Gate"):
+        certify("smoe", tokens)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k is 7"):
+        Gate(torch.eye(6), 7)
+    with pytest.raises(ValueError, match=r"the bias has shape \(2,\); expected one number an expert, 6"):
+        Gate(torch.eye(6), 1, bias=torch.zeros(2))
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        Gate(torch.full((2, 2), math.nan), 1)
+    with pytest.raises(ValueError, match="expected a floating-point type"):
+        certify(made, tokens, arithmetic=torch.int32)
+    with pytest.raises(ValueError, match="holds a cache"):
+        MajorityVote(made, Smoothing(sigma=1.0), context=Context(cache=RouterCache()))

@@ -1,0 +1,97 @@
+"""Tokens that share their gates: what is certified when a whole sequence moves."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from certificates.naive import mixed_radii
+from certificates.subjects import attention, build, generator
+
+from holdfast.certificates import NoBound, Smoothing, certify
+from holdfast.routing import Context, Linear, Router, Similarity, TopK, router
+
+
+def pair_of_tokens(strength: float = 1.0) -> tuple[Router, torch.Tensor, Context]:
+    """Two experts with w = (1,0) and (-1,0), and two tokens whose u, from attention, makes them share equally."""
+    score = Linear(2, 2)
+    with torch.no_grad():
+        score.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    made = Router(score, [Similarity(2, strength=strength)], TopK(2, 2, 1)).eval()
+    seen = replace(attention(1, 2, 2, seed=0), output=torch.zeros(1, 2, 2))
+    return made, torch.tensor([[[0.6, 0.0], [0.2, 1.0]]]), Context(attention=seen)
+
+
+def test_two_tokens_with_equal_weights_by_hand() -> None:
+    """Both get the mean of their gates; g_1 - g_2 is the mean m of tanh(x), and all that can be lost is 2 tanh(2 r / 4)."""
+    made, tokens, context = pair_of_tokens()
+    mean = (math.tanh(0.6) + math.tanh(0.2)) / 2
+    found = certify(made, tokens, context)
+    assert found.kind == "lower bound"
+    assert found.margin.flatten().tolist() == pytest.approx([mean, mean], rel=1e-6)
+    assert found.distance.flatten().tolist() == pytest.approx([2 * math.atanh(mean / 2)] * 2, rel=1e-6)
+
+
+def test_distances_are_what_loops_say_for_every_sequence() -> None:
+    """Sequences of short and of long tokens: the longest of its own counts, not that of another."""
+    made, tokens, _ = build("similarity", length=7)
+    tokens = tokens * torch.tensor([0.1, 1.0, 3.0, 0.5]).view(4, 1, 1)
+    assert isinstance(made.score, Linear)
+    weight, routing = made.score.weight.detach().double(), made(tokens)
+    found = certify(made, tokens)
+    for sequence, gates, distances in zip(tokens, routing.gates.view(4, 7, -1), found.distance, strict=True):
+        expected = mixed_radii(weight, sequence, gates, 2, 1.0)
+        torch.testing.assert_close(distances, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-12)
+
+
+def test_the_token_that_is_easiest_to_turn_counts_for_all() -> None:
+    """Of cosines the shortest projection turns fastest: with one in the sequence, the others are certified for less."""
+    torch.manual_seed(0)
+    made = router("xmoe+similarity", dim=12, experts=8, k=2).eval()
+    seen = Context(attention=attention(1, 5, 12, seed=0))
+    tokens = torch.randn(1, 5, 12, generator=generator(0))
+    short = tokens.clone()
+    short[:, 2] *= 0.05  # the same direction, and so the same gates
+    before, after = certify(made, tokens, seen), certify(made, short, seen)
+    torch.testing.assert_close(before.margin, after.margin, rtol=1e-3, atol=1e-6)
+    assert (after.distance[:, :2] < 0.2 * before.distance[:, :2]).all()
+
+
+def test_an_inert_token_graph_is_the_plain_router() -> None:
+    made, tokens, context = pair_of_tokens(strength=0.0)
+    found = certify(made, tokens, context)
+    assert found.kind == "exact" and found.distance.flatten().tolist() == pytest.approx([0.6, 0.2])
+
+
+def test_moving_tokens_that_also_choose_whom_they_listen_to_is_certified_for_less() -> None:
+    made, tokens, context = build("similarity attention")
+    with_attention, without = certify(made, tokens, context), certify(made, tokens)
+    assert without.radius.median() < with_attention.radius.median()
+
+
+def test_padding_neither_counts_nor_is_certified() -> None:
+    made, tokens, _ = build("similarity", batch=2)
+    real = torch.ones(2, 16, dtype=torch.bool)
+    real[:, 12:] = False
+    wild = torch.where(real.unsqueeze(-1), tokens, torch.full_like(tokens, math.nan))
+    padded, alone = certify(made, wild, Context(token_mask=real)), certify(made, tokens[:, :12])
+    torch.testing.assert_close(padded.distance[:, :12], alone.distance, rtol=1e-5, atol=1e-9)
+    assert (padded.radius[:, 12:] == 0).all() and torch.equal(padded.real, real)
+    assert padded.summary()["tokens"] == 24
+
+
+def test_longer_sequences_of_the_same_tokens_are_certified_alike() -> None:
+    """The bound asks for the token that is easiest to move, not for how many there are; only rounding does."""
+    made, tokens, _ = build("similarity", batch=1)
+    twice = tokens.repeat(1, 2, 1)
+    torch.testing.assert_close(certify(made, twice).distance[:, :16], certify(made, tokens).distance, rtol=1e-3, atol=1e-7)
+
+
+def test_gates_that_are_no_shares_have_no_bound_when_tokens_mix() -> None:
+    torch.manual_seed(0)
+    made = router("similarity+remoe", dim=6, experts=4, k=2).eval()
+    tokens = torch.randn(1, 5, 6, generator=generator(0))
+    with pytest.raises(NoBound, match="smoothing=Smoothing"):
+        certify(made, tokens)
+    found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=50, selection=20))
+    assert found.kind == "probabilistic" and "majority vote" in found.about

@@ -1,0 +1,120 @@
+"""Compares every Triton kernel with the naive mathematics; run by test_kernels.py with the device as argument."""
+
+import itertools
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels import dispatch_kernels, finite_kernels, grouped_kernels, kernels, naive
+from holdfast.kernels.dispatch import dispatch
+from holdfast.kernels.rows import GLUS
+from holdfast.layers.activations import ACTIVATIONS
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+compared = 0
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    global compared
+    compared += 1
+    got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
+    assert got.shape == expected.shape
+    assert (got - expected).norm() <= TOLERANCE[dtype] * expected.norm(), (got - expected).norm() / expected.norm()
+
+
+def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6, slots: int = 3) -> None:
+    torch.manual_seed(0)
+    dim, hidden = 60, 70
+    chosen = torch.rand(tokens, experts).argsort(-1)[:, :slots]
+    chosen[torch.rand(tokens, slots) < 0.3] = experts
+    chosen[chosen == 4] = experts
+    plan = dispatch(chosen.to(device), experts)
+    used = int(plan.used)
+    x = torch.randn(tokens, dim).to(dtype)
+    rows = torch.randn(tokens * slots, hidden).to(dtype)
+    rows[used:] = torch.nan  # nobody may read these
+    weight = torch.randn(experts, hidden, dim).to(dtype)
+    weights = torch.rand(tokens, slots)
+
+    gathered = kernels.gather(x.to(device), plan.slots, plan.used, tokens * slots)[:used]
+    close(gathered, x[plan.order[:used].cpu() // slots], dtype)
+    combined = kernels.combine(rows.to(device), plan.slots, weights.to(device), plan.used)
+    close(combined, naive.combine(rows, plan.slots.cpu(), weights, used), dtype)
+    plain = kernels.combine(rows.to(device), plan.slots, None, plan.used)
+    close(plain, naive.combine(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
+
+    other, grad = torch.randn_like(rows), torch.randn_like(rows)
+    order = plan.order[:used].cpu()
+    row_weights = weights.flatten()[order, None].double()
+    on_device = weights.to(device), plan.order, plan.used
+    by_slot = weights.new_zeros(weights.shape).double().flatten()
+    wide, wide_grad = rows[:used].double(), grad[:used].double()
+    expected = wide_grad * row_weights, wide * row_weights, by_slot.scatter(0, order, (wide * wide_grad).sum(1))
+    *by_row, dots = kernels.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
+    for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
+        close(got, wanted, dtype)
+
+    gate_up = torch.cat([rows, other], dim=1)
+    for name in GLUS if dtype == torch.float32 else ("silu",):
+        pair = gate_up[:used].double().requires_grad_()
+        gate, up = pair.chunk(2, dim=-1)
+        product = ACTIVATIONS[name](gate) * up
+        close(kernels.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
+        (slope,) = torch.autograd.grad(product, pair, wide_grad * row_weights)
+        expected = slope, product * row_weights, by_slot.scatter(0, order, (product * wide_grad).sum(1).detach())
+        *by_row, dots = kernels.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
+        for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
+            close(got, wanted, dtype)
+
+    offsets = plan.offsets.cpu()
+    left = torch.randn(tokens * slots, dim).to(dtype)
+    got = grouped_kernels.mm(left.to(device), weight.to(device).transpose(1, 2), plan.offsets)
+    close(got[:used], naive.grouped_mm(left.float(), weight.float(), offsets)[:used], dtype)
+    got = grouped_kernels.mm(rows.to(device), weight.to(device), plan.offsets)
+    close(got[:used], naive.grouped_mm(rows.float(), weight.float().transpose(1, 2), offsets)[:used], dtype)
+    got = grouped_kernels.outer(rows.to(device), left.to(device), plan.offsets)
+    close(got, naive.grouped_outer(rows[:used].float(), left[:used].float(), offsets), dtype)
+
+
+def sorting(device: str, tokens: int, slots: int, experts: int) -> None:
+    """Rows of slots, by experts and then in the slots' own order; an expert may come twice."""
+    global compared
+    chosen = torch.randint(0, experts + 1, (tokens, slots))
+    order, rows, offsets = (part.cpu() for part in dispatch_kernels.dispatch(chosen.to(device), experts))
+    used = int((chosen < experts).sum())
+    expected = chosen.flatten().argsort(stable=True)[:used]
+    assert torch.equal(order[:used], expected)
+    assert torch.equal(rows.flatten()[expected], torch.arange(used))
+    assert (rows[chosen == experts] >= used).all()
+    assert torch.equal(offsets, chosen.flatten().bincount(minlength=experts + 1)[:experts].cumsum(0).int())
+    compared += 1
+
+
+def looking(device: str) -> None:
+    """NaN and infinities of either sign are found, wherever they are, and the largest number is not."""
+    global compared
+    for size, place, value in itertools.product((1, 5000), (0, -1), (torch.nan, torch.inf, -torch.inf, 3.4e38, -0.0)):
+        scores = torch.randn(size)
+        scores[place] = value
+        found = torch.zeros((), dtype=torch.int32, pin_memory=device == "cuda")
+        assert finite_kernels.look(scores.to(device), found).cpu() == 0  # waits for the GPU
+        assert bool(found) != math.isfinite(value)
+        compared += 1
+
+
+if __name__ == "__main__":
+    kinds = [torch.float32, torch.float16]
+    kinds += [torch.bfloat16] if sys.argv[1] == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
+    for kind in kinds:
+        compare(sys.argv[1], kind)
+    kernels.MOST = 20  # programs take several rows each, as they do where slots are many and ragged
+    compare(sys.argv[1], torch.float32, tokens=5, experts=18, slots=kernels.FEW + 1)
+    looking(sys.argv[1])
+    for sizes in ((1, 1, 1), (40, 3, 1), (200, 3, 6), (300, 2, 64), (70, 20, 300)):
+        sorting(sys.argv[1], *sizes)
+    dispatch_kernels.SPAN = 2  # their counts are added up in several steps
+    for sizes in ((200, 3, 6), (300, 2, 64), (70, 20, 300)):
+        sorting(sys.argv[1], *sizes)
+    print(f"{compared} comparisons")

@@ -1,0 +1,235 @@
+"""Compares the mixing kernels with the explicit matrix in float64; test_mix_kernels.py runs it, with the device to use."""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels import entropy_kernels, head_kernels, mix_launch, naive, norm_kernels
+from holdfast.kernels.entropy import BLOCK, sampled
+from holdfast.kernels.mix import _needed_again
+from holdfast.kernels.part_kernels import Kinds
+
+compared = 0
+worst: dict[str, float] = {}
+
+
+def close(got: Tensor, expected: Tensor, within: float, what: str) -> None:
+    """The norm of the difference, as a part of the reference's norm, or of 1 where that is less."""
+    global compared
+    compared += 1
+    got, expected = got.detach().cpu().double(), expected.detach()
+    assert got.shape == expected.shape, f"{what}: {got.shape}, expected {expected.shape}"
+    error = float((got - expected).norm() / expected.norm().clamp_min(1.0))
+    assert error <= within, f"{what}: {error}"
+    worst[what] = max(worst.get(what, 0.0), error)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    queries: int = 100
+    keys: int = 100
+    width: int = 20
+    values: int = 6
+    second: int = 0
+    causal: bool = True
+    padded: bool = False
+    mask: str = ""
+    shared: bool = False  # the keys are the queries
+    coarse: bool = False  # gradients of queries and keys as good as bfloat16
+    scale: float = 0.3
+    dtype: torch.dtype = torch.float32
+
+
+CASES = [
+    Case("causal"),
+    Case("full", causal=False),
+    Case("shared", shared=True),
+    Case("shared and padded", shared=True, padded=True),
+    Case("one token", queries=1, keys=1),
+    Case("decoding", queries=1, keys=90),
+    Case("chunk", queries=37, keys=130),
+    Case("padded", padded=True),
+    Case("bool mask", mask="bool"),
+    Case("broadcast bool mask", mask="column", causal=False),
+    Case("added mask", mask="added", padded=True),
+    Case("two products", second=24, width=16, padded=True),
+    Case("two products, decoding", second=24, width=16, queries=1, keys=70),
+    Case("wide values", values=70, width=64, queries=70, keys=70),
+    Case("wide products", width=130, queries=70, keys=70),
+]
+
+
+def compare(case: Case, device: str, kinds: Kinds) -> None:
+    torch.manual_seed(0)
+    groups, scale, second_scale = 2, case.scale, 0.2
+
+    def randoms(count: int, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(groups, count, width).to(dtype)
+
+    query, key = randoms(case.queries, case.width, case.dtype), randoms(case.keys, case.width, case.dtype)
+    if case.shared:
+        key = query
+    value = torch.softmax(randoms(case.keys, case.values, torch.float32), -1)
+    leaves = {"query": query, "key": key, "value": value}
+    if case.second:
+        leaves["second query"] = randoms(case.queries, case.second, torch.float32)
+        leaves["second key"] = randoms(case.keys, case.second, case.dtype)
+        leaves["bias"] = torch.randn(groups, case.keys)
+    real = None
+    if case.padded:
+        real = torch.rand(groups, case.keys) < 0.7
+        real[1, : case.keys // 2] = False  # in causal rows nothing is allowed
+    mask = {
+        "": None,
+        "bool": torch.rand(1, case.queries, case.keys) < 0.8,
+        "column": torch.rand(groups, 1, case.keys) < 0.8,
+        "added": torch.randn(groups, case.queries, case.keys),
+    }[case.mask]
+
+    wide = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
+    second = (wide["second query"], wide["second key"], second_scale) if case.second else None
+    bias = wide["bias"] if case.second else None
+    weights = naive.mixing_weights(wide["query"], wide["key"], scale, case.causal, real, mask, second, bias)
+    expected = weights @ wide["value"]
+    grad = torch.randn(groups, case.queries, case.values)
+    gradients = dict(zip(wide, torch.autograd.grad(expected, list(wide.values()), grad.double()), strict=True))
+    if case.shared:
+        gradients["query"] = gradients["query"] + gradients["key"]
+
+    given = {name: leaf.clone() for name, leaf in leaves.items()}
+    if real is not None:  # what padding holds reaches nobody
+        for name in ("value",) if case.shared else ("key", "value", "second key"):
+            if name in given:
+                given[name][~real] = torch.nan
+        if case.second:
+            given["bias"][~real] = torch.nan
+    given = {name: leaf.to(device) for name, leaf in given.items()}
+    allowed = (
+        None if real is None else real.to(device),
+        None if mask is None else mask.to(device).expand(groups, case.queries, case.keys),
+    )
+    if case.shared:
+        given["key"] = given["query"]
+    second_rows = given.get("second query"), given.get("second key")
+    rows = mix_launch.Rows(given["query"], given["key"], given["value"], *second_rows)
+
+    def problem(wants: mix_launch.Wants, *, again: bool) -> Any:
+        parts = mix_launch.take_all_apart(rows, allowed[0], wants, kinds=kinds)
+        parts = _needed_again(parts) if again else parts
+        return (rows, given.get("bias"), *allowed, parts, case.causal, scale, second_scale)
+
+    everything, values_only = mix_launch.Wants(True, True, True, case.coarse), mix_launch.Wants(False, False, True)
+    out, log_total = mix_launch.mix(*problem(everything, again=False), kinds=kinds)
+    close(out, expected, 2e-6, "output")
+    nothing = ~(weights.sum(-1) > 0)
+    assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
+    done = grad.to(device), out, log_total
+    backward = mix_launch.mix_backward(*done, *problem(everything, again=True), wants=everything, kinds=kinds)
+    again = mix_launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, kinds=kinds)
+    assert again[2] is not None
+    close(again[2], gradients["value"], 1e-4, "gradient of values alone")
+    assert all(found is None for index, found in enumerate(again) if index != 2)
+    # A gradient in bfloat16 is rounded to it.
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+    for name, got in zip(("query", "key", "value", "second query", "second key", "bias"), backward, strict=True):
+        if case.shared and name == "key":
+            assert got is None
+        elif name in leaves:
+            assert got is not None and got.dtype == leaves[name].dtype
+            coarse = case.coarse and name in ("query", "key", "second query", "second key")
+            within = tolerance[torch.bfloat16 if coarse else got.dtype]
+            close(got, gradients[name], within, "coarse gradient" if coarse else f"{got.dtype} gradient")
+
+
+def compare_entropy(heads: int, key_heads: int, case: Case, device: str, kinds: Kinds) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, case.queries, heads, case.width).to(case.dtype).transpose(1, 2)
+    key = torch.randn(2, key_heads, case.keys, case.width).to(case.dtype)
+    real = None
+    if case.padded:
+        real = torch.rand(2, case.keys) < 0.7
+        real[1, : case.keys // 2] = False
+    mask = {
+        "": None,
+        "bool": torch.rand(1, heads, case.queries, case.keys) < 0.8,
+        "column": torch.rand(2, 1, 1, case.keys) < 0.8,
+        "added": torch.randn(2, 1, case.queries, case.keys),
+    }[case.mask]
+    shared = key.double().repeat_interleave(heads // key_heads, 1)
+    everywhere = None if mask is None else mask.expand(2, heads, case.queries, case.keys).flatten(0, 1)
+    realities = None if real is None else real.repeat_interleave(heads, 0)
+    weights = naive.mixing_weights(
+        query.double().flatten(0, 1), shared.flatten(0, 1), 0.7, case.causal, realities, everywhere
+    )
+    expected = torch.special.entr(weights).sum(-1).unflatten(0, (2, heads))
+    there = (
+        query.to(device),
+        key.to(device),
+        None if real is None else real.to(device),
+        None if mask is None else mask.to(device),
+    )
+    got = entropy_kernels.entropy(*there, case.causal, 0.7, kinds=kinds)
+    close(got, expected, 5e-5, f"{case.dtype} entropy")
+    assert (got.cpu()[weights.sum(-1).unflatten(0, (2, heads)) == 0] == 0).all()
+    for step in (2, 3) if case.queries > 2 * BLOCK else ():
+        some = entropy_kernels.entropy(*there, case.causal, 0.7, step, kinds=kinds)
+        close(some, torch.cat([expected[:, :, rows] for rows in sampled(case.queries, step)], 2), 5e-5, "some entropies")
+
+
+def compare_heads(device: str) -> None:
+    rows, grad = torch.randn(2, 37, 3, 20).transpose(1, 2), torch.randn(2, 37, 20)
+    shared, turned = torch.randn(2, 1, 37, 24), torch.randn(30, 3, 8).permute(1, 2, 0).unsqueeze(0)
+    placed = torch.zeros(2, 3, 37, 20)
+    placed[:, 2] = grad
+    head = torch.tensor([2], device=device)
+    taken = head_kernels.take([each.to(device) for each in (rows, shared, turned)], head, 3)
+    for got, expected in zip(taken, (rows[:, 2], shared[:, 0], turned[:, 2]), strict=True):
+        close(got, expected.double(), 0.0, "head")
+    close(head_kernels.put(grad.to(device), head, 3, 3), placed.double(), 0.0, "head")
+
+
+def compare_norms(device: str, dtype: torch.dtype) -> None:
+    value, across = torch.randn(70, 20).to(dtype), torch.randn(20, 150).to(dtype)
+    for bias in (None, torch.randn(150).to(dtype)):
+        said = 3 * value.double() @ across.double() + (0 if bias is None else bias.double())
+        got = norm_kernels.norms(value.to(device), across.to(device), None if bias is None else bias.to(device), 3)
+        close(got, said.square().sum(-1), 1e-6, "norm")
+
+
+def main(device: str) -> None:
+    compare_heads(device)
+    # Triton's interpreter has no bfloat16 product, so there numbers are taken apart into float16.
+    kinds = Kinds() if device == "cuda" else Kinds(brain=torch.float16)
+    narrow = [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float16]
+    for case in CASES:
+        compare(case, device, kinds)
+        for kind in narrow if case.second or case.name in ("causal", "padded") else ():
+            compare(replace(case, dtype=kind), device, kinds)
+        if not case.second and case.name != "wide values":
+            compare_entropy(4, 2, case, device, kinds)
+    compare_entropy(2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"), device, kinds)
+    for case in (Case("coarse", coarse=True), Case("coarse and shared", shared=True, coarse=True, padded=True)):
+        compare(case, device, kinds)
+    for kind in narrow:
+        compare_norms(device, kind)
+        for width in (16, 20):
+            compare_entropy(4, 1, Case("narrow", width=width, dtype=kind), device, kinds)
+    if device == "cuda":
+        for case in (
+            Case("benchmark", 2048, 2048, 64, 64),
+            # At 0.3 every token would look at itself alone, and gradients would be small differences of large numbers.
+            Case("benchmark", 2048, 2048, 64, 64, shared=True, scale=0.12),
+            Case("benchmark", 2048, 2048, 64, 64, shared=True, scale=0.12, coarse=True),
+            Case("benchmark of two", 2048, 2048, 128, 64, second=128, dtype=torch.bfloat16),
+        ):
+            compare(case, device, kinds)
+        compare_entropy(2, 2, Case("benchmark", 2048, 2048, 128, dtype=torch.bfloat16), device, kinds)
+    print(f"{compared} comparisons, worst relative errors { ({k: float(f'{v:.2g}') for k, v in worst.items()}) }")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

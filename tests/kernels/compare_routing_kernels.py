@@ -1,0 +1,275 @@
+"""Compares the Triton kernels of routing with plain mathematics; run by test_kernels.py with the device as argument."""
+
+import itertools
+import sys
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from holdfast.kernels import choose_kernels, clusters_kernels, naive, order_kernels, running_kernels, split_launch
+from holdfast.kernels.choose import HOWS, How
+from holdfast.kernels.clusters import TILE
+from holdfast.kernels.order import midpoint
+from holdfast.routing.clustering import FEWEST_TOKENS, MEMORY, SMALLEST_SPREAD, Clustered, feature_scales
+from holdfast.routing.parts import Scores
+from holdfast.routing.records import Context
+from holdfast.routing.rules import Softmax
+from holdfast.routing.scores import Linear
+from holdfast.routing.selection import TopK
+from holdfast.routing.smoothing import MEMORY as WIDTH_MEMORY
+from holdfast.routing.smoothing import SmoothTopK
+from holdfast.routing.state import is_set
+from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
+
+CASES: list[tuple[How, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
+WITHIN = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+compared = 0
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float, cancelled: Tensor | None = None) -> None:
+    """As a part of the expected norm, and of that of terms that cancel in it."""
+    global compared
+    compared += 1
+    got, expected = got.detach().cpu().double(), expected.detach().double()
+    assert got.shape == expected.shape
+    size = expected.norm() + (0 if cancelled is None else cancelled.detach().double().norm())
+    assert (got - expected).norm() <= tolerance * size, (got - expected).norm() / size
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    global compared
+    compared += 1
+    assert torch.equal(got.cpu(), expected), (got.cpu() != expected).nonzero()[:5]
+
+
+def from_a_mask(real: Tensor) -> Tensor:
+    """`real (T,)` as the diagonal of an attention mask, which is how a model tells padding."""
+    mask = torch.rand(len(real), len(real), device=real.device) < 0.5
+    mask.diagonal().copy_(real)
+    return mask.diagonal()
+
+
+def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: int, dim: int) -> None:
+    """Float32, whatever the inputs: the error is that of float32 sums, a thousandth of that of a rounded product."""
+    count = 70
+    tokens, grad = torch.randn(count, dim).to(dtype), torch.randn(count, width)
+    weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
+    wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
+    x, w = tokens.to(device), weight.to(device)
+    g = split_launch.gradient_parts(grad.to(device), x, w)
+    close(split_launch.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(split_launch.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(split_launch.grad_tokens(g, x, w, None), wide_grad @ wide_weight, WITHIN[dtype])
+    in_shares = split_launch.grad_tokens(g, x, w, None, features=16, share=48)
+    close(in_shares, wide_grad @ wide_weight, WITHIN[dtype])
+    exact = wide_grad.t() @ wide_tokens
+    close(split_launch.grad_weight(g, x, w, None), exact, WITHIN[weight_dtype])
+
+
+def one_token_at_a_time(device: str) -> None:
+    """A token's logits are the same to the bit whatever is beside it."""
+    tokens, weight = torch.randn(130, 96).half().to(device), torch.randn(9, 96).to(device)
+    together = split_launch.linear(tokens, weight, None)
+    same(split_launch.linear(tokens[77:78].contiguous(), weight, None), together[77:78].cpu())
+
+
+def clusters(
+    device: str, dtype: torch.dtype, weight_dtype: torch.dtype, padded: bool, dim: int = 72, groups: int = 5
+) -> None:
+    count, width = 300, 6
+    first = torch.randint(0, groups + 1, (count, 3))[:, 0]  # not contiguous, and some without a cluster
+    first[first == 2] = 3  # a cluster without tokens
+    real = torch.rand(count) < 0.7 if padded else None
+    counted = torch.ones(count, dtype=torch.bool) if real is None else real
+    tokens, previous, grad = (
+        torch.randn(count, dim).to(dtype),
+        torch.randn(count, dim).to(dtype) + 1,
+        torch.randn(count, width),
+    )
+    weight, spreads = torch.randn(width, dim).to(weight_dtype), torch.rand(groups, dim)
+    spreads[3] = 0
+    there = None if real is None else from_a_mask(real.to(device))
+    order, owners, bounds, totals = clusters_kernels.group(first.to(device), there, groups, TILE)
+
+    members = first[:, None] == torch.arange(groups + 1)
+    same(totals, (members & counted[:, None]).sum(0)[:groups].float())
+    listed = order.cpu()[: int(bounds[-1]) * TILE]
+    same(owners[int(bounds[-1]) :], torch.full((owners.shape[0] - int(bounds[-1]),), -1, dtype=torch.int32))
+    same(listed[listed < count].sort().values, torch.arange(count, dtype=torch.int32))
+    for tile, owner in enumerate(owners.tolist()):
+        mine = listed[tile * TILE : (tile + 1) * TILE]
+        assert (first[mine[mine < count]] == owner).all()
+    where = previous.to(device), there, order, bounds, TILE
+    inputs = previous.double() * counted[:, None]
+    by_cluster = (members & counted[:, None]).double()[:, :groups]
+    sums = by_cluster.t() @ inputs
+    got = clusters_kernels.sums(*where)
+    close(got, sums, 1e-6)
+    centred = inputs - by_cluster @ (sums / by_cluster.sum(0).clamp_min(1)[:, None])
+    for squared, amounts in ((False, centred.abs()), (True, centred.square())):
+        for around in (None, got):  # their own mean, or a given one
+            spread = clusters_kernels.sums(*where, around=around, counts=totals, squared=squared)
+            close(spread, by_cluster.t() @ amounts, 1e-6)
+
+    scales = clusters_kernels.feature_scales(spreads.to(device), SMALLEST_SPREAD)
+    close(scales, torch.cat([feature_scales(spreads), torch.ones(1, dim)]), 1e-6)
+    scaling = scales.cpu().double()[first]
+    parts = split_launch.Clusters(order, owners, bounds, scales)
+    x, w = tokens.to(device), weight.to(device)
+    g = split_launch.gradient_parts(grad.to(device), x, w)
+    close(
+        split_launch.linear(x, w, parts),
+        (tokens.double() * scaling) @ weight.double().t(),
+        2**-18 if weight_dtype == torch.bfloat16 and dim >= split_launch.WIDE else 1e-6,
+    )
+    close(split_launch.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, WITHIN[dtype])
+    exact = grad.double().t() @ (tokens.double() * scaling)
+    close(split_launch.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
+
+
+def spreads(device: str) -> None:
+    """What a batch teaches, let in or not, as routing/clustering.py has it."""
+    for due in (False, True):
+        part = Clustered(70, 6, base=Linear(70, 6))
+        for buffer in (part.spreads, part.get_buffer("staged_deviations")):
+            buffer.copy_(torch.rand(6, 70))
+        part.get_buffer("staged_counts").copy_(torch.tensor([0.0, 7.0, 8.0, 9.0, 50.0, 3.0]))
+        state = [part.spreads, part.get_buffer("staged_deviations"), part.get_buffer("staged_counts")]
+        got, deviations, counts = (each.clone().to(device) for each in state)
+        clusters_kernels.absorb(got, deviations, counts, torch.tensor(due, device=device), MEMORY, FEWEST_TOKENS)
+        part.absorb_where(torch.tensor(due))
+        close(got, part.spreads, 1e-7)
+
+
+def means(device: str) -> None:
+    """What is let into the entropies of heads and into a strip's width, as their parts have it."""
+    for tokens, seen, due, empty in itertools.product((0.0, 3.0), (False, True), (False, True), (False, True)):
+        for part, name, is_sum in (
+            (AttentionPosterior(8, heads=5), "entropies", True),
+            (SmoothTopK(6, 2), "width", False),
+        ):
+            state = part.get_buffer("entropy" if is_sum else "width")
+            staged, count = part.get_buffer(f"staged_{name}"), part.get_buffer("staged_tokens")
+            state.copy_(torch.rand(state.shape))
+            staged.copy_(torch.rand(state.shape) * (not empty))
+            part.get_buffer("seen").fill_(seen)
+            count.fill_(tokens)
+            before = state, is_set(part.get_buffer("seen")), staged, count
+            mean, known, taught, number = (each.clone().to(device) for each in before)
+            memory = ENTROPY_MEMORY if is_sum else WIDTH_MEMORY
+            running_kernels.absorb(mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum)
+            part.absorb_where(torch.tensor(due))
+            close(mean.view(-1), state.view(-1), 1e-6)
+            same(known, is_set(part.get_buffer("seen")))
+
+
+def awkward_logits(count: int, experts: int) -> Tensor:
+    """Ordinary rows, then rows of ties, of both zeros, of far and of infinite gaps."""
+    logits = torch.randn(count, experts)
+    logits[0] = 1.0
+    logits[1] = torch.where(torch.arange(experts) % 2 == 0, 0.0, -0.0)
+    logits[2] = torch.arange(experts).flip(0) * 100.0
+    logits[3, max(experts // 2, 1) :] = -torch.inf
+    logits[4] = logits[4].round()
+    return logits
+
+
+def choices(device: str, experts: int, k: int, how: How, informed: bool, eps: float | None, most: int) -> None:
+    """Top-k, and with `eps` its strip, as the selectors do it in plain PyTorch: experts exactly, weights, slopes, gaps."""
+    raw = awkward_logits(37, experts)
+    primary = (raw.softmax(-1) if informed else raw).requires_grad_()
+    if informed:
+        with torch.no_grad():
+            primary[5], primary[6, 1:] = 0.0, 0.0
+    scores = Scores.from_gates(primary) if informed else Scores(primary, primary.softmax(-1), informed=False)
+    amounts = primary if informed or how == "softmax" else scores.gates
+    rule = Softmax(renormalise=how != "raw")
+    selector = TopK(1, experts, k, rule=rule) if eps is None else SmoothTopK(experts, k, eps=eps, most=most, rule=rule)
+    selected = selector.eval()(scores, primary, Context())
+    grad = torch.randn_like(selected.weights)
+    (slope,) = torch.autograd.grad(selected.weights, amounts, grad, retain_graph=True)
+
+    width = None if eps is None else torch.tensor(eps, device=device)
+    there = primary.detach().to(device), amounts.detach().to(device), width
+    rest = HOWS.index(how), informed
+    chosen, weights, slots, gaps, edges = choose_kernels.choose(*there, k, k if eps is None else most, *rest)
+    same(chosen, selected.experts)
+    steep = 1e-4 if most < experts else 1e-5  # a strip that ends early may be narrow, and is as steep as it is narrow
+    close(weights, selected.weights, steep if eps else 1e-6)
+    # A weight's gradient less the mean of all: with one expert nothing is left but rounding.
+    terms = grad * selected.weights
+    if how == "shares":
+        chosen_amounts = amounts.gather(1, selected.experts.clamp_max(experts - 1))
+        terms = torch.where(selected.weights > 0, terms / chosen_amounts, 0.0)
+    slopes = choose_kernels.choose_backward(grad.to(device), *there, weights, slots, edges, k, *rest)
+    close(slopes, slope, steep, terms)
+    if eps is not None:
+        levels = scores.logits.detach()
+        best = naive.top(primary.detach(), experts)
+        expected = (levels.gather(1, best[:, k - 1 : k]) - levels).scatter(1, best[:, :k], torch.inf)
+        expected = expected.scatter(1, best[:, most:], torch.inf)
+        assert torch.allclose(gaps.cpu().nan_to_num(), expected.nan_to_num(), atol=1e-5)
+
+
+def graphs(device: str, experts: int, k: int, padded: bool) -> None:
+    logits = awkward_logits(150, experts)
+    real = torch.rand(150) < 0.7
+    chosen = torch.zeros(150, experts).scatter(1, naive.top(logits, k), 1.0) * (real if padded else 1 + 0 * real)[:, None]
+    part = tl.bfloat16 if device == "cuda" else tl.float32
+    got = choose_kernels.together(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64, part)
+    same(got.sum(0), chosen.t() @ chosen)
+
+
+def order(device: str, padded: bool) -> None:
+    values = torch.randn(41, 13)
+    values[:, ::3] = values[:, ::3].round()
+    values[::5, 1], values[1::5, 2], values[7, 3] = torch.inf, -torch.inf, torch.nan
+    real = torch.rand(41) < 0.6 if padded else None
+    for wanted in (0, 1, 2, 17, 200, 400, 533, 1000):
+        below = torch.tensor(wanted)
+        counts = torch.zeros(2, 4, 256, dtype=torch.int64, device=device)
+        for byte in range(4):
+            there = None if real is None else from_a_mask(real.to(device))
+            order_kernels.count(values.to(device), there, below.to(device), counts, byte)
+        same(order_kernels.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
+
+
+def compare(device: str) -> None:
+    torch.manual_seed(0)
+    halves = [torch.float16, torch.bfloat16]
+    for dtype, (width, dim) in itertools.product(halves, ((5, 100), (140, 128))):
+        for weight_dtype in (dtype, torch.float32):
+            products(device, dtype, weight_dtype, width, dim)
+    one_token_at_a_time(device)
+    for dtype, padded in itertools.product(halves, (False, True)):
+        clusters(device, dtype, torch.float32 if padded else dtype, padded)
+    spreads(device)
+    means(device)
+    for experts, k in ((1, 1), (6, 1), (6, 6), (13, 4), (64, 8)):
+        for how, informed in CASES:
+            for eps in (None, 0.0, 0.3):
+                choices(device, experts, k, how, informed, eps, experts)
+        for padded in (False, True):
+            graphs(device, experts, k, padded)
+    for padded in (False, True):
+        order(device, padded)
+    for (experts, k, most), (how, informed) in itertools.product(((6, 1, 1), (13, 4, 6), (64, 8, 16)), CASES):
+        choices(device, experts, k, how, informed, 1.5, most)
+    for eps in (None, 0.3):
+        choices(device, 200, 8, *CASES[0], eps, 200)  # more experts than a warp's threads have one each of
+    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_launch.WIDE)
+    clusters(device, torch.bfloat16, torch.bfloat16, False, groups=30)  # more tiles than tokens fill
+    for how, informed in CASES:  # more slots than are filled one after the other
+        for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):
+            choices(device, 40, choose_kernels.FEW + 1, how, informed, eps, most)
+    graphs(device, 40, choose_kernels.FEW + 1, True)
+    for weight_dtype in (torch.float32, torch.float16):
+        for width, dim in ((5, 100), (70, 128)):
+            products(device, torch.float32, weight_dtype, width, dim)
+        clusters(device, torch.float32, weight_dtype, padded=weight_dtype == torch.float32)
+
+
+if __name__ == "__main__":
+    compare(sys.argv[1])
+    print(f"{compared} comparisons")

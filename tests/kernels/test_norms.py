@@ -1,0 +1,31 @@
+"""Norms of projected values against the projected values, outputs and gradients; compare_mixing.py tries the kernel."""
+
+import pytest
+import torch
+
+from holdfast.kernels import norms
+
+CASES = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("way", ["by itself", "with its own gradients"])
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+def test_norms_and_their_gradients_are_those_of_the_vectors(biased: bool, way: str, device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    value, across, bias = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in ((13, 5), (5, 17), (17,))
+    )
+    leaves = [value, across, *([bias] if biased else [])]
+    apply = norms.projected_norms if way == "by itself" else norms._Norms.apply  # type: ignore[no-untyped-call]
+    got = apply(value, across, bias if biased else None, 3)
+    said = 3 * value.double() @ across.double() + (bias.double() if biased else 0)
+    expected = said.square().sum(-1)
+    grad = torch.randn_like(got)
+    mine = torch.autograd.grad(got, leaves, grad)
+    theirs = torch.autograd.grad(expected, leaves, grad.double())
+    within = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, rtol=within, atol=10 * within)

@@ -1,0 +1,203 @@
+"""The MoE layer: one graph under torch.compile, repeatable to the bit, shared experts, no waiting on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiers import quick_or_slow
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+import holdfast
+from holdfast import MoE, Routing
+from holdfast.layers import name_layers
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+NAMES = [name for name in holdfast.routers() if name != "attention"]  # that one needs an attention: see tests/routing
+
+
+def layer(name: str, device: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> MoE:
+    torch.manual_seed(0)
+    router = holdfast.router(name, dim=32, experts=8, losses=holdfast.Losses(balance=0.1, z=0.01))
+    experts = holdfast.Experts(32, 24, 8, bias=True)
+    return MoE(router, experts, holdfast.FeedForward(32, 48) if shared else None).to(device, dtype)
+
+
+def tokens_for(device: str, dtype: torch.dtype = torch.float32, length: int = 17) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, length, 32, device=device, dtype=dtype).requires_grad_()
+
+
+def step(module: Any, tokens: Tensor) -> tuple[Tensor, Routing, list[Tensor]]:
+    out, routing = module(tokens)
+    total = (out.float() * torch.linspace(-1, 1, 32, device=out.device)).sum() + routing.loss
+    wanted = [tokens, *(p for p in module.parameters() if p.requires_grad)]
+    return out, routing, list(torch.autograd.grad(total, wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "dtype"), [("smoe", torch.bfloat16), ("remoe", torch.float32)], ids=["smoe", "remoe"])
+def test_the_compiled_layer_is_one_graph_and_equals_eager_in_training(name: str, dtype: torch.dtype, device: str) -> None:
+    """With inductor, forward and backward; `smoe` has full slots, `remoe` ragged ones and state."""
+    torch.compiler.reset()
+    module, tokens = layer(name, device, dtype, shared=True), tokens_for(device, dtype)
+    compiled = torch.compile(module, fullgraph=True)
+    out, routing, grads = step(compiled, tokens)
+    expected_out, expected_routing, expected_grads = step(layer(name, device, dtype, shared=True), tokens)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert torch.equal(routing.experts, expected_routing.experts)
+    pairs = zip([out, routing.loss, *grads], [expected_out, expected_routing.loss, *expected_grads], strict=True)
+    for got, expected in pairs:
+        assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layer_compiles_for_any_number_of_tokens(name: str) -> None:
+    torch.compiler.reset()
+    eager = layer(name, "cpu")
+    compiled = torch.compile(layer(name, "cpu"), fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (17, 5, 40):
+        tokens = tokens_for("cpu", length=length)
+        torch.testing.assert_close(step(compiled, tokens)[0], step(eager, tokens)[0])
+
+
+@pytest.mark.parametrize("name", quick_or_slow(["smoe", "remoe", "symphony", "smooth"], ["smoe"]))
+def test_many_layers_share_one_compilation(name: str) -> None:
+    """Layers compiled one by one, as large models are, must not compile anew for each layer's name or state."""
+    torch.compiler.reset()
+    compiled = CompileCounter()
+    layers = torch.nn.ModuleList([layer(name, "cpu") for _ in range(12)])
+    name_layers(layers)
+    tokens = tokens_for("cpu")
+    for module in layers:
+        module.compile(fullgraph=True, backend=compiled)
+        module(tokens)
+    assert compiled.frame_count == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_with_one_seed_agree_to_the_bit(name: str) -> None:
+    """Three training steps each: outputs, losses, gradients and parameters."""
+    outcomes = []
+    for _ in range(2):
+        module, tokens = layer(name, "cpu"), tokens_for("cpu")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        seen: list[Tensor] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            out, routing = module(tokens)
+            (out.square().mean() + routing.loss).backward()
+            optimizer.step()
+            seen += [out, routing.loss, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+        outcomes.append([*seen, *module.state_dict().values()])
+    for first, second in zip(*outcomes, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smoe", "remoe"])
+def test_a_compiled_function_that_recomputes_the_layer_equals_eager_and_counts_once(name: str) -> None:
+    outcomes = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        module = layer(name, "cpu")
+
+        def forward(tokens: Tensor, module: MoE = module) -> Tensor:
+            def body(x: Tensor) -> tuple[Tensor, Tensor]:
+                out, routing = module(x)
+                return out, routing.loss
+
+            out, loss = checkpoint(body, tokens, use_reentrant=False)
+            return out.square().mean() + loss
+
+        run = torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward
+        for _ in range(3):
+            run(tokens_for("cpu")).backward()
+        outcomes.append([*(p.grad for p in module.parameters() if p.grad is not None), *module.eval().buffers()])
+    for first, second in zip(*outcomes, strict=True):
+        torch.testing.assert_close(first, second)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_step_on_a_gpu_waits_for_the_host(name: str, dtype: torch.dtype) -> None:
+    module, tokens = layer(name, "cuda", dtype), tokens_for("cuda", dtype)
+    step(module, tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(module, tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_gpu_reports_nan_tokens_late_but_by_layer() -> None:
+    module, tokens = layer("smoe", "cuda"), tokens_for("cuda").detach()
+    module.router.layer = "layers.3.mlp"
+    module(torch.full_like(tokens, torch.nan))
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp: router scores are NaN"):
+        module(tokens)
+
+
+def test_shared_experts_are_added_for_every_token() -> None:
+    with_shared, tokens = layer("smoe", "cpu", shared=True), tokens_for("cpu")
+    assert with_shared.shared is not None
+    alone = MoE(with_shared.router, with_shared.experts)
+    torch.testing.assert_close(with_shared(tokens)[0], alone(tokens)[0] + with_shared.shared(tokens))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(name: str) -> None:
+    module = layer(name, "cpu")
+    out, routing = module(torch.randn(0, 5, 32))
+    assert out.shape == (0, 5, 32)
+    (out.sum() + routing.loss).backward()
+    for parameter in module.experts.parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+def test_nan_tokens_are_an_error_that_names_the_layer() -> None:
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Identity(), layer("smoe", "cpu")])})
+    name_layers(model)
+    tokens = torch.randn(2, 5, 32)
+    tokens[0, 1, 2] = torch.nan
+    moe = model["layers"][1]  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"^layers\.1\.router: .* because 1 of 10 tokens"):
+        moe(tokens)
+    out, _ = moe.eval()(tokens)
+    assert out[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all() and out[1].isfinite().all()
+
+
+def test_nan_router_weights_are_an_error_that_says_so() -> None:
+    module = layer("smoe", "cpu")
+    with torch.no_grad():
+        module.router.score.weight.fill_(torch.nan)  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match="although its tokens are finite: its own weights"):
+        module(torch.randn(2, 5, 32))
+
+
+def test_nan_tokens_pass_when_asked_to() -> None:
+    router = holdfast.router("smoe", dim=32, experts=8, check_finite=False)
+    out, _ = MoE(router, holdfast.Experts(32, 24, 8))(torch.full((1, 2, 32), torch.nan))
+    assert out.isnan().all()
+
+
+def test_a_router_and_experts_that_do_not_fit_are_one_clear_sentence() -> None:
+    router = holdfast.router("smoe", dim=32, experts=8)
+    with pytest.raises(ValueError, match="chooses among 8 experts, but there are 4"):
+        MoE(router, holdfast.Experts(32, 24, 4))
+    with pytest.raises(ValueError, match="width 32, the experts of width 16"):
+        MoE(router, holdfast.Experts(16, 24, 8))
+
+
+def test_tokens_that_are_no_floats_are_refused() -> None:
+    layer = MoE(holdfast.router("smoe", dim=32, experts=8), holdfast.Experts(32, 24, 8))
+    with pytest.raises(ValueError, match=r"tokens are torch\.int64; expected floating-point numbers"):
+        layer(torch.ones(1, 2, 32, dtype=torch.int64))

@@ -1,0 +1,190 @@
+"""Second derivatives of the operators and of whole layers, against the naive mathematics; wrong ones would not raise."""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from contexts import on_device
+from references import reference
+from torch import Tensor
+
+import holdfast
+from holdfast import Context, Experts, MoE
+from holdfast.kernels import naive
+from holdfast.kernels.choose import HOWS, _weigh_plain
+from holdfast.kernels.double_backward import refuse
+from holdfast.kernels.heads import take_heads
+from holdfast.kernels.mix import Second, softmax_mix
+from holdfast.kernels.norms import projected_norms
+from holdfast.kernels.precision import linear_float32, scaled_linear_float32
+from holdfast.kernels.split import _linear_plain
+from holdfast.testing.subject import Subject
+
+Function = Callable[..., Tensor]
+
+
+def along(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The derivative of the gradient of a curved function of the output, along a direction."""
+    inputs = [value.detach().clone().requires_grad_() for value in inputs]
+    out = function(*inputs).cpu()
+    total = (out.square() * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+    grads = torch.autograd.grad(total, inputs, create_graph=True)
+    slope = sum((grad * torch.linspace(-1, 2, grad.numel(), dtype=grad.dtype).view(grad.shape)).sum() for grad in grads)
+    return list(torch.autograd.grad(slope, inputs, materialize_grads=True))  # type: ignore[arg-type]
+
+
+def assert_same(function: Function, plain: Function, inputs: Sequence[Tensor]) -> None:
+    got, expected = along(function, inputs), along(plain, [value.double() for value in inputs])
+    largest = max(float(value.norm()) for value in expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-4 * theirs.norm().clamp_min(0.1 * largest)
+
+
+def mixing(**how: Any) -> tuple[Function, Function]:
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return naive.mixing_weights(query, key, **how) @ value
+
+    return lambda query, key, value: softmax_mix(query, key, value, **how), plain
+
+
+REAL = torch.tensor([[True] * 7, [True] * 3 + [False] * 4])
+MIXTURE, SCALES = torch.eye(3)[[0, 1, 2, 1, 0]], torch.rand(3, 6) + 0.5
+ORDER = torch.full((192,), 5)
+ORDER[:2], ORDER[64:67] = torch.tensor([0, 2]), torch.tensor([1, 3, 4])
+ORDER[128:] = -7  # a tile that is not needed holds anything
+OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
+    "mix": (*mixing(scale=0.7), [(2, 7, 5), (2, 7, 5), (2, 7, 3)]),
+    "mix, causal and padded": (*mixing(scale=0.7, causal=True, real=REAL), [(2, 7, 5), (2, 7, 5), (2, 7, 3)]),
+    "mix of queries with themselves": (
+        lambda query, value: softmax_mix(query, query, value, scale=0.5, causal=True),
+        lambda query, value: naive.mixing_weights(query, query, 0.5, causal=True) @ value,
+        [(2, 7, 5), (2, 7, 3)],
+    ),
+    "mix of two products": (
+        lambda q, k, v, a, b, c: softmax_mix(q, k, v, scale=0.5, second=Second(a, b, 0.3), bias=c),
+        lambda q, k, v, a, b, c: naive.mixing_weights(q, k, 0.5, second=(a, b, 0.3), bias=c) @ v,
+        [(2, 7, 5), (2, 7, 5), (2, 7, 3), (2, 7, 4), (2, 7, 4), (2, 7)],
+    ),
+    "linear": (linear_float32, lambda x, w: x @ w.t(), [(5, 6), (4, 6)]),
+    "scaled linear": (
+        lambda x, w: scaled_linear_float32(x, MIXTURE, SCALES, w),
+        lambda x, w: (x * (MIXTURE @ SCALES)) @ w.t(),
+        [(5, 6), (4, 6)],
+    ),
+    "clustered linear": (  # tiles of 64: the first cluster's, then the second's
+        lambda x, w: _linear_plain(x, w, ORDER, torch.tensor([0, 1, -1]), torch.tensor([1, 2]), SCALES),
+        lambda x, w: (x * SCALES[[0, 1, 0, 1, 1]]) @ w.t(),
+        [(5, 6), (4, 6)],
+    ),
+    "norms": (
+        lambda v, a, b: projected_norms(v, a, b, 2),
+        lambda v, a, b: (2 * v @ a + b).square().sum(-1),
+        [(5, 3), (3, 6), (6,)],
+    ),
+    "heads": (
+        lambda x: take_heads([x], torch.tensor([1]), 4)[0].square(),
+        lambda x: x[:, 0].square(),
+        [(2, 2, 5, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_of_an_operator(name: str) -> None:
+    function, plain, shapes = OPERATORS[name]
+    generator = torch.Generator().manual_seed(0)
+    assert_same(function, plain, [torch.randn(shape, generator=generator) for shape in shapes])
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_the_choosing_kernel_is_differentiated_as(how: str) -> None:
+    """The kernel runs on a GPU; this is its second derivative there. The strip's own path is the specification."""
+    torch.manual_seed(0)
+    scores = torch.randn(5, 6)
+    amounts = scores if how == "softmax" else scores.softmax(-1)
+    selector = holdfast.routing.SmoothTopK(6, 2, eps=0.8)
+    selector.rule = holdfast.routing.rules.Softmax(renormalise=how != "raw")
+    kind = holdfast.routing.Scores(scores, scores.softmax(-1), informed=how == "shares", raw=scores)
+    ranked = kind.key
+    chosen = selector.eval()(kind, scores, Context())
+    got = _weigh_plain(
+        ranked,
+        chosen.experts,
+        torch.tensor(0.8),
+        torch.empty(0),
+        2,
+        HOWS.index(how),
+        how == "shares",
+        amounts,  # type: ignore[arg-type]
+    )
+    torch.testing.assert_close(got, chosen.weights)
+
+
+def layers(name: str, device: str = "cpu") -> tuple[Function, Function, list[Tensor]]:
+    """The layer on a device and the naive mathematics, both as functions of tensors on the CPU."""
+    torch.manual_seed(0)
+    options = {"heads": 2} if "attention" in name else {}
+    router = holdfast.router(name, dim=12, experts=5, **options)
+    subject = Subject(router.train()).warm_up(2)
+    module = MoE(subject.build().eval(), Experts(12, 6, 5))
+    tokens = 2 * subject.tokens(1, 6)
+    context = subject.context(tokens, causal=True)
+    names = ["gate_up_proj", "down_proj"]
+    there, around = copy.deepcopy(module).to(device), on_device(context, device)
+
+    def run(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        experts = {f"experts.{names[0]}": up.to(device), f"experts.{names[1]}": down.to(device)}
+        out, _ = torch.func.functional_call(there, experts, (x.to(device), around))
+        return out
+
+    def plain(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        routing = reference(module.router, x.float(), context)
+        experts = routing.experts, routing.weights.double()
+        out = naive.experts(x.flatten(0, 1), *experts, up, down, None, None, torch.nn.functional.silu, True)
+        return out.view(x.shape)
+
+    return run, plain, [tokens, *(module.experts.get_parameter(each).detach() for each in names)]
+
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", holdfast.routers())
+def test_of_a_whole_layer(name: str, device: str) -> None:
+    run, plain, inputs = layers(name, device)
+    got, expected = along(run, inputs), along(plain, [value.double() for value in inputs])
+    largest = max(float(value.norm()) for value in expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-3 * theirs.norm().clamp_min(0.1 * largest)
+
+
+def pairs() -> list[str]:
+    found = []
+    for pair in itertools.combinations(holdfast.routers(), 2):
+        try:
+            holdfast.router("+".join(pair), dim=12, experts=5, **({"heads": 2} if "attention" in pair else {}))
+        except ValueError:  # both claim one slot
+            continue
+        found.append("+".join(pair))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", pairs())
+def test_of_a_layer_with_two_names(name: str, device: str) -> None:
+    test_of_a_whole_layer(name, device)
+
+
+def test_a_refusal_comes_when_it_is_differentiated() -> None:
+    x = torch.randn(3, requires_grad=True)
+    y = x.square()
+    y.register_hook(lambda grad: refuse(grad, "these do not support second derivatives; use others."))
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(ValueError, match="these do not support second derivatives"):
+        grad.sum().backward()
+    (2 * x.square()).sum().backward()  # a first derivative passes

@@ -1,0 +1,154 @@
+"""FLOPs, against torch's own counter on models that run."""
+
+from typing import Any
+
+import pytest
+import torch
+from counting import products
+from tiny import EXTRA, tiny
+from tiny_dense import inputs, tiny_dense
+
+import holdfast
+from holdfast.planning import flops
+from holdfast.planning.outline import Setting, outline
+
+ROUTERS = ("smoe", "switch", "xmoe", "symphony", "similarity", "attention", "ac", "xmoe+ac", "symphony+similarity")
+SIZE = (2, 12)
+
+
+def eager(model: Any) -> Any:
+    """With attention as two products, as which the counter knows it."""
+    model.set_attn_implementation("eager")
+    return model
+
+
+def square(sequence: int = SIZE[1]) -> Setting:
+    return Setting(sequence, number=4, triangle=False)
+
+
+def batch() -> dict[str, Any]:
+    ids = torch.randint(3, 64, SIZE, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def count_forward(model: Any, given: dict[str, Any]) -> int:
+    with torch.no_grad():
+        return products(lambda: model(**given, **({"use_cache": False} if "input_ids" in given else {})))
+
+
+def count_training(model: Any, given: dict[str, Any]) -> int:
+    model.train()
+    return products(lambda: model(**given, use_cache=False).loss.backward())
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_the_forward_of_a_sparsified_llama(router: str) -> None:
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router)
+    expected = flops.forward(outline(model, square()), square()).total * 24
+    assert count_forward(model, batch()) == pytest.approx(expected + once(model, router), rel=1e-12)
+
+
+def once(model: Any, router: str) -> float:
+    """What is made once a forward, in every layer, and not counted: W^T W of one head of the attention."""
+    config = model.config
+    width = config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers * 2.0 * config.hidden_size * width**2 if router == "attention" else 0.0
+
+
+@pytest.mark.parametrize("router", [*ROUTERS, "smoe-dropout"])
+def test_a_training_step_of_a_sparsified_llama(router: str) -> None:
+    options: dict[str, Any] = {"k_final": 2} if router == "smoe-dropout" else {}
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router, **options)
+    expected = flops.training(outline(model, square()), square()).total * 24
+    assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"rank": 4}, {"strength": 0.0}], ids=str)
+def test_options_of_similarity(options: dict[str, Any]) -> None:
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="similarity", **options)
+    expected = flops.training(outline(model, square()), square()).total * 24
+    assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_learned_noise_is_a_second_score_in_training() -> None:
+    options = {"noise": "gaussian"}
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="smoe", router_options=options)
+    expected = flops.training(outline(model, square()), square()).total * 24
+    assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_checkpointing_runs_every_layer_once_more() -> None:
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="symphony")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = flops.training(outline(model, square()), square(), checkpointing=True).total * 24
+    counted = count_training(model, batch())
+    # A recomputation stops at the last tensor that the backward needs, so that a layer's last product is not run again.
+    assert 0.9 * expected < counted <= expected
+
+
+@pytest.mark.parametrize(
+    ("router", "options"), [*((name, {}) for name in ROUTERS[1:]), ("smoe", {"noise": "gaussian"})], ids=str
+)
+def test_a_recomputation_learns_nothing(router: str, options: dict[str, Any]) -> None:
+    """Whatever it leaves out of a layer's end it leaves out with every router: what a router adds to smoe is exact."""
+    counted, planned = [], []
+    for name, given in (("smoe", {}), (router, options)):
+        for again in (False, True):
+            model = eager(tiny_dense("llama"))
+            holdfast.sparsify(model, experts=8, k=2, router=name, router_options=given)
+            if again:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            counted.append(count_training(model, batch()) - (3 + again) * once(model, name))
+            planned.append(flops.training(outline(model, square()), square(), checkpointing=again).total * 24)
+    (plain, plain_again, other, other_again), (smoe, smoe_again, its, its_again) = counted, planned
+    assert other_again - other - (plain_again - plain) == pytest.approx(its_again - its - (smoe_again - smoe), abs=1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "phi3", "bert"])
+def test_the_forward_of_dense_families(model_type: str) -> None:
+    model = holdfast.sparsify(eager(tiny_dense(model_type)), experts=4, k=2, router="symphony", layers="alternate")
+    expected = flops.forward(outline(model, square()), square()).total * 24
+    assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_training_step_with_biases() -> None:
+    model = holdfast.sparsify(eager(tiny_dense("gpt2")), experts=4, k=2, router="ac")
+    expected = flops.training(outline(model, square()), square()).total * 24
+    assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_forward_of_a_model_of_pictures() -> None:
+    model = holdfast.sparsify(eager(tiny_dense("vit")), experts=4, k=2, router="similarity")
+    setting = square(17)
+    expected = flops.forward(outline(model, setting), setting).total * 2 * 17
+    assert count_forward(model, {"pixel_values": inputs("vit")["pixel_values"]}) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("model_type", sorted(EXTRA))
+@pytest.mark.parametrize("router", ["native", "symphony"])
+def test_the_forward_of_moe_families(model_type: str, router: str) -> None:
+    model = eager(tiny(model_type))
+    model.set_experts_implementation("eager")
+    holdfast.reroute(model, router)
+    expected = flops.forward(outline(model, square()), square()).total * 24
+    assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_smooth_uses_its_budget_on_average() -> None:
+    """The one number of these that data decide: trained on a batch, the strip holds the budget on it."""
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="smooth", budget=1.0).train()
+    given = batch()
+    model(**given)
+    expected = flops.forward(outline(model, square()), square()).total * 24
+    assert count_forward(model.eval(), given) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_window_hides_what_is_further_back() -> None:
+    model = tiny("mixtral")
+    model.config.sliding_window = 5
+    seen = outline(model, Setting(12)).layers[0].attention.keys
+    assert seen == sum(min(token + 1, 5) for token in range(12)) / 12
+
+
+def test_causal_attention_counts_the_half_it_needs() -> None:
+    assert outline(tiny("olmoe"), Setting(12)).layers[0].attention.keys == sum(range(1, 13)) / 12

@@ -1,0 +1,120 @@
+"""Bytes: exact where they are counted, near where they are estimated."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import tiny
+from tiny_dense import tiny_dense
+
+import holdfast
+from holdfast.planning import memory
+from holdfast.planning.outline import Setting, outline
+from holdfast.routing import RouterCache
+
+TOKENS = 24
+
+
+def ids(high: int = 64, length: int = 12) -> torch.Tensor:
+    return torch.randint(3, high, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_weights_gradients_and_the_optimizers_moments() -> None:
+    model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="xmoe+symphony").train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    optimizer.step()
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    planned = memory.training(outline(model, Setting(12, 4)), TOKENS, 4)
+    assert planned.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert planned.gradients == sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
+    assert planned.moments == sum(state.nbytes for state in states)
+    assert planned.master == 0  # float32 weights are their own
+
+
+def test_shorter_weights_have_a_master_copy() -> None:
+    shape = outline(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 2))
+    planned = memory.training(shape, TOKENS, 2)
+    assert (planned.weights, planned.master) == (2 * shape.parameters, 4 * shape.parameters)
+    assert planned.held == 16 * shape.parameters
+
+
+def test_a_gate_that_is_not_used_has_no_gradient() -> None:
+    shape = outline(holdfast.reroute(tiny("olmoe"), "xmoe"), Setting(12, 4))
+    assert shape.parameters - shape.trained == 3 * 8 * 32
+    assert memory.training(shape, TOKENS, 4).gradients == 4 * shape.trained
+
+
+@pytest.mark.parametrize("model_type", ["olmoe", "deepseek_v3", "gpt_oss"])
+def test_the_kv_cache(model_type: str) -> None:
+    model = tiny(model_type)
+    with torch.no_grad():
+        cache = model(input_ids=ids(), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert memory.inference(outline(model, Setting(12, 4)), TOKENS, 4).cache == held
+
+
+@pytest.mark.parametrize("router", ["smoe", "similarity", "attention"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_routers_keep_while_decoding(router: str, dtype: torch.dtype) -> None:
+    model = holdfast.sparsify(tiny_dense("llama").to(dtype), experts=8, k=2, router=router)
+    with torch.no_grad():
+        cache = model(input_ids=ids(), use_cache=True).past_key_values
+    rows = [row for layer in cache.layers for row in _rows(getattr(layer, "router_rows", None))]
+    number = dtype.itemsize
+    assert memory.inference(outline(model, Setting(12, number)), TOKENS, number).router_cache == sum(r.nbytes for r in rows)
+
+
+def _rows(cache: RouterCache | None) -> Iterator[torch.Tensor]:
+    if cache is not None:
+        yield from (value for value in _values(cache) if isinstance(value, torch.Tensor))
+
+
+def _values(cache: RouterCache) -> Iterator[Any]:
+    for value in vars(cache).values():
+        yield from value.values() if isinstance(value, dict) else [value]
+
+
+@pytest.mark.parametrize("router", ["smoe", "symphony", "similarity", "attention", "ac"])
+def test_activations_are_near_what_autograd_keeps(router: str) -> None:
+    """On a CPU, where the activation between an expert's maps keeps more than our kernel does; a GPU's are in the docs."""
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    torch.manual_seed(0)
+    model = holdfast.sparsify(transformers.LlamaForCausalLM(config).bfloat16(), experts=8, k=2, router=router).train()
+    planned = memory.training(outline(model, Setting(64, 2)), 128, 2).activations
+    assert planned == pytest.approx(_kept(model, ids(64, 64)), rel=0.2)
+
+
+def _kept(model: Any, given: torch.Tensor) -> int:
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    held: dict[int, torch.Tensor] = {}  # they are kept here too, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=given, labels=given, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in own)
+
+
+def test_checkpointing_keeps_one_layer_and_the_inputs_of_all() -> None:
+    shape = outline(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 4))
+    assert memory.activations(shape, 4, True) < memory.activations(shape, 4, False)
+
+
+def test_a_ragged_router_makes_room_for_every_expert() -> None:
+    def kept(router: str) -> float:
+        model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router)
+        return memory.activations(outline(model, Setting(12, 4)), 4, checkpointing=False)
+
+    assert kept("smooth") - kept("smoe") > 3 * (8 - 2) * 3 * 48 * 4
