@@ -51,7 +51,7 @@ def corpus(name: str | Path, *, folder: str | Path | None = None) -> Corpus:
     raise ValueError(unknown("text source", name, SOURCES))
 
 
-def _python_docs(_: Path | None) -> Corpus:
+def _embedded_docs(_: Path | None) -> Corpus:
     documents = [Document(title, text.encode()) for title, text in python_docs().items()]
     split_of = by_title({document.title: len(document.data) for document in documents})
     splits = {split: tuple(document for document in documents if split_of[document.title] == split) for split in SPLITS}
@@ -158,7 +158,7 @@ def _json_texts(path: Path) -> Iterator[str]:
 
 SOURCES = {
     "python-docs": Source(
-        "the English that a stock Python carries, language reference and docstrings; embedded", _python_docs
+        "the English that a stock Python carries, language reference and docstrings; embedded", _embedded_docs
     ),
     "wikitext-2": Source("2 million words of good Wikipedia articles", partial(_wikitext, "2")),
     "wikitext-103": Source("103 million words of good Wikipedia articles", partial(_wikitext, "103")),

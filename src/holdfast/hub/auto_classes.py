@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.hub.config_file import MODEL_TYPE
+from holdfast.hub.subclasses import with_mixin, without_mixin
 
 _changed_configs: list[Any] = []  # for which models were registered, or are to be
 
@@ -19,7 +20,6 @@ _changed_configs: list[Any] = []  # for which models were registered, or are to 
 def register_models(config: Any) -> None:
     """Let every Auto class of a family open the changed models that have this class of config."""
     from holdfast.hub.changed import changed
-    from holdfast.hub.subclasses import without_mixin
 
     if config not in _changed_configs:
         _changed_configs.append(config)
@@ -42,17 +42,24 @@ def _register_all_models(module: ModuleType) -> None:
 
 
 def _register_config(module: ModuleType) -> None:
+    from transformers.configuration_utils import PreTrainedConfig
+
     from holdfast.hub.folder_config import FolderConfig
 
-    module.AutoConfig.register(MODEL_TYPE, FolderConfig, exist_ok=True)
+    # A class of this module: transformers lets the code of a folder go before classes of its own modules.
+    kind = type("HoldfastConfig", (FolderConfig, PreTrainedConfig), {"__module__": __name__})
+    module.AutoConfig.register(MODEL_TYPE, kind, exist_ok=True)
 
 
 def _register_own_class(module: ModuleType) -> None:
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
     from holdfast.hub.own_class import HoldfastRouters, RepeatsChanges
 
     if MODEL_TYPE not in module.AUTO_QUANTIZER_MAPPING:
-        module.register_quantization_config(MODEL_TYPE)(HoldfastRouters)
-        module.register_quantizer(MODEL_TYPE)(RepeatsChanges)
+        module.register_quantization_config(MODEL_TYPE)(with_mixin(QuantizationConfigMixin, HoldfastRouters))
+        module.register_quantizer(MODEL_TYPE)(with_mixin(HfQuantizer, RepeatsChanges))
 
 
 REGISTRIES: dict[str, Callable[[ModuleType], None]] = {

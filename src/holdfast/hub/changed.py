@@ -20,9 +20,13 @@ from holdfast.hub.gathering import is_spread
 from holdfast.hub.manifest import write_manifest
 from holdfast.hub.model_size import require_sane_size
 from holdfast.hub.quantisers import require_writable
-from holdfast.hub.specs import LayerSpec, names_in_base, names_in_model, read
+from holdfast.hub.sites import Site, sites
+from holdfast.hub.specs import LayerSpec, describe, names_in_base, names_in_model, read
 from holdfast.hub.subclasses import with_mixin, without_mixin
+from holdfast.hub.surgery import initialise, repeat, require_runnable
 from holdfast.hub.surroundings import LOOKS_AHEAD
+from holdfast.hub.wiring import connect
+from holdfast.layers import name_layers
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")  # an owner and a name
 FETCHING = ("revision", "cache_dir", "token", "force_download", "local_files_only")  # options that say where from
@@ -62,8 +66,6 @@ class ChangedModel(CarriesRouterState):
 
     def _init_weights(self, module: Any) -> None:
         """Give the modules of a model that was made without memory (on `meta`) the values they start with."""
-        from holdfast.hub.surgery import initialise
-
         super()._init_weights(module)  # type: ignore[misc]
         wiring = self.__dict__.get("_holdfast")
         if wiring is not None and id(module) == id(self):  # comes last, after its parts
@@ -160,9 +162,8 @@ def with_options(kind: Any, values: Mapping[str, Any], options: Mapping[str, Any
 
 def repeat_changes(model: Any) -> None:
     """Change a fresh model as its config says. Its weights are still to come."""
-    from holdfast.hub.surgery import repeat
-
-    repeat(model, specs_in(model))
+    specs = specs_in(model)
+    wire(model, repeat(model, specs), specs)
     model.__dict__["_frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
@@ -173,10 +174,6 @@ def specs_in(model: Any) -> dict[str, LayerSpec]:
 
 def finish_loading(model: Any) -> None:
     """What is to be done once a changed model has its weights."""
-    from holdfast.hub.sites import sites
-    from holdfast.hub.surgery import require_runnable
-    from holdfast.layers import name_layers
-
     model.__dict__["_opened_changed"] = True
     for name in model.__dict__.pop("_frozen", ()):  # loading makes all of them trainable
         model.get_parameter(name).requires_grad_(False)
@@ -193,13 +190,14 @@ def _require_whole(model: Any, options: dict[str, Any]) -> None:
         raise ValueError("the weights are spread over processes; call holdfast.save on every process, which gathers them.")
 
 
-def require_unwrapped(model: Any) -> None:
-    """Changes belong to the model: put on a wrapper (PEFT's), they would come off with it."""
-    if hasattr(model, "get_base_model"):
-        raise ValueError(
-            f"this {type(model).__name__} wraps the model; change the one inside, model.get_base_model(), or change it "
-            "before wrapping."
-        )
+def wire(model: Any, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
+    """Connect the layers that `specs` names, and give the model and its config classes that save these changes."""
+    connect(model, found, specs)
+    if not specs:
+        saves_plainly(model)
+        return
+    saves_itself(model, describe(model.config.model_type, specs))
+    name_layers(model)
 
 
 def saves_itself(model: nn.Module, description: dict[str, Any]) -> None:

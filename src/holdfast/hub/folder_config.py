@@ -6,15 +6,13 @@ Apart from `own_class`, whose imports load the registry of quantisers and so wou
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.configuration_utils import PreTrainedConfig
-
 from holdfast.hub.changed import changed_config
 from holdfast.hub.config_file import MODEL_TYPE, config_class, family_values
 from holdfast.hub.model_size import require_sane_numbers
 
 
-class FolderConfig(PreTrainedConfig):
-    """Not itself the config of a model: `from_dict` returns the family's config with the changes."""
+class FolderConfig:
+    """Mixed into `PreTrainedConfig`: `from_dict` returns the family's config with the changes."""
 
     model_type = MODEL_TYPE
 

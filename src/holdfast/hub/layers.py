@@ -1,6 +1,7 @@
 """Which layers of a model to change."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from holdfast.suggest import unknown
 
@@ -35,3 +36,12 @@ def _checked_indices(layers: Sequence[int], count: int) -> list[int]:
     if not chosen:
         raise ValueError("layers is empty; name at least one.")
     return chosen
+
+
+def require_unwrapped(model: Any) -> None:
+    """Changes belong to the model: put on a wrapper (PEFT's), they would come off with it."""
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"this {type(model).__name__} wraps the model; change the one inside, model.get_base_model(), or change it "
+            "before wrapping."
+        )

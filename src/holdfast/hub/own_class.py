@@ -9,16 +9,13 @@ load.
 from pathlib import Path
 from typing import Any
 
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
-
 from holdfast.hub.changed import ChangedModel, finish_loading, repeat_changes, specs_in
 from holdfast.hub.config_file import CODE, MODEL_TYPE, NEEDS_HOLDFAST
 from holdfast.hub.folder_checks import check_folder, require_fitting_files
 
 
-class HoldfastRouters(QuantizationConfigMixin):
-    """What a folder's `quantization_config` says: that Holdfast changed the model, and how it is quantised besides."""
+class HoldfastRouters:
+    """Mixed into `QuantizationConfigMixin`: a folder's `quantization_config`, which names Holdfast as the method."""
 
     def __init__(self, quantization_config: Any = None, **ignored: Any) -> None:
         self.quant_method = MODEL_TYPE
@@ -28,11 +25,13 @@ class HoldfastRouters(QuantizationConfigMixin):
         return getattr(self, name, default)
 
 
-class RepeatsChanges(HfQuantizer):
-    """Repeats on a fresh model the changes that its config describes."""
+class RepeatsChanges:
+    """Mixed into `HfQuantizer`: repeats on a fresh model the changes that its config describes."""
+
+    quantization_config: Any
 
     def __init__(self, quantization_config: Any, **options: Any) -> None:
-        super().__init__(quantization_config, **options)
+        super().__init__(quantization_config, **options)  # type: ignore[call-arg]
         self.pre_quantized = False  # weights are read as those of a model that is not quantised
 
     def validate_environment(self, *arguments: Any, weights_only: bool = True, **options: Any) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from holdfast.hub.adapters import running
-from holdfast.hub.changed import require_unwrapped
+from holdfast.hub.changed import wire
 from holdfast.hub.families import find
 from holdfast.hub.gates import uninstall
-from holdfast.hub.layers import Layers, choose
+from holdfast.hub.layers import Layers, choose, require_unwrapped
 from holdfast.hub.quantisers import unmark_dequantised
-from holdfast.hub.scores import UNKNOWN_FORMAT
+from holdfast.hub.scores import UNREADABLE_GATE
 from holdfast.hub.sites import Site, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import reroute_sites, set_trained
-from holdfast.hub.wiring import mark_changed, own_balance, specs_of, wire, wiring
+from holdfast.hub.wiring import mark_changed, own_balance, specs_of, wiring
 from holdfast.kernels.quantised import as_float
 from holdfast.losses import Losses
 from holdfast.routing import Router
@@ -170,6 +170,6 @@ def _before(found: list[Site], specs: Mapping[str, LayerSpec]) -> list[Site]:
 def _require_finite_gate(site: Site) -> None:
     if site.family is None:
         return
-    weight = as_float(site.gate, site.family.weight, UNKNOWN_FORMAT)
+    weight = as_float(site.gate, site.family.weight, UNREADABLE_GATE)
     if not weight.is_meta and not bool(weight.isfinite().all()):
         raise ValueError(f"{site.name}.{site.family.gate}: its weights hold NaN or infinity; the checkpoint is broken.")

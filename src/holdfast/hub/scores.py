@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from holdfast.kernels.quantised import as_float
 from holdfast.routing.parts import LinearScore
 
-UNKNOWN_FORMAT = "a router cannot score by them; leave gates out when quantising"
+UNREADABLE_GATE = "a router cannot score by them; leave gates out when quantising"
 
 
 class GateScore(LinearScore):
@@ -25,9 +25,7 @@ class GateScore(LinearScore):
     @property
     def matrix(self) -> Tensor:
         # Not `get_parameter`: while an adapter (PEFT's) adds to it, it is none.
-        return as_float(
-            self.__dict__["gate"], self.weight_name, "a router cannot score by it; leave gates out when quantising"
-        )
+        return as_float(self.__dict__["gate"], self.weight_name, UNREADABLE_GATE)
 
     def finish(self, projected: Tensor) -> Tensor:
         if self.bias_name is None:

@@ -6,15 +6,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.changed import require_unwrapped
+from holdfast.hub.changed import wire
 from holdfast.hub.families import DenseFamily, dense_family, find, layers_of
-from holdfast.hub.layers import Layers, choose
+from holdfast.hub.layers import Layers, choose, require_unwrapped
 from holdfast.hub.quantisers import unmark_dequantised
 from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
-from holdfast.hub.wiring import mark_changed, wire
+from holdfast.hub.wiring import mark_changed
 from holdfast.kernels.quantised import is_quantised
 from holdfast.losses import Losses
 from holdfast.suggest import unknown

@@ -15,7 +15,6 @@ from holdfast.hub.scores import GateScore
 from holdfast.hub.sites import Site, places, sites
 from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec
-from holdfast.hub.wiring import wire
 from holdfast.layers import Experts, name_layers
 from holdfast.layers.activations import ACTIVATIONS, Activation
 from holdfast.routing import Clustered, LinearScore, Router
@@ -25,8 +24,8 @@ Module = TypeVar("Module", bound=nn.Module)
 SAME_ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # under transformers' names
 
 
-def repeat(model: nn.Module, specs: Mapping[str, LayerSpec]) -> None:
-    """Change a fresh model as `specs` say. Its weights are still to come."""
+def repeat(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[Site]:
+    """Change a fresh model as `specs` say and return its MoE layers. Its weights are still to come."""
     if any(spec.experts is not None for spec in specs.values()):
         family = dense_family(model)
         layers = {f"{name}.{family.place}".lstrip("."): layer for name, layer in layers_of(family, model)}
@@ -37,7 +36,7 @@ def repeat(model: nn.Module, specs: Mapping[str, LayerSpec]) -> None:
         found = sites(model)
         _require_known(specs, {site.name: site for site in found})
         reroute_sites(found, specs)
-    wire(model, found, specs)
+    return found
 
 
 def _require_known(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) -> None:

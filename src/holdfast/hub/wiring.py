@@ -7,13 +7,11 @@ from typing import Any
 from torch import nn
 
 from holdfast.hub.backends import runs_ours
-from holdfast.hub.changed import saves_itself, saves_plainly
 from holdfast.hub.families import record
 from holdfast.hub.sites import Site, places
-from holdfast.hub.specs import NATIVE, LayerSpec, describe
+from holdfast.hub.specs import NATIVE, LayerSpec
 from holdfast.hub.surroundings import LOOKS_AHEAD, Surroundings
 from holdfast.hub.training import Ledger, text_config
-from holdfast.layers import name_layers
 
 CHANGED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
 ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "num_experts_per_tok")  # of a config
@@ -151,25 +149,21 @@ def mark_changed(model: Any, changed: bool = True) -> None:
             setattr(owner, name, known + CHANGED_IN_MEMORY if changed else known)
 
 
-def wire(model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
-    """Connect the layers that `specs` names, and nothing else; the model's config then says what they are."""
+def connect(model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
+    """Connect the layers that `specs` names, and nothing else, in place of earlier connections."""
     current = wiring(model)
     if current is not None:
         current.remove()
     _replace_own_balance(model, specs)
-    config: Any = model.config
     _describe_experts(text_config(model), specs)
     for site in found:
         if site.family is not None and hasattr(site.experts, "config"):
             runs_ours(site.experts, ragged=site.router is not None and site.router.select.ragged)
     if not specs:
         model.__dict__.pop("_holdfast", None)
-        saves_plainly(model)
         return
     wired = model.__dict__["_holdfast"] = Wiring(model, found, specs)
     if wired.looks_ahead:
         warnings.warn(
-            f"{LOOKS_AHEAD}: its perplexity compares with no causal model's, and it cannot generate.", stacklevel=2
+            f"{LOOKS_AHEAD}: its perplexity compares with no causal model's, and it cannot generate.", stacklevel=3
         )
-    saves_itself(model, describe(config.model_type, specs))
-    name_layers(model)

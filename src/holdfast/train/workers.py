@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.train.cells import Cell, Comparison, Progress
 
-POLL = 0.5  # seconds between two looks at the progress
+PROGRESS_POLL = 0.5  # seconds between two looks at the progress
 
 _worker: tuple[Comparison, Any] | None = None  # of a worker process: the comparison, and where progress is reported to
 
@@ -42,7 +42,7 @@ def run_side_by_side(comparison: Comparison, wanted: list[Cell], jobs: int, prog
             waiting = {pool.submit(_train, number) for number in missing}
             try:
                 while waiting:
-                    finished, waiting = wait(waiting, timeout=POLL, return_when=FIRST_COMPLETED)
+                    finished, waiting = wait(waiting, timeout=PROGRESS_POLL, return_when=FIRST_COMPLETED)
                     _tell(done, cells, progress)
                     for future in finished:
                         future.result()
