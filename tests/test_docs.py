@@ -61,6 +61,19 @@ def test_the_two_commands_are_on_the_first_screen_of_the_readme() -> None:
     assert "make demo" in first_screen and "make test" in first_screen
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_the_result_table_of_the_readme_is_in_the_results() -> None:
+    readme, results = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results.md").read_text()
+    section = readme.split("## What we measured\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    differences = re.findall(r"[-+]\d+\.\d+", "\n".join(table))
+    assert len(differences) >= 14
+    assert [number for number in differences if number not in results] == []
+
+
 @pytest.mark.parametrize("line", commands())
 def test_a_command_of_the_documents_works(line: str, command: Command, tmp_path: Path) -> None:
     program, *arguments = shlex.split(line)
@@ -81,7 +94,7 @@ def test_a_command_of_the_documents_works(line: str, command: Command, tmp_path:
             [sys.executable, "-m", "pytest", *arguments[:-1], "--help"], cwd=tmp_path, check=True, capture_output=True
         )
     else:
-        assert line in ("pip install holdfast",), f"{line}: nothing here tests this command"
+        assert line in ("pip install .", "pip install '.[lab]'"), f"{line}: nothing here tests this command"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
