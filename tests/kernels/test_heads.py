@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.heads import take_heads
+from holdfast.kernels.attention import take_heads
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from tiers import quick_or_slow
 
-from holdfast.kernels import mix, naive
-from holdfast.kernels.entropy import attention_entropy, sampled
-from holdfast.kernels.mix import Second, softmax_mix
+from holdfast.kernels.attention import attention_entropy, sampled
+from holdfast.kernels.token_mixing import SecondProduct, blocks, naive, softmax_mix
 
 QUERIES, KEYS = 13, 17
 
@@ -24,8 +23,8 @@ QUERIES, KEYS = 13, 17
 def test_blocks_equal_the_explicit_matrix(
     causal: bool, padded: bool, kind: str, block: int, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", {"cpu": block})
-    monkeypatch.setattr(mix, "FEWEST_ROWS", 5)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": block})
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
     torch.manual_seed(0)
     query = torch.randn(2, QUERIES, 5, requires_grad=True)
     key, value = torch.randn(2, KEYS, 5, requires_grad=True), torch.randn(2, KEYS, 3, requires_grad=True)
@@ -35,7 +34,7 @@ def test_blocks_equal_the_explicit_matrix(
     second, bias = None, None
     if twice:
         other = torch.randn(2, QUERIES, 4, requires_grad=True), torch.randn(2, KEYS, 4, requires_grad=True)
-        second, bias = Second(*other, 0.3), torch.randn(2, KEYS, requires_grad=True)
+        second, bias = SecondProduct(*other, 0.3), torch.randn(2, KEYS, requires_grad=True)
         leaves += [*other, bias]
     weights = naive.mixing_weights(query, key, 0.7, causal, real, mask, second, bias)
     got = softmax_mix(query, key, value, scale=0.7, causal=causal, real=real, mask=mask, second=second, bias=bias)
@@ -53,8 +52,8 @@ def test_entropies_equal_those_of_the_explicit_matrix(
     causal: bool, padded: bool, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four heads, two of which share keys."""
-    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", {"cpu": block})
-    monkeypatch.setattr(mix, "FEWEST_ROWS", 5)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": block})
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, QUERIES, 5), torch.randn(2, 2, KEYS, 5)
     real = torch.rand(2, KEYS) < 0.7 if padded else None

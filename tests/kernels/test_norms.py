@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels import norms
+from holdfast.kernels import attention
 
 CASES = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
 
@@ -17,7 +17,7 @@ def test_norms_and_their_gradients_are_those_of_the_vectors(biased: bool, way: s
         torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in ((13, 5), (5, 17), (17,))
     )
     leaves = [value, across, *([bias] if biased else [])]
-    apply = norms.projected_norms if way == "by itself" else norms._Norms.apply  # type: ignore[no-untyped-call]
+    apply = attention.projected_norms if way == "by itself" else attention._ProjectedNorms.apply  # type: ignore[no-untyped-call]
     got = apply(value, across, bias if biased else None, 3)
     said = 3 * value.double() @ across.double() + (bias.double() if biased else 0)
     expected = said.square().sum(-1)

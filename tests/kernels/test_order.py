@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from holdfast.kernels.order import midpoint, smallest
+from holdfast.kernels.statistics import midpoint, smallest
 
 NUMBERS = st.floats(width=32, allow_nan=False)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.precision import linear_float32
+from holdfast.kernels.fp32_linear import linear_float32
 
 
 @pytest.mark.parametrize("setting", ["highest", "high", "medium"])

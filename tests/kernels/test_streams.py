@@ -1,4 +1,4 @@
-"""Work beside: done when others come after it, and it holds what it reads."""
+"""Work on_side_stream: done when others come after it, and it holds what it reads."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast import Context
-from holdfast.kernels.streams import beside, join
+from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
 from holdfast.routing import Previous, clustering
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -29,8 +29,8 @@ def test_what_comes_after_a_join_sees_what_was_done_beside(device: str) -> None:
         value.add_(given)
 
     given.mul_(2)  # launched before: the work sees it
-    beside(value, work)
-    join(value)
+    on_side_stream(value, work)
+    wait_for_side_stream(value)
     assert (value * 1).tolist() == [2.0, 2.0, 2.0]
 
 
@@ -43,8 +43,8 @@ def test_what_work_returns_is_there_after_the_join(device: str) -> None:
             torch.cuda._sleep(20_000_000)
         return given + 1
 
-    result = beside(given, work)
-    join(given)
+    result = on_side_stream(given, work)
+    wait_for_side_stream(given)
     assert (result * 1).tolist() == [2.0, 2.0, 2.0]
 
 
@@ -52,11 +52,11 @@ def test_what_work_returns_is_there_after_the_join(device: str) -> None:
 def test_memory_that_work_reads_is_let_go_at_the_join_and_not_before(device: str) -> None:
     value, given = torch.zeros(3, device=device), torch.ones(3, device=device)
     alive = weakref.ref(given)
-    beside(value, partial(add, value, given))
+    on_side_stream(value, partial(add, value, given))
     del given
     gc.collect()
     assert (alive() is not None) == (device == "cuda")
-    join(value)
+    wait_for_side_stream(value)
     gc.collect()
     assert alive() is None
 
@@ -72,7 +72,7 @@ def test_gradients_are_the_same_to_the_bit_with_and_without_streams(monkeypatch:
     expected: list[tuple[torch.Tensor, ...]] = []
     got: list[tuple[torch.Tensor, ...]] = []
     for steps, streams in ((expected, False), (got, True)):
-        monkeypatch.setattr(clustering, "beside", beside if streams else lambda _, work: work())
+        monkeypatch.setattr(clustering, "on_side_stream", on_side_stream if streams else lambda _, work: work())
         router.load_state_dict(state)
         for _ in range(30):  # memory is handed out again while kernels run
             routing = router(tokens, Context(causal=True, previous=previous))

@@ -5,8 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from holdfast.kernels import naive
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import naive, top
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 FEW_VALUES = st.sampled_from([-torch.inf, -2.5, -1e-40, -0.0, 0.0, 1e-40, 0.5, 0.5000001, 3.0, torch.inf])

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import singledispatch
 
-from holdfast.kernels.order import DIGITS
+from holdfast.kernels.statistics import DIGITS
 from holdfast.routing import AttentionPosterior, Clustered, ExpertGraph, Router, Similarity
 from holdfast.routing.noise import GaussianNoise
 from holdfast.routing.parts import LinearScore, Part, Selector
