@@ -23,7 +23,7 @@ from holdfast.kernels.launching import cdiv
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 TILE = 64  # tokens, where they are not sorted by cluster
 DEPTH = 64  # features of tokens and weights that are multiplied at a time
-WIDE = 512  # with so many features, a float32 sum may be off by 2^-15 of its terms
+WIDE = 512  # with this many features or more, a float32 sum may be off by 2^-15 of its terms
 
 
 @triton.jit

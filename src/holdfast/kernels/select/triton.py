@@ -260,7 +260,7 @@ def _count_pairs(
 
 
 def _block(experts: int, elements: int) -> tuple[int, int]:
-    """Return how many rows a program with so many elements takes, and the number of experts, rounded up."""
+    """Return how many rows a program of `elements` scores takes, and the number of experts rounded up to a power of 2."""
     wide = max(next_power_of_2(experts), 16)
     return max(elements // wide, 1), wide
 

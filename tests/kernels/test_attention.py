@@ -1,11 +1,32 @@
-"""Norms of projected values against the projected values, outputs and gradients; compare_mixing.py tries the kernel."""
+"""One head of many against indexing, and norms of projected values against the projected values, with their gradients.
+
+compare_mixing.py compares the kernels.
+"""
 
 import pytest
 import torch
 
 from holdfast.kernels import attention
+from holdfast.kernels.attention import take_heads
 
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 CASES = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head", [0, 3])
+def test_heads_and_their_gradients_are_those_of_indexing(head: int, device: str) -> None:
+    """Four query heads share two key heads of another width."""
+    own = torch.randn(2, 37, 4, 20, device=device).transpose(1, 2).requires_grad_()
+    shared = torch.randn(2, 2, 37, 24, device=device, requires_grad=True)
+    got = take_heads((own, shared), torch.tensor([head], device=device), 4)
+    expected = own[:, head], shared[:, head // 2]
+    for got_head, expected_head, rows in zip(got, expected, (own, shared), strict=True):
+        assert torch.equal(got_head, expected_head)
+        grad = torch.randn_like(got_head)
+        assert torch.equal(
+            *(torch.autograd.grad(out, rows, grad, retain_graph=True)[0] for out in (got_head, expected_head))
+        )
 
 
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
@@ -19,8 +40,8 @@ def test_norms_and_their_gradients_are_those_of_the_vectors(biased: bool, way: s
     leaves = [value, across, *([bias] if biased else [])]
     apply = attention.projected_norms if way == "by itself" else attention._ProjectedNorms.apply  # type: ignore[no-untyped-call]
     got = apply(value, across, bias if biased else None, 3)
-    said = 3 * value.double() @ across.double() + (bias.double() if biased else 0)
-    expected = said.square().sum(-1)
+    projected = 3 * value.double() @ across.double() + (bias.double() if biased else 0)
+    expected = projected.square().sum(-1)
     grad = torch.randn_like(got)
     mine = torch.autograd.grad(got, leaves, grad)
     theirs = torch.autograd.grad(expected, leaves, grad.double())
