@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from holdfast.kernels import (
-    fp32_linear,  # noqa: F401  (they define the operators)
-    grouped,  # noqa: F401  (they define the operators)
-)
-from holdfast.kernels.token_mixing import blocks  # noqa: F401  (they define the operators)
+from holdfast.kernels import fp32_linear, grouped, token_mixing  # noqa: F401  (they define the operators)
 
 Shape = torch.Size
 

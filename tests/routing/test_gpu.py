@@ -98,7 +98,7 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
             before = Previous(tokens.detach(), previous.routing)
             with monkeypatch.context() as plain:
                 if router is routers[1]:
-                    plain.setattr(fp32_linear, "applies", lambda *_: False)
+                    plain.setattr(fp32_linear, "has_linear_kernel", lambda *_: False)
                 routing = router(tokens, Context(token_mask=token_mask, previous=before))
             total = (
                 routing.weights * torch.arange(1, routing.weights.shape[-1] + 1).cuda()

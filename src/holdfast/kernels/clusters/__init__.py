@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.kernels import fp32_linear
 from holdfast.kernels.clusters import naive
-from holdfast.kernels.fp32_linear import has_linear_kernel, scaled_linear_float32, scaled_tiles_linear
 from holdfast.kernels.launching import has_kernels, on_device_of, operator
 
 TILE = 64  # tokens
@@ -38,7 +38,7 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int, *, tokens: Te
 
     `tokens` and `weight` are what `clustered_linear` will multiply: they decide whether the kernels can be used.
     """
-    if clusters < MOST_CLUSTERS and has_linear_kernel(tokens, weight):
+    if clusters < MOST_CLUSTERS and fp32_linear.has_linear_kernel(tokens, weight):
         return TokenTiles(*_group(clusters_of, real, clusters))
     return naive.members(clusters_of, clusters)
 
@@ -82,8 +82,8 @@ def clustered_linear(tokens: Tensor, weight: Tensor, groups: Groups, scales: Ten
     Features of tokens without a cluster stay as they are. No gradient flows through the scales.
     """
     if isinstance(groups, Tensor):
-        return scaled_linear_float32(tokens, groups, scales[: groups.shape[1]], weight)
-    return scaled_tiles_linear(tokens, weight, groups.order, groups.owners, groups.bounds, scales)
+        return fp32_linear.scaled_linear_float32(tokens, groups, scales[: groups.shape[1]], weight)
+    return fp32_linear.scaled_tiles_linear(tokens, weight, groups.order, groups.owners, groups.bounds, scales)
 
 
 @torch.no_grad()
