@@ -1,4 +1,4 @@
-"""Work on_side_stream: done when others come after it, and it holds what it reads."""
+"""Work on the side stream is done before what waits for it, and its inputs stay alive until then."""
 
 import gc
 import weakref

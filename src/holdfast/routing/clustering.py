@@ -119,7 +119,7 @@ class Clustered(Score, StatefulPart):
         return projected.view(*tokens.shape[:-1], matrix.shape[0])
 
     def features(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
-        """Mixture (T,C) and scales (C,d), whose product is what each token's features are multiplied with.
+        """Return mixture (T,C) and scales (C,d), whose product each token's features are multiplied with.
 
         A row of 0 in the mixture leaves a token as it is; None leaves all. In training this stages the batch's spreads.
         """
@@ -139,11 +139,11 @@ class Clustered(Score, StatefulPart):
         return clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
 
     def _over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """In evaluation a rank may run forwards that others do not."""
+        """Return the sum over ranks in training; None in evaluation, where a rank may run forwards that others do not."""
         return sum_over_ranks if self.training and several_ranks() else None
 
     def _spreads(self, of_batch: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-        """Those to use now; in training the batch's sums of deviations, and of how many tokens, are learnt from."""
+        """Return the spreads to use now; in training, learn from the batch's sums of deviations and counts."""
         wait_for_side_stream(self.spreads)
         if self.stats == "batch":
             deviations, counts = of_batch()
@@ -160,7 +160,7 @@ class Clustered(Score, StatefulPart):
             raise ValueError(f"the previous MoE layer has {experts} experts; set clusters={experts} (now {self.clusters}).")
 
     def _mixture(self, previous: Previous, members: Tensor, context: Context) -> Tensor:
-        """(T,C): with which weight each cluster's scales count for a token; all 0 where features stay as they are."""
+        """Return (T,C): the weight of each cluster's scales for a token; all 0 where features stay as they are."""
         if self.mix == 1:
             return members
         gates = previous.routing.gates.detach()
