@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.kernels.mix import Second, softmax_mix
+from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.routing import token_graph
 from holdfast.routing.token_graph import AttentionPosterior
 from holdfast.train import load_trained
 from holdfast.train.snapshots import routes_of
 
 
-def weights_of(query: Tensor, key: Tensor, scale: float, causal: bool, second: Second, bias: Tensor) -> Tensor:
+def weights_of(query: Tensor, key: Tensor, scale: float, causal: bool, second: SecondProduct, bias: Tensor) -> Tensor:
     scores = scale * query.float() @ key.float().transpose(1, 2) + bias.unsqueeze(1)
     scores = scores + second.scale * second.query.float() @ second.key.float().transpose(1, 2)
     if causal:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.naive import top
+from holdfast.kernels.select.naive import top
 from holdfast.routing import (
     Attention,
     AttentionPosterior,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from holdfast.kernels.precision import linear_float32
+from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.routing import Context, Informer, Linear, Router, Routing, TopK, Traits
 
 

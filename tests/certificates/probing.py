@@ -9,7 +9,7 @@ from torch import Tensor
 from holdfast.attacks.ball import project
 from holdfast.certificates import Certificates, Gate, Norm
 from holdfast.certificates.reading import _ranks
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import top
 from holdfast.routing import Context, Router
 
 Sets = Callable[[Tensor], Tensor]  # tokens (..., d) to (T,E) bool

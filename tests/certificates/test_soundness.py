@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.attacks import attack_routes
 from holdfast.certificates import NORMS, Gate, Norm, certify
 from holdfast.certificates.reading import _ranks
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import top
 from holdfast.routing import Context, Router, Routing, SmoothTopK
 from holdfast.routing.parts import TINY
 

@@ -10,7 +10,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
-from holdfast.kernels.topk import exported_keys, top
+from holdfast.kernels.select import exported_keys, top
 from holdfast.routing.state import StatefulPart
 
 LENGTHS = [(2, 12), (1, 7), (3, 20)]

@@ -7,9 +7,12 @@ import sys
 import torch
 from torch import Tensor
 
-from holdfast.kernels import dispatch_kernels, finite_kernels, grouped_kernels, kernels, naive
-from holdfast.kernels.dispatch import dispatch
-from holdfast.kernels.rows import GLUS
+from holdfast.kernels.dispatch import GLUS, dispatch
+from holdfast.kernels.dispatch import naive as naive_dispatch
+from holdfast.kernels.dispatch import triton as dispatch_triton
+from holdfast.kernels.finite import triton as finite_triton
+from holdfast.kernels.grouped import naive as naive_grouped
+from holdfast.kernels.grouped import triton as grouped_triton
 from holdfast.layers.activations import ACTIVATIONS
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -38,12 +41,12 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     weight = torch.randn(experts, hidden, dim).to(dtype)
     weights = torch.rand(tokens, slots)
 
-    gathered = kernels.gather(x.to(device), plan.slots, plan.used, tokens * slots)[:used]
+    gathered = dispatch_triton.gather(x.to(device), plan.slots, plan.used, tokens * slots)[:used]
     close(gathered, x[plan.order[:used].cpu() // slots], dtype)
-    combined = kernels.combine(rows.to(device), plan.slots, weights.to(device), plan.used)
-    close(combined, naive.combine(rows, plan.slots.cpu(), weights, used), dtype)
-    plain = kernels.combine(rows.to(device), plan.slots, None, plan.used)
-    close(plain, naive.combine(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
+    combined = dispatch_triton.combine(rows.to(device), plan.slots, weights.to(device), plan.used)
+    close(combined, naive_dispatch.combine(rows, plan.slots.cpu(), weights, used), dtype)
+    plain = dispatch_triton.combine(rows.to(device), plan.slots, None, plan.used)
+    close(plain, naive_dispatch.combine(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
 
     other, grad = torch.randn_like(rows), torch.randn_like(rows)
     order = plan.order[:used].cpu()
@@ -52,7 +55,7 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     by_slot = weights.new_zeros(weights.shape).double().flatten()
     wide, wide_grad = rows[:used].double(), grad[:used].double()
     expected = wide_grad * row_weights, wide * row_weights, by_slot.scatter(0, order, (wide * wide_grad).sum(1))
-    *by_row, dots = kernels.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
+    *by_row, dots = dispatch_triton.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
     for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
         close(got, wanted, dtype)
 
@@ -61,28 +64,28 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
         pair = gate_up[:used].double().requires_grad_()
         gate, up = pair.chunk(2, dim=-1)
         product = ACTIVATIONS[name](gate) * up
-        close(kernels.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
+        close(dispatch_triton.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
         (slope,) = torch.autograd.grad(product, pair, wide_grad * row_weights)
         expected = slope, product * row_weights, by_slot.scatter(0, order, (product * wide_grad).sum(1).detach())
-        *by_row, dots = kernels.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
+        *by_row, dots = dispatch_triton.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
         for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
             close(got, wanted, dtype)
 
     offsets = plan.offsets.cpu()
     left = torch.randn(tokens * slots, dim).to(dtype)
-    got = grouped_kernels.mm(left.to(device), weight.to(device).transpose(1, 2), plan.offsets)
-    close(got[:used], naive.grouped_mm(left.float(), weight.float(), offsets)[:used], dtype)
-    got = grouped_kernels.mm(rows.to(device), weight.to(device), plan.offsets)
-    close(got[:used], naive.grouped_mm(rows.float(), weight.float().transpose(1, 2), offsets)[:used], dtype)
-    got = grouped_kernels.outer(rows.to(device), left.to(device), plan.offsets)
-    close(got, naive.grouped_outer(rows[:used].float(), left[:used].float(), offsets), dtype)
+    got = grouped_triton.mm(left.to(device), weight.to(device).transpose(1, 2), plan.offsets)
+    close(got[:used], naive_grouped.grouped_mm(left.float(), weight.float(), offsets)[:used], dtype)
+    got = grouped_triton.mm(rows.to(device), weight.to(device), plan.offsets)
+    close(got[:used], naive_grouped.grouped_mm(rows.float(), weight.float().transpose(1, 2), offsets)[:used], dtype)
+    got = grouped_triton.outer(rows.to(device), left.to(device), plan.offsets)
+    close(got, naive_grouped.grouped_outer(rows[:used].float(), left[:used].float(), offsets), dtype)
 
 
 def sorting(device: str, tokens: int, slots: int, experts: int) -> None:
     """Rows of slots, by experts and then in the slots' own order; an expert may come twice."""
     global compared
     chosen = torch.randint(0, experts + 1, (tokens, slots))
-    order, rows, offsets = (part.cpu() for part in dispatch_kernels.dispatch(chosen.to(device), experts))
+    order, rows, offsets = (part.cpu() for part in dispatch_triton.dispatch(chosen.to(device), experts))
     used = int((chosen < experts).sum())
     expected = chosen.flatten().argsort(stable=True)[:used]
     assert torch.equal(order[:used], expected)
@@ -99,7 +102,7 @@ def looking(device: str) -> None:
         scores = torch.randn(size)
         scores[place] = value
         found = torch.zeros((), dtype=torch.int32, pin_memory=device == "cuda")
-        assert finite_kernels.look(scores.to(device), found).cpu() == 0  # waits for the GPU
+        assert finite_triton.check(scores.to(device), found).cpu() == 0  # waits for the GPU
         assert bool(found) != math.isfinite(value)
         compared += 1
 
@@ -109,12 +112,12 @@ if __name__ == "__main__":
     kinds += [torch.bfloat16] if sys.argv[1] == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
     for kind in kinds:
         compare(sys.argv[1], kind)
-    kernels.MOST = 20  # programs take several rows each, as they do where slots are many and ragged
-    compare(sys.argv[1], torch.float32, tokens=5, experts=18, slots=kernels.FEW + 1)
+    dispatch_triton.MOST_PROGRAMS = 20  # programs take several rows each, as they do where slots are many and ragged
+    compare(sys.argv[1], torch.float32, tokens=5, experts=18, slots=dispatch_triton.FEW_SLOTS + 1)
     looking(sys.argv[1])
     for sizes in ((1, 1, 1), (40, 3, 1), (200, 3, 6), (300, 2, 64), (70, 20, 300)):
         sorting(sys.argv[1], *sizes)
-    dispatch_kernels.SPAN = 2  # their counts are added up in several steps
+    dispatch_triton.SPAN = 2  # their counts are added up in several steps
     for sizes in ((200, 3, 6), (300, 2, 64), (70, 20, 300)):
         sorting(sys.argv[1], *sizes)
     print(f"{compared} comparisons")

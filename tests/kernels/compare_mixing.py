@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.kernels import entropy_kernels, head_kernels, mix_launch, naive, norm_kernels
-from holdfast.kernels.entropy import BLOCK, sampled
-from holdfast.kernels.mix import _needed_again
-from holdfast.kernels.part_kernels import Kinds
+from holdfast.kernels.attention import triton as attention_triton
+from holdfast.kernels.float32_parts import PartTypes
+from holdfast.kernels.token_mixing import launch, naive, parts_for_backward
+from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK as BLOCK
+from holdfast.kernels.token_mixing.blocks import sampled
 
 compared = 0
 worst: dict[str, float] = {}
@@ -63,7 +64,7 @@ CASES = [
 ]
 
 
-def compare(case: Case, device: str, kinds: Kinds) -> None:
+def compare(case: Case, device: str, types: PartTypes) -> None:
     torch.manual_seed(0)
     groups, scale, second_scale = 2, case.scale, 0.2
 
@@ -115,21 +116,24 @@ def compare(case: Case, device: str, kinds: Kinds) -> None:
     if case.shared:
         given["key"] = given["query"]
     second_rows = given.get("second query"), given.get("second key")
-    rows = mix_launch.Rows(given["query"], given["key"], given["value"], *second_rows)
+    rows = launch.Rows(given["query"], given["key"], given["value"], *second_rows)
 
-    def problem(wants: mix_launch.Wants, *, again: bool) -> Any:
-        parts = mix_launch.take_all_apart(rows, allowed[0], wants, kinds=kinds)
-        parts = _needed_again(parts) if again else parts
+    def problem(wants: launch.WantedGradients, *, again: bool) -> Any:
+        parts = launch.split_operands(rows, allowed[0], wants, types=types)
+        parts = parts_for_backward(parts) if again else parts
         return (rows, given.get("bias"), *allowed, parts, case.causal, scale, second_scale)
 
-    everything, values_only = mix_launch.Wants(True, True, True, case.coarse), mix_launch.Wants(False, False, True)
-    out, log_total = mix_launch.mix(*problem(everything, again=False), kinds=kinds)
+    everything, values_only = (
+        launch.WantedGradients(True, True, True, case.coarse),
+        launch.WantedGradients(False, False, True),
+    )
+    out, log_total = launch.mix(*problem(everything, again=False), types=types)
     close(out, expected, 2e-6, "output")
     nothing = ~(weights.sum(-1) > 0)
     assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
     done = grad.to(device), out, log_total
-    backward = mix_launch.mix_backward(*done, *problem(everything, again=True), wants=everything, kinds=kinds)
-    again = mix_launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, kinds=kinds)
+    backward = launch.mix_backward(*done, *problem(everything, again=True), wants=everything, types=types)
+    again = launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, types=types)
     assert again[2] is not None
     close(again[2], gradients["value"], 1e-4, "gradient of values alone")
     assert all(found is None for index, found in enumerate(again) if index != 2)
@@ -145,7 +149,7 @@ def compare(case: Case, device: str, kinds: Kinds) -> None:
             close(got, gradients[name], within, "coarse gradient" if coarse else f"{got.dtype} gradient")
 
 
-def compare_entropy(heads: int, key_heads: int, case: Case, device: str, kinds: Kinds) -> None:
+def compare_entropy(heads: int, key_heads: int, case: Case, device: str, types: PartTypes) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, case.queries, heads, case.width).to(case.dtype).transpose(1, 2)
     key = torch.randn(2, key_heads, case.keys, case.width).to(case.dtype)
@@ -172,11 +176,11 @@ def compare_entropy(heads: int, key_heads: int, case: Case, device: str, kinds: 
         None if real is None else real.to(device),
         None if mask is None else mask.to(device),
     )
-    got = entropy_kernels.entropy(*there, case.causal, 0.7, kinds=kinds)
+    got = attention_triton.entropy(*there, case.causal, 0.7, types=types)
     close(got, expected, 5e-5, f"{case.dtype} entropy")
     assert (got.cpu()[weights.sum(-1).unflatten(0, (2, heads)) == 0] == 0).all()
     for step in (2, 3) if case.queries > 2 * BLOCK else ():
-        some = entropy_kernels.entropy(*there, case.causal, 0.7, step, kinds=kinds)
+        some = attention_triton.entropy(*there, case.causal, 0.7, step, types=types)
         close(some, torch.cat([expected[:, :, rows] for rows in sampled(case.queries, step)], 2), 5e-5, "some entropies")
 
 
@@ -186,38 +190,40 @@ def compare_heads(device: str) -> None:
     placed = torch.zeros(2, 3, 37, 20)
     placed[:, 2] = grad
     head = torch.tensor([2], device=device)
-    taken = head_kernels.take([each.to(device) for each in (rows, shared, turned)], head, 3)
+    taken = attention_triton.take_heads([each.to(device) for each in (rows, shared, turned)], head, 3)
     for got, expected in zip(taken, (rows[:, 2], shared[:, 0], turned[:, 2]), strict=True):
         close(got, expected.double(), 0.0, "head")
-    close(head_kernels.put(grad.to(device), head, 3, 3), placed.double(), 0.0, "head")
+    close(attention_triton.put_head(grad.to(device), head, 3, 3), placed.double(), 0.0, "head")
 
 
 def compare_norms(device: str, dtype: torch.dtype) -> None:
     value, across = torch.randn(70, 20).to(dtype), torch.randn(20, 150).to(dtype)
     for bias in (None, torch.randn(150).to(dtype)):
         said = 3 * value.double() @ across.double() + (0 if bias is None else bias.double())
-        got = norm_kernels.norms(value.to(device), across.to(device), None if bias is None else bias.to(device), 3)
+        got = attention_triton.projected_norms(
+            value.to(device), across.to(device), None if bias is None else bias.to(device), 3
+        )
         close(got, said.square().sum(-1), 1e-6, "norm")
 
 
 def main(device: str) -> None:
     compare_heads(device)
     # Triton's interpreter has no bfloat16 product, so there numbers are taken apart into float16.
-    kinds = Kinds() if device == "cuda" else Kinds(brain=torch.float16)
+    types = PartTypes() if device == "cuda" else PartTypes(bf16=torch.float16)
     narrow = [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float16]
     for case in CASES:
-        compare(case, device, kinds)
+        compare(case, device, types)
         for kind in narrow if case.second or case.name in ("causal", "padded") else ():
-            compare(replace(case, dtype=kind), device, kinds)
+            compare(replace(case, dtype=kind), device, types)
         if not case.second and case.name != "wide values":
-            compare_entropy(4, 2, case, device, kinds)
-    compare_entropy(2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"), device, kinds)
+            compare_entropy(4, 2, case, device, types)
+    compare_entropy(2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"), device, types)
     for case in (Case("coarse", coarse=True), Case("coarse and shared", shared=True, coarse=True, padded=True)):
-        compare(case, device, kinds)
+        compare(case, device, types)
     for kind in narrow:
         compare_norms(device, kind)
         for width in (16, 20):
-            compare_entropy(4, 1, Case("narrow", width=width, dtype=kind), device, kinds)
+            compare_entropy(4, 1, Case("narrow", width=width, dtype=kind), device, types)
     if device == "cuda":
         for case in (
             Case("benchmark", 2048, 2048, 64, 64),
@@ -226,8 +232,8 @@ def main(device: str) -> None:
             Case("benchmark", 2048, 2048, 64, 64, shared=True, scale=0.12, coarse=True),
             Case("benchmark of two", 2048, 2048, 128, 64, second=128, dtype=torch.bfloat16),
         ):
-            compare(case, device, kinds)
-        compare_entropy(2, 2, Case("benchmark", 2048, 2048, 128, dtype=torch.bfloat16), device, kinds)
+            compare(case, device, types)
+        compare_entropy(2, 2, Case("benchmark", 2048, 2048, 128, dtype=torch.bfloat16), device, types)
     print(f"{compared} comparisons, worst relative errors { ({k: float(f'{v:.2g}') for k, v in worst.items()}) }")
 
 

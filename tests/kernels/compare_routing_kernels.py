@@ -7,10 +7,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels import choose_kernels, clusters_kernels, naive, order_kernels, running_kernels, split_launch
-from holdfast.kernels.choose import HOWS, How
 from holdfast.kernels.clusters import TILE
-from holdfast.kernels.order import midpoint
+from holdfast.kernels.clusters import triton as clusters_triton
+from holdfast.kernels.fp32_linear import triton as fp32_linear_triton
+from holdfast.kernels.select import WEIGHINGS, Weighing, naive
+from holdfast.kernels.select import triton as select_triton
+from holdfast.kernels.statistics import midpoint
+from holdfast.kernels.statistics import triton as statistics_triton
 from holdfast.routing.clustering import FEWEST_TOKENS, MEMORY, SMALLEST_SPREAD, Clustered, feature_scales
 from holdfast.routing.parts import Scores
 from holdfast.routing.records import Context
@@ -22,7 +25,7 @@ from holdfast.routing.smoothing import SmoothTopK
 from holdfast.routing.state import is_set
 from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
 
-CASES: list[tuple[How, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
+CASES: list[tuple[Weighing, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
 WITHIN = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 compared = 0
 
@@ -57,21 +60,21 @@ def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: 
     weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
     wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
     x, w = tokens.to(device), weight.to(device)
-    g = split_launch.gradient_parts(grad.to(device), x, w)
-    close(split_launch.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
-    close(split_launch.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
-    close(split_launch.grad_tokens(g, x, w, None), wide_grad @ wide_weight, WITHIN[dtype])
-    in_shares = split_launch.grad_tokens(g, x, w, None, features=16, share=48)
+    g = fp32_linear_triton.gradient_parts(grad.to(device), x, w)
+    close(fp32_linear_triton.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(fp32_linear_triton.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
+    close(fp32_linear_triton.grad_tokens(g, x, w, None), wide_grad @ wide_weight, WITHIN[dtype])
+    in_shares = fp32_linear_triton.grad_tokens(g, x, w, None, features=16, share=48)
     close(in_shares, wide_grad @ wide_weight, WITHIN[dtype])
     exact = wide_grad.t() @ wide_tokens
-    close(split_launch.grad_weight(g, x, w, None), exact, WITHIN[weight_dtype])
+    close(fp32_linear_triton.grad_weight(g, x, w, None), exact, WITHIN[weight_dtype])
 
 
 def one_token_at_a_time(device: str) -> None:
     """A token's logits are the same to the bit whatever is beside it."""
     tokens, weight = torch.randn(130, 96).half().to(device), torch.randn(9, 96).to(device)
-    together = split_launch.linear(tokens, weight, None)
-    same(split_launch.linear(tokens[77:78].contiguous(), weight, None), together[77:78].cpu())
+    together = fp32_linear_triton.linear(tokens, weight, None)
+    same(fp32_linear_triton.linear(tokens[77:78].contiguous(), weight, None), together[77:78].cpu())
 
 
 def clusters(
@@ -90,7 +93,7 @@ def clusters(
     weight, spreads = torch.randn(width, dim).to(weight_dtype), torch.rand(groups, dim)
     spreads[3] = 0
     there = None if real is None else from_a_mask(real.to(device))
-    order, owners, bounds, totals = clusters_kernels.group(first.to(device), there, groups, TILE)
+    order, owners, bounds, totals = clusters_triton.group(first.to(device), there, groups, TILE)
 
     members = first[:, None] == torch.arange(groups + 1)
     same(totals, (members & counted[:, None]).sum(0)[:groups].float())
@@ -104,28 +107,28 @@ def clusters(
     inputs = previous.double() * counted[:, None]
     by_cluster = (members & counted[:, None]).double()[:, :groups]
     sums = by_cluster.t() @ inputs
-    got = clusters_kernels.sums(*where)
+    got = clusters_triton.sums(*where)
     close(got, sums, 1e-6)
     centred = inputs - by_cluster @ (sums / by_cluster.sum(0).clamp_min(1)[:, None])
     for squared, amounts in ((False, centred.abs()), (True, centred.square())):
         for around in (None, got):  # their own mean, or a given one
-            spread = clusters_kernels.sums(*where, around=around, counts=totals, squared=squared)
+            spread = clusters_triton.sums(*where, around=around, counts=totals, squared=squared)
             close(spread, by_cluster.t() @ amounts, 1e-6)
 
-    scales = clusters_kernels.feature_scales(spreads.to(device), SMALLEST_SPREAD)
+    scales = clusters_triton.feature_scales(spreads.to(device), SMALLEST_SPREAD)
     close(scales, torch.cat([feature_scales(spreads), torch.ones(1, dim)]), 1e-6)
     scaling = scales.cpu().double()[first]
-    parts = split_launch.Clusters(order, owners, bounds, scales)
+    parts = fp32_linear_triton.Clusters(order, owners, bounds, scales)
     x, w = tokens.to(device), weight.to(device)
-    g = split_launch.gradient_parts(grad.to(device), x, w)
+    g = fp32_linear_triton.gradient_parts(grad.to(device), x, w)
     close(
-        split_launch.linear(x, w, parts),
+        fp32_linear_triton.linear(x, w, parts),
         (tokens.double() * scaling) @ weight.double().t(),
-        2**-18 if weight_dtype == torch.bfloat16 and dim >= split_launch.WIDE else 1e-6,
+        2**-18 if weight_dtype == torch.bfloat16 and dim >= fp32_linear_triton.WIDE else 1e-6,
     )
-    close(split_launch.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, WITHIN[dtype])
+    close(fp32_linear_triton.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, WITHIN[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)
-    close(split_launch.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
+    close(fp32_linear_triton.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
 
 
 def spreads(device: str) -> None:
@@ -137,7 +140,7 @@ def spreads(device: str) -> None:
         part.get_buffer("staged_counts").copy_(torch.tensor([0.0, 7.0, 8.0, 9.0, 50.0, 3.0]))
         state = [part.spreads, part.get_buffer("staged_deviations"), part.get_buffer("staged_counts")]
         got, deviations, counts = (each.clone().to(device) for each in state)
-        clusters_kernels.absorb(got, deviations, counts, torch.tensor(due, device=device), MEMORY, FEWEST_TOKENS)
+        clusters_triton.update_spreads(got, deviations, counts, torch.tensor(due, device=device), MEMORY, FEWEST_TOKENS)
         part.absorb_where(torch.tensor(due))
         close(got, part.spreads, 1e-7)
 
@@ -158,7 +161,9 @@ def means(device: str) -> None:
             before = state, is_set(part.get_buffer("seen")), staged, count
             mean, known, taught, number = (each.clone().to(device) for each in before)
             memory = ENTROPY_MEMORY if is_sum else WIDTH_MEMORY
-            running_kernels.absorb(mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum)
+            statistics_triton.update_running_mean(
+                mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum
+            )
             part.absorb_where(torch.tensor(due))
             close(mean.view(-1), state.view(-1), 1e-6)
             same(known, is_set(part.get_buffer("seen")))
@@ -175,7 +180,7 @@ def awkward_logits(count: int, experts: int) -> Tensor:
     return logits
 
 
-def choices(device: str, experts: int, k: int, how: How, informed: bool, eps: float | None, most: int) -> None:
+def choices(device: str, experts: int, k: int, how: Weighing, informed: bool, eps: float | None, most: int) -> None:
     """Top-k, and with `eps` its strip, as the selectors do it in plain PyTorch: experts exactly, weights, slopes, gaps."""
     raw = awkward_logits(37, experts)
     primary = (raw.softmax(-1) if informed else raw).requires_grad_()
@@ -192,8 +197,8 @@ def choices(device: str, experts: int, k: int, how: How, informed: bool, eps: fl
 
     width = None if eps is None else torch.tensor(eps, device=device)
     there = primary.detach().to(device), amounts.detach().to(device), width
-    rest = HOWS.index(how), informed
-    chosen, weights, slots, gaps, edges = choose_kernels.choose(*there, k, k if eps is None else most, *rest)
+    rest = WEIGHINGS.index(how), informed
+    chosen, weights, slots, gaps, edges = select_triton.select(*there, k, k if eps is None else most, *rest)
     same(chosen, selected.experts)
     steep = 1e-4 if most < experts else 1e-5  # a strip that ends early may be narrow, and is as steep as it is narrow
     close(weights, selected.weights, steep if eps else 1e-6)
@@ -202,7 +207,7 @@ def choices(device: str, experts: int, k: int, how: How, informed: bool, eps: fl
     if how == "shares":
         chosen_amounts = amounts.gather(1, selected.experts.clamp_max(experts - 1))
         terms = torch.where(selected.weights > 0, terms / chosen_amounts, 0.0)
-    slopes = choose_kernels.choose_backward(grad.to(device), *there, weights, slots, edges, k, *rest)
+    slopes = select_triton.select_backward(grad.to(device), *there, weights, slots, edges, k, *rest)
     close(slopes, slope, steep, terms)
     if eps is not None:
         levels = scores.logits.detach()
@@ -217,7 +222,7 @@ def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     real = torch.rand(150) < 0.7
     chosen = torch.zeros(150, experts).scatter(1, naive.top(logits, k), 1.0) * (real if padded else 1 + 0 * real)[:, None]
     part = tl.bfloat16 if device == "cuda" else tl.float32
-    got = choose_kernels.together(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64, part)
+    got = select_triton.count_pairs(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64, part)
     same(got.sum(0), chosen.t() @ chosen)
 
 
@@ -231,8 +236,8 @@ def order(device: str, padded: bool) -> None:
         counts = torch.zeros(2, 4, 256, dtype=torch.int64, device=device)
         for byte in range(4):
             there = None if real is None else from_a_mask(real.to(device))
-            order_kernels.count(values.to(device), there, below.to(device), counts, byte)
-        same(order_kernels.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
+            statistics_triton.count_bytes(values.to(device), there, below.to(device), counts, byte)
+        same(statistics_triton.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
 
 
 def compare(device: str) -> None:
@@ -258,12 +263,12 @@ def compare(device: str) -> None:
         choices(device, experts, k, how, informed, 1.5, most)
     for eps in (None, 0.3):
         choices(device, 200, 8, *CASES[0], eps, 200)  # more experts than a warp's threads have one each of
-    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=split_launch.WIDE)
+    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=fp32_linear_triton.WIDE)
     clusters(device, torch.bfloat16, torch.bfloat16, False, groups=30)  # more tiles than tokens fill
     for how, informed in CASES:  # more slots than are filled one after the other
-        for eps, most in ((None, 40), (0.3, 40), (1.5, choose_kernels.FEW + 4)):
-            choices(device, 40, choose_kernels.FEW + 1, how, informed, eps, most)
-    graphs(device, 40, choose_kernels.FEW + 1, True)
+        for eps, most in ((None, 40), (0.3, 40), (1.5, select_triton.FEW_SLOTS + 4)):
+            choices(device, 40, select_triton.FEW_SLOTS + 1, how, informed, eps, most)
+    graphs(device, 40, select_triton.FEW_SLOTS + 1, True)
     for weight_dtype in (torch.float32, torch.float16):
         for width, dim in ((5, 100), (70, 128)):
             products(device, torch.float32, weight_dtype, width, dim)

@@ -1,4 +1,4 @@
-"""Prints by how many MB the peak memory of this process grows with one long sequence; run by test_mix.py."""
+"""Prints by how many MB the peak memory of this process grows with one long sequence; run by test_token_mixing.py."""
 
 import sys
 from pathlib import Path

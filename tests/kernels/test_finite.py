@@ -26,15 +26,15 @@ def test_the_first_bad_layer_is_named_and_those_after_it_are_waited_for_in_silen
     checks = [check("first", False, Event(True)), check("second", True, Event(True)), check("third", True, late)]
     monkeypatch.setattr(finite, "_in_flight", type(finite._in_flight)(checks))
     with pytest.raises(ValueError, match="second: router scores are NaN or infinite in a step before"):
-        finite._drain()
-    finite._drain()
+        finite._report_finished_checks()
+    finite._report_finished_checks()
     assert list(finite._in_flight) == checks[2:]  # a kernel will write to its memory yet
     late.come = True
-    finite._drain()
+    finite._report_finished_checks()
     assert not finite._in_flight
     finite._in_flight.append(check("fourth", True, late))
     with pytest.raises(ValueError, match="fourth"):
-        finite._drain()
+        finite._report_finished_checks()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

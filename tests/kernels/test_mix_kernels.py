@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.kernels.entropy import attention_entropy
-from holdfast.kernels.mix import Second, softmax_mix
+from holdfast.kernels.attention import attention_entropy
+from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 
 COMPARISON = Path(__file__).with_name("compare_mixing.py")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the interpreter test covers the arithmetic")
@@ -41,7 +41,7 @@ def test_the_gpu_repeats_to_the_bit_and_in_a_captured_graph() -> None:
     torch.manual_seed(0)
     query, key = (torch.randn(2, 300, 64, device="cuda", requires_grad=True) for _ in range(2))
     value = torch.rand(2, 300, 16, device="cuda", requires_grad=True)
-    other = Second(torch.randn(2, 300, 32, device="cuda"), torch.randn(2, 300, 32, device="cuda"), 0.1)
+    other = SecondProduct(torch.randn(2, 300, 32, device="cuda"), torch.randn(2, 300, 32, device="cuda"), 0.1)
     heads = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
 
     def step() -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 from holdfast import Experts
-from holdfast.kernels import naive
+from holdfast.kernels.grouped import naive
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -13,14 +13,13 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, Experts, MoE
-from holdfast.kernels import naive
-from holdfast.kernels.choose import HOWS, _weigh_plain
-from holdfast.kernels.double_backward import refuse
-from holdfast.kernels.heads import take_heads
-from holdfast.kernels.mix import Second, softmax_mix
-from holdfast.kernels.norms import projected_norms
-from holdfast.kernels.precision import linear_float32, scaled_linear_float32
-from holdfast.kernels.split import _linear_plain
+from holdfast.kernels.attention import projected_norms, take_heads
+from holdfast.kernels.backward import refuse_second_derivatives
+from holdfast.kernels.fp32_linear import _linear_reference, linear_float32, scaled_linear_float32
+from holdfast.kernels.grouped import naive as naive_grouped
+from holdfast.kernels.select import WEIGHINGS, _weigh_reference
+from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
+from holdfast.kernels.token_mixing import naive as naive_token_mixing
 from holdfast.testing.subject import Subject
 
 Function = Callable[..., Tensor]
@@ -45,7 +44,7 @@ def assert_same(function: Function, plain: Function, inputs: Sequence[Tensor]) -
 
 def mixing(**how: Any) -> tuple[Function, Function]:
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return naive.mixing_weights(query, key, **how) @ value
+        return naive_token_mixing.mixing_weights(query, key, **how) @ value
 
     return lambda query, key, value: softmax_mix(query, key, value, **how), plain
 
@@ -60,12 +59,12 @@ OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "mix, causal and padded": (*mixing(scale=0.7, causal=True, real=REAL), [(2, 7, 5), (2, 7, 5), (2, 7, 3)]),
     "mix of queries with themselves": (
         lambda query, value: softmax_mix(query, query, value, scale=0.5, causal=True),
-        lambda query, value: naive.mixing_weights(query, query, 0.5, causal=True) @ value,
+        lambda query, value: naive_token_mixing.mixing_weights(query, query, 0.5, causal=True) @ value,
         [(2, 7, 5), (2, 7, 3)],
     ),
     "mix of two products": (
-        lambda q, k, v, a, b, c: softmax_mix(q, k, v, scale=0.5, second=Second(a, b, 0.3), bias=c),
-        lambda q, k, v, a, b, c: naive.mixing_weights(q, k, 0.5, second=(a, b, 0.3), bias=c) @ v,
+        lambda q, k, v, a, b, c: softmax_mix(q, k, v, scale=0.5, second=SecondProduct(a, b, 0.3), bias=c),
+        lambda q, k, v, a, b, c: naive_token_mixing.mixing_weights(q, k, 0.5, second=(a, b, 0.3), bias=c) @ v,
         [(2, 7, 5), (2, 7, 5), (2, 7, 3), (2, 7, 4), (2, 7, 4), (2, 7)],
     ),
     "linear": (linear_float32, lambda x, w: x @ w.t(), [(5, 6), (4, 6)]),
@@ -75,7 +74,7 @@ OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         [(5, 6), (4, 6)],
     ),
     "clustered linear": (  # tiles of 64: the first cluster's, then the second's
-        lambda x, w: _linear_plain(x, w, ORDER, torch.tensor([0, 1, -1]), torch.tensor([1, 2]), SCALES),
+        lambda x, w: _linear_reference(x, w, ORDER, torch.tensor([0, 1, -1]), torch.tensor([1, 2]), SCALES),
         lambda x, w: (x * SCALES[[0, 1, 0, 1, 1]]) @ w.t(),
         [(5, 6), (4, 6)],
     ),
@@ -99,7 +98,7 @@ def test_of_an_operator(name: str) -> None:
     assert_same(function, plain, [torch.randn(shape, generator=generator) for shape in shapes])
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", WEIGHINGS)
 def test_what_the_choosing_kernel_is_differentiated_as(how: str) -> None:
     """The kernel runs on a GPU; this is its second derivative there. The strip's own path is the specification."""
     torch.manual_seed(0)
@@ -110,13 +109,13 @@ def test_what_the_choosing_kernel_is_differentiated_as(how: str) -> None:
     kind = holdfast.routing.Scores(scores, scores.softmax(-1), informed=how == "shares", raw=scores)
     ranked = kind.key
     chosen = selector.eval()(kind, scores, Context())
-    got = _weigh_plain(
+    got = _weigh_reference(
         ranked,
         chosen.experts,
         torch.tensor(0.8),
         torch.empty(0),
         2,
-        HOWS.index(how),
+        WEIGHINGS.index(how),
         how == "shares",
         amounts,  # type: ignore[arg-type]
     )
@@ -143,7 +142,7 @@ def layers(name: str, device: str = "cpu") -> tuple[Function, Function, list[Ten
     def plain(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         routing = reference(module.router, x.float(), context)
         experts = routing.experts, routing.weights.double()
-        out = naive.experts(x.flatten(0, 1), *experts, up, down, None, None, torch.nn.functional.silu, True)
+        out = naive_grouped.experts(x.flatten(0, 1), *experts, up, down, None, None, torch.nn.functional.silu, True)
         return out.view(x.shape)
 
     return run, plain, [tokens, *(module.experts.get_parameter(each).detach() for each in names)]
@@ -183,7 +182,7 @@ def test_of_a_layer_with_two_names(name: str, device: str) -> None:
 def test_a_refusal_comes_when_it_is_differentiated() -> None:
     x = torch.randn(3, requires_grad=True)
     y = x.square()
-    y.register_hook(lambda grad: refuse(grad, "these do not support second derivatives; use others."))
+    y.register_hook(lambda grad: refuse_second_derivatives(grad, "these do not support second derivatives; use others."))
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(ValueError, match="these do not support second derivatives"):
         grad.sum().backward()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, MoE
-from holdfast.kernels import choose, split
+from holdfast.kernels import fp32_linear, select
 from holdfast.routing import Attention, Previous, Routing
 from holdfast.testing.subject import STEEP, differing
 
@@ -98,7 +98,7 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
             before = Previous(tokens.detach(), previous.routing)
             with monkeypatch.context() as plain:
                 if router is routers[1]:
-                    plain.setattr(split, "applies", lambda *_: False)
+                    plain.setattr(fp32_linear, "has_linear_kernel", lambda *_: False)
                 routing = router(tokens, Context(token_mask=token_mask, previous=before))
             total = (
                 routing.weights * torch.arange(1, routing.weights.shape[-1] + 1).cuda()
@@ -114,7 +114,7 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
         torch.testing.assert_close(routers[0].state_dict()[key], value, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("experts", [choose.MOST_IN_GRAPH, choose.MOST_IN_GRAPH + 40])
+@pytest.mark.parametrize("experts", [select.MOST_IN_GRAPH, select.MOST_IN_GRAPH + 40])
 def test_a_wide_expert_graph_is_learnt_as_on_a_cpu(experts: int) -> None:
     torch.manual_seed(0)
     router = holdfast.router("symphony", dim=16, experts=experts, k=8)

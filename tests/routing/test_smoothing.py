@@ -9,7 +9,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, Experts, MoE
-from holdfast.kernels.choose import fading
+from holdfast.kernels.select import strip_fade
 from holdfast.routing import Scores, SmoothTopK
 
 
@@ -25,7 +25,7 @@ def train(router: holdfast.Router, batches: int, tokens: int = 256) -> list[floa
 def test_s_is_what_the_paper_says() -> None:
     u = torch.linspace(-0.2, 1.2, 141, dtype=torch.float64)
     eps = 0.3
-    fade, in_strip = fading(((1 - u) * eps).float(), torch.tensor(eps))
+    fade, in_strip = strip_fade(((1 - u) * eps).float(), torch.tensor(eps))
     for value, got, inside in zip(u.tolist(), fade.tolist(), in_strip.tolist(), strict=True):
         if abs(value) > 1e-6:
             assert inside == (value > 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context
-from holdfast.kernels import mix
+from holdfast.kernels.token_mixing import blocks
 from holdfast.routing import Attention, AttentionPosterior, Similarity, token_graph
 
 
@@ -138,8 +138,8 @@ def test_a_mask_that_only_broadcasts_lets_no_future_in_and_survives_blocks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Key padding as (B,1,1,M), in a causal context, more queries than fit into one block."""
-    monkeypatch.setattr(mix, "BLOCK_ELEMENTS", {"cpu": 1})
-    monkeypatch.setattr(mix, "FEWEST_ROWS", 4)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 4)
     mask = torch.ones(2, 1, 1, 11, dtype=torch.bool)
     mask[1, ..., 3] = False
     assert not later_tokens_matter(INFORMERS[name](), mask)

@@ -12,7 +12,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
-from holdfast.kernels.double_backward import refuse
+from holdfast.kernels.backward import refuse_second_derivatives
 from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
 from holdfast.testing import CHECKS, check_router
 
@@ -115,7 +115,7 @@ class RefusesTwice(FailsTwice):
 def refuse_twice(logits: Tensor, says: str) -> Tensor:
     out = logits.square()
     if out.requires_grad:
-        out.register_hook(lambda grad: refuse(grad, says))
+        out.register_hook(lambda grad: refuse_second_derivatives(grad, says))
     return out
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import top
 from holdfast.routing import Routing
 
 Route = Callable[[Tensor], Routing | Sequence[Routing] | Tensor]  # tokens (..., d) to routings, or to scores (..., E)

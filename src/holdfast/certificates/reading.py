@@ -27,7 +27,7 @@ from holdfast.certificates.planes import Planes, Supports
 from holdfast.certificates.problem import AT_A_TIME, Problem
 from holdfast.certificates.scoring import LinearScoring, NoBound, Scoring, linear_score, read_score
 from holdfast.certificates.sigmoids import Sigmoids, sigmoid_keys
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import top
 from holdfast.routing import Context, ExpertGraph, ReLU, Router, Scores, SmoothTopK, TopK, TopP
 from holdfast.routing.rules import Rule
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import top
 from holdfast.routing.parts import Scores, shares
 from holdfast.routing.rules import Rule, dampened
 

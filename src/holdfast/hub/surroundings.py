@@ -23,7 +23,7 @@ from holdfast.hub.padding import token_mask_of
 from holdfast.hub.per_thread import PerThread
 from holdfast.hub.projections import as_linear
 from holdfast.hub.training import Ledger
-from holdfast.kernels.recompute import recomputing
+from holdfast.kernels.backward import recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
 from holdfast.routing.state import StatefulPart
 

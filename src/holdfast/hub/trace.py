@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from holdfast.hub.families import detached, record
 from holdfast.hub.padding import token_mask_of
 from holdfast.hub.sites import is_moe, sites
-from holdfast.kernels.recompute import recomputing
+from holdfast.kernels.backward import recomputing
 from holdfast.routing import Router, Routing
 from holdfast.routing.rules import Rule
 from holdfast.suggest import unknown

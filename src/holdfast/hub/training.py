@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.outputs import extend_annotated, with_fields
 from holdfast.hub.per_thread import PerThread
-from holdfast.kernels.recompute import recomputing
+from holdfast.kernels.backward import recomputing
 from holdfast.losses import Losses, alone, balance
 from holdfast.routing import Router, Routing
 from holdfast.routing.state import mean_over_ranks

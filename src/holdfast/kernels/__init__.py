@@ -1,4 +1,18 @@
-"""Kernels. `naive` states the mathematics; the fast version beside it is tested against it.
+"""Operations of routers and experts, one folder each.
 
-Nothing here knows routers or models: the rest of the package may import `kernels`, `kernels` imports only torch.
+    __init__.py     the operation's public functions; each chooses between PyTorch and Triton by itself
+    naive.py        the mathematics in a few plain lines, which tests compare the fast versions with
+    triton.py       Triton kernels and the functions that launch them; imported only where Triton can run
+
+    fp32_linear     products that stay float32                    select        top-k, its smooth strip, and weights
+    clusters        statistics and scaled features of clusters    token_mixing  attention-like mixing of rows
+    attention       what routers read from attention              dispatch      rows sorted by expert
+    grouped         products of an expert's rows and weights      finite        report NaN and infinity by layer
+    statistics      exact quantiles and running means
+
+    float32_parts   float32 numbers as sums of 16-bit parts (Triton)
+    launching       registering operators and launching kernels   backward      second derivatives, recomputed forwards
+    quantised       weights that other libraries have quantised
+
+Nothing here knows routers or models: the rest of the package may import `kernels`; `kernels` imports only torch and Triton.
 """

@@ -1,7 +1,7 @@
-"""Quantised weights, as the numbers that act in a forward.
+"""Quantised weights as floating-point numbers.
 
 Routers read a few weights outside the forward of the module that owns them (an attention's output projection), and our
-experts function reads those of experts: there no quantiser's own forward dequantises them.
+experts function reads those of experts. There the quantiser's own forward does not run, which would dequantise them.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ INT8_STEPS = 127  # a row of bitsandbytes' 8-bit weights is integers times its l
 
 
 def is_quantised(weight: Tensor) -> bool:
-    """Whether a weight is something else than its numbers: another library's tensor class, integers or 8-bit floats."""
+    """Return whether a weight does not hold plain numbers: another library's tensor class, integers or 8-bit floats."""
     kind = type(weight)
     if kind is Tensor or kind is nn.Parameter:
         return weight.dtype not in FLOATS
@@ -22,7 +22,7 @@ def is_quantised(weight: Tensor) -> bool:
 
 
 def _is_of_torch(kind: type) -> bool:
-    """Whether a class of tensors is PyTorch's own (DTensor, fake tensors): those are read as any other."""
+    """Return whether a class of tensors is PyTorch's own (DTensor, fake tensors): those are read as plain tensors."""
     return kind.__module__.split(".")[0] == "torch"
 
 
@@ -31,8 +31,8 @@ _is_of_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def as_float(module: Any, name: str, refusal: str) -> Tensor:
-    """Return a weight of `module` as floating-point numbers, or raise where its format is not known; `refusal` ends the
-    sentence."""
+    """Return a weight of `module` as floating-point numbers; raise a ValueError that ends with `refusal` if its format is
+    not known."""
     weight: Any = getattr(module, name, None)
     quantised: Any = getattr(module, f"q{name}", None)  # quanto quantises in the forward until the model is frozen
     if hasattr(quantised, "dequantize"):
@@ -67,7 +67,7 @@ def _from_4_bits(data: Tensor, state: Any) -> Tensor:
     import bitsandbytes
 
     whole: Tensor
-    if getattr(state, "packing_format_for_cpu", False):  # an order that only its product reads: with the identity, then
+    if getattr(state, "packing_format_for_cpu", False):  # only its product can read this order: multiply the identity
         identity = torch.eye(state.shape[1], dtype=state.dtype, device=data.device)
         whole = bitsandbytes.matmul_4bit(identity, data, quant_state=state).t()
     else:

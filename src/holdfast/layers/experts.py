@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.dispatch import Dispatch, dispatch
-from holdfast.kernels.experts import gather_mm, mm_combine
+from holdfast.kernels.grouped import gather_mm, mm_combine
 from holdfast.kernels.quantised import as_float
-from holdfast.kernels.rows import fuses
 from holdfast.layers.activations import Activation, resolve
 from holdfast.layers.sharding import Owners
 
@@ -123,7 +122,7 @@ def run_experts(
     glu: str | None = None,
     owners: Owners | None = None,
 ) -> Tensor:
-    """`tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; an index of E is nobody.
+    """`tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; an index of E is an unused slot.
 
     `glu` names the activation if `activate` is gated and it has a name: there may be a kernel for it. With `owners` the
     weights are this process's part of them, and tokens travel.
@@ -163,10 +162,7 @@ def _run(
     hidden = gather_mm(tokens, up.to(dtype), plan)
     if up_bias is not None:
         hidden = _add_bias(hidden, up_bias.to(dtype), plan)
-    if fuses(glu, hidden):
-        out = mm_combine(hidden, down.to(dtype), weights, plan, glu=glu)
-    else:
-        out = mm_combine(activate(hidden, plan), down.to(dtype), weights, plan)
+    out = mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu)
     return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import top
 from holdfast.routing import Routing
 
 STEPS = (1e-2, 1e-3, 1e-4)  # relative to the token's length: float32 logits cannot tell two points much closer than this

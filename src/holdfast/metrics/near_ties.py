@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from holdfast.kernels.topk import top
+from holdfast.kernels.select import top
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.rows import only_real
 from holdfast.routing import Router, Routing, Scores, SmoothTopK

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import singledispatch
 
-from holdfast.kernels.order import DIGITS
+from holdfast.kernels.statistics import DIGITS
 from holdfast.routing import AttentionPosterior, Clustered, ExpertGraph, Router, Similarity
 from holdfast.routing.noise import GaussianNoise
 from holdfast.routing.parts import LinearScore, Part, Selector
@@ -234,7 +234,7 @@ def _finishing(score: LinearScore) -> float:
 
 
 def _mixing(width: int, place: Place) -> tuple[float, float]:
-    """Forward and backward of `kernels.mix.softmax_mix` with vectors of `width` and gates of E for values, in blocks.
+    """Forward and backward of `token_mixing.softmax_mix` with vectors of `width` and gates of E for values, in blocks.
 
     The backward makes the scores again: 2 M (3 width + 2 E).
     """

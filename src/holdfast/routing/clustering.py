@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.kernels import clusters, split
-from holdfast.kernels.precision import matmul_float32, scaled_linear_float32
-from holdfast.kernels.streams import beside, join
-from holdfast.kernels.topk import top
-from holdfast.kernels.triton_support import has_kernels
+from holdfast.kernels import clusters
+from holdfast.kernels.clusters import naive
+from holdfast.kernels.fp32_linear import scaled_linear_float32
+from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
+from holdfast.kernels.select import top
 from holdfast.routing.offload import is_offloaded, loaded
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
 from holdfast.routing.records import Context, Previous
@@ -75,20 +75,12 @@ class Clustered(Score, StatefulPart):
         self.register_buffer("spreads", torch.ones(clusters, dim))
         self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
 
-    def absorb(self) -> dict[str, Tensor]:
-        counts = self.get_buffer("staged_counts").unsqueeze(1)
-        mean = self.get_buffer("staged_deviations") / counts.clamp_min(1)
-        return {"spreads": torch.lerp(mean, self.spreads, MEMORY).where(counts >= FEWEST_TOKENS, self.spreads)}
-
     def begin_training_forward(self) -> None:
-        beside(self.spreads, super().begin_training_forward)
+        on_side_stream(self.spreads, super().begin_training_forward)
 
     def absorb_where(self, due: Tensor) -> None:
-        if torch.compiler.is_compiling() or not has_kernels(self.spreads):
-            super().absorb_where(due)
-            return
-        staged = self.get_buffer("staged_deviations"), self.get_buffer("staged_counts")
-        clusters.absorb(self.spreads, *staged, due, memory=MEMORY, fewest=FEWEST_TOKENS)
+        batch = self.get_buffer("staged_deviations"), self.get_buffer("staged_counts")
+        clusters.update_spreads(self.spreads, *batch, due, memory=MEMORY, fewest=FEWEST_TOKENS)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         if context.previous is None or self.plain:
@@ -101,34 +93,33 @@ class Clustered(Score, StatefulPart):
 
     def _clustered(self, tokens: Tensor, context: Context, previous: Previous) -> Tensor:
         matrix = self.base.matrix
-        if self.mix == 1 and self.clusters < clusters.MOST_CLUSTERS and split.applies(tokens, matrix):
+        if self.mix == 1:
             return self.base.finish(self._grouped(tokens, matrix, previous, context.real(tokens)))
         features = self.features(tokens, context)
         assert features is not None
         return self.base.finish(scaled_linear_float32(tokens, *features, matrix))
 
     def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
-        """(x * m_c) matrix^T, as from `features`, with the tokens in the order of their clusters.
+        """Return (x * m_c) matrix^T, as from `features`, for tokens of one cluster each.
 
-        While they are put in order, the running spreads become scales.
+        On a GPU the running spreads become scales while tokens are grouped by cluster.
         """
         self._check(previous)
+        rows = tokens.reshape(-1, self.dim)
         real = None if real is None else real.flatten().contiguous()
         scales = None
         if self.stats == "running":
-            scales = beside(self.spreads, lambda: clusters.feature_scales(self.spreads, SMALLEST_SPREAD))
-        groups = clusters.group(previous.routing.experts[:, 0], real, self.clusters)
-        inputs, squared = previous.tokens.detach().reshape(-1, self.dim).contiguous(), self.spread == "variance"
-        spreads = self._spreads(
-            lambda: clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
-        )
+            scales = on_side_stream(self.spreads, lambda: clusters.feature_scales(self.spreads, SMALLEST_SPREAD))
+        first = previous.routing.experts[:, 0]
+        groups = clusters.group(first, real, self.clusters, tokens=tokens, weight=matrix)
+        spreads = self._spreads(lambda: self._deviations(previous, groups, real))
         if scales is None:
             scales = clusters.feature_scales(spreads, SMALLEST_SPREAD)
-        projected = split.clustered_linear(tokens.reshape(-1, self.dim), matrix, groups, scales)
+        projected = clusters.clustered_linear(rows, matrix, groups, scales)
         return projected.view(*tokens.shape[:-1], matrix.shape[0])
 
     def features(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
-        """Mixture (T,C) and scales (C,d), whose product is what each token's features are multiplied with.
+        """Return mixture (T,C) and scales (C,d), whose product each token's features are multiplied with.
 
         A row of 0 in the mixture leaves a token as it is; None leaves all. In training this stages the batch's spreads.
         """
@@ -136,17 +127,24 @@ class Clustered(Score, StatefulPart):
         if previous is None or self.plain:
             return None
         self._check(previous)
-        members = self._members(previous)
-        spreads = self._spreads(lambda: self._deviations(previous, members, context.real_or_all(tokens)))
+        members = naive.members(previous.routing.experts[:, 0], self.clusters)
+        real = context.real(tokens)
+        real = None if real is None else real.flatten()
+        spreads = self._spreads(lambda: self._deviations(previous, members, real))
         return self._mixture(previous, members, context), feature_scales(spreads)
 
+    def _deviations(self, previous: Previous, groups: clusters.Groups, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sums over each cluster's real tokens, over all ranks, of |h - mean| or its square, and their numbers."""
+        inputs, squared = previous.tokens.detach().reshape(-1, self.dim), self.spread == "variance"
+        return clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
+
     def _over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """In evaluation a rank may run forwards that others do not."""
+        """Return the sum over ranks in training; None in evaluation, where a rank may run forwards that others do not."""
         return sum_over_ranks if self.training and several_ranks() else None
 
     def _spreads(self, of_batch: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-        """Those to use now; in training the batch's sums of deviations, and of how many tokens, are learnt from."""
-        join(self.spreads)
+        """Return the spreads to use now; in training, learn from the batch's sums of deviations and counts."""
+        wait_for_side_stream(self.spreads)
         if self.stats == "batch":
             deviations, counts = of_batch()
             return (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
@@ -161,13 +159,8 @@ class Clustered(Score, StatefulPart):
         if experts != self.clusters:
             raise ValueError(f"the previous MoE layer has {experts} experts; set clusters={experts} (now {self.clusters}).")
 
-    def _members(self, previous: Previous) -> Tensor:
-        """(T,C) 0/1: the cluster of each token, none for one that took no expert."""
-        first = previous.routing.experts[:, :1]
-        return (first == torch.arange(self.clusters, device=first.device)).float()
-
     def _mixture(self, previous: Previous, members: Tensor, context: Context) -> Tensor:
-        """(T,C): with which weight each cluster's scales count for a token; all 0 where features stay as they are."""
+        """Return (T,C): the weight of each cluster's scales for a token; all 0 where features stay as they are."""
         if self.mix == 1:
             return members
         gates = previous.routing.gates.detach()
@@ -177,23 +170,7 @@ class Clustered(Score, StatefulPart):
         weights = torch.zeros_like(gates).scatter(1, best, gates.gather(1, best))
         return shares(weights) * members.sum(1, keepdim=True)
 
-    @torch.no_grad()
-    def _deviations(self, previous: Previous, members: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the cluster's real tokens, over all ranks, of |h - mean| or its square, and how many they are."""
-        over_ranks = self._over_ranks() or (lambda value: value)
-        inputs = previous.tokens.detach().reshape(-1, self.dim).float()
-        inputs = inputs.where(real.flatten().unsqueeze(1), 0.0)
-        members = members * real.flatten().unsqueeze(1)
-        counts = over_ranks(members.sum(0))
-        means = over_ranks(matmul_float32(members.t(), inputs)) / counts.clamp_min(1).unsqueeze(1)
-        centred = inputs - matmul_float32(members, means)
-        amounts = centred.abs() if self.spread == "mad" else centred.square()
-        return over_ranks(matmul_float32(members.t(), amounts)), counts
-
 
 def feature_scales(spreads: Tensor) -> Tensor:
-    """m (C,d): the inverse of each cluster's spreads, floored at a tenth of their mean, with mean 1 over the features."""
-    spreads = spreads.where(spreads.mean(1, keepdim=True) > 0, 1.0)  # a cluster of one token has no spread to speak of
-    floor = SMALLEST_SPREAD * spreads.mean(1, keepdim=True)
-    inverse = 1 / torch.maximum(spreads, floor)
-    return inverse / inverse.mean(1, keepdim=True)
+    """Return m (C,d): the inverse of each cluster's spreads, floored at a tenth of their mean, with mean 1."""
+    return naive.feature_scales(spreads, SMALLEST_SPREAD)

@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels import choose
-from holdfast.kernels.precision import linear_float32
-from holdfast.kernels.recompute import as_now
-from holdfast.kernels.topk import top
+from holdfast.kernels.backward import snapshot_for_backward
+from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.select import count_pairs
 from holdfast.routing.parts import TINY, Informer
 from holdfast.routing.records import Context
 from holdfast.routing.selection import check_k
@@ -80,24 +79,14 @@ class ExpertGraph(Informer, StatefulPart):
 
     def effective(self) -> Tensor:
         """(E,E): the graph as it acts, without what is below the threshold."""
-        graph = as_now(self.graph, self.training)
+        graph = snapshot_for_backward(self.graph, self.training)
         return graph if self.threshold == 0 else graph.where(graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         graph = self.effective()
         if self.training:
-            self.learn(lambda: {"together": sum_over_ranks(self._together(logits.detach(), context.real(tokens)))})
+            self.learn(lambda: {"together": sum_over_ranks(count_pairs(logits.detach(), context.real(tokens), self.k))})
         return linear_float32(gates, graph)
-
-    def _together(self, logits: Tensor, real: Tensor | None) -> Tensor:
-        """C = Z^T Z."""
-        fused = choose.applies(logits)
-        if fused and logits.shape[-1] <= choose.MOST_IN_GRAPH:
-            return choose.together(logits.flatten(0, 1), None if real is None else real.flatten(), self.k)
-        best = choose.choose(logits, choose.Amounts(logits, "raw"), self.k)[0] if fused else top(logits, self.k)
-        chosen = torch.zeros_like(logits).scatter(-1, best, 1.0)
-        chosen = (chosen if real is None else chosen * real.unsqueeze(-1)).flatten(0, 1)
-        return chosen.t() @ chosen
 
     def spectral_gap(self) -> float:
         """|lambda_1| - |lambda_2|: how fast a disagreement between experts dies out."""

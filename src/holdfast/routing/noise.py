@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.kernels.precision import linear_float32
+from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.routing.parts import TINY
 
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.choose import TINY as TINY
-from holdfast.kernels.choose import shares as shares
-from holdfast.kernels.precision import linear_float32
+from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.select import TINY as TINY
+from holdfast.kernels.select import shares as shares
 from holdfast.routing.records import Context
 
 

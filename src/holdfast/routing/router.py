@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
-from holdfast.kernels.streams import join
+from holdfast.kernels.launching import wait_for_side_stream
 from holdfast.routing.parts import Informer, Part, Score, Scores, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
@@ -161,7 +161,7 @@ class Router(nn.Module):
             )
             if self.training and self.learning and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
-        join(tokens)
+        wait_for_side_stream(tokens)
         return routing
 
     def _refuse_tracing(self) -> None:

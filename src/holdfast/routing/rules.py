@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from holdfast.kernels.choose import Amounts
-from holdfast.kernels.topk import top
-from holdfast.routing.parts import Scores, shares
+from holdfast.kernels.select import Amounts, top, weigh
+from holdfast.routing.parts import Scores
 
 
 class Rule(ABC):
@@ -32,7 +31,7 @@ class Rule(ABC):
         return scores.logits
 
     def amounts(self, scores: Scores) -> Amounts | None:
-        """What `weigh` weighs by, where that is all it does and one kernel can do it; None for a rule of another kind."""
+        """Return what experts are weighed by if the rule ranks by `scores.key` and weighs as `kernels.select`, or None."""
         return None
 
     @abstractmethod
@@ -49,19 +48,13 @@ class Softmax(Rule):
     def gate(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, dim=-1)
 
-    def amounts(self, scores: Scores) -> Amounts | None:
+    def amounts(self, scores: Scores) -> Amounts:
         if self.renormalise and not scores.informed:
             return Amounts(scores.logits, "softmax")
         return Amounts(scores.gates, "shares" if self.renormalise else "raw")
 
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
-        if self.renormalise and not scores.informed:
-            logits = scores.logits.gather(-1, experts)
-            logits = logits if fade is None else logits + fade
-            return torch.softmax(logits.where(in_use, -torch.inf), dim=-1).where(in_use, 0.0)
-        # Gates may all be 0, and then so are the weights; a softmax of their logarithms would not be.
-        gates = dampened(scores, experts, in_use, fade)
-        return shares(gates) if self.renormalise else gates
+        return weigh(self.amounts(scores), experts, in_use, fade)
 
 
 def dampened(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:

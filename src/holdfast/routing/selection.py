@@ -5,10 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels import choose
-from holdfast.kernels.recompute import as_now
-from holdfast.kernels.streams import join
-from holdfast.kernels.topk import top
+from holdfast.kernels.backward import snapshot_for_backward
+from holdfast.kernels.launching import wait_for_side_stream
+from holdfast.kernels.select import select_top_k, top
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
@@ -92,8 +91,8 @@ class TopK(Selector):
         if self.training and self.noise is not None:
             scores = self._disturbed(scores, self.noise(scores.logits, tokens))
         amounts = self.rule.amounts(scores)
-        if amounts is not None and self.k_final is None and choose.applies(scores.key):
-            experts, weights = choose.choose(scores.key, amounts, self.k)
+        if amounts is not None and self.k_final is None:
+            experts, weights = select_top_k(scores.key, amounts, self.k)
             return Selection(experts, weights, scores.gates, {})
         experts = top(self.rule.ranks(scores), self.slots)
         in_use = torch.ones_like(experts, dtype=torch.bool)
@@ -176,10 +175,12 @@ class ReLU(Selector, StatefulPart):
         if self.training and self.learning:
             real = context.real_or_all(tokens)
             self.learn(lambda: self._counts(weights, real))
-            join(tokens)
-            count = as_now(self.get_buffer("staged_tokens"))  # also in a recomputation, which counts nothing
+            wait_for_side_stream(tokens)
+            count = snapshot_for_backward(self.get_buffer("staged_tokens"))  # also in a recomputation, which counts nothing
             # Over the mean number of tokens: the mean over ranks of this loss is then that of the whole batch.
-            losses["l1"] = as_now(self.l1) * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
+            losses["l1"] = (
+                snapshot_for_backward(self.l1) * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
+            )
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
 
     def _counts(self, weights: Tensor, real: Tensor) -> dict[str, Tensor]:

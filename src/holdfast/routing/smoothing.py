@@ -14,17 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.kernels import choose
-from holdfast.kernels.choose import fading
-from holdfast.kernels.order import midpoint
-from holdfast.kernels.recompute import as_now
-from holdfast.kernels.running import absorb_mean, running_mean
-from holdfast.kernels.topk import top
+from holdfast.kernels.backward import snapshot_for_backward
+from holdfast.kernels.select import select_smooth_top_k, smooth_strip
+from holdfast.kernels.statistics import midpoint, update_running_mean
 from holdfast.routing.parts import Scores, Selection, Selector
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight
 from holdfast.routing.selection import check_k
-from holdfast.routing.state import StatefulPart, flag, is_set, sum_over_ranks
+from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 from holdfast.suggest import unknown
 
 MEMORY = 0.95
@@ -100,54 +97,42 @@ class SmoothTopK(Selector, StatefulPart):
         if self.anneal:
             self.budget_now.fill_(self.budget * min(1.0, max(0.0, 3 - 4 * fraction)))
 
-    def absorb(self) -> dict[str, Tensor]:
-        batch, counts = self.get_buffer("staged_width"), self.get_buffer("staged_tokens") > 0
-        width, _ = running_mean(self.width, is_set(self.seen), batch, counts, MEMORY)
-        # The first batch with a gap sets it: under a graph that still is zero all experts tie.
-        return {"width": width, "seen": is_set(self.seen) | (counts & (batch > 0))}
-
     def absorb_where(self, due: Tensor) -> None:
-        staged = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
-        if not absorb_mean(self.width, is_set(self.seen), *staged, due, memory=MEMORY, is_sum=False):
-            super().absorb_where(due)
+        batch = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
+        # The first batch with a gap sets it: under a graph that still is zero all experts tie.
+        update_running_mean(self.width, self.seen, *batch, due, memory=MEMORY, is_sum=False)
 
     def eps(self) -> Tensor:
         """The width of the strip now; 0 is hard top-k."""
         if self.inference == "hard" and not self.training:
             return torch.zeros_like(self.width)
-        eps = as_now(self.width, self.training) if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
+        eps = (
+            snapshot_for_backward(self.width, self.training) if self.eta is None else F.softplus(self.eta.float()).squeeze(0)
+        )
         return eps.where(self.budget_now > 0, 0.0)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         amounts = self.rule.amounts(scores)
-        if amounts is None or self.eta is not None or not choose.applies(scores.key):
-            return self._plainly(scores, tokens, context)
-        experts, weights, gaps = choose.choose_smoothly(
+        if amounts is None or self.eta is not None:
+            return self._by_rule(scores, tokens, context)
+        experts, weights, gaps = select_smooth_top_k(
             scores.key, amounts, self.k, self.eps(), most=self.slots, informed=scores.informed
         )
         if self.training:
             self.learn(lambda: self._batch_width(gaps, context.real(tokens)))
         return Selection(experts, weights, scores.gates, {})
 
-    def _plainly(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
-        """For every rule and control, step by step."""
-        experts = top(self.rule.ranks(scores), self.experts)
-        levels = self.rule.levels(scores).gather(-1, experts)
-        gaps = (levels[..., self.k - 1 : self.k] - levels).detach()  # c - logit, of the expert in each slot
-        slot = torch.arange(self.experts, device=experts.device)
+    def _by_rule(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        """Select step by step: for rules with their own ranks or weights, and for a width that is learned by a gradient."""
         eps = self.eps()
-        crossable = gaps.masked_fill((slot < self.k) | (slot >= self.slots), torch.inf)
-        edge = eps if self.slots == self.experts else torch.minimum(eps, gaps[..., self.slots : self.slots + 1])
-        experts, gaps, core = experts[..., : self.slots], gaps[..., : self.slots], slot[: self.slots] < self.k
-        fade, in_strip = fading(gaps, edge)
-        in_use = core | in_strip
-        fade = fade.where(~core, 0.0)
-        weights = self.rule.weigh(scores, experts, in_use, fade, self.k)
+        strip = smooth_strip(self.rule.ranks(scores), self.rule.levels(scores), self.k, eps, self.slots)
+        experts, in_use = strip.experts, strip.in_use
+        weights = self.rule.weigh(scores, experts, in_use, strip.fade, self.k)
         if scores.informed:
-            in_use = core | (in_use & (scores.gates.gather(-1, experts) > 0))
+            in_use = strip.core | (in_use & (scores.gates.gather(-1, experts) > 0))
         losses = {}
         if self.training and self.eta is None:
-            self.learn(lambda: self._batch_width(crossable, context.real(tokens)))
+            self.learn(lambda: self._batch_width(strip.gaps, context.real(tokens)))
         elif self.training and self.learning:
             losses = {"boundary": self._boundary(in_use, eps, context.real_or_all(tokens))}
         experts = experts.where(in_use, self.experts)

@@ -8,7 +8,6 @@ One thing it does not do: when a layer runs forward twice before the first backw
 first staged, and a recomputation of the first then sees newer state. Do not checkpoint a stateful router that is used so.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Self
 
@@ -16,8 +15,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from holdfast.kernels.recompute import first_forward, recomputing
-from holdfast.kernels.streams import beside
+from holdfast.kernels.backward import first_forward, recomputing
+from holdfast.kernels.launching import on_side_stream
 from holdfast.routing.parts import Part
 
 
@@ -32,9 +31,12 @@ class StatefulPart(Part):
         self.register_buffer("pending", flag())
         self.register_state_dict_pre_hook(_commit_before_saving)
 
-    @abstractmethod
     def absorb(self) -> Mapping[str, Tensor]:
-        """The state's new values, by buffer name, from the state and the staged statistics."""
+        """Return the state's new values, by buffer name, from the state and the staged statistics.
+
+        A part overrides this or `absorb_where`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has state, but neither `absorb` nor `absorb_where`.")
 
     def register_statistics(self, **statistics: Tensor) -> None:
         """Declare what will be staged, with values of the right shape."""
@@ -55,7 +57,7 @@ class StatefulPart(Part):
     def learn(self, statistics: Callable[[], Mapping[str, Tensor]]) -> None:
         """Stage what the batch teaches. No route depends on it: on a GPU it is computed beside the rest of the forward."""
         if self.learning and (torch.compiler.is_compiling() or not recomputing()):
-            beside(self.pending, lambda: self.stage(**statistics()))
+            on_side_stream(self.pending, lambda: self.stage(**statistics()))
 
     @torch.no_grad()
     def stage(self, **statistics: Tensor) -> None:
@@ -82,7 +84,7 @@ class StatefulPart(Part):
         self.pending.copy_(is_set(self.pending) ^ due)  # only what is pending is ever due
 
     def absorb_where(self, due: Tensor) -> None:
-        """Replace the state by its new values if `due`, a bool on the device."""
+        """Replace the state by its new values, in place, if `due`, a bool on the device."""
         for name, value in self.absorb().items():
             state = self.get_buffer(name)
             # Not where(..., out=state): under torch.compile a backward that makes it again then reads the new state.

@@ -2,7 +2,7 @@
 
     u the attention output before the residual (the router's own input where there is none), P the gates
 
-Neither informer ever holds an N x N matrix (kernels/mix.py), and both take from the cache what earlier tokens left there.
+Neither informer ever holds an N x N matrix (kernels/token_mixing). Both take what earlier tokens left from the cache.
 """
 
 import math
@@ -10,16 +10,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.entropy import attention_entropy, sampled
-from holdfast.kernels.heads import take_heads
-from holdfast.kernels.mix import Second, softmax_mix
-from holdfast.kernels.norms import projected_norms
-from holdfast.kernels.precision import linear_float32
-from holdfast.kernels.recompute import as_now
-from holdfast.kernels.running import absorb_mean, running_mean
+from holdfast.kernels.attention import attention_entropy, projected_norms, sampled, take_heads
+from holdfast.kernels.backward import snapshot_for_backward
+from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.statistics import update_running_mean
+from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
-from holdfast.routing.state import StatefulPart, flag, is_set, sum_over_ranks
+from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 
 ENTROPY_MEMORY = 0.9
 SAMPLE = 512  # tokens of a sequence
@@ -105,16 +103,9 @@ class AttentionPosterior(Informer, StatefulPart):
         self.register_buffer("seen", flag())
         self.register_statistics(entropies=torch.zeros(heads), tokens=torch.zeros(()))
 
-    def absorb(self) -> dict[str, Tensor]:
-        tokens = self.get_buffer("staged_tokens")
-        mean = self.get_buffer("staged_entropies") / tokens.clamp_min(1)
-        entropy, seen = running_mean(self.entropy, is_set(self.seen), mean, tokens > 0, ENTROPY_MEMORY)
-        return {"entropy": entropy, "seen": seen}
-
     def absorb_where(self, due: Tensor) -> None:
-        staged = self.get_buffer("staged_entropies"), self.get_buffer("staged_tokens")
-        if not absorb_mean(self.entropy, is_set(self.seen), *staged, due, memory=ENTROPY_MEMORY, is_sum=True):
-            super().absorb_where(due)
+        batch = self.get_buffer("staged_entropies"), self.get_buffer("staged_tokens")
+        update_running_mean(self.entropy, self.seen, *batch, due, memory=ENTROPY_MEMORY, is_sum=True)
 
     @property
     def inert(self) -> bool:
@@ -124,7 +115,7 @@ class AttentionPosterior(Informer, StatefulPart):
         attention = self._attention(context)
         if self.training:
             self.learn(lambda: self._entropies(attention, tokens, context))
-        head = as_now(self.entropy, self.training).argmin().view(1)
+        head = snapshot_for_backward(self.entropy, self.training).argmin().view(1)
         query, key, explained, bias = self._log_weights(attention, head, context)
         own, real, mask = gates, context.token_mask, _mask(attention, head)
         if context.cache is not None:
@@ -155,7 +146,9 @@ class AttentionPosterior(Informer, StatefulPart):
             raise ValueError(f"the attention has {attention.query.shape[1]} heads; this router was built for {self.heads}.")
         return attention
 
-    def _log_weights(self, attention: Attention, head: Tensor, context: Context) -> tuple[Tensor, Tensor, Second, Tensor]:
+    def _log_weights(
+        self, attention: Attention, head: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, SecondProduct, Tensor]:
         """q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), up to what is the same for every j: two products and a bias.
 
         The head is an index on the device, so that nobody waits to hear which it is.
@@ -166,7 +159,7 @@ class AttentionPosterior(Informer, StatefulPart):
         query, key, value, across = take_heads(rows, head, self.heads)
         query, across = context.clean(query), across.squeeze(0)
         # u_i . o_j = heads (W^T u_i) . v_j, and what the bias adds is the same for every j
-        explained = Second(linear_float32(context.clean(attention.output), across), value, self.heads / self.sigma**2)
+        explained = SecondProduct(linear_float32(context.clean(attention.output), across), value, self.heads / self.sigma**2)
         norms = self._norms(value, across, attention.projection.bias, query.shape[1], context)
         return query, key, explained, norms / (-2 * self.sigma**2)
 

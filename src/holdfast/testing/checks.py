@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from holdfast.kernels.naive import top as naive_top
+from holdfast.kernels.select.naive import top as naive_top
 from holdfast.losses import TERMS, Losses
 from holdfast.routing import Context, RouterCache, Routing, Score, Scores
 from holdfast.testing.subject import (

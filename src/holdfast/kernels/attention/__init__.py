@@ -1,0 +1,226 @@
+"""What routers read from attention: the entropy of its weights, one head of many, and norms of projected values.
+
+    B sequences, H heads, N queries, M keys, D width of a head, d width of the model
+
+Weights, and the keys that a query may attend to, are those of kernels/token_mixing. On a GPU Triton kernels do the work.
+They are compared with the PyTorch code here, which runs elsewhere.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.backward import is_differentiated
+from holdfast.kernels.fp32_linear import HALF_DTYPES, ieee_float32, linear_float32, matmul_float32
+from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, has_kernels, on_device_of, operator
+from holdfast.kernels.token_mixing.blocks import expanded_mask, finite_or_zero, query_blocks, score_terms
+from holdfast.kernels.token_mixing.blocks import sampled as sampled
+
+WIDEST_VALUE = 256  # columns of v that fit into a tile of the kernel for norms
+
+
+@torch.no_grad()
+def attention_entropy(
+    query: Tensor,  # (B,H,N,m)
+    key: Tensor,  # (B,key heads,M,m)
+    *,
+    scale: float,
+    causal: bool = False,
+    real: Tensor | None = None,  # (B,M)
+    mask: Tensor | None = None,  # (B,H,N,M), or 1 in place of B, H or N
+    step: int = 1,
+) -> Tensor:
+    """Return the entropy in nats of each query's weights, (B,H,N), without gradient; 0 for a query that attends to nothing.
+
+    step    more than 1: only the queries of the `sampled` blocks, (B,H,n)
+    """
+    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale, step)
+    return out
+
+
+@torch.library.custom_op("holdfast::attention_entropy", mutates_args=())
+def _attention_entropy(
+    query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int
+) -> Tensor:
+    if HAS_TRITON and query.is_cuda:
+        from holdfast.kernels.attention import triton
+
+        if triton.supports_entropy(query, key, scale):
+            with on_device_of(query):
+                return triton.entropy(query, key, real, mask, causal, scale, step)
+    if step == 1:
+        return _entropies(query, key, real, mask, causal, scale)
+    found = []
+    for rows in sampled(query.shape[2], step):
+        keys = slice(0, key.shape[2] - query.shape[2] + rows.stop if causal else key.shape[2])
+        part = None if mask is None else mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
+        seen = None if real is None else real[:, keys]
+        found.append(_entropies(query[:, :, rows], key[:, :, keys], seen, part, causal, scale))
+    return torch.cat(found, 2)
+
+
+def _entropies(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    heads, key_heads = query.shape[1], key.shape[1]
+    entropy = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    for head in range(heads):  # one at a time: a mask expanded to all heads would be a copy of N x N for each
+        own, shared = query[:, head], key[:, head * key_heads // heads]
+        part = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
+        terms = score_terms(own, shared, None, None, None, real, expanded_mask(part, own, shared), causal, scale, 0.0)
+        with ieee_float32():
+            for rows, columns in query_blocks(own, shared, causal):
+                scores = terms.scores(rows, columns)
+                log_weights = scores.sub_(finite_or_zero(scores.logsumexp(-1, keepdim=True)))
+                entropy[:, head, rows] = -(log_weights.exp() * finite_or_zero(log_weights)).sum(-1)
+    return entropy
+
+
+@_attention_entropy.register_fake
+def _(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int) -> Tensor:
+    rows = query.shape[2] if step == 1 else sum(block.stop - block.start for block in sampled(query.shape[2], step))
+    return query.new_empty(*query.shape[:2], rows, dtype=torch.float32)
+
+
+def take_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Return, for each of `rows (B, its heads, N, D)`, (B,N,D): the head that head number `head (1,)` of `heads` reads.
+
+    Where rows have fewer heads than `heads`, each of theirs is read by a group of neighbouring heads. The index stays on the
+    device; on a GPU one launch copies from all rows.
+    """
+    if torch.compiler.is_exporting():
+        return tuple(_index_heads(rows, head, heads))
+    taken: tuple[Tensor, ...] = _TakeHeads.apply(head, heads, *rows)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _TakeHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, heads, *rows):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(head)
+        ctx.heads, ctx.own = heads, [each.shape[1] for each in rows]
+        return tuple(_take_heads(rows, head, heads))
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        (head,) = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        put_head = _place_head if is_differentiated() else _put_head
+        put = [
+            put_head(grad.contiguous(), head, ctx.heads, own) if need else None
+            for grad, own, need in zip(grads, ctx.own, needs, strict=True)
+        ]
+        return None, None, *put
+
+
+def _take_heads_anywhere(rows: list[Tensor], head: Tensor, heads: int) -> list[Tensor]:
+    if all(has_kernels(each) for each in rows):
+        from holdfast.kernels.attention import triton
+
+        with on_device_of(head):
+            return triton.take_heads(rows, head, heads)
+    return _index_heads(rows, head, heads)
+
+
+def _index_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> list[Tensor]:
+    return [each.index_select(1, head * each.shape[1] // heads).squeeze(1) for each in rows]
+
+
+def _put_head_anywhere(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
+    """Return (B,own,N,D): `rows (B,N,D)` as the head that head `head` of `heads` reads, 0 in the others."""
+    if has_kernels(rows):
+        from holdfast.kernels.attention import triton
+
+        with on_device_of(rows):
+            return triton.put_head(rows, head, heads, own)
+    return _place_head(rows, head, heads, own)
+
+
+def _place_head(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
+    out = rows.new_zeros(rows.shape[0], own, *rows.shape[1:])
+    return out.index_copy(1, head * own // heads, rows.unsqueeze(1))
+
+
+_take_heads = operator(
+    "take_heads(Tensor[] rows, Tensor head, int heads) -> Tensor[]",
+    _take_heads_anywhere,
+    lambda rows, head, heads: [each.new_empty(each.shape[0], *each.shape[2:]) for each in rows],
+    devices=EVERYWHERE,
+)
+_put_head = operator(
+    "put_head(Tensor rows, Tensor head, int heads, int own) -> Tensor",
+    _put_head_anywhere,
+    lambda rows, head, heads, own: rows.new_empty(rows.shape[0], own, *rows.shape[1:]),
+    devices=EVERYWHERE,
+)
+
+
+def projected_norms(value: Tensor, across: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    """Return |heads W v + bias|^2 of many values v, (T,) float32; gradients in the dtypes of the inputs.
+
+    v (T,D), W (d,D) given as `across (D,d)`, bias (d,) or None. The projected vectors, as wide as the model, are never
+    stored: W^T W, which is D x D, gives their norms; on a GPU, for half-precision numbers, a kernel squares them as it
+    computes them.
+    """
+    if _has_norm_kernel(value, across):
+        out: Tensor = _ProjectedNorms.apply(value, across, bias, heads)  # type: ignore[no-untyped-call]
+        return out
+    return _by_square(value, across, bias, heads)
+
+
+def _by_square(value: Tensor, across: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    products = heads**2 * linear_float32(value, linear_float32(across, across))
+    if bias is not None:
+        products = products + 2 * heads * linear_float32(bias.unsqueeze(0), across)
+    norms = (products * value).sum(-1)
+    return norms if bias is None else norms + bias.float().square().sum()
+
+
+def _has_norm_kernel(value: Tensor, across: Tensor) -> bool:
+    return (
+        value.dtype in HALF_DTYPES and value.dtype == across.dtype and value.shape[1] <= WIDEST_VALUE and has_kernels(value)
+    )
+
+
+class _ProjectedNorms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, across, bias, heads):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(value, across, bias)
+        ctx.heads = heads
+        return _projected_norms(value, across, bias, heads)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        """With o = heads W v + bias: the gradients of v, W and bias are 2 g heads W^T o, 2 g heads o v^T and 2 g o."""
+        value, across, bias = ctx.saved_tensors
+        wants_value, wants_across, wants_bias, _ = ctx.needs_input_grad
+        of_value = of_across = of_bias = None
+        weighted = 2 * ctx.heads * grad.unsqueeze(1) * value.float()  # (T,D)
+        if wants_value:
+            seen = ctx.heads * linear_float32(value, linear_float32(across, across))
+            seen = seen if bias is None else seen + linear_float32(bias.unsqueeze(0), across)
+            of_value = (2 * ctx.heads * grad.unsqueeze(1) * seen).to(value.dtype)
+        if wants_across:
+            of_across = matmul_float32(ctx.heads * matmul_float32(weighted.t(), value), across)
+            of_across = of_across if bias is None else of_across + weighted.sum(0).unsqueeze(1) * bias.float()
+            of_across = of_across.to(across.dtype)
+        if wants_bias:
+            of_bias = matmul_float32(weighted.sum(0).unsqueeze(0), across).squeeze(0) + 2 * grad.sum() * bias.float()
+            of_bias = of_bias.to(bias.dtype)
+        return of_value, of_across, of_bias, None
+
+
+def _projected_norms_anywhere(value: Tensor, across: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    if not _has_norm_kernel(value, across):
+        return _by_square(value, across, bias, heads)
+    from holdfast.kernels.attention import triton
+
+    with on_device_of(value):
+        return triton.projected_norms(value, across, bias, heads)
+
+
+_projected_norms = operator(
+    "projected_norms(Tensor value, Tensor across, Tensor? bias, int heads) -> Tensor",
+    _projected_norms_anywhere,
+    lambda value, *_: value.new_empty(value.shape[0], dtype=torch.float32),
+    devices=EVERYWHERE,
+)

@@ -1,0 +1,91 @@
+"""What a backward needs to know: is it differentiated itself, is this forward a recomputation, which state does it read?
+
+**Second derivatives.** An operator's backward is a kernel, or a loop that writes in place: autograd cannot differentiate it
+and would take its result for a constant. So a backward that is differentiated itself (`create_graph=True`) computes the
+function again in plain PyTorch and takes the gradient of that. It costs the memory that the operator saves, and is right to
+any order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.launching import EVERYWHERE, operator
+
+
+def is_differentiated() -> bool:
+    """Return whether the running backward is differentiated itself; a compiled one never is (torch refuses it)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def differentiable_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of `function(*inputs)` that `needs` asks for, differentiable; None in the other places."""
+    with torch.enable_grad():
+        # Views, because one input may be computed from another: each gets only the gradient through itself.
+        views = [None if value is None else value.view_as(value) for value in inputs]
+        places = [at for at, view in enumerate(views) if needs[at] and view is not None and view.requires_grad]
+        wanted = [view for at in places if (view := views[at]) is not None]
+        found = torch.autograd.grad(function(*views), wanted, grad, create_graph=True, allow_unused=True)
+        by_place = dict(zip(places, found, strict=True))
+        return [by_place.get(at) for at in range(len(views))]
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        raise ValueError(ctx.message)
+
+
+def refuse_second_derivatives(grad: Tensor, message: str) -> Tensor:
+    """Return `grad` unchanged; differentiating it raises a ValueError with this message."""
+    if not is_differentiated():
+        return grad
+    out: Tensor = _Refused.apply(grad, message)
+    return out
+
+
+def recomputing() -> bool:
+    """Return whether a backward is running, in which checkpointing runs a forward again."""
+    task: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    return task != -1
+
+
+@torch.library.custom_op("holdfast::first_forward", mutates_args=())
+def _first_forward(like: Tensor) -> Tensor:
+    # An operator rather than a Python test, so that a compiled layer asks each time it runs, not once when traced.
+    return torch.full((), not recomputing(), device=like.device)  # a fill: copying a scalar over would wait for the GPU
+
+
+@_first_forward.register_fake
+def _(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.bool, device=like.device)
+
+
+def first_forward(like: Tensor) -> Tensor:
+    """Return a bool on the device of `like`: False where checkpointing recomputes a forward that already counted."""
+    out: Tensor = _first_forward(like)
+    return out
+
+
+_copy = operator("copy_of(Tensor state) -> Tensor", torch.clone, torch.empty_like, devices=EVERYWHERE)
+
+
+def snapshot_for_backward(state: Tensor, training: bool = True) -> Tensor:
+    """Return a copy of a buffer for the backward to read, taken now.
+
+    A compiled backward would otherwise read the buffer itself, after later batches have changed it. In an exported program
+    nothing changes the buffer outside of training, and the copy is a plain one.
+    """
+    if torch.compiler.is_exporting() and not training:
+        return state.clone()
+    out: Tensor = _copy(state)
+    return out

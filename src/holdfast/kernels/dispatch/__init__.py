@@ -1,0 +1,152 @@
+"""Rows in expert order: sort slots by expert, move rows between token order and expert order, and work on them there.
+
+    T tokens, K slots a token, E experts; R rows, one a slot, sorted by expert
+    tokens (T,d); rows (R,d); order (R,), the slot of each row; slots (T,K), the row of each slot
+
+An expert index of E marks an unused slot. Unused slots come last: their rows are numbered `used` or more, hold undefined
+values and are never read. Triton on a GPU, PyTorch elsewhere.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.launching import has_kernels, on_device_of, operator
+
+MOST_EXPERTS = 512  # with more, the counts of a program become too large
+GLUS = ("silu", "gelu", "gelu_tanh", "relu")  # gated activations, `activation(gate) * up`, that have a kernel
+
+
+class Dispatch(NamedTuple):
+    """Where the row of each slot is."""
+
+    order: Tensor  # (R,) the slot of each row, counted through all slots; undefined from `used` on
+    slots: Tensor  # (T,K) the row of each slot; `used` or more for an unused one
+    offsets: Tensor  # (E,) int32, where each expert's rows end
+
+    @property
+    def used(self) -> Tensor:
+        """The number of rows that belong to an expert."""
+        return self.offsets[-1]
+
+
+def dispatch(chosen: Tensor, experts: int) -> Dispatch:
+    """Sort the slots of `chosen (T,K)` by expert, stably: within an expert, rows keep the order of their tokens."""
+    if has_kernels(chosen) and experts <= MOST_EXPERTS and 0 < chosen.numel() < 2**31:
+        return Dispatch(*_dispatch(chosen.contiguous(), experts))
+    tokens, slots_per_token = chosen.shape
+    keys = chosen.reshape(-1)
+    if experts < torch.iinfo(torch.int16).max:
+        keys = keys.to(torch.int16)
+    by_expert, order = torch.sort(keys, stable=True)
+    boundaries = torch.arange(experts, device=chosen.device, dtype=by_expert.dtype)
+    offsets = torch.searchsorted(by_expert, boundaries, right=True).to(torch.int32)
+    positions = torch.arange(order.shape[0], device=chosen.device)
+    slots = torch.empty_like(order).scatter_(0, order, positions).view(tokens, slots_per_token)
+    if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
+        order = order[: int(offsets[-1])]  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
+    return Dispatch(order, slots, offsets)
+
+
+def _dispatch_on_gpu(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    from holdfast.kernels.dispatch import triton
+
+    with on_device_of(chosen):
+        return triton.dispatch(chosen, experts)
+
+
+_dispatch = operator(
+    "dispatch(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)",
+    _dispatch_on_gpu,
+    lambda chosen, experts: (
+        chosen.new_empty(chosen.numel(), dtype=torch.int64),
+        chosen.new_empty(chosen.shape, dtype=torch.int64),
+        chosen.new_empty(experts, dtype=torch.int32),
+    ),
+)
+
+
+def gather_rows(tokens: Tensor, order: Tensor, slots: Tensor, used: Tensor) -> Tensor:
+    """Return the token of each row."""
+    if not has_kernels(tokens) or order.shape[0] == 0:
+        return tokens.index_select(0, order // max(slots.shape[1], 1))
+    from holdfast.kernels.dispatch import triton
+
+    with on_device_of(tokens):
+        return triton.gather(tokens, slots, used, order.shape[0])
+
+
+def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
+    """Return y_t = sum_s weight_ts rows[slot_ts], added in float32, slot after slot; an unused slot adds nothing."""
+    if has_kernels(slots):
+        from holdfast.kernels.dispatch import triton
+
+        with on_device_of(rows):
+            return triton.combine(rows, slots, weights, used)
+    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
+    in_use = slots < used
+    for slot in range(slots.shape[1]):
+        if not in_use[:, slot].any():
+            continue
+        if in_use[:, slot].all():
+            values = rows.index_select(0, slots[:, slot]).float()
+        else:
+            padded = slots[:, slot].where(in_use[:, slot], 0)
+            values = rows.index_select(0, padded).float().masked_fill_(~in_use[:, slot, None], 0.0)
+        if weights is None:
+            total += values
+        else:
+            total.addcmul_(values, weights[:, slot, None])
+    return total.to(rows.dtype)
+
+
+def scale_and_dot(
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight_r grad_r, weight_r rows_r, and for each slot (T,K) grad_r . rows_r of its row, 0 if it is unused.
+
+    The kernel overwrites `grad`.
+    """
+    if has_kernels(rows):
+        from holdfast.kernels.dispatch import triton
+
+        with on_device_of(rows):
+            return triton.scale_and_dot(grad, rows, weights, order, used)
+    scale = weights.flatten()[order].unsqueeze(1)
+    dots = (grad.float() * rows.float()).sum(1)
+    return (grad * scale).to(grad.dtype), (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
+
+
+def _to_slots(values: Tensor, slots: Tensor, used: Tensor) -> Tensor:
+    """Return one value per row as one value per slot (T,K), 0 in unused slots."""
+    if values.shape[0] == 0:
+        return values.new_zeros(slots.shape)
+    in_use = slots < used
+    return values[slots.where(in_use, 0)].where(in_use, 0.0)
+
+
+def has_glu_kernel(name: str | None, rows: Tensor) -> bool:
+    """Return whether `glu_rows` and `glu_rows_backward` can be called with this activation and these rows."""
+    return name in GLUS and has_kernels(rows)
+
+
+def glu_rows(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
+    """Return activation(gate) * up of rows (R,2H), as (R,H). Triton only."""
+    from holdfast.kernels.dispatch import triton
+
+    with on_device_of(gate_up):
+        return triton.glu(gate_up, used, name)
+
+
+def glu_rows_backward(
+    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of gate_up, weight_r h_r, and grad_r . h_r by slot, with h = glu_rows(gate_up). Triton only.
+
+    The gradient of h is weight_r grad_r. The kernel overwrites `grad`.
+    """
+    from holdfast.kernels.dispatch import triton
+
+    with on_device_of(grad):
+        return triton.glu_backward(grad, gate_up, weights, order, used, name)

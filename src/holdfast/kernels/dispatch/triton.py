@@ -1,0 +1,259 @@
+"""Triton kernels that sort slots by expert and move rows between token order and expert order.
+
+R rows sorted by expert, T tokens, K slots a token, E experts, `order` the slot of each row and `slots` the row of each slot;
+`used` points at the number of rows that belong to an expert.
+
+**Sorting** is by counting: a slot's row is the number of slots of earlier experts, plus the number of earlier slots of its
+own expert, in the blocks before and in its own block. Three small launches; a general sort, its inverse and its bounds take
+fifteen.
+
+**Moving.** Where slots are ragged, R is far larger than `used`: at most `MOST_PROGRAMS` programs run over rows, and each
+takes every `MOST_PROGRAMS`-th row. Each output element is written by one program in a fixed order of additions, so results
+repeat to the bit.
+"""
+
+# mypy: ignore-errors
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from holdfast.kernels.launching import cdiv, next_power_of_2
+
+SORT_BLOCK = 64  # slots that are counted and placed together, by one warp
+SPAN = 1024  # blocks whose counts are added up at a time
+BLOCK = 1024  # columns of a row that one program moves
+FEW_SLOTS = 16  # up to here, all slots of a token are read, whether they are used or not
+MOST_PROGRAMS = 2**17  # over rows: a program that finds nothing to do still has to be started
+
+
+@triton.jit
+def _experts_of(chosen, slot, slots, experts):
+    """Return the expert index of each slot, and which slots are in use."""
+    expert = tl.load(chosen + slot, mask=slot < slots, other=experts).to(tl.int32)
+    return expert, (expert >= 0) & (expert < experts)
+
+
+@triton.jit
+def _count(chosen, counts, slots, experts, blocks, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    expert, used = _experts_of(chosen, block * BLOCK + tl.arange(0, BLOCK), slots, experts)
+    tl.store(counts + bins.to(tl.int64) * blocks + block, tl.histogram(expert, BINS, mask=used), mask=bins < experts)
+
+
+@triton.jit
+def _add_up(counts, totals, blocks, SPAN: tl.constexpr):
+    """Replace an expert's counts by the number of its slots in the blocks before."""
+    expert = tl.program_id(0).to(tl.int64)
+    total = 0
+    for start in range(0, blocks, SPAN):
+        block = start + tl.arange(0, SPAN)
+        place, inside = counts + expert * blocks + block, block < blocks
+        count = tl.load(place, mask=inside, other=0)
+        tl.store(place, total + tl.cumsum(count, axis=0) - count, mask=inside)
+        total += tl.sum(count, axis=0)
+    tl.store(totals + expert, total)
+
+
+@triton.jit
+def _place(chosen, counts, totals, order, rows, offsets, slots, experts, blocks, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    bins, position = tl.arange(0, BINS), tl.arange(0, BLOCK)
+    total = tl.load(totals + bins, mask=bins < experts, other=0)
+    ends = tl.cumsum(total, axis=0)
+    slot = block * BLOCK + position
+    expert, used = _experts_of(chosen, slot, slots, experts)
+    own = tl.where(used, expert, 0)
+    earlier = (expert[:, None] == expert[None, :]) & (position[None, :] < position[:, None])
+    row = tl.gather(ends - total, own, axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
+    row += tl.load(counts + own.to(tl.int64) * blocks + block)
+    tl.store(rows + slot, tl.where(used, row, slots).to(tl.int64), mask=slot < slots)
+    tl.store(order + row, slot.to(tl.int64), mask=used)
+    if block == 0:
+        tl.store(offsets + bins, ends, mask=bins < experts)
+
+
+@triton.jit
+def _last_slot(slots, token, limit, K: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr):
+    """Return how many slots to read: up to the last one in use; if FEW, all of them, which lets loads overlap."""
+    last = K
+    if not FEW:
+        places = tl.arange(0, SLOTS)
+        own = tl.load(slots + token * K + places, mask=places < K, other=limit)
+        last = tl.max(tl.where(own < limit, places + 1, 0), axis=0)
+    return last
+
+
+@triton.jit
+def _gather(tokens, slots, used, out, width, K: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Read a token once and write it to all its rows; reading it once for every row takes half as long again."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    limit = tl.load(used)
+    values = tl.load(tokens + token * width + column, mask=column < width)
+    for slot in range(_last_slot(slots, token, limit, K, SLOTS, FEW)):
+        row = tl.load(slots + token * K + slot).to(tl.int64)
+        tl.store(out + row * width + column, values, mask=(column < width) & (row + 0 * column < limit))
+
+
+@triton.jit
+def _combine(
+    rows,
+    slots,
+    weights,
+    used,
+    out,
+    width,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    limit = tl.load(used)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in range(_last_slot(slots, token, limit, K, SLOTS, FEW)):
+        row = tl.load(slots + token * K + slot).to(tl.int64)
+        # The row of an unused slot is uninitialised memory: never load it, since 0 * NaN is NaN.
+        inside = (column < width) & (row + 0 * column < limit)
+        values = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            values = values * tl.load(weights + token * K + slot)
+        total += values
+    tl.store(out + token * width + column, total, mask=column < width)
+
+
+@triton.jit
+def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK: tl.constexpr):
+    """Multiply gradients by their weights, in place."""
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            total += g * h
+            tl.store(grad + row * width + column, weight * g, mask=inside)
+            tl.store(scaled + row * width + column, weight * h, mask=inside)
+        tl.store(dots + slot, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _activation(x, NAME: tl.constexpr):
+    """Return the activation and its derivative."""
+    if NAME == "relu":
+        positive = x > 0
+        return tl.where(positive, x, 0.0), tl.where(positive, 1.0, 0.0)
+    if NAME == "gelu":
+        phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    if NAME == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) is sigmoid(2z)
+        phi = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return x * phi, phi + x * phi * (1.0 - phi) * slope
+    s = tl.sigmoid(x)
+    return x * s, s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
+        gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        value, _ = _activation(gate, NAME)
+        tl.store(out + row * width + column, value * up, mask=inside)
+
+
+@triton.jit
+def _glu_backward(grad, gate_up, weights, order, used, grad_gate_up, dots, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    """`_scale_and_dot` for rows h = activation(gate) * up, which are computed again; `grad` is replaced by weight * h."""
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+            value, slope = _activation(gate, NAME)
+            h = (value * up).to(grad.dtype.element_ty).to(tl.float32)  # rounded as it was in the forward
+            total += g * h
+            tl.store(grad + row * width + column, weight * h, mask=inside)
+            tl.store(grad_gate_up + row * 2 * width + column, weight * g * up * slope, mask=inside)
+            tl.store(grad_gate_up + row * 2 * width + width + column, weight * g * value, mask=inside)
+        tl.store(dots + slot, tl.sum(total, axis=0))
+
+
+def dispatch(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for `chosen (T,K)` the fields of a `Dispatch`: order (T*K,), slots (T,K) and offsets (E,)."""
+    slots, device = chosen.numel(), chosen.device
+    blocks, bins = cdiv(slots, SORT_BLOCK), max(next_power_of_2(experts), 16)
+    counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
+    totals = torch.empty(experts, dtype=torch.int32, device=device)
+    order = torch.empty(slots, dtype=torch.int64, device=device)
+    rows = torch.empty(chosen.shape, dtype=torch.int64, device=device)
+    offsets = torch.empty(experts, dtype=torch.int32, device=device)
+    _count[(blocks,)](chosen, counts, slots, experts, blocks, BINS=bins, BLOCK=SORT_BLOCK, num_warps=1)
+    _add_up[(experts,)](counts, totals, blocks, SPAN=SPAN)
+    _place[(blocks,)](
+        chosen, counts, totals, order, rows, offsets, slots, experts, blocks, BINS=bins, BLOCK=SORT_BLOCK, num_warps=1
+    )
+    return order, rows, offsets
+
+
+def _slot_options(slots: Tensor) -> dict[str, int | bool]:
+    count = slots.shape[1]
+    return {"K": count, "SLOTS": next_power_of_2(count), "FEW": count <= FEW_SLOTS, "BLOCK": BLOCK}
+
+
+def gather(tokens: Tensor, slots: Tensor, used: Tensor, count: int) -> Tensor:
+    out = tokens.new_empty(count, tokens.shape[1])
+    grid = (tokens.shape[0], cdiv(out.shape[1], BLOCK))
+    _gather[grid](tokens, slots, used, out, out.shape[1], **_slot_options(slots))
+    return out
+
+
+def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
+    out = rows.new_empty(slots.shape[0], rows.shape[1])
+    grid = (out.shape[0], cdiv(out.shape[1], BLOCK))
+    weighted = weights is not None
+    _combine[grid](
+        rows, slots, weights if weighted else rows, used, out, out.shape[1], WEIGHTED=weighted, **_slot_options(slots)
+    )
+    return out
+
+
+def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale `grad` in place, and return it, the scaled rows and the dot products by slot."""
+    scaled, dots = torch.empty_like(rows), torch.zeros_like(weights)
+    grid = (min(rows.shape[0], MOST_PROGRAMS),)
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, rows.shape[1], BLOCK=BLOCK)
+    return grad, scaled, dots
+
+
+def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    grid = (min(out.shape[0], MOST_PROGRAMS), cdiv(out.shape[1], BLOCK))
+    _glu[grid](gate_up, used, out, out.shape[1], NAME=activation, BLOCK=BLOCK)
+    return out
+
+
+def glu_backward(
+    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Overwrite `grad` with the weighted h: this saves memory where most is needed."""
+    out, dots = torch.empty_like(gate_up), torch.zeros_like(weights)
+    grid = (min(grad.shape[0], MOST_PROGRAMS),)
+    _glu_backward[grid](grad, gate_up, weights, order, used, out, dots, grad.shape[1], NAME=activation, BLOCK=BLOCK // 2)
+    return out, grad, dots

@@ -1,0 +1,267 @@
+"""Matrix products that stay float32, whatever the process-wide precision switches say.
+
+    tokens (T,d) and weight (n,d), bfloat16, float16 or float32; results float32, gradients in the dtypes of the inputs
+
+`torch.set_float32_matmul_precision("high")` turns float32 products into TF32 on a GPU, "medium" into bfloat16 even on a
+CPU. Either moves router scores by far more than the gap between two experts, so routing opts out. On a GPU with bfloat16
+tensor cores, products of half-precision tokens are computed from bfloat16 parts (kernels/float32_parts.py): as exact as
+float32, and without float32 copies of the tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.backward import differentiable_gradients, is_differentiated
+from holdfast.kernels.launching import EVERYWHERE, has_kernels, on_device_of, operator
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF_DTYPES, torch.float32)
+
+
+@contextmanager
+def ieee_float32() -> Iterator[None]:
+    """Make products inside full float32, also in a backward that runs under autocast; restore the user's settings after."""
+    with ExitStack() as settings:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                settings.enter_context(torch.autocast(device, enabled=False))
+        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+            if switch.fp32_precision not in ("ieee", "none"):
+                settings.callback(setattr, switch, "fp32_precision", switch.fp32_precision)
+                switch.fp32_precision = "ieee"
+        yield
+
+
+def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left (..., m,n)` times `right (..., n,p)`, in true float32; gradients in the dtypes of the inputs."""
+    if torch.compiler.is_exporting():
+        return left.float() @ right.float()
+    out: Tensor = _MatMul.apply(left, right)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _MatMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, left, right):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(left, right)
+        return _matmul(left, right)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        left, right = ctx.saved_tensors
+        grad_left = matmul_float32(grad, right.mT).to(left.dtype) if ctx.needs_input_grad[0] else None
+        grad_right = matmul_float32(left.mT, grad).to(right.dtype) if ctx.needs_input_grad[1] else None
+        return grad_left, grad_right
+
+
+def _matmul_anywhere(left: Tensor, right: Tensor) -> Tensor:
+    with ieee_float32():
+        return left.float() @ right.float()
+
+
+_matmul = operator(
+    "matmul_float32(Tensor left, Tensor right) -> Tensor",
+    _matmul_anywhere,
+    lambda left, right: left.new_empty(*left.shape[:-1], right.shape[-1], dtype=torch.float32),
+    devices=EVERYWHERE,
+)
+
+
+def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return `tokens (..., d)` times `weight (n,d)` transposed, in true float32; tokens are saved in their own dtype."""
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    # For float32 rows neither of the two is always faster.
+    if rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight):
+        out: Tensor = _Linear.apply(rows.contiguous(), weight, None, None, None, None)  # type: ignore[no-untyped-call]
+    else:
+        out = matmul_float32(rows, weight.t())
+    return out.view(*tokens.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("holdfast::scaled_matmul_float32", mutates_args=())
+def _scaled_matmul(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    with ieee_float32():
+        return (tokens.float() * _token_scales(mixture, scales)) @ weight.float().t()
+
+
+@_scaled_matmul.register_fake
+def _(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("holdfast::scaled_matmul_float32_backward", mutates_args=())
+def _scaled_matmul_backward(
+    grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    with ieee_float32():
+        per_token = _token_scales(mixture, scales)
+        grad_tokens = (grad @ weight.float()) * per_token
+        grad_weight = grad.t() @ (tokens.float() * per_token)
+    return grad_tokens.to(tokens.dtype), grad_weight.to(weight.dtype)
+
+
+@_scaled_matmul_backward.register_fake
+def _(grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape)
+
+
+def _scaled_matmul_reference(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """Compute `scaled_linear_float32` in operations that autograd can differentiate."""
+    with ieee_float32():
+        per_token = _token_scales(mixture, scales)
+    return matmul_float32(tokens.float() * per_token, weight.t())
+
+
+def _token_scales(mixture: Tensor, scales: Tensor) -> Tensor:
+    """Return mixture (T,C) times scales (C,d); 1 for a token whose row of the mixture is 0."""
+    return mixture @ scales + (1 - mixture.sum(1, keepdim=True))
+
+
+def _save_scaled(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_scaled(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    if is_differentiated():
+        found = differentiable_gradients(_scaled_matmul_reference, ctx.saved_tensors, (True, False, False, True), grad)
+        return tuple(found)
+    grad_tokens, grad_weight = _scaled_matmul_backward(grad, *ctx.saved_tensors)
+    return grad_tokens, None, None, grad_weight
+
+
+_scaled_matmul.register_autograd(_backward_scaled, setup_context=_save_scaled)
+
+
+def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """Return (x * m) weight^T with m = mixture scales, (T,C) times (C,d), or 1 where the mixture is 0.
+
+    No gradient flows through m. The backward computes the scaled tokens again instead of keeping them.
+    """
+    rows, mixture, scales = tokens.reshape(-1, tokens.shape[-1]), mixture.detach(), scales.detach()
+    if torch.compiler.is_exporting():
+        out = (rows.float() * _token_scales(mixture, scales)) @ weight.float().t()
+    else:
+        out = _scaled_matmul(rows, mixture, scales, weight)
+    return out.view(*tokens.shape[:-1], weight.shape[0])
+
+
+def has_linear_kernel(tokens: Tensor, weight: Tensor) -> bool:
+    """Return whether there is a kernel for these: on a GPU that has bfloat16 tensor cores."""
+    return (
+        tokens.dtype in DTYPES
+        and weight.dtype in DTYPES
+        and has_kernels(tokens)
+        and torch.cuda.get_device_capability(tokens.device) >= (8, 0)
+    )
+
+
+def scaled_tiles_linear(
+    tokens: Tensor, weight: Tensor, order: Tensor, owners: Tensor, bounds: Tensor, scales: Tensor
+) -> Tensor:
+    """Return (x * m) weight^T with m a row of `scales (C+1,d)`, the same for all tokens of a tile; no gradient through m.
+
+    For tokens in tiles as `clusters.TokenTiles` has them, where `has_linear_kernel`.
+    """
+    out: Tensor = _Linear.apply(tokens.contiguous(), weight, order, owners, bounds, scales)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight, *clusters):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens, weight, *clusters)
+        return _linear(tokens, weight, *clusters)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        tokens, weight, *clusters = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:2]
+        if is_differentiated():
+            return tuple(differentiable_gradients(_linear_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
+        grad_tokens, grad_weight = _linear_backward(grad, tokens, weight, *clusters, *wanted)
+        return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, *(None,) * 4
+
+
+def _linear_reference(
+    tokens: Tensor,
+    weight: Tensor,
+    order: Tensor | None,
+    owners: Tensor | None,
+    bounds: Tensor | None,
+    scales: Tensor | None,
+) -> Tensor:
+    """Compute the product in operations that autograd can differentiate."""
+    rows = tokens.float()
+    if order is not None and owners is not None and scales is not None:
+        count = tokens.shape[0]
+        cluster = owners.long().repeat_interleave(order.shape[0] // owners.shape[0])
+        places = order.long().where(cluster >= 0, count)  # the order of an unused tile is uninitialised
+        cluster_of = cluster.new_zeros(count + 1).scatter(0, places, cluster.clamp_min(0))[:count]
+        rows = rows * scales[cluster_of]
+    return matmul_float32(rows, weight.t())
+
+
+def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:
+    from holdfast.kernels.fp32_linear import triton
+
+    with on_device_of(tokens):
+        return triton.linear(tokens, weight, _clusters(*clusters))
+
+
+def _clusters(*clusters: Tensor | None) -> Any:
+    """Return all four as the launchers take them, or None if there are none."""
+    from holdfast.kernels.fp32_linear.triton import Clusters
+
+    return None if clusters[0] is None else Clusters(*clusters)  # type: ignore[arg-type]
+
+
+def _linear_backward_on_gpu(
+    grad: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    order: Tensor | None,
+    owners: Tensor | None,
+    bounds: Tensor | None,
+    scales: Tensor | None,
+    want_tokens: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    from holdfast.kernels.fp32_linear import triton
+
+    clusters = _clusters(order, owners, bounds, scales)
+    grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
+    with on_device_of(tokens):
+        parts = triton.gradient_parts(grad, tokens, weight)
+        if want_tokens:
+            grad_tokens = triton.grad_tokens(parts, tokens, weight, clusters)
+        if want_weight:
+            grad_weight = triton.grad_weight(parts, tokens, weight, clusters)
+    return grad_tokens, grad_weight
+
+
+def _linear_backward_fake(
+    grad: Tensor, tokens: Tensor, weight: Tensor, *clusters_and_wants: Tensor | bool | None
+) -> tuple[Tensor, Tensor]:
+    want_tokens, want_weight = clusters_and_wants[-2:]
+    return (
+        torch.empty_like(tokens) if want_tokens else grad.new_empty(0),
+        weight.new_empty(weight.shape) if want_weight else grad.new_empty(0),
+    )
+
+
+_CLUSTERS = "Tensor? order, Tensor? owners, Tensor? bounds, Tensor? scales"
+_linear = operator(
+    f"split_linear(Tensor tokens, Tensor weight, {_CLUSTERS}) -> Tensor",
+    _linear_on_gpu,
+    lambda tokens, weight, *_: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32),
+)
+_linear_backward = operator(
+    f"split_linear_backward(Tensor grad, Tensor tokens, Tensor weight, {_CLUSTERS}, bool want_tokens, bool want_weight)"
+    " -> (Tensor, Tensor)",
+    _linear_backward_on_gpu,
+    _linear_backward_fake,
+)

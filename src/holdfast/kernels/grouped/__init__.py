@@ -1,0 +1,298 @@
+"""Products of rows that are sorted by expert, one weight matrix an expert, and an expert layer's two products with them.
+
+    T tokens, K slots a token, E experts, d width, H hidden; R rows, one a slot, sorted by expert
+    offsets (E,) int32: expert e owns rows offsets[e-1] to offsets[e]; rows past the last offset are unused
+
+On a GPU `grouped_mm` and `grouped_outer` use torch's grouped kernel where it applies and a Triton kernel where it does not:
+neither waits for the offsets. Elsewhere they loop over experts, which on a CPU is faster than torch's own.
+
+`gather_mm` and `mm_combine` are operators with backwards of their own, because only then is the whole layer one graph under
+`torch.compile(fullgraph=True)` in training, in every dtype, and because autograd's backward of a gather adds with atomics,
+in an order that changes from run to run. Neither keeps the gathered tokens nor the experts' outputs for the backward:
+
+    gather_mm     saves the tokens and gathers them again
+    mm_combine    dL/dweight_r = dL/dy_r . (W h_r) = (W^T dL/dy_r) . h_r needs only h; where a kernel applies the activation,
+                  the backward computes h again too
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.kernels.backward import differentiable_gradients, is_differentiated
+from holdfast.kernels.dispatch import (
+    Dispatch,
+    combine_rows,
+    gather_rows,
+    glu_rows,
+    glu_rows_backward,
+    has_glu_kernel,
+    scale_and_dot,
+)
+from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, on_device_of, operator
+
+ALIGNMENT = 16  # bytes, of every row and matrix that torch's grouped kernel takes
+
+
+def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch) -> Tensor:
+    """Return each row's token (d) times its expert's weight (E,H,d), as (R,H)."""
+    out: Tensor = _GatherMM.apply(tokens, weight, *plan)  # type: ignore[no-untyped-call]
+    return out
+
+
+def mm_combine(
+    hidden: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    plan: Dispatch,
+    *,
+    activate: Callable[[Tensor, Dispatch], Tensor],
+    glu: str | None = None,
+) -> Tensor:
+    """Activate `hidden`, multiply each row (R,H) by its expert's weight (E,d,H), and add each token's weighted slots: (T,d).
+
+    `glu` names the activation if `activate` is gated, with gate and up side by side in `hidden (R,2H)`, and has a name.
+    Then a kernel may do its work, and `activate` is not called.
+    """
+    if not has_glu_kernel(glu, hidden):
+        hidden, glu = activate(hidden, plan), None
+    out: Tensor = _MMCombine.apply(hidden, weight, slot_weights, *plan, glu or "")  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GatherMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*inputs)
+        return _gather_mm(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        want_tokens, want_weight = ctx.needs_input_grad[:2]
+        if is_differentiated():
+            return tuple(differentiable_gradients(_gather_mm_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
+        grad_tokens, grad_weight = _gather_mm_backward(grad, *ctx.saved_tensors, want_tokens, want_weight)
+        return grad_tokens if want_tokens else None, grad_weight if want_weight else None, None, None, None
+
+
+class _MMCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, slot_weights, order, slots, offsets, glu):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(hidden, weight, slot_weights, order, slots, offsets)
+        ctx.glu = glu
+        return _mm_combine(hidden, weight, slot_weights, order, slots, offsets, glu)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        wants = ctx.needs_input_grad[:3]
+        if is_differentiated():
+            reference = partial(_mm_combine_reference, glu=ctx.glu)
+            return *differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:6], grad), None
+        grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1])
+        return (*(found if want else None for found, want in zip(grads, wants, strict=True)), *(None,) * 4)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # those of `dispatch.GLUS`
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _gather_mm_reference(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    """Compute `gather_mm` in operations that autograd can differentiate; this waits for the device."""
+    ends = offsets.tolist()
+    used = tokens.index_select(0, order[: ends[-1]] // max(slots.shape[1], 1))
+    return _pad_rows(_grouped_mm_reference(used, weight, ends), order.shape[0])
+
+
+def _mm_combine_reference(
+    hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, glu: str
+) -> Tensor:
+    """Compute `mm_combine` in operations that autograd can differentiate; this waits for the device."""
+    ends = offsets.tolist()
+    used = hidden[: ends[-1]]
+    if glu:
+        gate, up = used.chunk(2, dim=-1)
+        used = ACTIVATIONS[glu](gate) * up
+    outputs = _pad_rows(
+        _grouped_mm_reference(used, weight, ends), 1 + ends[-1]
+    )  # the last row, of zeros, is for unused slots
+    values = outputs[slots.clamp_max(ends[-1])].float()  # (T,K,d)
+    return (values * slot_weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _grouped_mm_reference(used: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+    starts = [0, *ends[:-1]]
+    products = [used[start:end] @ weight[expert].t() for expert, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    return torch.cat(products)
+
+
+def _pad_rows(values: Tensor, count: int) -> Tensor:
+    return F.pad(values, (0, 0, 0, count - values.shape[0]))
+
+
+def _gather_mm_anywhere(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+    return grouped_mm(gather_rows(tokens.contiguous(), order, slots, offsets[-1]), weight, offsets, transpose=True)
+
+
+def _gather_mm_backward_anywhere(
+    grad: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    want_tokens: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    grad, used = grad.contiguous(), offsets[-1]
+    grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
+    if want_tokens:
+        grad_tokens = combine_rows(grouped_mm(grad, weight, offsets, transpose=False), slots, None, used)
+    if want_weight:
+        grad_weight = grouped_outer(grad, gather_rows(tokens.contiguous(), order, slots, used), offsets)
+    return grad_tokens, grad_weight
+
+
+def _gather_mm_backward_fake(
+    grad: Tensor, tokens: Tensor, weight: Tensor, *plan_and_wants: Tensor | bool
+) -> tuple[Tensor, Tensor]:
+    want_tokens, want_weight = plan_and_wants[-2:]
+    return tokens.new_empty(tokens.shape if want_tokens else (0,)), weight.new_empty(weight.shape if want_weight else (0,))
+
+
+def _mm_combine_anywhere(
+    hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, glu: str
+) -> Tensor:
+    hidden = glu_rows(hidden.contiguous(), offsets[-1], glu) if glu else hidden.contiguous()
+    outputs = grouped_mm(hidden, weight, offsets, transpose=True)
+    return combine_rows(outputs, slots, slot_weights.contiguous(), offsets[-1])
+
+
+def _mm_combine_backward_anywhere(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    glu: str,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    used = offsets[-1]
+    grad_rows = gather_rows(grad.contiguous(), order, slots, used)
+    unscaled = grouped_mm(grad_rows, weight, offsets, transpose=False)
+    plan = (slot_weights.contiguous(), order, slots, used)
+    if glu:
+        grad_hidden, scaled, grad_slots = glu_rows_backward(unscaled, hidden.contiguous(), *plan, glu)
+    else:
+        grad_hidden, scaled, grad_slots = scale_and_dot(unscaled, hidden.contiguous(), *plan)
+    grad_weight = grouped_outer(grad_rows, scaled, offsets) if want_weight else grad.new_empty(0)
+    return grad_hidden, grad_weight, grad_slots
+
+
+def _mm_combine_backward_fake(
+    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *plan_and_rest: Tensor | str | bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_weight = weight.new_empty(weight.shape if plan_and_rest[-1] else (0,))
+    return hidden.new_empty(hidden.shape), grad_weight, slot_weights.new_empty(slot_weights.shape)
+
+
+_PLAN = "Tensor order, Tensor slots, Tensor offsets"
+_gather_mm = operator(
+    f"gather_mm(Tensor tokens, Tensor weight, {_PLAN}) -> Tensor",
+    _gather_mm_anywhere,
+    lambda tokens, weight, order, *_: tokens.new_empty(order.shape[0], weight.shape[1]),
+    devices=EVERYWHERE,
+)
+_gather_mm_backward = operator(
+    f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool want_tokens, bool want_weight)"
+    " -> (Tensor, Tensor)",
+    _gather_mm_backward_anywhere,
+    _gather_mm_backward_fake,
+    devices=EVERYWHERE,
+)
+_mm_combine = operator(
+    f"mm_combine(Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu) -> Tensor",
+    _mm_combine_anywhere,
+    lambda hidden, weight, slot_weights, order, slots, *_: hidden.new_empty(slots.shape[0], weight.shape[1]),
+    devices=EVERYWHERE,
+)
+_mm_combine_backward = operator(
+    f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, "
+    "bool want_weight) -> (Tensor, Tensor, Tensor)",
+    _mm_combine_backward_anywhere,
+    _mm_combine_backward_fake,
+    devices=EVERYWHERE,
+)
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool) -> Tensor:
+    """Return each expert's rows (R,m) times its weight (E,n,m)^T, or times its weight (E,m,n) if not `transpose`.
+
+    Unused rows of the result are 0 on a CPU, and undefined on a GPU, where the host does not know how many there are.
+    """
+    matrices = weight.transpose(-2, -1) if transpose else weight
+    if rows.shape[0] == 0:
+        return rows.new_empty(0, matrices.shape[-1])
+    if _torch_has_kernel(rows, weight) and _aligned(matrices):
+        return torch.nn.functional.grouped_mm(rows, matrices, offs=offsets)
+    if HAS_TRITON and rows.is_cuda:
+        from holdfast.kernels.grouped import triton
+
+        with on_device_of(rows):
+            return triton.mm(rows, matrices, offsets)
+    out = rows.new_empty(rows.shape[0], matrices.shape[-1])
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            torch.mm(rows[start:end], matrices[expert], out=out[start:end])
+        start = end
+    out[start:].zero_()
+    return out
+
+
+def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum over each expert's rows of left (R,n) times right (R,m), as (E,n,m); 0 for an expert without rows."""
+    experts = offsets.shape[0]
+    if left.shape[0] == 0:
+        return left.new_zeros(experts, left.shape[1], right.shape[1])
+    if _torch_has_kernel(left, right):
+        return torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
+    if HAS_TRITON and left.is_cuda:
+        from holdfast.kernels.grouped import triton
+
+        with on_device_of(left):
+            return triton.outer(left, right, offsets)
+    out = left.new_empty(experts, left.shape[1], right.shape[1])
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            torch.mm(left[start:end].t(), right[start:end], out=out[expert])
+        else:
+            out[expert].zero_()
+        start = end
+    return out
+
+
+def _torch_has_kernel(*operands: Tensor) -> bool:
+    """Return whether torch's grouped kernel runs here: elsewhere it is a loop that waits for the offsets, or an error."""
+    first = operands[0]
+    return (
+        first.is_cuda
+        and first.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(first.device) >= (8, 0)
+        and all(_aligned(x) for x in operands)
+        and all(x.data_ptr() % ALIGNMENT == 0 for x in operands)
+    )
+
+
+def _aligned(operand: Tensor) -> bool:
+    """Return whether rows are a multiple of ALIGNMENT long. Results must be too, or the kernel leaves gaps between rows."""
+    return operand.shape[-1] * operand.element_size() % ALIGNMENT == 0

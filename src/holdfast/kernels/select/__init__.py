@@ -1,0 +1,289 @@
+"""Select experts by their scores and weigh them: top-k, and top-k with a smooth strip below it.
+
+    T tokens, E experts, K slots; scores (..., E) rank the experts, ties to the lower index; amounts (..., E) weigh them
+    c the k-th largest level, eps the width of the strip below it, u = 1 - (c - level) / eps
+    S(u) = -inf for u <= 0, 0 for u >= 1, else log(u^a / (u^a + (1-u)^b)): the logarithm of what an expert is faded by
+
+On a GPU, one kernel selects and weighs, and one computes the gradient. Elsewhere, and for scores that the kernels do not
+take, the same is done in PyTorch, step by step.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.kernels.backward import differentiable_gradients, is_differentiated
+from holdfast.kernels.launching import has_kernels, on_device_of, operator
+
+# How amounts become weights: as they are, divided by their sum, or as a softmax over the selected ones.
+Weighing = Literal["raw", "shares", "softmax"]
+WEIGHINGS: tuple[Weighing, ...] = ("raw", "shares", "softmax")
+MOST_EXPERTS = 512  # with more, comparing all pairs of experts is no longer cheap
+MOST_IN_GRAPH = 128  # with more, the counts of an expert graph do not fit into one program's registers
+SHARE = 32  # tokens whose pairs of experts one program counts
+TINY = torch.finfo(torch.float32).tiny
+POWER_IN, POWER_OUT = 1, 50  # a and b of S
+
+
+class Amounts(NamedTuple):
+    """What a rule weighs experts by."""
+
+    values: Tensor  # (..., E)
+    how: Weighing
+
+
+class Strip(NamedTuple):
+    """The slots of a smooth top-k, best first: the k best experts and those in the strip below them."""
+
+    experts: Tensor  # (..., K)
+    core: Tensor  # (K,) bool: the first k
+    in_use: Tensor  # (..., K) bool: the core, and the slots in the strip
+    fade: Tensor  # (..., K): S, the logarithm of what each slot is faded by; 0 in the core and outside the strip
+    gaps: Tensor  # (..., E): how far each expert is below the k-th, best first; infinite for those that cannot fade in
+
+
+def top(values: Tensor, k: int) -> Tensor:
+    """Return the indices `(..., k)` of the k largest, descending; the lower index first among equals, on every device."""
+    if torch.compiler.is_exporting():
+        return exported_keys(values).topk(k, dim=-1).indices
+    keys = ordered_keys(values)
+    return keys.argsort(dim=-1, descending=True) if k == values.shape[-1] else keys.topk(k, dim=-1).indices
+
+
+def ordered_keys(values: Tensor) -> Tensor:
+    """Return int64 keys whose order is the order of the float32 `values (..., E)`, an earlier index winning a tie.
+
+    `torch.topk` leaves the order of equal values open, and devices differ. The keys are all different: the upper half
+    is the value's bits made monotone, the lower half counts the index down. NaN sorts above everything, as in torch.
+    """
+    experts = values.shape[-1]
+    bits = (values.detach().float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    monotone = torch.where(values.isnan(), 0x7FFFFFFF, monotone).long()
+    countdown = torch.arange(experts - 1, -1, -1, device=values.device)
+    return monotone * 2**32 + countdown
+
+
+def exported_keys(values: Tensor) -> Tensor:
+    """Return float64 keys in the order of the float32 `values (..., E)`, an earlier index winning a tie; up to 2^17 entries.
+
+    ONNX can neither read the bits of a number nor sort stably. A float64 has 29 bits more than a float32: each value is
+    lowered by its index times 2^-42 of itself, which is less than the distance to the next float32, and a 0 by its index
+    times a number that is smaller than any float32.
+    """
+    wide = values.detach().double().clamp(-1e300, 1e300)  # infinite ones would become NaN below
+    index = torch.arange(values.shape[-1], device=values.device, dtype=torch.float64)
+    return wide - (wide.abs() * 2.0**-42 + 2.0**-200) * index
+
+
+def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best experts (..., k), sorted, and their weights; the gradient reaches the amounts."""
+    if _has_kernel(scores):
+        experts, weights, _ = _on_kernels(scores, amounts, None, k, k, informed=False)
+        return experts, weights
+    experts = top(scores, k)
+    return experts, weigh(amounts, experts, torch.ones_like(experts, dtype=torch.bool), None)
+
+
+def select_smooth_top_k(
+    scores: Tensor, amounts: Amounts, k: int, eps: Tensor, *, most: int, informed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return experts (..., most), E in unused slots, their weights, and all gaps to the k-th (..., E), in any order.
+
+    Besides the k best, experts in a strip of width `eps` below the k-th are selected. A token whose strip holds more than
+    `most` experts has a narrower one, which ends at expert number `most` + 1. Gaps are infinite for the k best and for those
+    after the first `most`. With `informed`, scores are gates, levels are their logarithms, and a gate of 0 is never selected
+    from the strip. The gradient reaches the amounts.
+    """
+    if _has_kernel(scores):
+        return _on_kernels(scores, amounts, eps, k, most, informed)
+    levels = scores.clamp_min(TINY).log() if informed else scores
+    strip = smooth_strip(scores, levels, k, eps, most)
+    weights = weigh(amounts, strip.experts, strip.in_use, strip.fade)
+    in_use = strip.in_use
+    if informed:
+        in_use = strip.core | (in_use & (scores.gather(-1, strip.experts) > 0))
+    return strip.experts.where(in_use, scores.shape[-1]), weights, strip.gaps
+
+
+def smooth_strip(ranks: Tensor, levels: Tensor, k: int, eps: Tensor, most: int) -> Strip:
+    """Return the first `most` slots by `ranks (..., E)`, with a strip of width `eps` in `levels (..., E)` below the k-th."""
+    order = top(ranks, ranks.shape[-1])
+    levels = levels.gather(-1, order)
+    gaps = (levels[..., k - 1 : k] - levels).detach()
+    slot = torch.arange(ranks.shape[-1], device=ranks.device)
+    crossable = gaps.masked_fill((slot < k) | (slot >= most), torch.inf)
+    edge = eps if most == ranks.shape[-1] else torch.minimum(eps, gaps[..., most : most + 1])
+    core = slot[:most] < k
+    fade, in_strip = strip_fade(gaps[..., :most], edge)
+    return Strip(order[..., :most], core, core | in_strip, fade.where(~core, 0.0), crossable)
+
+
+def strip_fade(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return S(u) for u = 1 - gap / eps, 0 outside the strip, and whether u > 0. The gradient reaches eps only."""
+    in_strip = gaps < eps
+    u = 1 - gaps.where(in_strip, 0.0) / eps.clamp_min(TINY)
+    inside = in_strip & (u < 1)
+    u = u.where(inside, 0.5).clamp(TINY, 1 - 2**-24)
+    fade = -F.softplus(POWER_OUT * torch.log1p(-u) - POWER_IN * u.log())
+    return fade.where(inside, 0.0), in_strip
+
+
+def weigh(amounts: Amounts, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:
+    """Return the weights of the slots `experts (..., K)`, 0 where not `in_use`; `fade` is the logarithm of a factor."""
+    values = amounts.values.gather(-1, experts)
+    if amounts.how == "softmax":
+        values = values if fade is None else values + fade
+        return torch.softmax(values.where(in_use, -torch.inf), dim=-1).where(in_use, 0.0)
+    # Amounts may all be 0, and then so are the weights; a softmax of their logarithms would not be.
+    values = values if fade is None else values * fade.exp()
+    values = values.where(in_use, 0.0)
+    return shares(values) if amounts.how == "shares" else values
+
+
+def shares(amounts: Tensor) -> Tensor:
+    """Return `amounts (..., n)` divided by their sum; 0 where that is 0, with a gradient that is finite there too."""
+    total = amounts.sum(-1, keepdim=True)
+    return amounts / total.where(total >= TINY, 1.0)
+
+
+def count_pairs(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
+    """Return (E,E): how many tokens with `real (B,N)` have both experts among their k best `scores (B,N,E)`."""
+    if _has_kernel(scores):
+        if scores.shape[-1] <= MOST_IN_GRAPH:
+            parts: Tensor = _count_pairs(scores.flatten(0, 1), None if real is None else real.flatten(), k)
+            return parts.sum(0)
+        best, _ = select_top_k(scores, Amounts(scores, "raw"), k)
+    else:
+        best = top(scores, k)
+    chosen = torch.zeros_like(scores).scatter(-1, best, 1.0)
+    chosen = (chosen if real is None else chosen * real.unsqueeze(-1)).flatten(0, 1)
+    return chosen.t() @ chosen
+
+
+def _has_kernel(scores: Tensor) -> bool:
+    return has_kernels(scores) and scores.dtype == torch.float32 and scores.shape[-1] <= MOST_EXPERTS
+
+
+def _on_kernels(
+    scores: Tensor, amounts: Amounts, eps: Tensor | None, k: int, width: int, informed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape, experts = scores.shape[:-1], scores.shape[-1]
+    flat = scores.detach().contiguous().view(-1, experts)
+    values = amounts.values.contiguous().view(-1, experts)
+    how = WEIGHINGS.index(amounts.how)
+    chosen, weights, gaps = _Select.apply(flat, values, eps, k, width, how, informed)  # type: ignore[no-untyped-call]
+    return chosen.view(*shape, -1), weights.view(*shape, -1), gaps.view(-1 if eps is None else shape[0], *shape[1:], experts)
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, amounts, eps, k, width, how, informed):  # type: ignore[no-untyped-def]
+        chosen, weights, slots, gaps, edges = _select(scores, amounts, eps, k, width, how, informed)
+        ctx.mark_non_differentiable(chosen, gaps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scores, amounts, eps, weights, slots, edges, chosen)
+        ctx.rest = k, how, informed
+        return chosen, weights, gaps
+
+    @staticmethod
+    def backward(ctx, _grad_chosen, grad, _grad_gaps):  # type: ignore[no-untyped-def]
+        if grad is None:
+            return (None,) * 7
+        *saved, chosen = ctx.saved_tensors
+        if is_differentiated():
+            scores, amounts, eps, _, _, edges = saved
+            reference = functools.partial(_weigh_reference, scores, chosen, eps, edges, *ctx.rest)
+            return None, *differentiable_gradients(reference, [amounts], [True], grad), *(None,) * 5
+        return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 5
+
+
+def _weigh_reference(
+    scores: Tensor,
+    chosen: Tensor,
+    eps: Tensor | None,
+    edges: Tensor,
+    k: int,
+    how: int,
+    informed: bool,
+    amounts: Tensor,
+) -> Tensor:
+    """Return the weights of the `chosen` experts (T,K) in operations that autograd can differentiate."""
+    in_use = chosen < scores.shape[1]
+    experts = chosen.where(in_use, 0)
+    fade = None
+    if eps is not None:
+        levels = (scores.clamp_min(TINY).log() if informed else scores).gather(1, experts)
+        core = torch.arange(chosen.shape[1], device=chosen.device) < k
+        fade, _ = strip_fade(levels[:, k - 1 : k] - levels, edges.unsqueeze(1) if edges.numel() else eps)
+        fade = fade.where(~core, 0.0)
+    return weigh(Amounts(amounts, WEIGHINGS[how]), experts, in_use, fade)
+
+
+def _select_on_gpu(
+    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, how: int, informed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from holdfast.kernels.select import triton
+
+    with on_device_of(scores):
+        return triton.select(scores, amounts, eps, k, width, how, informed)
+
+
+def _select_backward_on_gpu(
+    grad: Tensor,
+    scores: Tensor,
+    amounts: Tensor,
+    eps: Tensor | None,
+    weights: Tensor,
+    slots: Tensor,
+    edges: Tensor,
+    k: int,
+    how: int,
+    informed: bool,
+) -> Tensor:
+    from holdfast.kernels.select import triton
+
+    with on_device_of(scores):
+        return triton.select_backward(grad, scores, amounts, eps, weights, slots, edges, k, how, informed)
+
+
+def _count_pairs_on_gpu(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
+    from holdfast.kernels.select import triton
+
+    with on_device_of(scores):
+        return triton.count_pairs(scores, real, k, SHARE)
+
+
+def _select_fake(
+    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, how: int, informed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens, experts = scores.shape
+    return (
+        scores.new_empty(tokens, width, dtype=torch.int64),
+        scores.new_empty(tokens, width),
+        scores.new_empty(tokens, experts, dtype=torch.int16),
+        scores.new_empty(0 if eps is None else tokens, experts),
+        scores.new_empty(0 if eps is None or width == experts else tokens),
+    )
+
+
+_select = operator(
+    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _select_on_gpu,
+    _select_fake,
+)
+_select_backward = operator(
+    "choose_backward(Tensor grad, Tensor scores, Tensor amounts, Tensor? eps, Tensor weights, Tensor slots, Tensor edges, "
+    "int k, int how, bool informed) -> Tensor",
+    _select_backward_on_gpu,
+    lambda grad, scores, amounts, *_: torch.empty_like(amounts),
+)
+_count_pairs = operator(
+    "chosen_together(Tensor scores, Tensor? real, int k) -> Tensor",
+    _count_pairs_on_gpu,
+    lambda scores, real, k: scores.new_empty(-(-scores.shape[0] // SHARE), scores.shape[1], scores.shape[1]),
+)

@@ -1,0 +1,217 @@
+"""Mixing in PyTorch, a block of queries at a time, so that no N x N matrix is held; and for autograd, all of it at a time.
+
+    G groups (sequences), N queries, M keys; see kernels/token_mixing/__init__.py for the formula
+
+This is what the kernels are compared with, and what runs on a CPU and for operands too wide for a tile.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.fp32_linear import ieee_float32, matmul_float32
+
+BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # scores held at a time: 16 MiB; on a GPU, where small ones wait, 128
+FEWEST_ROWS = 16  # queries in a block, however many keys there are
+SAMPLED_BLOCK = 64  # neighbouring queries in a block, where only some blocks are looked at
+
+
+def mix_at_once(terms: "ScoreTerms", value: Tensor) -> Tensor:
+    """Return the mixture with all scores held at a time: for autograd to differentiate, and for exported programs."""
+    scores = terms.all_scores()
+    weights = (scores - finite_or_zero(scores.detach().amax(-1, keepdim=True))).exp()
+    mixed = terms.product(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return mixed.float()
+
+
+def expanded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return a view of the mask with a row for each query and a column for each key."""
+    return None if mask is None else mask.expand(-1, query.shape[1], key.shape[1])
+
+
+def only_real(rows: Tensor, real: Tensor | None) -> Tensor:
+    """Return float32 rows that are 0 in padding: a weight of 0 times NaN is NaN."""
+    return rows.float() if real is None else rows.float().masked_fill(~real.unsqueeze(-1), 0.0)
+
+
+def query_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Yield which queries form a block, and the keys that they may attend to."""
+    groups, queries, _ = query.shape
+    keys = key.shape[1]
+    elements = BLOCK_ELEMENTS.get(query.device.type, BLOCK_ELEMENTS["cpu"])
+    rows = max(FEWEST_ROWS, elements // max(groups * keys, 1))
+    for start in range(0, queries, rows):
+        end = min(start + rows, queries)
+        yield slice(start, end), slice(0, keys - queries + end if causal else keys)
+
+
+class ScoreTerms(NamedTuple):
+    """The operands of the scores, 0 in padding: float32, or float64 where a product could overflow float32."""
+
+    query: Tensor
+    key: Tensor
+    second_query: Tensor | None
+    second_key: Tensor | None
+    bias: Tensor | None
+    real: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    second_scale: float
+
+    def scores(self, rows: slice, columns: slice) -> Tensor:
+        """Return (G, block, keys), -inf where not allowed."""
+        scores = torch.bmm(self.query[:, rows], self.key[:, columns].transpose(1, 2)).mul_(self.scale)
+        if self.second_query is not None and self.second_key is not None:
+            more = self.second_key[:, columns].transpose(1, 2)
+            scores.baddbmm_(self.second_query[:, rows], more, alpha=self.second_scale)
+        return self._limited(scores, rows, columns)
+
+    def all_scores(self) -> Tensor:
+        """Return (G,N,M), for autograd to differentiate, also twice and under every precision switch."""
+        scores = self.product(self.query, self.key.transpose(1, 2)) * self.scale
+        if self.second_query is not None and self.second_key is not None:
+            scores = scores + self.product(self.second_query, self.second_key.transpose(1, 2)) * self.second_scale
+        return self._limited(scores, slice(0, self.query.shape[1]), slice(0, self.key.shape[1]))
+
+    @property
+    def wide(self) -> bool:
+        """Whether the operands are float64."""
+        return self.query.dtype == torch.float64
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return left right in the precision of the operands."""
+        return left.double() @ right.double() if self.wide else matmul_float32(left, right)
+
+    def _limited(self, scores: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Add biases and masks to the scores, in place."""
+        if self.bias is not None:
+            scores.add_(self.bias[:, None, columns])
+        if self.mask is not None:
+            part = self.mask[:, rows, columns]
+            scores = scores.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else scores.add_(part)
+        if self.real is not None:
+            scores.masked_fill_(~self.real[:, None, columns], -torch.inf)
+        if self.causal:
+            offset = self.key.shape[1] - self.query.shape[1]
+            position = torch.arange(rows.start, rows.stop, device=scores.device) + offset
+            later = torch.arange(columns.stop, device=scores.device) > position.unsqueeze(1)
+            scores.masked_fill_(later, -torch.inf)
+        return scores
+
+
+def score_terms(
+    query: Tensor,
+    key: Tensor,
+    second_query: Tensor | None,
+    second_key: Tensor | None,
+    bias: Tensor | None,
+    real: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    second_scale: float,
+) -> ScoreTerms:
+    """Return the operands of the scores in the precision that they need."""
+    second_query = None if second_query is None else second_query.float()
+    second_key = None if second_key is None else only_real(second_key, real)
+    query, key = query.float(), only_real(key, real)
+    if _overflows(query, key, scale) or _overflows(second_query, second_key, second_scale):
+        query, key = query.double(), key.double()
+        second_query, second_key, bias = (
+            None if operand is None else operand.double() for operand in (second_query, second_key, bias)
+        )
+    return ScoreTerms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+
+
+def _overflows(query: Tensor | None, key: Tensor | None, scale: float) -> bool:
+    """Return whether a product could overflow float32. On a GPU, where finding out would wait, return False."""
+    if query is None or key is None or query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if query.numel() == 0 or key.numel() == 0:
+        return False
+    largest = [max(-float(low), float(high)) for low, high in (query.detach().aminmax(), key.detach().aminmax())]
+    return largest[0] * largest[1] * query.shape[-1] * max(abs(scale), 1.0) > torch.finfo(torch.float32).max / 8
+
+
+def _exp(log_weights: Tensor) -> Tensor:
+    """Return exp of the log weights, in place, and 0 below -80: the total is at least 1, and denormals are slow on a CPU."""
+    return torch.threshold_(log_weights, -80.0, -torch.inf).exp_()
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def finite_or_zero(values: Tensor) -> Tensor:
+    return values.where(values > -torch.inf, 0.0)
+
+
+def sampled(queries: int, step: int) -> list[slice]:
+    """Return every `step`-th block of queries, starting at block `step // 2`."""
+    return [
+        slice(first, min(first + SAMPLED_BLOCK, queries))
+        for first in range(step // 2 * SAMPLED_BLOCK, queries, step * SAMPLED_BLOCK)
+    ]
+
+
+def mix_in_blocks(terms: ScoreTerms, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mixture (G,N,n), and the logarithm of the total of the weights (G,N), float32."""
+    query, key = terms.query, terms.key
+    value = value.to(query.dtype)
+    out = query.new_empty(*query.shape[:2], value.shape[2], dtype=torch.float32)
+    log_total = query.new_empty(query.shape[:2], dtype=torch.float32)
+    with ieee_float32():
+        for rows, columns in query_blocks(query, key, terms.causal):
+            scores = terms.scores(rows, columns)
+            highest = finite_or_zero(scores.amax(-1, keepdim=True))
+            weights = _exp(scores.sub_(highest))
+            total = weights.sum(-1, keepdim=True)
+            out[:, rows] = torch.bmm(weights, value[:, columns]) / total.clamp_min(torch.finfo(torch.float32).tiny)
+            log_total[:, rows] = (highest + total.log()).squeeze(-1)
+    return out, log_total
+
+
+def mix_in_blocks_backward(
+    grad: Tensor, out: Tensor, log_total: Tensor, terms: ScoreTerms, value: Tensor, shared: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, second query, second key and bias; None where there is no operand.
+
+    With `shared`, keys are the queries, and their gradient is added to that of the queries.
+    """
+    query, key, second_query, second_key, bias = terms[:5]
+    grad, value = grad.to(query.dtype), value.to(query.dtype)
+    grad_query = torch.empty_like(query)
+    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+    grad_second_query = None if second_query is None else torch.empty_like(second_query)
+    grad_second_key = None if second_key is None else torch.zeros_like(second_key)
+    grad_bias = None if bias is None else torch.zeros_like(bias)
+    centre = (grad * out).sum(-1, keepdim=True)
+    log_total = finite_or_zero(log_total).unsqueeze(-1)
+    with ieee_float32():
+        for rows, columns in query_blocks(query, key, terms.causal):
+            scores = terms.scores(rows, columns)
+            if terms.wide:  # their logarithms do not fit into float32
+                weights = _normalised(_exp(scores.sub_(finite_or_zero(scores.amax(-1, keepdim=True)))))
+            else:
+                weights = _exp(scores.sub_(log_total[:, rows]))
+            grad_value[:, columns] += torch.bmm(weights.transpose(1, 2), grad[:, rows])
+            slopes = torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2))
+            # Huge keys would magnify the rounding error of a difference that is 0: there both sides are computed in float64.
+            middle = (slopes * weights).sum(-1, keepdim=True) if terms.wide else centre[:, rows]
+            slopes = slopes.sub_(middle).mul_(weights)
+            if grad_bias is not None:
+                grad_bias[:, columns] += slopes.sum(1)
+            if second_query is not None and second_key is not None:
+                assert grad_second_query is not None and grad_second_key is not None
+                grad_second_query[:, rows] = torch.bmm(slopes, second_key[:, columns]) * terms.second_scale
+                more = torch.bmm(slopes.transpose(1, 2), second_query[:, rows])
+                grad_second_key[:, columns] += more * terms.second_scale
+            slopes.mul_(terms.scale)
+            grad_query[:, rows] = torch.bmm(slopes, key[:, columns])
+            grad_key[:, columns] += torch.bmm(slopes.transpose(1, 2), query[:, rows])
+    if shared:
+        grad_query += grad_key
+    return grad_query, grad_key, grad_value, grad_second_query, grad_second_key, grad_bias

@@ -1,0 +1,126 @@
+"""Blocked mixing against the explicit N x N matrix, outputs and gradients; and that the matrix never exists."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiers import quick_or_slow
+
+from holdfast.kernels.attention import attention_entropy, sampled
+from holdfast.kernels.token_mixing import SecondProduct, blocks, naive, softmax_mix
+
+QUERIES, KEYS = 13, 17
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("kind", ["no mask", "bool mask", "bias"])
+@pytest.mark.parametrize("block", [1, 2**22], ids=["small blocks", "one block"])
+@pytest.mark.parametrize("twice", [True, False], ids=["two products", "one product"])
+def test_blocks_equal_the_explicit_matrix(
+    causal: bool, padded: bool, kind: str, block: int, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": block})
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
+    torch.manual_seed(0)
+    query = torch.randn(2, QUERIES, 5, requires_grad=True)
+    key, value = torch.randn(2, KEYS, 5, requires_grad=True), torch.randn(2, KEYS, 3, requires_grad=True)
+    real = torch.rand(2, KEYS) < 0.7 if padded else None
+    mask = {"no mask": None, "bool mask": torch.rand(1, QUERIES, KEYS) < 0.8, "bias": torch.randn(2, QUERIES, KEYS)}[kind]
+    leaves = [query, key, value]
+    second, bias = None, None
+    if twice:
+        other = torch.randn(2, QUERIES, 4, requires_grad=True), torch.randn(2, KEYS, 4, requires_grad=True)
+        second, bias = SecondProduct(*other, 0.3), torch.randn(2, KEYS, requires_grad=True)
+        leaves += [*other, bias]
+    weights = naive.mixing_weights(query, key, 0.7, causal, real, mask, second, bias)
+    got = softmax_mix(query, key, value, scale=0.7, causal=causal, real=real, mask=mask, second=second, bias=bias)
+    grad = torch.randn_like(got)
+    fast, slow = torch.autograd.grad(got, leaves, grad), torch.autograd.grad(weights @ value, leaves, grad)
+    for mine, theirs in zip([got, *fast], [weights @ value, *slow], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("kind", ["no mask", "bool mask", "bias"])
+@pytest.mark.parametrize("block", [1, 2**22], ids=["small blocks", "one block"])
+def test_entropies_equal_those_of_the_explicit_matrix(
+    causal: bool, padded: bool, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four heads, two of which share keys."""
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": block})
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, QUERIES, 5), torch.randn(2, 2, KEYS, 5)
+    real = torch.rand(2, KEYS) < 0.7 if padded else None
+    mask = {"no mask": None, "bool mask": torch.rand(1, 1, QUERIES, KEYS) < 0.8, "bias": torch.randn(2, 4, QUERIES, KEYS)}[
+        kind
+    ]
+    got = attention_entropy(query, key, scale=0.7, causal=causal, real=real, mask=mask)
+    for head in range(4):
+        own = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
+        weights = naive.mixing_weights(query[:, head], key[:, head // 2], 0.7, causal, real, own)
+        torch.testing.assert_close(got[:, head], torch.special.entr(weights).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("rows", [1, 270], ids=["one row of the mask", "a row for each"])
+def test_entropies_of_some_blocks_are_those_among_all(causal: bool, rows: int) -> None:
+    torch.manual_seed(0)
+    query, key, real = torch.randn(2, 4, 270, 5), torch.randn(2, 2, 300, 5), torch.rand(2, 300) < 0.7
+    given: dict[str, Any] = {"scale": 0.7, "causal": causal, "real": real, "mask": torch.randn(1, 4, rows, 300)}
+    everything = attention_entropy(query, key, **given)
+    for step, first in ((1, 0), (2, 64), (3, 64), (4, 128)):
+        assert sampled(270, step)[0].start == first
+        some = torch.cat([everything[:, :, block] for block in sampled(270, step)], 2)
+        torch.testing.assert_close(attention_entropy(query, key, **given, step=step), some)
+
+
+def test_a_gradient_that_nobody_asks_for_changes_no_other() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, QUERIES, 5), torch.randn(2, KEYS, 5)
+    value = torch.rand(2, KEYS, 3, requires_grad=True)
+    grads = []
+    for wanted in (False, True):
+        out = softmax_mix(query.requires_grad_(wanted), key.requires_grad_(wanted), value, scale=0.7)
+        grads.append(torch.autograd.grad(out.square().sum(), value)[0])
+    assert torch.equal(*grads)
+
+
+def test_a_query_that_may_look_at_nothing_gets_zero_and_no_nan() -> None:
+    query, key = torch.randn(1, 3, 4, requires_grad=True), torch.randn(1, 3, 4, requires_grad=True)
+    out = softmax_mix(query, key, torch.ones(1, 3, 2), scale=1.0, real=torch.zeros(1, 3, dtype=torch.bool))
+    assert torch.equal(out, torch.zeros(1, 3, 2))
+    out.sum().backward()
+    assert torch.equal(query.grad, torch.zeros(1, 3, 4))  # type: ignore[arg-type]
+
+
+def test_huge_scores_do_not_overflow() -> None:
+    query = torch.tensor([[[1e4], [-1e4]]])
+    out = softmax_mix(query, query, torch.eye(2).unsqueeze(0), scale=1.0)
+    torch.testing.assert_close(out, torch.eye(2).unsqueeze(0))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("router", quick_or_slow(["similarity", "attention"], ["similarity"]))
+def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> None:
+    """N = 16,384, d = 64, E = 16, one sequence, forward and backward: below 300 MB more than before."""
+    script = Path(__file__).with_name("peak_memory.py")
+    run = subprocess.run([sys.executable, str(script), router], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert 1 < float(run.stdout) < 300, f"{run.stdout.strip()} MB"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("router", ["similarity", "attention"])
+def test_a_mask_is_not_copied_for_every_head(router: str) -> None:
+    """Two padded sequences of 4,096 under the model's own float mask (134 MB): nothing of that size besides, for 4 heads."""
+    script = Path(__file__).with_name("peak_memory.py")
+    run = subprocess.run([sys.executable, str(script), router, "masked"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert 1 < float(run.stdout) < 134 + 200, f"{run.stdout.strip()} MB"
