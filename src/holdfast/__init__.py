@@ -18,9 +18,9 @@ from holdfast.losses import Losses as Losses
 from holdfast.routing import Context as Context
 from holdfast.routing import Router as Router
 from holdfast.routing import Routing as Routing
+from holdfast.routing import create_router as create_router
+from holdfast.routing import list_routers as list_routers
 from holdfast.routing import register as register
-from holdfast.routing import router as router
-from holdfast.routing import routers as routers
 from holdfast.version import VERSION
 
 __version__ = VERSION
@@ -34,13 +34,13 @@ __all__ = [
     "Routing",
     "audit",
     "calibrate",
+    "create_router",
+    "list_routers",
     "load",
     "register",
     "reroute",
     "restore",
-    "router",
     "router_loss_scale",
-    "routers",
     "save",
     "shard_experts",
     "sparsify",

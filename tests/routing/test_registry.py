@@ -20,8 +20,8 @@ def scratch_name() -> Iterator[str]:
 
 
 def test_the_promised_names_are_there_with_a_line_each() -> None:
-    assert set(NAMES) <= set(holdfast.routers())
-    assert all("\n" not in line and len(line) > 10 for line in holdfast.routers().values())
+    assert set(NAMES) <= set(holdfast.list_routers())
+    assert all("\n" not in line and len(line) > 10 for line in holdfast.list_routers().values())
 
 
 @pytest.mark.parametrize(
@@ -40,26 +40,26 @@ def test_the_promised_names_are_there_with_a_line_each() -> None:
     ],
 )
 def test_names_fill_the_slots_they_claim(name: str, score: type, select: type) -> None:
-    built = holdfast.router(name, dim=8, experts=4)
+    built = holdfast.create_router(name, dim=8, experts=4)
     assert (type(built.score), type(built.select)) == (score, select)
 
 
 def test_k_is_two_unless_the_name_says_otherwise() -> None:
-    ks = {name: holdfast.router(name, dim=8, experts=4).select.k for name in ("smoe", "xmoe", "switch")}
+    ks = {name: holdfast.create_router(name, dim=8, experts=4).select.k for name in ("smoe", "xmoe", "switch")}
     assert ks == {"smoe": 2, "xmoe": 2, "switch": 1}
-    assert holdfast.router("switch", dim=8, experts=4, k=3).select.k == 3
-    assert holdfast.router("smoe", dim=8, experts=1).select.k == 1
+    assert holdfast.create_router("switch", dim=8, experts=4, k=3).select.k == 3
+    assert holdfast.create_router("smoe", dim=8, experts=1).select.k == 1
 
 
 def test_options_reach_the_part_that_has_them() -> None:
-    built = holdfast.router("xmoe+top-p", dim=8, experts=4, p=0.2, temperature=0.5)
+    built = holdfast.create_router("xmoe+top-p", dim=8, experts=4, p=0.2, temperature=0.5)
     assert isinstance(built.select, TopP) and built.select.fixed_p == 0.2
     assert isinstance(built.score, Cosine)
     torch.testing.assert_close(built.score.log_temperature.exp(), torch.tensor([0.5]))
 
 
 def test_an_option_overrides_the_default_of_a_name() -> None:
-    built = holdfast.router("switch", dim=8, experts=4, weights="softmax")
+    built = holdfast.create_router("switch", dim=8, experts=4, weights="softmax")
     assert isinstance(built.select, TopK) and built.select.weights == "softmax"
 
 
@@ -88,7 +88,7 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
 )
 def test_mistakes_are_one_clear_sentence(name: str, options: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
-        holdfast.router(name, **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]
+        holdfast.create_router(name, **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -97,15 +97,15 @@ def test_a_new_part_joins_the_grammar(scratch_name: str) -> None:
     class Twice(Linear):
         pass
 
-    built = holdfast.router("scratch+top-p", dim=8, experts=4, p=0.3)
+    built = holdfast.create_router("scratch+top-p", dim=8, experts=4, p=0.3)
     assert type(built.score) is Twice and isinstance(built.select, TopP)
-    assert holdfast.routers()["scratch"] == "twice the linear score (nobody)"
+    assert holdfast.list_routers()["scratch"] == "twice the linear score (nobody)"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
 def test_routers_can_be_built_without_memory_and_keep_their_name(name: str) -> None:
     with torch.device("meta"):
-        built = holdfast.router(name, dim=8, experts=4, layer="layers.3")
+        built = holdfast.create_router(name, dim=8, experts=4, layer="layers.3")
     assert "layers.3" in repr(built)
     built = built.to_empty(device="cpu")
     assert built.layer == "layers.3"

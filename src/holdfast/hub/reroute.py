@@ -33,7 +33,7 @@ def reroute(
 ) -> Any:
     """Give an MoE model another router, in place; its weights stay, and the router starts from the checkpoint's own scores.
 
-    router      a name of `holdfast.routers()`, or several joined by +; "native" is the family's own rule, bit for bit
+    router      a name of `holdfast.list_routers()`, or several joined by +; "native" is the family's own rule, bit for bit
     k           experts a token; None is the model's own number
     layers      "all", "alternate", "last:n" or indices, among the MoE layers
     losses      what routers add to `outputs.loss` in training. None takes over the balance loss of a model that trains with
@@ -121,7 +121,7 @@ def _spec(
     if isinstance(site.block, SparseLayer):
         assert current is not None
         if router == NATIVE:
-            raise ValueError("a sparsified model has no native router; name one of holdfast.routers().")
+            raise ValueError("a sparsified model has no native router; name one of holdfast.list_routers().")
         return replace(
             current,
             router=router,

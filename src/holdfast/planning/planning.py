@@ -105,8 +105,8 @@ def plan(
     """What a model would be with each router, from its config alone.
 
     model       a Hugging Face folder, its config.json, a name on the hub, or a family ("llama"); no weights are read
-    routers     names of `holdfast.routers()`, also joined by +, and "native" for an MoE; by default the plain one and the
-                five robust ones
+    routers     names of `holdfast.list_routers()`, also joined by + and with options in brackets, and "native" for an MoE;
+                by default the plain one and the five robust ones
     sizes       fields of the config to change, {"num_hidden_layers": 48}
     experts, k, layers, hidden    as of `sparsify`; of a model that has experts, k and layers as of `reroute`
     """

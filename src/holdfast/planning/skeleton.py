@@ -107,7 +107,7 @@ def _sparsify(model: Any, choice: Choice, change: Change) -> None:
     if change.experts is None:
         raise ValueError(f"{family.model_type} is dense; say how many experts its networks should become (--experts 16).")
     if choice.router == NATIVE:
-        raise ValueError("a dense model has no native router; name one of holdfast.routers().")
+        raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
     found = [f"{name}.{family.place}".lstrip(".") for name, _ in layers_of(family, model)]
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
