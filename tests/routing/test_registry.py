@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.routing import Cosine, Frozen, Linear, ReLU, Score, TopK, TopP
+from holdfast.routing import Cosine, Frozen, Linear, ReLU, Score, Similarity, SmoothTopK, TopK, TopP
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Preset, Registry
 
@@ -58,6 +58,22 @@ def test_options_reach_the_part_that_has_them() -> None:
     torch.testing.assert_close(built.score.log_temperature.exp(), torch.tensor([0.5]))
 
 
+def test_options_in_brackets_and_by_keyword_build_the_same_router() -> None:
+    written = holdfast.create_router("similarity[tau=2]+smooth[budget=0.5]", dim=8, experts=4, rank=3)
+    by_keyword = holdfast.create_router("similarity+smooth", dim=8, experts=4, tau=2.0, budget=0.5, rank=3)
+    for one in (written, by_keyword):
+        similarity, smooth = one.inform[0], one.select
+        assert isinstance(similarity, Similarity) and isinstance(smooth, SmoothTopK)
+        assert (similarity.tau, smooth.budget) == (2.0, 0.5)
+
+
+def test_brackets_may_follow_any_of_the_joined_names() -> None:
+    resolved = ("xmoe+top-p", {"p": 0.2, "temperature": 0.5})
+    assert REGISTRY.resolve("xmoe[p=0.2]+top-p[temperature=5e-1]") == resolved
+    assert REGISTRY.resolve(" xmoe + top-p [p=0.2, temperature=0.5]") == resolved
+    assert REGISTRY.resolve("xmoe+top-p[p=.2]", {"temperature": 0.5}) == resolved
+
+
 def test_an_option_overrides_the_default_of_a_name() -> None:
     built = holdfast.create_router("switch", dim=8, experts=4, weights="softmax")
     assert isinstance(built.select, TopK) and built.select.weights == "softmax"
@@ -71,7 +87,12 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
         ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, remoe"),
         ("", {}, "unknown router ''"),
         (None, {}, "a router is named by a string, such as"),
-        ("similarity[rank=4]", {}, "has options in brackets, which compare, train and plan take; here they are arguments"),
+        ("similarity[rank=4", {}, "is not a router"),
+        ("similarity[rank=4]+", {}, "unknown router ''"),
+        ("similarity[rank=4]", {"rank": 4}, "the option rank is given twice, in 'similarity.rank=4.' and by keyword"),
+        ("similarity[tau=2]+smooth[tau=3]", {}, "gives the option tau twice"),
+        ("similarity[rank=1.5]+smooth", {}, "the option rank is 1.5, not a whole number or empty"),
+        ("smoe[k=1]", {}, "unknown option 'k'"),
         ("top-p+remoe", {}, "'top-p' and 'remoe' both claim the select slot"),
         ("xmoe+smoe-dropout", {}, "'xmoe' and 'smoe-dropout' both claim the score slot"),
         ("xmoe+xmoe", {}, "'xmoe' and 'xmoe' both claim"),
@@ -117,7 +138,7 @@ def test_a_clash_of_names_raises() -> None:
         holdfast.register("smoe", slot="score", about="", paper="")(Linear)
 
 
-@pytest.mark.parametrize("name", ["", "a+b", " a"])
+@pytest.mark.parametrize("name", ["", "a+b", " a", "a[b", "a,b", "a@1"])
 def test_a_name_that_the_grammar_could_not_read_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a router"):
         Registry().add(Preset(name, "", ""))

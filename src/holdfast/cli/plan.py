@@ -6,14 +6,11 @@ import json
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
 from holdfast.cli.plan_tables import print_plan
-
-if TYPE_CHECKING:
-    from holdfast.planning import Choice
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Plan:
             raise ValueError(f"tokens is {self.tokens:g}; a training has more than 0, and a finite number of them.")
         done = plan(
             self.model,
-            [_choice(written) for written in self.router],
+            self.router,
             experts=self.experts,
             k=self.k,
             layers=_layers(self.layers),
@@ -81,16 +78,6 @@ class Plan:
             print(json.dumps(stored, indent=2, allow_nan=False))
         else:
             print_plan(done, self.tokens)
-
-
-def _choice(written: str) -> Choice:
-    from holdfast.planning import Choice
-    from holdfast.train.contenders import contender
-
-    if written == "native":
-        return Choice(written, written)
-    entry = contender(written)
-    return Choice(entry.name, entry.router, entry.options)
 
 
 def _layers(written: str) -> str | list[int]:

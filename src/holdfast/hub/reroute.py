@@ -33,17 +33,20 @@ def reroute(
 ) -> Any:
     """Give an MoE model another router, in place; its weights stay, and the router starts from the checkpoint's own scores.
 
-    router      a name of `holdfast.list_routers()`, or several joined by +; "native" is the family's own rule, bit for bit
+    router      a name of `holdfast.list_routers()`, or several joined by +, with options in brackets where you like:
+                "similarity[tau=2]+smooth"; "native" is the family's own rule, bit for bit
     k           experts a token; None is the model's own number
     layers      "all", "alternate", "last:n" or indices, among the MoE layers
     losses      what routers add to `outputs.loss` in training. None takes over the balance loss of a model that trains with
                 one (`config.output_router_logits`), at its strength, computed from the real selections of each layer
-    options     of the router
+    options     of the router, where they are not in brackets
 
     Where no name claims the scores, they are the checkpoint's, and weights follow its convention. Symphony's graph starts at
     the identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a narrow strip.
     """
     require_unwrapped(model)
+    if router != NATIVE:
+        router, options = REGISTRY.resolve(router, options)
     unmark_dequantised(model)
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]

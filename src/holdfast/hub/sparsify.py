@@ -12,11 +12,12 @@ from holdfast.hub.layers import Layers, choose
 from holdfast.hub.quantisers import unmark_dequantised
 from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
-from holdfast.hub.specs import LayerSpec, coefficients
+from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
 from holdfast.hub.wiring import mark_changed, wire
 from holdfast.kernels.quantised import is_quantised
 from holdfast.losses import Losses
+from holdfast.routing.presets import REGISTRY
 from holdfast.suggest import unknown
 
 
@@ -42,11 +43,15 @@ def sparsify(
                 (where weights sum to 1). "random" starts anew
     noise       of copied weights, relative to their standard deviation, so that experts differ from the start
     losses      what routers add to `outputs.loss` in training
-    options     of the router; in `router_options` where one of these has the same name (symphony's `init`, `noise`)
+    router      a name of `holdfast.list_routers()`, or several joined by +, with options in brackets where you like
+    options     of the router, where they are not in brackets; in `router_options` where an argument of this function has
+                the same name (symphony's `init`, `noise`)
     """
     require_unwrapped(model)
     unmark_dequantised(model)
     options = {**options, **(router_options or {})}
+    if router != NATIVE:
+        router, options = REGISTRY.resolve(router, options)
     if init not in ("copy", "random"):
         raise ValueError(unknown("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):

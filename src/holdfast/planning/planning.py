@@ -120,7 +120,7 @@ def plan(
     change = Change(experts, k, layers, hidden)
     columns, shapes = [], []
     for name in routers or default_routers(config, k):
-        choice = Choice(name, name) if isinstance(name, str) else name
+        choice = Choice.of(name) if isinstance(name, str) else name
         with _fitting(model):
             shapes.append(outline(planned(config, choice, change), setting))
         columns.append(_column(choice.label, shapes[-1], setting, workload))

@@ -27,6 +27,7 @@ from holdfast.hub.model_size import (
 from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read
 from holdfast.hub.surgery import repeat
 from holdfast.reading import read_json, require_regular
+from holdfast.routing.presets import REGISTRY
 from holdfast.suggest import unknown
 
 CONFIG = "config.json"
@@ -48,6 +49,11 @@ class Choice:
     label: str
     router: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, written: str) -> "Choice":
+        """Return the choice that `similarity[tau=2]` names."""
+        return cls(written, written) if written == NATIVE else cls(written, *REGISTRY.resolve(written))
 
 
 @dataclass(frozen=True)
