@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import Command
 
-from holdfast.cli.compare import equal_compute
+from holdfast.comparing import equal_compute
 from holdfast.train.contenders import contenders
 
 SMALL = [
@@ -39,7 +39,7 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
     """In a process of its own."""
     out = tmp_path / "out"
     given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out)]
-    command = [sys.executable, "-m", "holdfast.cli.main", "compare", *given, "--set", f"data.source={text}", *SMALL]
+    command = [sys.executable, "-m", "holdfast", "compare", *given, "--set", f"data.source={text}", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -28,7 +28,7 @@ def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command)
 def test_the_same_seed_prints_the_same_table(command: Command) -> None:
     """Here and in a process of its own."""
     arguments = ("routers", "--route", "--names", "xmoe+top-p", "--seed", "3")
-    there = [sys.executable, "-m", "holdfast.cli.main", *arguments]
+    there = [sys.executable, "-m", "holdfast", *arguments]
     done = subprocess.run(there, check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert "xmoe+top-p" in done.stdout
     assert command(*arguments, columns=160).stdout == done.stdout

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from holdfast.hub.adapters import running
 from holdfast.hub.changed import require_unwrapped
@@ -28,9 +29,18 @@ from holdfast.routing.rules import Softmax
 MODEL_BALANCE = "model_balance"  # among the terms, before the number of experts a token is known
 
 
+Model = TypeVar("Model", bound=nn.Module)  # what goes in comes out, so that an editor knows its methods
+
+
 def reroute(
-    model: Any, router: str, *, k: int | None = None, layers: Layers = "all", losses: Losses | None = None, **options: Any
-) -> Any:
+    model: Model,
+    router: str,
+    *,
+    k: int | None = None,
+    layers: Layers = "all",
+    losses: Losses | None = None,
+    **options: Any,
+) -> Model:
     """Give an MoE model another router, in place; its weights stay, and the router starts from the checkpoint's own scores.
 
     router      a name of `holdfast.list_routers()`, or several joined by +, with options in brackets where you like:
@@ -76,7 +86,7 @@ def reroute(
     return model
 
 
-def restore(model: Any) -> Any:
+def restore(model: Model) -> Model:
     """The model's own routers again, in place. What was trained stays trained; what was not is bit for bit as it was."""
     current = wiring(model)
     if current is None:
@@ -105,7 +115,7 @@ def _require_no_copies(found: list[Site]) -> None:
             )
 
 
-def _restore_sparse(model: Any, found: list[Site]) -> Any:
+def _restore_sparse(model: Model, found: list[Site]) -> Model:
     blocks = [site.block for site in found if isinstance(site.block, SparseLayer)]
     if not any(block.__dict__["former"] for block in blocks):
         raise ValueError("nothing to restore: its layers were made by sparsify, and the dense ones are gone.")

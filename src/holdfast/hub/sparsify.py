@@ -1,7 +1,7 @@
 """Turn a dense model's feed-forward networks into experts."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from holdfast.losses import Losses
 from holdfast.routing.presets import REGISTRY
 from holdfast.suggest import unknown
 
+Model = TypeVar("Model", bound=nn.Module)  # what goes in comes out, so that an editor knows its methods
+
 
 def sparsify(
-    model: Any,
+    model: Model,
     *,
     experts: int,
     k: int = 2,
@@ -34,7 +36,7 @@ def sparsify(
     losses: Losses | None = None,
     router_options: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Any:
+) -> Model:
     """Make a dense Hugging Face model an MoE, in place: each chosen layer's feed-forward network becomes `experts` of them.
 
     layers      "all" (Switch), "alternate" (GLaM), "last:2" (V-MoE), or indices

@@ -109,6 +109,10 @@ def plan(
                 by default the plain one and the five robust ones
     sizes       fields of the config to change, {"num_hidden_layers": 48}
     experts, k, layers, hidden    as of `sparsify`; of a model that has experts, k and layers as of `reroute`
+
+    Example:
+        plan = holdfast.plan("llama", ["smoe", "similarity[rank=64]"], experts=8, k=2)
+        print({column.router: column.training.total for column in plan.columns})
     """
     workload = workload or Workload()
     config = read_config(model, sizes)
