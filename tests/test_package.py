@@ -51,10 +51,8 @@ def test_instruments_are_functions_beside_packages_of_other_names() -> None:
     import holdfast.certificates
     import holdfast.planning
 
-    assert all(inspect.isfunction(each) for each in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.plan))
-    assert all(
-        "Example:" in (each.__doc__ or "") for each in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.plan)
-    )
+    for function in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.plan):
+        assert inspect.isfunction(function) and "Example:" in (function.__doc__ or "")
 
 
 @pytest.mark.parametrize("function", [holdfast.reroute, holdfast.restore, holdfast.sparsify])

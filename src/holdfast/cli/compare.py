@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
 
 from holdfast.cli.files import require_folder, require_place
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import bar, show
 from holdfast.comparing import PAGE, ROUTERS, run_comparison
 
@@ -43,6 +46,7 @@ class Compare:
     """Where a router uses more experts a token than the baseline, add the baseline with as many experts, rounded up."""
     jobs: int = 1
     """How many models are trained at a time; several keep one GPU busy."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.report import read_results
@@ -51,6 +55,7 @@ class Compare:
         from holdfast.train.contenders import contenders
         from holdfast.train.quiet import quiet
 
+        self.plugins.load()
         recipe = load_recipe(self.recipe, changes(self.set))
         require_folder(self.out)
         for name in ("results.json", PAGE):

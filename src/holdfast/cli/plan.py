@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from holdfast.cli.plan_tables import print_plan
+from holdfast.cli.plugins import PluginFiles
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ class Plan:
     """Activations are computed again instead of being kept."""
     json: bool = False
     """Print everything as JSON instead of tables."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.planning import Workload, plan
         from holdfast.train.quiet import quiet
 
+        self.plugins.load()
         quiet()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try to reach the hub
         if self.tokens is not None and not 0 < self.tokens < math.inf:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
+from tyro.conf import arg
+
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import show
 
 if TYPE_CHECKING:
@@ -40,8 +43,10 @@ class Routers:
     """How many sequences of 128 words to route."""
     seed: int = 0
     """Seed of the router weights and the word vectors."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
+        self.plugins.load()
         if self.route:
             self._print_routes()
         else:

@@ -11,6 +11,7 @@ from holdfast.routing.parts import Scores as Scores
 from holdfast.routing.parts import Selection as Selection
 from holdfast.routing.parts import Selector as Selector
 from holdfast.routing.parts import Traits as Traits
+from holdfast.routing.plugins import load_plugin as load_plugin
 from holdfast.routing.presets import create_router as create_router
 from holdfast.routing.presets import list_routers as list_routers
 from holdfast.routing.presets import register as register

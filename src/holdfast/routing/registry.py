@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -69,9 +69,24 @@ class Registry:
 
     def __init__(self) -> None:
         self._presets: dict[str, Preset] = {}
+        self._discover: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Preset]:
-        return iter(self._presets.values())
+        self._find_more()
+        return iter(list(self._presets.values()))
+
+    def names(self) -> list[str]:
+        """Return the names that are registered by now, without looking for more."""
+        return list(self._presets)
+
+    def discover_with(self, find: Callable[[], None]) -> None:
+        """Call `find`, which registers more presets, once: when presets are listed, or a name is not known."""
+        self._discover = find
+
+    def _find_more(self) -> None:
+        find, self._discover = self._discover, None
+        if find is not None:
+            find()
 
     def add(self, preset: Preset) -> Preset:
         if preset.name in self._presets:
@@ -83,6 +98,8 @@ class Registry:
         del self._presets[self[name].name]
 
     def __getitem__(self, name: str) -> Preset:
+        if name not in self._presets:
+            self._find_more()
         if name not in self._presets:
             raise ValueError(
                 f"{unknown('router', name, self._presets)} A router of your own is loaded with --plugin FILE, or by "

@@ -1,10 +1,11 @@
 """Routers as they enter a comparison, written as `smoe,similarity[causal=false,tau=2],symphony+smooth`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.routing.options import split_routers
+from holdfast.routing.plugins import plugins_of
 from holdfast.routing.presets import REGISTRY
 
 
@@ -16,6 +17,11 @@ class Contender:
     router: str
     options: Mapping[str, Any] = field(default_factory=dict)
     k: int | None = None  # another number of experts than the recipe's
+
+    def describe(self) -> dict[str, Any]:
+        """Return what must agree for results to be of this router: the code of its plugins too, where it has any."""
+        plugins = plugins_of(self.router)
+        return {**asdict(self), **({"plugins": plugins} if plugins else {})}
 
 
 def contenders(written: str) -> list[Contender]:
