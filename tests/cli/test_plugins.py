@@ -10,6 +10,7 @@ import pytest
 from commands import Command
 
 import holdfast
+from holdfast.data import python_topics
 from holdfast.routing import plugins
 from holdfast.routing.plugins import load_plugin, plugins_of, require_plugins
 from holdfast.routing.presets import REGISTRY
@@ -24,12 +25,24 @@ class Doubled(Linear):
         super().__init__(dim, experts)
         self.times = times
 """
-SMALL = ["--set", "training.steps=2", "training.batch=2", "--seeds", "1"]
+SMALL = [
+    "--seeds=1",
+    "--set",
+    "training.steps=2",
+    "training.batch=2",
+    "data.source=some.txt",
+    "data.length=16",
+    "data.vocabulary=200",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=32",
+    "sparse.hidden=16",
+]
 
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(PLUGIN)
+    (tmp_path / "some.txt").write_text("\n\n".join(list(python_topics().values())[:4])[:20_000])
     return tmp_path / "own.py"
 
 
@@ -91,7 +104,7 @@ def test_an_unknown_router_is_told_the_nearest_and_of_plugins(command: Command) 
 
 def test_commands_build_the_routers_of_a_plugin(plugin: Path, command: Command) -> None:
     both = ["--plugin", str(plugin), "--plugin", str(plugin)]
-    assert "twice the linear score" in command("routers", *both).stdout
+    assert "twice the linear score" in command("routers", *both, columns=200).stdout
     done = command("plan", "llama", "--experts", "4", "--router", "doubled[times=3]", *both)
     assert done.returncode == 0 and "doubled" in done.stdout
 
@@ -114,11 +127,11 @@ def test_what_was_trained_with_a_plugin_says_which_one_it_needs(
         assert lacking.returncode == 2 and "'doubled' of the plugin own.py" in lacking.stderr
         assert entry["checksum"][:12] in lacking.stderr and "--plugin FILE" in lacking.stderr
     forget()
-    assert command("evaluate", home, *given).returncode == 0
+    assert command("evaluate", home, "--source", "some.txt", *given).returncode == 0
     assert "another version of the plugin" not in caplog.text
     forget()
     plugin.write_text(PLUGIN + "# changed\n")
-    assert command("certify", home, "--tokens", "64", *given).returncode == 0
+    assert command("certify", home, "--source", "some.txt", "--length", "16", "--tokens", "64", *given).returncode == 0
     assert "another version of the plugin own.py" in caplog.text
     other = command("compare", "--routers", "doubled", *SMALL, "--out", "compared", *given)
     assert other.returncode == 2 and "another plugin" in other.stderr
