@@ -259,7 +259,8 @@ def test_options_in_brackets_are_those_by_keyword_and_stored_as_such() -> None:
 def test_an_option_given_twice_or_of_another_type_changes_nothing() -> None:
     model, dense = tiny("olmoe"), tiny_dense("llama")
     before = logits(model)
-    for router, options in (("smooth[budget=1]", {"budget": 1.0}), ("smooth[budget=x]", {}), ("smooth[budgte=1]", {})):
+    twice: dict[str, Any] = {"budget": 1.0}
+    for router, options in (("smooth[budget=1]", twice), ("smooth[budget=x]", {}), ("smooth[budgte=1]", {})):
         with pytest.raises(ValueError, match="option"):
             holdfast.reroute(model, router, **options)
         with pytest.raises(ValueError, match="option"):
