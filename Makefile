@@ -31,7 +31,7 @@ bench: .venv/dev
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[lab]'
 	touch $@
 
 # Apart from what the demo needs: some libraries that are tested with print lines of their own when transformers finds them.

@@ -118,10 +118,10 @@ def blocks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, nn.
     sizes = {"dim": shape.dim, "experts": shape.experts, "k": shape.k}
     shared = Experts(shape.dim, shape.hidden, shape.experts, device=device, dtype=dtype)  # one for all: weights are large
     with torch.no_grad():
-        before = holdfast.router("smoe", **sizes).to(device, dtype).eval()(tokens)
+        before = holdfast.create_router("smoe", **sizes).to(device, dtype).eval()(tokens)
     context = Context(causal=True, previous=Previous(tokens, before))
     made: dict[str, nn.Module] = {
-        title: Ours(MoE(holdfast.router(name, **sizes, **options).to(device, dtype), shared), context)
+        title: Ours(MoE(holdfast.create_router(name, **sizes, **options).to(device, dtype), shared), context)
         for title, (name, options) in ((title, ROUTERS[title]) for title in NAMES)
     }
     plain = made["smoe"].block

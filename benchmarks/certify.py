@@ -47,7 +47,7 @@ def surroundings(title: str) -> Context:
     previous = None
     if title == "ac":
         tokens = torch.randn(SEQUENCES, LENGTH, DIM) * (torch.rand(DIM) + 0.05)
-        plain = holdfast.router("smoe", dim=DIM, experts=EXPERTS, k=K).eval()
+        plain = holdfast.create_router("smoe", dim=DIM, experts=EXPERTS, k=K).eval()
         previous = Previous(tokens, plain(tokens))
     attention = None
     if "attention" in title:
@@ -58,7 +58,7 @@ def surroundings(title: str) -> Context:
 
 def tightness(title: str, name: str, options: dict[str, Any], norm: Norm) -> dict[str, Any]:
     torch.manual_seed(0)
-    router = holdfast.router(name, dim=DIM, experts=EXPERTS, k=K, **options).train()
+    router = holdfast.create_router(name, dim=DIM, experts=EXPERTS, k=K, **options).train()
     for _ in range(6):
         router(2 * torch.randn(SEQUENCES, LENGTH, DIM), surroundings(title))
     tokens, context = 2 * torch.randn(SEQUENCES, LENGTH, DIM), surroundings(title)
@@ -130,7 +130,7 @@ def summary(found: Certificates, radius: Tensor, flips: tuple[Tensor, Tensor], j
 def rounded(width: int, rounding: Any) -> dict[str, float]:
     """32 experts, top 4: which tokens are undecided in bfloat16, and which of all tokens then flip."""
     torch.manual_seed(0)
-    router = holdfast.router("smoe", dim=width, experts=32, k=4).eval()
+    router = holdfast.create_router("smoe", dim=width, experts=32, k=4).eval()
     tokens = torch.randn(8192, width)
     alarm = undecided(router, tokens, torch.bfloat16, rounding=rounding)
     plain = router(tokens).chosen

@@ -48,7 +48,7 @@ def measure(shape: Shape, device: str, rounds: int) -> dict[str, dict[str, float
     for title in NAMES:
         name, options = ROUTERS[title]
         options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
-        router = holdfast.router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(device, dtype)
+        router = holdfast.create_router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(device, dtype)
         runs[title] = Step(router, tokens, context, [one for one in router.parameters() if one.requires_grad])
     # On a GPU what the kernels take; alone, a router waits for Python at any of these sizes.
     replays = {title: captured(run) for title, run in runs.items()} if device == "cuda" else runs

@@ -63,7 +63,7 @@ def surroundings(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor,
     projection = torch.nn.Linear(shape.dim, shape.dim, bias=False, device=device, dtype=dtype).requires_grad_(False)
     attention = Attention(query, key, value, projection, torch.randn_like(tokens))
     with torch.no_grad():
-        previous = holdfast.router("smoe", dim=shape.dim, experts=shape.experts, k=shape.k).to(device).eval()(tokens)
+        previous = holdfast.create_router("smoe", dim=shape.dim, experts=shape.experts, k=shape.k).to(device).eval()(tokens)
     return tokens.requires_grad_(), Context(causal=True, attention=attention, previous=Previous(tokens.detach(), previous))
 
 
@@ -145,7 +145,7 @@ def main() -> None:
         if arguments.routers is not None and title not in ("smoe", *arguments.routers):
             continue
         options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
-        router = holdfast.router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(
+        router = holdfast.create_router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(
             arguments.device, dtype
         )
         parameters = [p for p in router.parameters() if p.requires_grad]

@@ -33,7 +33,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
     That a process prints the same and ends with the same code, test_compare.py, test_plan.py and test_routers.py see.
     """
-    from holdfast.cli.main import main
+    from holdfast_command import main
 
     def run(*arguments: str, columns: int = 80) -> CompletedProcess[str]:
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -9,6 +9,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "holdfast"
 # From the bottom up: each may import those before it, and itself.
 LAYERS = [
     "version",
+    "extras",
     "suggest",
     "writing",
     "reading",
@@ -29,6 +30,7 @@ LAYERS = [
     "train",
     "auditing",
     "report",
+    "comparing",
     "cli",
     "__main__",
 ]

@@ -82,7 +82,7 @@ def test_nothing_real_gives_a_finite_loss(name: str) -> None:
 def test_descending_a_loss_does_what_it_is_for(name: str) -> None:
     """Ten steps on each loss alone: load evens out, or gates become smoother."""
     torch.manual_seed(0)
-    router = holdfast.router("smoe", dim=16, experts=8, losses=Losses(**{name: 1.0}), bias=True)
+    router = holdfast.create_router("smoe", dim=16, experts=8, losses=Losses(**{name: 1.0}), bias=True)
     with torch.no_grad():
         router.score.bias[:2] += 2  # type: ignore[union-attr, index, operator]
     tokens = torch.randn(4, 64, 16)
@@ -107,7 +107,7 @@ def test_weights_scale_the_terms_and_zero_leaves_them_out() -> None:
 
 
 def test_the_router_adds_its_losses_in_training_only() -> None:
-    router = holdfast.router("smoe", dim=8, experts=4, losses=Losses(balance=0.5))
+    router = holdfast.create_router("smoe", dim=8, experts=4, losses=Losses(balance=0.5))
     training = router(torch.randn(2, 5, 8))
     assert set(training.losses) == {"balance"}
     assert torch.equal(training.loss, training.losses["balance"])

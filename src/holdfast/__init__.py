@@ -1,6 +1,8 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast.auditing.certifying import certify_model as certify
 from holdfast.auditing.running import audit as audit
+from holdfast.comparing import compare as compare
 from holdfast.hub import calibrate as calibrate
 from holdfast.hub import load as load
 from holdfast.hub import reroute as reroute
@@ -15,12 +17,13 @@ from holdfast.layers import Experts as Experts
 from holdfast.layers import FeedForward as FeedForward
 from holdfast.layers import MoE as MoE
 from holdfast.losses import Losses as Losses
+from holdfast.planning import plan as plan
 from holdfast.routing import Context as Context
 from holdfast.routing import Router as Router
 from holdfast.routing import Routing as Routing
+from holdfast.routing import create_router as create_router
+from holdfast.routing import list_routers as list_routers
 from holdfast.routing import register as register
-from holdfast.routing import router as router
-from holdfast.routing import routers as routers
 from holdfast.version import VERSION
 
 __version__ = VERSION
@@ -34,13 +37,16 @@ __all__ = [
     "Routing",
     "audit",
     "calibrate",
+    "certify",
+    "compare",
+    "create_router",
+    "list_routers",
     "load",
+    "plan",
     "register",
     "reroute",
     "restore",
-    "router",
     "router_loss_scale",
-    "routers",
     "save",
     "shard_experts",
     "sparsify",

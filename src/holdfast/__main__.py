@@ -2,7 +2,7 @@
 
 import sys
 
-from holdfast.cli.main import main
+from holdfast_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

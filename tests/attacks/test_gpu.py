@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_routes, corrupt, fgsm, pgd, spsa
-from holdfast.routing import router
+from holdfast.routing import create_router
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 Digits = tuple[nn.Module, Tensor, Tensor]
@@ -40,7 +40,7 @@ def test_a_gpu_corrupts_as_a_cpu_does(name: str) -> None:
 @pytest.mark.parametrize("name", ["smoe", "symphony", "similarity", "smooth"])
 def test_a_gpu_flips_the_routes_that_a_cpu_flips(name: str) -> None:
     torch.manual_seed(0)
-    made, tokens = router(name, dim=16, experts=6, k=2), torch.randn(2, 9, 16)
+    made, tokens = create_router(name, dim=16, experts=6, k=2), torch.randn(2, 9, 16)
     made.train()(torch.randn(4, 16, 16))
     made.eval()
     here = attack_routes(made, tokens, budget=0.3, steps=6, rounds=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.attacks import AttackedRoutes, AttackWarning, attack_routes
 from holdfast.attacks.readings import Readings
 from holdfast.attacks.threat import NORMS, Norm
-from holdfast.routing import Context, Cosine, Linear, Router, Routing, router
+from holdfast.routing import Context, Cosine, Linear, Router, Routing, create_router
 
 DIM, EXPERTS = 16, 6
 NAMES = ["smoe", "xmoe", "symphony", "top-p", "remoe", "smooth", "similarity", "xmoe+symphony+similarity"]
@@ -22,7 +22,7 @@ FAST: dict[str, Any] = {"steps": 6, "rounds": 0, "bisections": 8, "pairs": 3, "t
 def build(name: str, k: int = 2, seed: int = 0, experts: int = EXPERTS) -> tuple[Router, Tensor]:
     """A router in evaluation mode that has seen a batch, and tokens (2,9,DIM)."""
     torch.manual_seed(seed)
-    made = router(name, dim=DIM, experts=experts, k=k)
+    made = create_router(name, dim=DIM, experts=experts, k=k)
     made.train()(torch.randn(4, 16, DIM))
     return made.eval(), torch.randn(2, 9, DIM)
 
@@ -212,7 +212,7 @@ def test_a_model_of_several_layers_is_attacked_through_its_embeddings() -> None:
 def test_the_core_of_a_smooth_router_is_what_its_certificate_is_about() -> None:
     made, tokens = build("smooth")
     assert bool((made(tokens).used.sum(-1) > 2).any())
-    plain = router("smoe", dim=DIM, experts=EXPERTS, k=2).eval()
+    plain = create_router("smoe", dim=DIM, experts=EXPERTS, k=2).eval()
     plain.score.load_state_dict(made.score.state_dict())
     radius = certificate(plain, tokens, "l2")
     assert attack_routes(made, tokens, budget=0.999 * radius, k=2, **FAST).rate == 0
@@ -230,7 +230,7 @@ def test_a_route_without_a_graph_is_flagged_and_noise_beats_it() -> None:
 
 def test_a_router_in_training_mode_and_a_noisy_one_are_flagged() -> None:
     torch.manual_seed(0)
-    made, tokens = router("smoe", dim=DIM, experts=EXPERTS, noise="gumbel").train(), torch.randn(2, 9, DIM)
+    made, tokens = create_router("smoe", dim=DIM, experts=EXPERTS, noise="gumbel").train(), torch.randn(2, 9, DIM)
     with pytest.warns(AttackWarning):
         flags = attack_routes(made, tokens, budget=0.1, **FAST).flags
     assert {"train mode", "randomised forward"} <= {flag.kind for flag in flags}

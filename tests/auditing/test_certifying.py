@@ -13,8 +13,8 @@ from tiny import EXTRA, tiny
 import holdfast
 from holdfast.auditing import certify_model
 from holdfast.certificates import Smoothing, certify
-from holdfast.cli.main import main
 from holdfast.hub import calls
+from holdfast_command import main
 
 
 @pytest.mark.parametrize("model_type", sorted(EXTRA))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny
 
 from holdfast.auditing import PERTURBATIONS, AuditReport, Settings, parse
-from holdfast.cli.main import main
+from holdfast_command import main
 
 MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
 QUICK = ["--tokens", "96", "--length", "16", "--batch", "4"]

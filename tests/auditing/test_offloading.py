@@ -10,8 +10,8 @@ from tiny import tiny
 
 import holdfast
 from holdfast.auditing import audit, certify_model, what_if
-from holdfast.cli.main import main
 from holdfast.hub import load
+from holdfast_command import main
 
 
 def on_disk(model: Any, folder: Path) -> Any:

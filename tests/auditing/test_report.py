@@ -13,7 +13,7 @@ from tiny import tiny
 
 import holdfast
 from holdfast.auditing import AuditReport, audit, differences, parse
-from holdfast.cli.main import main
+from holdfast_command import main
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from holdfast.certificates import Gate
 from holdfast.hub.rules import GroupedSigmoid
-from holdfast.routing import Attention, Context, Previous, Router, Routing, router
+from holdfast.routing import Attention, Context, Previous, Router, Routing, create_router
 from holdfast.routing.rules import Rule
 
 # name of the subject -> (name of the router, its options, experts, k)
@@ -89,7 +89,7 @@ def build(
     kind, options, experts, k = ROUTERS[name]
     experts, k = sizes.get("experts", experts), sizes.get("k", k)
     torch.manual_seed(seed)
-    made = router(kind, dim=dim, experts=experts, k=k, **options)
+    made = create_router(kind, dim=dim, experts=experts, k=k, **options)
     with torch.no_grad():
         for name_of, parameter in made.score.named_parameters():
             if name_of.endswith("bias"):

@@ -9,12 +9,12 @@ from certificates.subjects import build, generator
 from torch import Tensor
 
 from holdfast.certificates import Certificates, Gate, MajorityVote, NoBound, Smoothing, certify
-from holdfast.routing import Context, Cosine, Linear, LinearScore, Router, RouterCache, Score, TopK, router
+from holdfast.routing import Context, Cosine, Linear, LinearScore, Router, RouterCache, Score, TopK, create_router
 
 
 def plain(dim: int = 6, experts: int = 5, k: int = 2) -> Router:
     torch.manual_seed(0)
-    return router("smoe", dim=dim, experts=experts, k=k).eval()
+    return create_router("smoe", dim=dim, experts=experts, k=k).eval()
 
 
 def test_leading_dimensions_are_those_of_the_tokens() -> None:
@@ -94,7 +94,7 @@ def test_real_numbers_and_float32_differ_by_what_rounding_takes_off() -> None:
 
 def test_a_growing_k_is_the_one_of_now() -> None:
     torch.manual_seed(0)
-    made = router("smoe-dropout", dim=6, experts=5, k=1).eval()
+    made = create_router("smoe-dropout", dim=6, experts=5, k=1).eval()
     tokens = torch.randn(20, 6)
     made.progress(0.5)
     assert made(tokens).used.sum(-1).unique().tolist() == [3]
@@ -165,7 +165,7 @@ def test_a_cosine_of_nothing_is_certified_for_nothing() -> None:
     made = Router(Cosine(6, 4), select=TopK(6, 4, 2)).eval()
     found = certify(made, torch.zeros(2, 6))
     assert found.radius.tolist() == [0.0, 0.0]
-    informed = router("xmoe+symphony", dim=6, experts=4, k=2, init="identity").eval()
+    informed = create_router("xmoe+symphony", dim=6, experts=4, k=2, init="identity").eval()
     assert certify(informed, torch.zeros(2, 6)).radius.tolist() == [0.0, 0.0]
 
 

@@ -9,7 +9,7 @@ from certificates.naive import mixed_radii
 from certificates.subjects import attention, build, generator
 
 from holdfast.certificates import NoBound, Smoothing, certify
-from holdfast.routing import Context, Linear, Router, Similarity, TopK, router
+from holdfast.routing import Context, Linear, Router, Similarity, TopK, create_router
 
 
 def pair_of_tokens(strength: float = 1.0) -> tuple[Router, torch.Tensor, Context]:
@@ -47,7 +47,7 @@ def test_distances_are_what_loops_say_for_every_sequence() -> None:
 def test_the_token_that_is_easiest_to_turn_counts_for_all() -> None:
     """Of cosines the shortest projection turns fastest: with one in the sequence, the others are certified for less."""
     torch.manual_seed(0)
-    made = router("xmoe+similarity", dim=12, experts=8, k=2).eval()
+    made = create_router("xmoe+similarity", dim=12, experts=8, k=2).eval()
     seen = Context(attention=attention(1, 5, 12, seed=0))
     tokens = torch.randn(1, 5, 12, generator=generator(0))
     short = tokens.clone()
@@ -89,7 +89,7 @@ def test_longer_sequences_of_the_same_tokens_are_certified_alike() -> None:
 
 def test_gates_that_are_no_shares_have_no_bound_when_tokens_mix() -> None:
     torch.manual_seed(0)
-    made = router("similarity+remoe", dim=6, experts=4, k=2).eval()
+    made = create_router("similarity+remoe", dim=6, experts=4, k=2).eval()
     tokens = torch.randn(1, 5, 6, generator=generator(0))
     with pytest.raises(NoBound, match="smoothing=Smoothing"):
         certify(made, tokens)

@@ -10,7 +10,7 @@ from certificates.subjects import build, generator
 from torch import Tensor
 
 from holdfast.certificates import NORMS, Norm, certify
-from holdfast.routing import Context, ExpertGraph, Linear, Router, TopK, TopP, router
+from holdfast.routing import Context, ExpertGraph, Linear, Router, TopK, TopP, create_router
 
 SYMPHONIES = ["symphony row", "symphony conditional", "symphony sinkhorn", "symphony sparse", "symphony+ac", "xmoe+symphony"]
 
@@ -146,7 +146,7 @@ def test_an_expert_that_is_alone_below_the_threshold_stays_while_it_is_the_best(
 
 def test_a_learned_threshold_is_the_one_that_counts() -> None:
     torch.manual_seed(0)
-    made = router("top-p", dim=6, experts=5, p=0.1, learned=True).eval()
+    made = create_router("top-p", dim=6, experts=5, p=0.1, learned=True).eval()
     assert isinstance(made.select, TopP) and made.select.learned_p is not None
     tokens, before = torch.randn(20, 6), made.select.learned_p.item()
     first = certify(made, tokens, Context())

@@ -10,7 +10,7 @@ from certificates.subjects import EXACT, build, generator
 from torch import Tensor
 
 from holdfast.certificates import NORMS, Gate, Norm, certify, undecided
-from holdfast.routing import Linear, Router, SmoothTopK, TopK, router
+from holdfast.routing import Linear, Router, SmoothTopK, TopK, create_router
 from holdfast.routing.rules import Softmax
 
 SWAPPING = [name for name in EXACT if "remoe" not in name]
@@ -44,7 +44,7 @@ def test_a_bias_moves_the_plane_and_not_its_normal() -> None:
 
 def test_relu_switches_where_a_logit_is_zero() -> None:
     """Experts with logits 6, -4 and 0: the third is not chosen, and any move upwards brings it in."""
-    made = router("remoe", dim=2, experts=3, k=1).eval()
+    made = create_router("remoe", dim=2, experts=3, k=1).eval()
     with torch.no_grad():
         made.score.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, -4.0], [1.0, -2.0]]))  # type: ignore[union-attr, operator]
     tokens = torch.tensor([[2.0, 1.0], [2.0, -1.0], [-3.0, 3.0]])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.certificates import NORMS, Gate, NoBound, Norm, certify
 from holdfast.certificates.pairs import contests, kept_groups
-from holdfast.routing import Router, Routing, Scores, router
+from holdfast.routing import Router, Routing, Scores, create_router
 from holdfast.routing.rules import Rule
 from holdfast.routing.selection import TopK
 
@@ -115,7 +115,7 @@ def test_a_rule_that_ranks_in_a_way_we_do_not_know_is_refused() -> None:
 def rerouted(name: str, rule: Rule, experts: int, k: int) -> Router:
     """A router with a family's rule, as `reroute` makes it."""
     torch.manual_seed(0)
-    made = router(name, dim=12, experts=experts, k=k)
+    made = create_router(name, dim=12, experts=experts, k=k)
     select = made.select
     assert isinstance(select, TopK) or hasattr(select, "rule")
     select.rule = rule  # type: ignore[assignment]

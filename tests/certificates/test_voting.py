@@ -10,7 +10,7 @@ from torch import Tensor
 from holdfast.attacks import attack_routes
 from holdfast.certificates import MajorityVote, Smoothing, certify, certify_vote
 from holdfast.certificates.voting import majority, packed, unpacked
-from holdfast.routing import Context, Linear, Router, Routing, TopK, router
+from holdfast.routing import Context, Linear, Router, Routing, TopK, create_router
 
 
 def two_experts() -> Router:
@@ -142,7 +142,7 @@ def test_sets_of_many_experts_are_packed_and_counted() -> None:
 
 
 def test_empty_sets_vote_too() -> None:
-    made = router("remoe", dim=4, experts=3, k=1).eval()
+    made = create_router("remoe", dim=4, experts=3, k=1).eval()
     with torch.no_grad():
         made.score.weight.copy_(torch.eye(3, 4))  # type: ignore[union-attr, operator]
     found = certify(MajorityVote(made, Smoothing(sigma=0.1, samples=50)), -torch.ones(2, 4))

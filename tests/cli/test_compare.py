@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from commands import Command
 
-from holdfast.cli.compare import equal_compute
+import holdfast
+from holdfast.comparing import equal_compute
+from holdfast.extras import MissingExtra
+from holdfast.report import read_results
 from holdfast.train.contenders import contenders
 
 SMALL = [
@@ -39,7 +42,7 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
     """In a process of its own."""
     out = tmp_path / "out"
     given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out)]
-    command = [sys.executable, "-m", "holdfast.cli.main", "compare", *given, "--set", f"data.source={text}", *SMALL]
+    command = [sys.executable, "-m", "holdfast", "compare", *given, "--set", f"data.source={text}", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -68,6 +71,33 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
 
 def row(router: str, experts: float, usual: float = 2.0) -> dict[str, Any]:
     return {"router": router, "experts_per_token": experts, "more_compute": experts / usual - 1}
+
+
+def test_compare_is_a_function_that_returns_what_the_command_stores(text: Path, tmp_path: Path) -> None:
+    changes = {"data.source": str(text), **dict(map(_changed, SMALL)), "training.steps": 2}
+    steps: list[int] = []
+    results = holdfast.compare(
+        ["smoe", "smooth[budget=0.5]"],
+        seeds=1,
+        out=tmp_path / "out",
+        changes=changes,
+        match_compute=False,
+        progress=lambda cell, done: steps.append(done),
+    )
+    assert [row.router for row in results.rows] == ["smoe", "smooth[budget=0.5]"]
+    assert results == read_results(tmp_path / "out") and (tmp_path / "out" / "report.html").is_file()
+    assert steps.count(2) == 2
+
+
+def test_compare_without_its_extra_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(MissingExtra, match="needs plotly"):
+        holdfast.compare("smoe")
+
+
+def _changed(pair: str) -> tuple[str, int]:
+    key, _, value = pair.partition("=")
+    return key, int(value)
 
 
 def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_uses_most() -> None:

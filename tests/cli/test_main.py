@@ -7,6 +7,8 @@ import pytest
 from commands import Command
 
 import holdfast
+import holdfast_command
+from holdfast.cli.main import COMMANDS
 
 
 @pytest.mark.parametrize("more", [[], ["--help"]], ids=["alone", "with help"])
@@ -25,8 +27,40 @@ def test_the_version_is_said(command: Command) -> None:
     assert command("--version").stdout == f"holdfast {holdfast.__version__}\n"
 
 
-def test_no_command_at_all_shows_them(command: Command) -> None:
-    assert "compare" in command("--help").stdout
+def test_help_lists_every_command_with_a_line(command: Command) -> None:
+    done = command("--help")
+    assert done.returncode == 0 and command("-h").stdout == done.stdout
+    assert all(f"  {name:<10}{about}" in done.stdout.splitlines() for name, about in holdfast_command.COMMANDS.items())
+
+
+def test_no_command_at_all_is_a_mistake_that_shows_the_help(command: Command) -> None:
+    done = command()
+    assert done.returncode == 2 and "usage: holdfast COMMAND" in done.stdout
+
+
+def test_the_launcher_lists_the_commands_that_there_are() -> None:
+    assert list(holdfast_command.COMMANDS) == list(COMMANDS)
+
+
+def test_an_unknown_option_is_told_the_nearest(command: Command) -> None:
+    assert command("--hlep").stderr == "holdfast: unknown option '--hlep': did you mean '--help'?\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["comprae"]], ids=" ".join)
+def test_an_answer_without_a_command_does_not_import_torch(arguments: list[str]) -> None:
+    code = (
+        f"import sys, holdfast_command; code = holdfast_command.main({arguments!r}); "
+        "print(*(name for name in ('torch', 'holdfast', 'numpy', 'tyro') if name in sys.modules), 'end', code)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == f"end {2 if arguments == ['comprae'] else 0}"
+
+
+def test_a_command_without_its_extra_says_which(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    done = command("routers")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "holdfast routers needs plotly" in done.stderr and "pip install 'holdfast[lab]'" in done.stderr
 
 
 @pytest.mark.parametrize(

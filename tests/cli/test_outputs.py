@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.files import release_files, require_folder, require_free
-from holdfast.cli.main import main
+from holdfast_command import main
 
 FILES = [["evaluate", "MODEL"], ["attack", "MODEL", "words", "--rate", "0.1"], ["certify", "MODEL"]]
 FOLDERS = [["audit", "MODEL"], ["train", "tiny"], ["compare"]]

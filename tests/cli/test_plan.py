@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import Command
 
-from holdfast.cli.main import main
+from holdfast_command import main
 
 SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
 SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "vocab_size=100")
@@ -93,7 +93,7 @@ def test_a_mistake_is_one_sentence_and_no_traceback(
 
 def test_a_name_that_the_hub_does_not_know_is_one_sentence_too() -> None:
     """In a process of its own: whether to ask the hub is decided on import."""
-    command = [sys.executable, "-m", "holdfast.cli.main", "plan", "nobody/nothing-of-that-name"]
+    command = [sys.executable, "-m", "holdfast", "plan", "nobody/nothing-of-that-name"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 2
     assert "the hub gave no config.json of that name" in done.stderr

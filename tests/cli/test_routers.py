@@ -12,7 +12,7 @@ import holdfast
 
 def test_every_router_is_listed_with_its_paper(command: Command) -> None:
     out = command("routers", columns=160).stdout
-    assert all(name in out for name in holdfast.routers())
+    assert all(name in out for name in holdfast.list_routers())
     assert "Shazeer et al. 2017" in out
 
 
@@ -20,7 +20,7 @@ def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command)
     done = command("routers", "--route", columns=160)
     assert done.returncode == 0, done.stderr
     rows = {cells[1].strip(): cells for cells in (line.split("│") for line in done.stdout.splitlines()) if len(cells) > 5}
-    assert set(holdfast.routers()) <= set(rows)
+    assert set(holdfast.list_routers()) <= set(rows)
     assert float(rows["smoe"][2]) == 2.0 and float(rows["switch"][2]) == 1.0
     assert 0 < float(rows["smoe"][5]) < 100  # rounding tokens to bfloat16 does move some, and not all
 
@@ -28,7 +28,7 @@ def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command)
 def test_the_same_seed_prints_the_same_table(command: Command) -> None:
     """Here and in a process of its own."""
     arguments = ("routers", "--route", "--names", "xmoe+top-p", "--seed", "3")
-    there = [sys.executable, "-m", "holdfast.cli.main", *arguments]
+    there = [sys.executable, "-m", "holdfast", *arguments]
     done = subprocess.run(there, check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert "xmoe+top-p" in done.stdout
     assert command(*arguments, columns=160).stdout == done.stdout

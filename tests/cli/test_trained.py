@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.cli.main import main
+from holdfast_command import main
 
 SMALL = [
     "training.steps=8",
@@ -237,7 +237,7 @@ def test_two_processes_train_one_model(text: Path, trained: Path, tmp_path: Path
     # It has no flag for several processes on one CPU; this one only says that there are several.
     start = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     out = tmp_path / "out"
-    given = ["-m", "holdfast.cli.main", "train", "tiny", "--router", "symphony+smooth", "--out", str(out)]
+    given = ["-m", "holdfast", "train", "tiny", "--router", "symphony+smooth", "--out", str(out)]
     command = [sys.executable, "-m", *start, *given, "--set", f"data.source={text}", *SMALL]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

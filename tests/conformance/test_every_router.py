@@ -11,7 +11,9 @@ from holdfast.testing import CHECKS, check_router
 
 NEEDED = {"attention": {"heads": 2}}  # options without a default
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, NEEDED.get(name, {})) for name in holdfast.routers()} | {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, NEEDED.get(name, {})) for name in holdfast.list_routers()
+} | {
     "xmoe+symphony": ("xmoe+symphony", {}),
     "symphony, renormalised": ("symphony", {"weights": "softmax"}),
     "symphony, conditional": ("symphony", {"normalize": "conditional"}),
@@ -60,11 +62,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, NEEDED.get(name,
 
 
 def test_every_registered_router_is_here() -> None:
-    assert set(holdfast.routers()) <= set(VARIANTS)
+    assert set(holdfast.list_routers()) <= set(VARIANTS)
 
 
 @pytest.mark.parametrize("check", quick_or_slow(CHECKS, [check for check in CHECKS if check != "compile"]))
-@pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, [*holdfast.routers(), "ac+symphony+similarity+smooth"]))
+@pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, [*holdfast.list_routers(), "ac+symphony+similarity+smooth"]))
 def test_router_conforms(variant: str, check: str) -> None:
     name, options = VARIANTS[variant]
     if variant == "smoe, k = E" and check == "no inert coefficient":

@@ -1,10 +1,10 @@
 """Text sources by name: the real ones where they are, small copies of their layout elsewhere, no network."""
 
-import builtins
 import gzip
 import json
 import lzma
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.data import Bytes, Vocabulary, corpora, corpus, sources, tokenizer
+from holdfast.extras import MissingExtra
 
 LINES = {
     "train": " \n = Title = \n \n The quick <unk> fox . \n",
@@ -200,14 +201,8 @@ def test_without_a_network_a_source_says_what_to_do_instead(
 
 
 def test_without_the_datasets_package_a_source_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    real = builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ValueError, match="pip install datasets, or put train"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"needs datasets.*'holdfast\[lab\]'; or put train"):
         corpus("wikitext-2")
 
 

@@ -191,7 +191,7 @@ def compiled(rank: int) -> list[Tensor]:
     results = []
     for as_graph in (False, True):
         torch.manual_seed(0)
-        router = holdfast.router("symphony+smooth", dim=16, experts=8, losses=LOSSES, init="identity")
+        router = holdfast.create_router("symphony+smooth", dim=16, experts=8, losses=LOSSES, init="identity")
         forward: Any = torch.compile(router, fullgraph=True, backend="aot_eager") if as_graph else router
         tokens = torch.randn(2, 9 + rank, 16, generator=torch.Generator().manual_seed(rank))
         loss = sum(forward(tokens).loss for _ in range(2))

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny
 
 import holdfast
-from holdfast.cli.main import main
 from holdfast.hub.manifest import write_manifest
 from holdfast.reading import DEEPEST
 from holdfast.train.checkpoints import seal
+from holdfast_command import main
 
 SMALL = ["training.steps=4", "training.batch=4", "training.save_every=2", "data.length=16", "data.vocabulary=200"]
 SMALL += ["model.config.hidden_size=32", "model.config.intermediate_size=32", "sparse.hidden=16", "sparse.experts=4"]

@@ -14,6 +14,7 @@ from torch import Tensor
 import holdfast
 from holdfast.hub.gates import ReroutedGate
 from holdfast.hub.sites import sites
+from holdfast.hub.wiring import specs_of
 
 FAMILIES = sorted(EXTRA)
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -21,7 +22,7 @@ MASK = torch.ones_like(IDS).index_put((torch.tensor([1]), torch.tensor([0])), to
 NEUTRAL = ["smoe", "symphony", "ac", "ac+symphony"]  # start from the checkpoint's own outputs
 NOTHING_TO_LEARN = ["smoe-dropout"]  # its scores are frozen
 ROBUST = ["smooth", "similarity", "attention", "ac+symphony+attention+smooth"]
-OTHERS = [*sorted(holdfast.routers().keys() - {*NEUTRAL, *NOTHING_TO_LEARN}), "ac+symphony+attention+smooth"]
+OTHERS = [*sorted(holdfast.list_routers().keys() - {*NEUTRAL, *NOTHING_TO_LEARN}), "ac+symphony+attention+smooth"]
 # Every router in two families that could not differ more, the robust ones in all.
 PAIRS = [
     (family, router)
@@ -243,6 +244,28 @@ def test_a_router_that_reads_the_previous_layer_hears_a_native_one() -> None:
     model.eval()
     assert (spreads != 1).any()  # it has learned clusters from what the native layer chose
     assert (logits(model) - before).abs().max() > 1e-3
+
+
+def test_options_in_brackets_are_those_by_keyword_and_stored_as_such() -> None:
+    written = holdfast.reroute(tiny("olmoe"), "similarity[tau=2]+smooth", budget=0.5)
+    by_keyword = holdfast.reroute(tiny("olmoe"), "similarity+smooth", tau=2.0, budget=0.5)
+    assert specs_of(written) == specs_of(by_keyword) and logits(written).equal(logits(by_keyword))
+    for spec in specs_of(written).values():
+        assert (spec.router, spec.options) == ("similarity+smooth", {"tau": 2.0, "budget": 0.5})
+    sparse = holdfast.sparsify(tiny_dense("llama"), experts=2, k=1, router="similarity[tau=2]")
+    assert {(spec.router, *spec.options.items()) for spec in specs_of(sparse).values()} == {("similarity", ("tau", 2.0))}
+
+
+def test_an_option_given_twice_or_of_another_type_changes_nothing() -> None:
+    model, dense = tiny("olmoe"), tiny_dense("llama")
+    before = logits(model)
+    twice: dict[str, Any] = {"budget": 1.0}
+    for router, options in (("smooth[budget=1]", twice), ("smooth[budget=x]", {}), ("smooth[budgte=1]", {})):
+        with pytest.raises(ValueError, match="option"):
+            holdfast.reroute(model, router, **options)
+        with pytest.raises(ValueError, match="option"):
+            holdfast.sparsify(dense, experts=2, k=1, router=router, **options)
+    assert logits(model).equal(before)
 
 
 def test_rerouting_again_replaces_the_router() -> None:

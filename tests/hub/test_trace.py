@@ -208,7 +208,7 @@ def test_holdfast_layers_are_traced_too() -> None:
         def __init__(self) -> None:
             super().__init__()
             layers = [
-                holdfast.MoE(holdfast.router(name, dim=16, experts=4), holdfast.Experts(16, 8, 4))
+                holdfast.MoE(holdfast.create_router(name, dim=16, experts=4), holdfast.Experts(16, 8, 4))
                 for name in ("smoe", "top-p")
             ]
             self.layers = torch.nn.ModuleList(layers)

@@ -23,10 +23,10 @@ class Layer(nn.Module):
         torch.manual_seed(0)
         options: dict[str, Any] = {"heads": HEADS} if router == "attention" else {}
         self.moe = holdfast.MoE(
-            holdfast.router(router, dim=DIM, experts=EXPERTS, k=None if router == "switch" else 2, **options),
+            holdfast.create_router(router, dim=DIM, experts=EXPERTS, k=None if router == "switch" else 2, **options),
             holdfast.Experts(DIM, 24, EXPERTS, bias=True),
         )
-        self.before = holdfast.router("smoe", dim=DIM, experts=EXPERTS)
+        self.before = holdfast.create_router("smoe", dim=DIM, experts=EXPERTS)
         self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
         self.projection = nn.Linear(DIM, DIM)
 

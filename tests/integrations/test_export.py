@@ -33,7 +33,7 @@ def state(model: torch.nn.Module, buffers: dict[str, Tensor]) -> dict[str, Tenso
     return {name: buffers[name] for name in names}
 
 
-@pytest.mark.parametrize("router", quick_or_slow(holdfast.routers(), ["smooth", "similarity"]))
+@pytest.mark.parametrize("router", quick_or_slow(holdfast.list_routers(), ["smooth", "similarity"]))
 def test_a_layer_in_evaluation_becomes_a_program_without_operators_of_ours(router: str) -> None:
     layer = trained_layer(router)
     inputs = layer_inputs(2, 12)
@@ -85,7 +85,7 @@ def test_a_program_of_a_model_in_training_learns_what_the_model_learns(kind: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("router", list(holdfast.routers()))
+@pytest.mark.parametrize("router", list(holdfast.list_routers()))
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
 def test_programs_of_models_compute_and_learn_the_same(kind: str, router: str, training: bool) -> None:
     compare_models(kind, router, training)
@@ -93,7 +93,7 @@ def test_programs_of_models_compute_and_learn_the_same(kind: str, router: str, t
 
 def test_a_layer_with_its_routing_as_output_can_be_exported() -> None:
     torch.manual_seed(0)
-    layer = holdfast.MoE(holdfast.router("smooth", dim=8, experts=4, eps=0.5), holdfast.Experts(8, 8, 4)).eval()
+    layer = holdfast.MoE(holdfast.create_router("smooth", dim=8, experts=4, eps=0.5), holdfast.Experts(8, 8, 4)).eval()
     tokens = torch.randn(2, 5, 8)
     out, routing = torch.export.export(layer, (tokens,)).module()(tokens)
     expected, expected_routing = layer(tokens)
@@ -103,7 +103,7 @@ def test_a_layer_with_its_routing_as_output_can_be_exported() -> None:
 
 def test_an_expert_that_overflows_and_was_not_chosen_does_not_show() -> None:
     torch.manual_seed(0)
-    layer = holdfast.MoE(holdfast.router("smoe", dim=8, experts=4), holdfast.Experts(8, 8, 4)).eval()
+    layer = holdfast.MoE(holdfast.create_router("smoe", dim=8, experts=4), holdfast.Experts(8, 8, 4)).eval()
     with torch.no_grad():
         layer.router.score.get_parameter("weight").copy_(torch.tensor([1.0, 1.0, 1.0, 0.0]).unsqueeze(1).expand(4, 8))
         layer.experts.down_proj[3] = torch.inf
@@ -125,6 +125,6 @@ def test_exported_keys_order_numbers_as_top_does() -> None:
 
 
 def test_a_router_cannot_be_traced_and_says_what_to_do() -> None:
-    router = holdfast.router("smooth", dim=8, experts=4).eval()
+    router = holdfast.create_router("smooth", dim=8, experts=4).eval()
     with pytest.raises(ValueError, match=r"use torch\.export\.export"):
         torch.jit.trace(router, (torch.randn(2, 5, 8),))

@@ -29,7 +29,7 @@ def run(onnx_model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
     return [torch.from_numpy(out) for out in onnx_model.run(None, {name: value.numpy() for name, value in inputs.items()})]
 
 
-@pytest.mark.parametrize("router", quick_or_slow(list(holdfast.routers()), QUICK))
+@pytest.mark.parametrize("router", quick_or_slow(list(holdfast.list_routers()), QUICK))
 def test_onnxruntime_computes_a_layer_as_torch_does(router: str) -> None:
     layer = trained_layer(router)
     onnx_model = session(layer, layer_inputs(2, 12))
@@ -66,7 +66,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", list(holdfast.routers()))
+@pytest.mark.parametrize("router", list(holdfast.list_routers()))
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
 def test_onnxruntime_computes_a_model_as_torch_does(kind: str, router: str) -> None:
     torch.manual_seed(0)

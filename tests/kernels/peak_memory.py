@@ -33,7 +33,7 @@ def peak() -> float:
 if __name__ == "__main__":
     torch.manual_seed(0)
     options = {"heads": HEADS} if sys.argv[1] == "attention" else {}
-    built = holdfast.router(sys.argv[1], dim=DIM, experts=EXPERTS, **options)
+    built = holdfast.create_router(sys.argv[1], dim=DIM, experts=EXPERTS, **options)
     masked = len(sys.argv) > 2
     step(built, 256, masked)
     before = peak()

@@ -64,7 +64,7 @@ def test_memory_that_work_reads_is_let_go_at_the_join_and_not_before(device: str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gradients_are_the_same_to_the_bit_with_and_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    router = holdfast.router("ac+similarity", dim=256, experts=16, k=4, rank=32).to("cuda", torch.bfloat16)
+    router = holdfast.create_router("ac+similarity", dim=256, experts=16, k=4, rank=32).to("cuda", torch.bfloat16)
     tokens = torch.randn(4, 1024, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     previous = Previous(tokens.detach(), router.eval()(tokens.detach()))
     router.train()

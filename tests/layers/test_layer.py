@@ -14,12 +14,12 @@ from holdfast import MoE, Routing
 from holdfast.layers import name_layers
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-NAMES = [name for name in holdfast.routers() if name != "attention"]  # that one needs an attention: see tests/routing
+NAMES = [name for name in holdfast.list_routers() if name != "attention"]  # that one needs an attention: see tests/routing
 
 
 def layer(name: str, device: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> MoE:
     torch.manual_seed(0)
-    router = holdfast.router(name, dim=32, experts=8, losses=holdfast.Losses(balance=0.1, z=0.01))
+    router = holdfast.create_router(name, dim=32, experts=8, losses=holdfast.Losses(balance=0.1, z=0.01))
     experts = holdfast.Experts(32, 24, 8, bias=True)
     return MoE(router, experts, holdfast.FeedForward(32, 48) if shared else None).to(device, dtype)
 
@@ -184,13 +184,13 @@ def test_nan_router_weights_are_an_error_that_says_so() -> None:
 
 
 def test_nan_tokens_pass_when_asked_to() -> None:
-    router = holdfast.router("smoe", dim=32, experts=8, check_finite=False)
+    router = holdfast.create_router("smoe", dim=32, experts=8, check_finite=False)
     out, _ = MoE(router, holdfast.Experts(32, 24, 8))(torch.full((1, 2, 32), torch.nan))
     assert out.isnan().all()
 
 
 def test_a_router_and_experts_that_do_not_fit_are_one_clear_sentence() -> None:
-    router = holdfast.router("smoe", dim=32, experts=8)
+    router = holdfast.create_router("smoe", dim=32, experts=8)
     with pytest.raises(ValueError, match="chooses among 8 experts, but there are 4"):
         MoE(router, holdfast.Experts(32, 24, 4))
     with pytest.raises(ValueError, match="width 32, the experts of width 16"):
@@ -198,6 +198,6 @@ def test_a_router_and_experts_that_do_not_fit_are_one_clear_sentence() -> None:
 
 
 def test_tokens_that_are_no_floats_are_refused() -> None:
-    layer = MoE(holdfast.router("smoe", dim=32, experts=8), holdfast.Experts(32, 24, 8))
+    layer = MoE(holdfast.create_router("smoe", dim=32, experts=8), holdfast.Experts(32, 24, 8))
     with pytest.raises(ValueError, match=r"tokens are torch\.int64; expected floating-point numbers"):
         layer(torch.ones(1, 2, 32, dtype=torch.int64))

@@ -126,7 +126,7 @@ def layers(name: str, device: str = "cpu") -> tuple[Function, Function, list[Ten
     """The layer on a device and the naive mathematics, both as functions of tensors on the CPU."""
     torch.manual_seed(0)
     options = {"heads": 2} if "attention" in name else {}
-    router = holdfast.router(name, dim=12, experts=5, **options)
+    router = holdfast.create_router(name, dim=12, experts=5, **options)
     subject = Subject(router.train()).warm_up(2)
     module = MoE(subject.build().eval(), Experts(12, 6, 5))
     tokens = 2 * subject.tokens(1, 6)
@@ -152,7 +152,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", holdfast.routers())
+@pytest.mark.parametrize("name", holdfast.list_routers())
 def test_of_a_whole_layer(name: str, device: str) -> None:
     run, plain, inputs = layers(name, device)
     got, expected = along(run, inputs), along(plain, [value.double() for value in inputs])
@@ -163,9 +163,9 @@ def test_of_a_whole_layer(name: str, device: str) -> None:
 
 def pairs() -> list[str]:
     found = []
-    for pair in itertools.combinations(holdfast.routers(), 2):
+    for pair in itertools.combinations(holdfast.list_routers(), 2):
         try:
-            holdfast.router("+".join(pair), dim=12, experts=5, **({"heads": 2} if "attention" in pair else {}))
+            holdfast.create_router("+".join(pair), dim=12, experts=5, **({"heads": 2} if "attention" in pair else {}))
         except ValueError:  # both claim one slot
             continue
         found.append("+".join(pair))

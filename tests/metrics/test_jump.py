@@ -13,7 +13,7 @@ DIM, EXPERTS = 16, 8
 
 def build(name: str, k: int = 2, bias: bool = False, **options: float) -> MoE:
     torch.manual_seed(0)
-    router = holdfast.router(name, dim=DIM, experts=EXPERTS, k=k, bias=bias, **options)
+    router = holdfast.create_router(name, dim=DIM, experts=EXPERTS, k=k, bias=bias, **options)
     if bias:
         router.get_parameter("score.bias").data.normal_()
     return MoE(router, Experts(DIM, 32, EXPERTS)).eval()

@@ -58,7 +58,7 @@ def test_exact_ties_are_near_and_a_gap_of_just_the_width_is_not(rows: list[list[
 
 def test_smooth_top_k_has_the_near_ties_of_its_core_not_of_its_strip() -> None:
     torch.manual_seed(0)
-    smooth = holdfast.router("smooth", dim=16, experts=8, k=2, eps=0.3).eval()
+    smooth = holdfast.create_router("smooth", dim=16, experts=8, k=2, eps=0.3).eval()
     routing = smooth(torch.randn(200, 16))
     assert routing.used.sum(-1).max() > 2
     metric = NearTies((0.05, 0.3), boundary_of(smooth))
@@ -70,7 +70,7 @@ def test_smooth_top_k_has_the_near_ties_of_its_core_not_of_its_strip() -> None:
 
 def informed_router() -> Router:
     torch.manual_seed(0)
-    router = holdfast.router("symphony", dim=16, experts=8, k=2)
+    router = holdfast.create_router("symphony", dim=16, experts=8, k=2)
     (graph,) = router.informers
     assert isinstance(graph, ExpertGraph)
     graph.graph.copy_(torch.rand(8, 8).softmax(-1))
@@ -93,7 +93,7 @@ def test_after_an_informer_experts_are_compared_in_log_gates(known: bool) -> Non
 @pytest.mark.parametrize("name", ["smoe", "xmoe", "top-p", "remoe"])
 def test_without_an_informer_experts_are_compared_in_logits_also_where_gates_underflow(name: str) -> None:
     torch.manual_seed(0)
-    router = holdfast.router(name, dim=16, experts=8).eval()
+    router = holdfast.create_router(name, dim=16, experts=8).eval()
     tokens = torch.randn(200, 16)
     routing = router(tokens if name == "xmoe" else tokens * 40)
     for boundary in (None, boundary_of(router)):

@@ -22,7 +22,9 @@ class Stack(nn.Module):
     def __init__(self, *names: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(MoE(holdfast.router(name, dim=16, experts=6, k=2), Experts(16, 16, 6)) for name in names)
+        self.layers = nn.ModuleList(
+            MoE(holdfast.create_router(name, dim=16, experts=6, k=2), Experts(16, 16, 6)) for name in names
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         for layer in self.layers:

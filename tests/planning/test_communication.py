@@ -23,7 +23,7 @@ def sparse(router: str = "smoe", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("router", "options"),
     [
-        *((name, {}) for name in [*holdfast.routers(), "symphony+attention", "ac+smooth"]),
+        *((name, {}) for name in [*holdfast.list_routers(), "symphony+attention", "ac+smooth"]),
         ("ac", {"stats": "batch"}),
         ("smooth", {"control": "loss"}),
     ],

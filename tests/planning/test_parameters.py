@@ -37,7 +37,7 @@ def measures(shape: Outline) -> tuple[int, int, int]:
     return shape.parameters, shape.trained, shape.state
 
 
-@pytest.mark.parametrize("router", [*holdfast.routers(), *COMBINED])
+@pytest.mark.parametrize("router", [*holdfast.list_routers(), *COMBINED])
 @pytest.mark.parametrize("model_type", DENSE)
 def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
     sizes = {name: size for name, size in CONFIGS[model_type].items() if size is not None}
@@ -47,7 +47,7 @@ def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
     assert measures(shape) == counted(model)
 
 
-@pytest.mark.parametrize("router", ["native", *holdfast.routers(), *COMBINED])
+@pytest.mark.parametrize("router", ["native", *holdfast.list_routers(), *COMBINED])
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
 def test_an_moe_family_with_every_router(model_type: str, router: str) -> None:
     config = read_config(model_type, {**SMALL, **EXTRA[model_type]})

@@ -9,7 +9,7 @@ from report.browsing import visit
 from tiny import tiny
 
 from holdfast.auditing import AuditReport
-from holdfast.cli.main import main
+from holdfast_command import main
 
 FAMILIES = ["mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"]
 

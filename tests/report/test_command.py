@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from report.stored import stored
 
-from holdfast.cli.main import main
+from holdfast_command import main
 
 
 @pytest.fixture

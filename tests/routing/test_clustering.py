@@ -52,8 +52,8 @@ def test_feature_scales_have_mean_1_and_a_floor() -> None:
 @pytest.mark.parametrize("name", ["ac", "xmoe+ac", "ac+smoe-dropout", "ac+top-p"])
 def test_equal_spreads_give_the_base_router_to_the_bit(name: str) -> None:
     torch.manual_seed(0)
-    clustered = holdfast.router(name, dim=16, experts=4).eval()
-    plain = holdfast.router("+".join({*name.split("+")} - {"ac"}) or "smoe", dim=16, experts=4).eval()
+    clustered = holdfast.create_router(name, dim=16, experts=4).eval()
+    plain = holdfast.create_router("+".join({*name.split("+")} - {"ac"}) or "smoe", dim=16, experts=4).eval()
     plain.score.load_state_dict(clustered.score.base.state_dict())  # type: ignore[union-attr, operator]
     tokens, first = torch.randn(2, 10, 16), torch.randint(0, 4, (20,))
     got, expected = clustered(tokens, Context(previous=previous(torch.randn(2, 10, 16), first))), plain(tokens)
@@ -97,9 +97,9 @@ def test_mixing_averages_the_scales_by_the_previous_gates() -> None:
 
 
 def test_batch_statistics_deny_the_traits_they_have_not() -> None:
-    traits = holdfast.router("ac", dim=8, experts=4, stats="batch").traits
+    traits = holdfast.create_router("ac", dim=8, experts=4, stats="batch").traits
     assert not (traits.causal or traits.batch_invariant or traits.cacheable)
-    assert holdfast.router("ac", dim=8, experts=4).traits.batch_invariant
+    assert holdfast.create_router("ac", dim=8, experts=4).traits.batch_invariant
 
 
 def test_no_gradient_flows_through_the_scales() -> None:
@@ -121,11 +121,11 @@ def test_no_gradient_flows_through_the_scales() -> None:
 )
 def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        holdfast.router("ac", dim=8, experts=4, **options)
+        holdfast.create_router("ac", dim=8, experts=4, **options)
 
 
 def test_layers_that_do_not_fit_are_one_clear_sentence() -> None:
-    router = holdfast.router("ac", dim=8, experts=4)
+    router = holdfast.create_router("ac", dim=8, experts=4)
     with pytest.raises(ValueError, match="have width 6, this layer's 8"):
         router(torch.randn(1, 3, 8), Context(previous=previous(torch.randn(1, 3, 6), torch.zeros(3).long())))
     with pytest.raises(ValueError, match="set clusters=5"):

@@ -62,7 +62,7 @@ def decoding(context: Context, start: int, end: int, cache: RouterCache) -> Cont
 
 def trained(name: str) -> holdfast.Router:
     torch.manual_seed(0)
-    router = holdfast.router(name, dim=DIM, experts=EXPERTS, **ROUTERS[name])
+    router = holdfast.create_router(name, dim=DIM, experts=EXPERTS, **ROUTERS[name])
     around = Surroundings()
     for _ in range(3):
         tokens = torch.randn(4, 30, DIM)

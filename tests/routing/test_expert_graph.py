@@ -113,8 +113,8 @@ def test_a_threshold_makes_the_graph_sparse() -> None:
 
 def test_with_k_1_and_identity_init_symphony_is_the_plain_router() -> None:
     torch.manual_seed(0)
-    plain = holdfast.router("smoe", dim=16, experts=6, k=1, weights="switch")
-    symphony = holdfast.router("symphony", dim=16, experts=6, k=1, init="identity")
+    plain = holdfast.create_router("smoe", dim=16, experts=6, k=1, weights="switch")
+    symphony = holdfast.create_router("symphony", dim=16, experts=6, k=1, init="identity")
     symphony.score.load_state_dict(plain.score.state_dict())
     for _ in range(5):
         tokens = torch.randn(3, 20, 16)
@@ -126,7 +126,7 @@ def test_with_k_1_and_identity_init_symphony_is_the_plain_router() -> None:
 
 def test_a_zero_graph_is_silent_for_one_batch_and_nothing_is_nan() -> None:
     torch.manual_seed(0)
-    layer = holdfast.MoE(holdfast.router("symphony", dim=16, experts=6), holdfast.Experts(16, 8, 6))
+    layer = holdfast.MoE(holdfast.create_router("symphony", dim=16, experts=6), holdfast.Experts(16, 8, 6))
     layer.router.losses = holdfast.Losses(balance=1.0, importance=1.0, load=1.0, z=1.0, entropy=1.0)
     tokens = torch.randn(2, 9, 16, requires_grad=True)
     out, routing = layer(tokens)
@@ -139,11 +139,11 @@ def test_a_zero_graph_is_silent_for_one_batch_and_nothing_is_nan() -> None:
 @pytest.mark.parametrize("noise", [{"noise": "gaussian", "noise_std": 0.0}, {"noise": "gumbel"}])
 def test_noise_keeps_the_sum_of_the_gates_and_a_zero_graph_silent(noise: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    router, tokens = holdfast.router("symphony", dim=16, experts=6, **noise), torch.randn(2, 40, 16)
+    router, tokens = holdfast.create_router("symphony", dim=16, experts=6, **noise), torch.randn(2, 40, 16)
     assert torch.equal(router(tokens).weights, torch.zeros(80, 2))
     for _ in range(3):
         router(tokens)
-    quiet = holdfast.router("symphony", dim=16, experts=6)
+    quiet = holdfast.create_router("symphony", dim=16, experts=6)
     quiet.load_state_dict(router.state_dict())
     got, expected = router(tokens), quiet(tokens)
     torch.testing.assert_close(got.gates.sum(-1), expected.gates.sum(-1))
@@ -152,10 +152,10 @@ def test_noise_keeps_the_sum_of_the_gates_and_a_zero_graph_silent(noise: dict[st
 
 
 def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() -> None:
-    assert holdfast.router("symphony", dim=8, experts=4).select.weights == "switch"
+    assert holdfast.create_router("symphony", dim=8, experts=4).select.weights == "switch"
     for name in ("symphony+similarity", "similarity+symphony"):
-        assert holdfast.router(name, dim=8, experts=4).select.weights == "softmax"
-    assert holdfast.router("symphony", dim=8, experts=4, weights="softmax").select.weights == "softmax"
+        assert holdfast.create_router(name, dim=8, experts=4).select.weights == "softmax"
+    assert holdfast.create_router("symphony", dim=8, experts=4, weights="softmax").select.weights == "softmax"
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() 
 )
 def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        holdfast.router("symphony", dim=8, experts=4, **options)
+        holdfast.create_router("symphony", dim=8, experts=4, **options)

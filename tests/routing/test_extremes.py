@@ -17,7 +17,7 @@ ALL_LOSSES = Losses(balance=1.0, importance=1.0, load=1.0, z=1e-8, entropy=1.0)
 def layer(name: str) -> MoE:
     torch.manual_seed(0)
     router_name, options = COMBINATIONS[name]
-    router = holdfast.router(router_name, **{"dim": 16, "experts": 8, **options, "losses": ALL_LOSSES})
+    router = holdfast.create_router(router_name, **{"dim": 16, "experts": 8, **options, "losses": ALL_LOSSES})
     return MoE(router, Experts(16, 8, router.experts))
 
 
@@ -79,13 +79,13 @@ def test_a_batch_of_nothing_but_padding(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*holdfast.routers(), *(name for name in COMBINATIONS if "similarity" in name)])
+@pytest.mark.parametrize("name", [*holdfast.list_routers(), *(name for name in COMBINATIONS if "similarity" in name)])
 def test_tokens_of_any_size_are_routed_or_refused(name: str, dtype: torch.dtype) -> None:
     """From 1e19 on a product of two tokens is beyond float32. Attention is then NaN, and its router says so."""
     router_name, options = COMBINATIONS.get(name, (name, {"heads": 2} if name == "attention" else {}))
     for scale in (1e-30, 1e-19, 1e19, 1e30, 1e37):
         torch.manual_seed(0)
-        router = holdfast.router(router_name, **{"dim": 16, "experts": 8, **options}).to(dtype)
+        router = holdfast.create_router(router_name, **{"dim": 16, "experts": 8, **options}).to(dtype)
         x = (torch.randn(2, 9, 16).clamp(-3, 3) * scale).to(dtype).requires_grad_()
         context = context_for(x.detach().float(), 8)
         if name == "attention" and scale > 1:
@@ -107,7 +107,7 @@ def test_similarity_of_huge_tokens_is_the_limit(scale: float) -> None:
     """Each token takes the gates of the one that its product is largest with, and no gradient passes the comparison."""
     torch.manual_seed(0)
     tokens = torch.randn(2, 9, 16).clamp(-3, 3)
-    router = holdfast.router("similarity", dim=16, experts=8).eval()
+    router = holdfast.create_router("similarity", dim=16, experts=8).eval()
     nearest = (tokens.double() @ tokens.double().mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).argmax(-1)
     own = torch.softmax(router.score(tokens * scale, Context()), -1)
     gates = router(tokens * scale, Context(causal=True)).gates.view(2, 9, 8)
@@ -117,6 +117,6 @@ def test_similarity_of_huge_tokens_is_the_limit(scale: float) -> None:
 @pytest.mark.parametrize("scale", [1e10, 1e19, 1e37])
 def test_cosine_scores_do_not_depend_on_the_length(scale: float) -> None:
     torch.manual_seed(0)
-    router = holdfast.router("xmoe", dim=16, experts=8).eval()
+    router = holdfast.create_router("xmoe", dim=16, experts=8).eval()
     tokens = torch.randn(2, 9, 16).clamp(-3, 3)
     torch.testing.assert_close(router(tokens * scale).logits, router(tokens).logits, atol=1e-5, rtol=1e-5)

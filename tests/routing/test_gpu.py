@@ -35,9 +35,9 @@ def to_gpu(context: Context) -> Context:
 def test_a_gpu_routes_as_a_cpu_does_and_does_not_wait(combination: str) -> None:
     name, options = COMBINATIONS[combination]
     torch.manual_seed(0)
-    router = holdfast.router(name, dim=16, experts=8, **options)
+    router = holdfast.create_router(name, dim=16, experts=8, **options)
     batches = [torch.randn(4, 32, 16) for _ in range(3)]
-    on_gpu = holdfast.router(name, dim=16, experts=8, **options).cuda()
+    on_gpu = holdfast.create_router(name, dim=16, experts=8, **options).cuda()
     on_gpu.load_state_dict(router.state_dict())
     layer = MoE(on_gpu, holdfast.Experts(16, 16, 8).cuda())
     for index, tokens in enumerate(batches):
@@ -74,7 +74,7 @@ HALF: dict[str, tuple[str, dict[str, Any]]] = {
 def previous_of(tokens: Tensor, experts: int) -> Previous:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(4)
-        router = holdfast.router("smoe", dim=tokens.shape[-1], experts=experts).to(tokens.device).eval()
+        router = holdfast.create_router("smoe", dim=tokens.shape[-1], experts=experts).to(tokens.device).eval()
         return Previous(tokens, router(tokens))
 
 
@@ -86,7 +86,7 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
     """Outputs, gradients and what is learnt: through tensor cores, clusters in order and all."""
     name, options = HALF[kind]
     torch.manual_seed(0)
-    routers = [holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda() for _ in range(2)]
+    routers = [holdfast.create_router(name, dim=96, experts=12, **{"k": 3, **options}).cuda() for _ in range(2)]
     routers[1].load_state_dict(routers[0].state_dict())
     token_mask = torch.rand(4, 100).cuda() < 0.8
     for _ in range(3):
@@ -117,8 +117,8 @@ def test_tokens_of_any_precision_are_routed_as_float32_ones_without_kernels(
 @pytest.mark.parametrize("experts", [select.MOST_IN_GRAPH, select.MOST_IN_GRAPH + 40])
 def test_a_wide_expert_graph_is_learnt_as_on_a_cpu(experts: int) -> None:
     torch.manual_seed(0)
-    router = holdfast.router("symphony", dim=16, experts=experts, k=8)
-    on_gpu = holdfast.router("symphony", dim=16, experts=experts, k=8).cuda()
+    router = holdfast.create_router("symphony", dim=16, experts=experts, k=8)
+    on_gpu = holdfast.create_router("symphony", dim=16, experts=experts, k=8).cuda()
     on_gpu.load_state_dict(router.state_dict())
     tokens, token_mask = torch.randn(4, 50, 16), torch.rand(4, 50) < 0.8
     router(tokens, Context(token_mask=token_mask))
@@ -137,7 +137,7 @@ def test_clusters_of_tokens_that_lie_apart_are_those_of_a_copy(dtype: torch.dtyp
     routing = previous_of(tokens.contiguous(), 12).routing
     spreads = []
     for previous, own in ((tokens, token_mask), (tokens.contiguous(), token_mask.contiguous())):
-        router = holdfast.router("ac", dim=96, experts=12, k=3).cuda()
+        router = holdfast.create_router("ac", dim=96, experts=12, k=3).cuda()
         router(tokens, Context(token_mask=own, previous=Previous(previous, routing)))
         spreads.append(router.eval().score.spreads)
     assert torch.equal(spreads[0], spreads[1]) and not (spreads[0] == 1).all()  # type: ignore[arg-type, union-attr]
@@ -147,8 +147,8 @@ def test_clusters_of_tokens_that_lie_apart_are_those_of_a_copy(dtype: torch.dtyp
 def test_half_precision_similarity_is_that_of_its_float32_copy(rank: int | None) -> None:
     """Weights too are bfloat16: what `reduce` learns from a gradient that is rounded to it anyway."""
     torch.manual_seed(0)
-    half = holdfast.router("similarity", dim=96, experts=12, k=3, rank=rank, tau=9.0).cuda().bfloat16()
-    exact = holdfast.router("similarity", dim=96, experts=12, k=3, rank=rank, tau=9.0).cuda()
+    half = holdfast.create_router("similarity", dim=96, experts=12, k=3, rank=rank, tau=9.0).cuda().bfloat16()
+    exact = holdfast.create_router("similarity", dim=96, experts=12, k=3, rank=rank, tau=9.0).cuda()
     exact.load_state_dict(half.state_dict())
     tokens = torch.randn(4, 200, 96).cuda().bfloat16()
     results = []
@@ -167,7 +167,7 @@ def test_a_router_with_its_kernels_is_one_graph(kind: str) -> None:
     name, options = HALF[kind]
     torch.manual_seed(0)
     torch.compiler.reset()
-    router = holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda().eval()
+    router = holdfast.create_router(name, dim=96, experts=12, **{"k": 3, **options}).cuda().eval()
     tokens = torch.randn(4, 100, 96).cuda().bfloat16().requires_grad_()
     context = Context(token_mask=torch.rand(4, 100).cuda() < 0.8, previous=previous_of(tokens.detach(), 12))
     results = []
@@ -187,7 +187,7 @@ def test_results_repeat_to_the_bit() -> None:
         seen = []
         for _ in range(2):
             torch.manual_seed(0)
-            router = holdfast.router(name, dim=96, experts=12, **{"k": 3, **options}).cuda()
+            router = holdfast.create_router(name, dim=96, experts=12, **{"k": 3, **options}).cuda()
             routing = router(tokens, Context(previous=previous_of(tokens.detach(), 12)))
             grads = torch.autograd.grad(routing.weights.square().sum(), [tokens, *router.parameters()])
             seen.append([routing.weights, *grads, *router.eval().state_dict().values()])

@@ -13,7 +13,7 @@ import holdfast
 from holdfast import Context, Experts, FeedForward, Losses, MoE
 from holdfast.routing import Previous
 
-ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in holdfast.routers()} | COMBINATIONS
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in holdfast.list_routers()} | COMBINATIONS
 ROUTERS |= {"attention": ("attention", {"heads": HEADS}), "ac, mixed": ("ac", {"mix": 3, "stats": "batch"})}
 ROUTERS |= {"smooth, by its loss": ("smooth", {"control": "loss", "eps": 0.5})}
 ROUTERS |= {"smoe, learned noise": ("smoe", {"noise": "gaussian"}), "low rank": ("similarity", {"rank": 3})}
@@ -27,7 +27,7 @@ def layer(name: str) -> MoE:
     torch.manual_seed(0)
     router_name, options = ROUTERS[name]
     losses = Losses(balance=1.0, importance=1.0, load=1.0, z=0.1, entropy=1.0)
-    router = holdfast.router(router_name, **{"dim": DIM, "experts": EXPERTS, **options, "losses": losses})
+    router = holdfast.create_router(router_name, **{"dim": DIM, "experts": EXPERTS, **options, "losses": losses})
     return MoE(router, Experts(DIM, 8, EXPERTS, bias=True), FeedForward(DIM, 8, bias=True))
 
 
@@ -129,7 +129,7 @@ def test_nor_in_a_compiled_layer() -> None:
         torch.testing.assert_close(got[key], value, msg=key)
 
 
-@pytest.mark.parametrize("name", holdfast.routers())
+@pytest.mark.parametrize("name", holdfast.list_routers())
 def test_a_gradient_of_nan_from_padding_stops_at_the_router(name: str) -> None:
     """Experts that are not ours send it back: the derivative of a slot's weight is that expert's output."""
     router = layer(name).router

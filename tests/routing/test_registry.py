@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.routing import Cosine, Frozen, Linear, ReLU, Score, TopK, TopP
+from holdfast.routing import Cosine, Frozen, Linear, ReLU, Score, Similarity, SmoothTopK, TopK, TopP
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Preset, Registry
 
@@ -20,8 +20,8 @@ def scratch_name() -> Iterator[str]:
 
 
 def test_the_promised_names_are_there_with_a_line_each() -> None:
-    assert set(NAMES) <= set(holdfast.routers())
-    assert all("\n" not in line and len(line) > 10 for line in holdfast.routers().values())
+    assert set(NAMES) <= set(holdfast.list_routers())
+    assert all("\n" not in line and len(line) > 10 for line in holdfast.list_routers().values())
 
 
 @pytest.mark.parametrize(
@@ -40,26 +40,42 @@ def test_the_promised_names_are_there_with_a_line_each() -> None:
     ],
 )
 def test_names_fill_the_slots_they_claim(name: str, score: type, select: type) -> None:
-    built = holdfast.router(name, dim=8, experts=4)
+    built = holdfast.create_router(name, dim=8, experts=4)
     assert (type(built.score), type(built.select)) == (score, select)
 
 
 def test_k_is_two_unless_the_name_says_otherwise() -> None:
-    ks = {name: holdfast.router(name, dim=8, experts=4).select.k for name in ("smoe", "xmoe", "switch")}
+    ks = {name: holdfast.create_router(name, dim=8, experts=4).select.k for name in ("smoe", "xmoe", "switch")}
     assert ks == {"smoe": 2, "xmoe": 2, "switch": 1}
-    assert holdfast.router("switch", dim=8, experts=4, k=3).select.k == 3
-    assert holdfast.router("smoe", dim=8, experts=1).select.k == 1
+    assert holdfast.create_router("switch", dim=8, experts=4, k=3).select.k == 3
+    assert holdfast.create_router("smoe", dim=8, experts=1).select.k == 1
 
 
 def test_options_reach_the_part_that_has_them() -> None:
-    built = holdfast.router("xmoe+top-p", dim=8, experts=4, p=0.2, temperature=0.5)
+    built = holdfast.create_router("xmoe+top-p", dim=8, experts=4, p=0.2, temperature=0.5)
     assert isinstance(built.select, TopP) and built.select.fixed_p == 0.2
     assert isinstance(built.score, Cosine)
     torch.testing.assert_close(built.score.log_temperature.exp(), torch.tensor([0.5]))
 
 
+def test_options_in_brackets_and_by_keyword_build_the_same_router() -> None:
+    written = holdfast.create_router("similarity[tau=2]+smooth[budget=0.5]", dim=8, experts=4, rank=3)
+    by_keyword = holdfast.create_router("similarity+smooth", dim=8, experts=4, tau=2.0, budget=0.5, rank=3)
+    for one in (written, by_keyword):
+        similarity, smooth = one.inform[0], one.select
+        assert isinstance(similarity, Similarity) and isinstance(smooth, SmoothTopK)
+        assert (similarity.tau, smooth.budget) == (2.0, 0.5)
+
+
+def test_brackets_may_follow_any_of_the_joined_names() -> None:
+    resolved = ("xmoe+top-p", {"p": 0.2, "temperature": 0.5})
+    assert REGISTRY.resolve("xmoe[p=0.2]+top-p[temperature=5e-1]") == resolved
+    assert REGISTRY.resolve(" xmoe + top-p [p=0.2, temperature=0.5]") == resolved
+    assert REGISTRY.resolve("xmoe+top-p[p=.2]", {"temperature": 0.5}) == resolved
+
+
 def test_an_option_overrides_the_default_of_a_name() -> None:
-    built = holdfast.router("switch", dim=8, experts=4, weights="softmax")
+    built = holdfast.create_router("switch", dim=8, experts=4, weights="softmax")
     assert isinstance(built.select, TopK) and built.select.weights == "softmax"
 
 
@@ -71,7 +87,12 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
         ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, remoe"),
         ("", {}, "unknown router ''"),
         (None, {}, "a router is named by a string, such as"),
-        ("similarity[rank=4]", {}, "has options in brackets, which compare, train and plan take; here they are arguments"),
+        ("similarity[rank=4", {}, "is not a router"),
+        ("similarity[rank=4]+", {}, "unknown router ''"),
+        ("similarity[rank=4]", {"rank": 4}, "the option rank is given twice, in 'similarity.rank=4.' and by keyword"),
+        ("similarity[tau=2]+smooth[tau=3]", {}, "gives the option tau twice"),
+        ("similarity[rank=1.5]+smooth", {}, "the option rank is 1.5, not a whole number or empty"),
+        ("smoe[k=1]", {}, "unknown option 'k'"),
         ("top-p+remoe", {}, "'top-p' and 'remoe' both claim the select slot"),
         ("xmoe+smoe-dropout", {}, "'xmoe' and 'smoe-dropout' both claim the score slot"),
         ("xmoe+xmoe", {}, "'xmoe' and 'xmoe' both claim"),
@@ -88,7 +109,7 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
 )
 def test_mistakes_are_one_clear_sentence(name: str, options: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
-        holdfast.router(name, **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]
+        holdfast.create_router(name, **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -97,15 +118,15 @@ def test_a_new_part_joins_the_grammar(scratch_name: str) -> None:
     class Twice(Linear):
         pass
 
-    built = holdfast.router("scratch+top-p", dim=8, experts=4, p=0.3)
+    built = holdfast.create_router("scratch+top-p", dim=8, experts=4, p=0.3)
     assert type(built.score) is Twice and isinstance(built.select, TopP)
-    assert holdfast.routers()["scratch"] == "twice the linear score (nobody)"
+    assert holdfast.list_routers()["scratch"] == "twice the linear score (nobody)"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
 def test_routers_can_be_built_without_memory_and_keep_their_name(name: str) -> None:
     with torch.device("meta"):
-        built = holdfast.router(name, dim=8, experts=4, layer="layers.3")
+        built = holdfast.create_router(name, dim=8, experts=4, layer="layers.3")
     assert "layers.3" in repr(built)
     built = built.to_empty(device="cpu")
     assert built.layer == "layers.3"
@@ -117,7 +138,7 @@ def test_a_clash_of_names_raises() -> None:
         holdfast.register("smoe", slot="score", about="", paper="")(Linear)
 
 
-@pytest.mark.parametrize("name", ["", "a+b", " a"])
+@pytest.mark.parametrize("name", ["", "a+b", " a", "a[b", "a,b", "a@1"])
 def test_a_name_that_the_grammar_could_not_read_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a router"):
         Registry().add(Preset(name, "", ""))

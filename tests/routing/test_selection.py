@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast import Context, Experts, MoE, router
+from holdfast import Context, Experts, MoE, create_router
 from holdfast.routing import ReLU, Router, Routing, Scores, TopK, TopP
 
 
@@ -47,7 +47,7 @@ def test_gates_that_are_all_zero_give_zero_weights_and_no_nan(weights: str) -> N
 @pytest.mark.parametrize("noise", ["gaussian", "gumbel"])
 def test_noise_is_only_in_training(noise: str) -> None:
     torch.manual_seed(0)
-    built, tokens = router("smoe", dim=8, experts=16, noise=noise), torch.randn(1, 200, 8)
+    built, tokens = create_router("smoe", dim=8, experts=16, noise=noise), torch.randn(1, 200, 8)
     first, second = built(tokens), built(tokens)
     assert (first.chosen != second.chosen).any()
     torch.testing.assert_close(first.logits, second.logits)
@@ -82,7 +82,7 @@ def test_learned_gaussian_noise_follows_shazeer() -> None:
 
 
 def test_k_grows_with_progress_and_survives_saving() -> None:
-    built, tokens = router("smoe-dropout", dim=8, experts=6, k=2), torch.randn(1, 5, 8)
+    built, tokens = create_router("smoe-dropout", dim=8, experts=6, k=2), torch.randn(1, 5, 8)
     seen = []
     for fraction in (0.0, 0.25, 0.5, 1.0):
         built.progress(fraction)
@@ -91,7 +91,7 @@ def test_k_grows_with_progress_and_survives_saving() -> None:
         torch.testing.assert_close(routing.weights.sum(-1), torch.ones(5))
     assert seen == [2, 3, 4, 6]
     built.progress(0.5)
-    other = router("smoe-dropout", dim=8, experts=6, k=2)
+    other = create_router("smoe-dropout", dim=8, experts=6, k=2)
     other.load_state_dict(built.state_dict())
     assert int(other(tokens).used.sum(-1).unique()) == 4
 
@@ -125,7 +125,7 @@ def test_relu_weights_are_the_positive_logits() -> None:
 def test_the_l1_coefficient_steers_the_number_of_experts_to_k() -> None:
     """In a layer that learns a small regression, from about half of the experts active."""
     torch.manual_seed(0)
-    layer = MoE(router("remoe", dim=16, experts=16, k=2, l1=1e-4), Experts(16, 16, 16))
+    layer = MoE(create_router("remoe", dim=16, experts=16, k=2, l1=1e-4), Experts(16, 16, 16))
     optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
     tokens = torch.randn(4, 64, 16) + 0.5
     target, active = torch.tanh(tokens @ torch.randn(16, 16)), []

@@ -37,7 +37,7 @@ def test_s_is_what_the_paper_says() -> None:
 
 def test_eps_0_is_top_k() -> None:
     torch.manual_seed(0)
-    plain, smooth = (holdfast.router(name, dim=16, experts=8) for name in ("smoe", "smooth"))
+    plain, smooth = (holdfast.create_router(name, dim=16, experts=8) for name in ("smoe", "smooth"))
     smooth.score.load_state_dict(plain.score.state_dict())
     tokens = torch.randn(2, 50, 16)
     expected, got = plain.eval()(tokens), smooth.eval()(tokens)
@@ -47,7 +47,10 @@ def test_eps_0_is_top_k() -> None:
 
 def test_a_small_eps_tends_to_top_k() -> None:
     torch.manual_seed(0)
-    plain, smooth = holdfast.router("smoe", dim=16, experts=8), holdfast.router("smooth", dim=16, experts=8, eps=1e-6)
+    plain, smooth = (
+        holdfast.create_router("smoe", dim=16, experts=8),
+        holdfast.create_router("smooth", dim=16, experts=8, eps=1e-6),
+    )
     smooth.score.load_state_dict(plain.score.state_dict())
     tokens = torch.randn(2, 500, 16)
     assert torch.equal(smooth.eval()(tokens).chosen, plain.eval()(tokens).chosen)
@@ -85,7 +88,7 @@ def test_smooth_is_continuous_and_plain_top_k_is_not() -> None:
     """Over 1,000 crossings of order 1, at the eps that a budget of 0.5 gives."""
     torch.manual_seed(0)
     dim, experts, k = 32, 16, 2
-    smooth = holdfast.router("smooth", dim=dim, experts=experts, k=k)
+    smooth = holdfast.create_router("smooth", dim=dim, experts=experts, k=k)
     train(smooth, 5, 4096)
     smooth.eval()
     assert 0.005 < float(smooth.select.eps()) < 1  # type: ignore[operator]
@@ -107,8 +110,8 @@ def test_smooth_is_continuous_and_plain_top_k_is_not() -> None:
 def capped(most: int, eps: float, experts: int = 16, k: int = 2) -> tuple[holdfast.Router, holdfast.Router]:
     """A router whose tokens may use `most` experts, and the same without that."""
     torch.manual_seed(0)
-    free = holdfast.router("smooth", dim=32, experts=experts, k=k, eps=eps).eval()
-    bound = holdfast.router("smooth", dim=32, experts=experts, k=k, eps=eps, most=most).eval()
+    free = holdfast.create_router("smooth", dim=32, experts=experts, k=k, eps=eps).eval()
+    bound = holdfast.create_router("smooth", dim=32, experts=experts, k=k, eps=eps, most=most).eval()
     bound.score.load_state_dict(free.score.state_dict())
     return bound, free
 
@@ -147,7 +150,7 @@ def test_the_strip_of_a_token_with_too_many_ends_at_the_next_so_nothing_jumps() 
 def test_a_most_that_is_no_number_of_experts_is_one_sentence() -> None:
     for most in (1, 9):
         with pytest.raises(ValueError, match=f"most is {most}; it must be between k, 2, and the number of experts, 8"):
-            holdfast.router("smooth", dim=8, experts=8, k=2, most=most)
+            holdfast.create_router("smooth", dim=8, experts=8, k=2, most=most)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_a_most_that_is_no_number_of_experts_is_one_sentence() -> None:
 def test_the_quantile_control_holds_the_budget(name: str, budget: float) -> None:
     """Within 0.05 of k + budget after 200 steps in which the router itself learns."""
     torch.manual_seed(0)
-    layer = MoE(holdfast.router(name, dim=16, experts=8, budget=budget), Experts(16, 16, 8))
+    layer = MoE(holdfast.create_router(name, dim=16, experts=8, budget=budget), Experts(16, 16, 8))
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
     active, matrix = [], torch.randn(16, 16)
     for _ in range(230):
@@ -192,7 +195,7 @@ def test_the_first_batch_sets_the_width_to_its_quantile() -> None:
 def test_the_first_batch_with_a_gap_sets_the_width_after_a_zero_graph() -> None:
     """At step 0 of symphony all gates are 0 and all experts tie: that is no gap to remember."""
     torch.manual_seed(0)
-    router, tokens = holdfast.router("symphony+smooth", dim=16, experts=8), torch.randn(4, 128, 16)
+    router, tokens = holdfast.create_router("symphony+smooth", dim=16, experts=8), torch.randn(4, 128, 16)
     widths = []
     for _ in range(4):
         router(tokens)
@@ -204,16 +207,16 @@ def test_the_first_batch_with_a_gap_sets_the_width_after_a_zero_graph() -> None:
 @pytest.mark.parametrize(("budget", "expected"), [(0.0, 2.0), (6.0, 8.0), (99.0, 8.0)])
 def test_budgets_of_nothing_and_of_everything(budget: float, expected: float) -> None:
     torch.manual_seed(0)
-    router = holdfast.router("smooth", dim=16, experts=8, budget=budget)
+    router = holdfast.create_router("smooth", dim=16, experts=8, budget=budget)
     assert sum(train(router, 30)[10:]) / 20 == pytest.approx(expected, abs=0.02)
-    everyone = holdfast.router("smooth", dim=16, experts=8, k=8)
+    everyone = holdfast.create_router("smooth", dim=16, experts=8, k=8)
     assert train(everyone, 3)[-1] == 8
 
 
 def test_the_boundary_loss_steers_eps_towards_the_budget() -> None:
     torch.manual_seed(0)
     for start, target in ((2.0, "down"), (1e-3, "up")):
-        router = holdfast.router("smooth", dim=16, experts=8, control="loss", eps=start)
+        router = holdfast.create_router("smooth", dim=16, experts=8, control="loss", eps=start)
         before = float(router.select.eps().detach())  # type: ignore[operator]
         optimizer = torch.optim.Adam(router.parameters(), lr=0.05)
         for _ in range(20):
@@ -226,7 +229,7 @@ def test_the_boundary_loss_steers_eps_towards_the_budget() -> None:
 
 def test_the_boundary_loss_is_alpha_eps_times_the_excess() -> None:
     torch.manual_seed(0)
-    router = holdfast.router("smooth", dim=16, experts=8, control="loss", eps=0.5, alpha=3.0)
+    router = holdfast.create_router("smooth", dim=16, experts=8, control="loss", eps=0.5, alpha=3.0)
     routing = router(torch.randn(2, 128, 16))
     active = routing.used.sum(-1).float().mean()
     torch.testing.assert_close(routing.losses["boundary"], 3 * 0.5 * (active - 2.5), rtol=1e-4, atol=1e-5)
@@ -234,7 +237,7 @@ def test_the_boundary_loss_is_alpha_eps_times_the_excess() -> None:
 
 def test_annealing_ends_in_hard_top_k() -> None:
     torch.manual_seed(0)
-    router = holdfast.router("smooth", dim=16, experts=8, anneal=True)
+    router = holdfast.create_router("smooth", dim=16, experts=8, anneal=True)
     seen = {}
     for fraction in (0.0, 0.5, 0.625, 0.75, 1.0):
         router.progress(fraction)
@@ -249,7 +252,7 @@ def test_annealing_ends_in_hard_top_k() -> None:
 
 def test_hard_inference_is_hard_only_in_evaluation() -> None:
     torch.manual_seed(0)
-    router = holdfast.router("smooth", dim=16, experts=8, inference="hard", eps=0.5)
+    router = holdfast.create_router("smooth", dim=16, experts=8, inference="hard", eps=0.5)
     tokens = torch.randn(2, 64, 16)
     assert router(tokens).used.sum() > 2 * 128
     assert router.eval()(tokens).used.sum() == 2 * 128
@@ -268,4 +271,4 @@ def test_hard_inference_is_hard_only_in_evaluation() -> None:
 )
 def test_bad_options_are_one_clear_sentence(options: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        holdfast.router("smooth", **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]
+        holdfast.create_router("smooth", **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]

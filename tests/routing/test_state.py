@@ -10,7 +10,7 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from holdfast import Context, router
+from holdfast import Context, create_router
 from holdfast.routing import Informer, Router, StatefulPart
 from holdfast.routing.state import sum_over_ranks
 
@@ -37,7 +37,7 @@ class Counter(Informer, StatefulPart):
 
 
 def build() -> tuple[Router, Counter]:
-    plain = router("smoe", dim=4, experts=3)
+    plain = create_router("smoe", dim=4, experts=3)
     counter = Counter()
     return Router(plain.score, (counter,), plain.select), counter
 
@@ -115,7 +115,7 @@ def test_a_compiled_backward_reads_the_state_that_its_forward_saw() -> None:
     gradients = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        built = router("remoe", dim=4, experts=3, l1=0.1)
+        built = create_router("remoe", dim=4, experts=3, l1=0.1)
         run = torch.compile(built, fullgraph=True) if compiled else built
         batches = [torch.randn(2, 5, 4, requires_grad=True) for _ in range(3)]
         gradients.append([torch.autograd.grad(run(batch).loss, batch)[0] for batch in batches])
@@ -125,7 +125,7 @@ def test_a_compiled_backward_reads_the_state_that_its_forward_saw() -> None:
 
 def test_a_backward_after_the_next_forward_still_works() -> None:
     """State used in a graph is not overwritten under it."""
-    built = router("remoe", dim=4, experts=3)
+    built = create_router("remoe", dim=4, experts=3)
     first = built(torch.randn(2, 5, 4))
     built(torch.randn(2, 5, 4))
     first.loss.backward()
@@ -163,7 +163,7 @@ def test_a_recomputation_neither_counts_nor_sums(name: str, monkeypatch: pytest.
     gradients = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        built, x = router(name, dim=4, experts=3, k=1), torch.randn(2, 5, 4, requires_grad=True)
+        built, x = create_router(name, dim=4, experts=3, k=1), torch.randn(2, 5, 4, requires_grad=True)
 
         def forward(y: Tensor, built: Router = built) -> Tensor:
             routing = built(y)

@@ -26,7 +26,10 @@ def test_a_small_tau_is_the_plain_router_when_tokens_have_one_length() -> None:
     """A token is then most similar to itself."""
     torch.manual_seed(0)
     tokens = torch.nn.functional.normalize(torch.randn(2, 30, 16), dim=-1)
-    plain, similar = holdfast.router("smoe", dim=16, experts=6), holdfast.router("similarity", dim=16, experts=6, tau=1e-4)
+    plain, similar = (
+        holdfast.create_router("smoe", dim=16, experts=6),
+        holdfast.create_router("similarity", dim=16, experts=6, tau=1e-4),
+    )
     similar.score.load_state_dict(plain.score.state_dict())
     expected, got = plain.eval()(tokens), similar.eval()(tokens, Context(causal=True))
     assert torch.equal(got.experts, expected.experts)
@@ -37,8 +40,8 @@ def test_a_small_tau_is_the_plain_router_when_tokens_have_one_length() -> None:
 def test_strength_0_is_the_plain_router(name: str, options: dict[str, int]) -> None:
     torch.manual_seed(0)
     plain, informed = (
-        holdfast.router("smoe", dim=12, experts=6),
-        holdfast.router(name, dim=12, experts=6, strength=0.0, **options),
+        holdfast.create_router("smoe", dim=12, experts=6),
+        holdfast.create_router(name, dim=12, experts=6, strength=0.0, **options),
     )
     informed.score.load_state_dict(plain.score.state_dict())
     tokens = torch.randn(2, 11, 12)
@@ -208,7 +211,7 @@ def test_of_long_sequences_some_blocks_of_tokens_are_looked_at(monkeypatch: pyte
 
 
 def test_the_non_causal_reading_denies_the_traits_it_has_not() -> None:
-    traits = holdfast.router("similarity", dim=8, experts=4, causal=False).traits
+    traits = holdfast.create_router("similarity", dim=8, experts=4, causal=False).traits
     assert not traits.causal and not traits.cacheable and traits.batch_invariant and traits.sequence_aware
 
 
@@ -226,11 +229,11 @@ def test_the_non_causal_reading_denies_the_traits_it_has_not() -> None:
 )
 def test_bad_options_are_one_clear_sentence(name: str, options: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        holdfast.router(name, dim=8, experts=4, **options)  # type: ignore[arg-type]
+        holdfast.create_router(name, dim=8, experts=4, **options)  # type: ignore[arg-type]
 
 
 def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() -> None:
-    router = holdfast.router("attention", dim=12, experts=4, heads=3)
+    router = holdfast.create_router("attention", dim=12, experts=4, heads=3)
     with pytest.raises(ValueError, match="needs the attention just before it"):
         router(torch.randn(2, 11, 12))
     with pytest.raises(ValueError, match="has 4 heads; this router was built for 3"):
@@ -240,8 +243,8 @@ def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() ->
 @pytest.mark.parametrize("name", ["similarity", "attention"])
 def test_strength_zero_is_the_plain_router_to_the_last_bit(name: str) -> None:
     options: dict[str, Any] = {"heads": 4} if name == "attention" else {}
-    informed = holdfast.router(name, dim=16, experts=6, k=2, strength=0.0, **options)
-    plain = holdfast.router("smoe", dim=16, experts=6, k=2)
+    informed = holdfast.create_router(name, dim=16, experts=6, k=2, strength=0.0, **options)
+    plain = holdfast.create_router("smoe", dim=16, experts=6, k=2)
     plain.load_state_dict(informed.state_dict(), strict=False)
     tokens = torch.randn(2, 9, 16)
     ours, theirs = informed(tokens, Context(causal=True)), plain(tokens)

@@ -53,7 +53,7 @@ def context_for(tokens: Tensor, experts: int, token_mask: Tensor | None = None) 
     output = projection(mixed.transpose(1, 2).reshape(tokens.shape))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        routing = holdfast.router("smoe", dim=dim, experts=experts).eval()(tokens)
+        routing = holdfast.create_router("smoe", dim=dim, experts=experts).eval()(tokens)
     attention = Attention(query, key, value, projection, output)
     return Context(causal=True, token_mask=token_mask, attention=attention, previous=Previous(tokens, routing))
 
@@ -66,7 +66,7 @@ def test_the_combination_trains(combination: str, variant: str) -> None:
     sizes = {"experts": 8, "k": 2, **VARIANTS[variant]}
     shared = FeedForward(16, 16) if sizes.pop("shared", False) else None
     torch.manual_seed(0)
-    router = holdfast.router(name, dim=16, **sizes, **options, losses=holdfast.Losses(balance=0.01))
+    router = holdfast.create_router(name, dim=16, **sizes, **options, losses=holdfast.Losses(balance=0.01))
     layer = MoE(router, Experts(16, 16, sizes["experts"]), shared)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     tokens, errors = torch.randn(8, 32, 16), []

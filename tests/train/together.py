@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
 import holdfast.report
 import holdfast.train.cells
-from holdfast.cli.main import main
+from holdfast_command import main
 
 ROUTERS, SEEDS = "smoe,symphony+smooth", 2
 

@@ -129,7 +129,12 @@ def certify_model(
     norm, rounding   as for `certify`
     smoothing        where no bound is known for a router, certify its majority vote under this noise
 
-    Interrupted (Ctrl-C), it tells of the batches that were finished.
+    Interrupted (Ctrl-C), it tells of the batches that were finished. It is exported as `holdfast.certify`;
+    `holdfast.certificates.certify` certifies one router.
+
+    Example:
+        found = holdfast.certify(model, [{"input_ids": torch.randint(100, (2, 16))}], norm="linf")
+        print([layer["relative"]["50%"] for layer in found.summary()["layers"]])
     """
     audited = Audited(model)
     require_finite(model)

@@ -38,13 +38,17 @@ def audit(
 
     model            of any MoE family, rerouted or not, or sparsified; it is left exactly as it was
     texts_or_inputs  strings, with the model's `tokenizer`; or batches, dicts for its forward. Read once, one batch at a time
-    perturb          names of `holdfast.audit.PERTURBATIONS`; what cannot be run says why in the report
+    perturb          names of `holdfast.auditing.PERTURBATIONS`; what cannot be run says why in the report
     noise            levels, as shares of each router input's length
     name             of the model, in the report
     progress         called with the tokens seen so far and what is being done
     settings         seed, batch, length, tokens, rate, budget, attack_tokens, at_risk: those of `Settings`
 
     Interrupted (Ctrl-C), it reports on the batches that were finished, and says so.
+
+    Example:
+        report = holdfast.audit(model, ["The quick brown fox jumps over the lazy dog."], tokenizer=tokenizer)
+        print(report.overall["flips"])
     """
     chosen = (perturb,) if isinstance(perturb, str) else tuple(perturb)
     audited = Audited(model)

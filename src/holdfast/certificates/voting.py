@@ -19,6 +19,7 @@ from torch import Tensor
 
 from holdfast.certificates.norms import ABOVE, Norm, check_norm, lengths
 from holdfast.certificates.records import Certificates
+from holdfast.extras import require_extra
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.parts import TINY
 
@@ -138,6 +139,7 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
     For "linf", the l2 radius over the square root of how many numbers may move. Where tokens inform each other it is in the
     norm of all of a sequence's perturbations together.
     """
+    require_extra("certifying a majority vote", "scipy")
     from scipy.stats import beta
 
     check_norm(norm)

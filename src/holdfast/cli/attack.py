@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import forwards, show
 
 
@@ -53,6 +54,7 @@ class Attack:
     force: bool = False
     """Overwrite that file if it is there."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.train.quiet import quiet
@@ -60,6 +62,7 @@ class Attack:
         from holdfast.train.trying import attack_pictures, attack_routers, attack_text
         from holdfast.version import versions
 
+        self.plugins.load()
         amount = self._amount()
         require_free(self.out, self.force)
         quiet()

@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 from holdfast.cli.audit_tables import print_differences, print_report, print_what_if
 from holdfast.cli.files import check_files, require_free
 from holdfast.cli.loading import Loading
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import bar
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ class Audit:
     compare: tuple[Path, Path] | None = None
     """Two files audit.json, or their folders: show in which overall numbers they differ, audit nothing."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.auditing import AuditReport, Settings, parse
         from holdfast.report import write_audit
         from holdfast.report.audits import read_audit
 
+        self.plugins.load()
         if self.compare is not None:
             if self.model is not None:
                 raise ValueError("--compare reads two audits that are there; it takes no model.")

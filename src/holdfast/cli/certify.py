@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import bar, show, slim_table
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ class Certify:
     force: bool = False
     """Overwrite that file if it is there."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.version import versions
 
+        self.plugins.load()
         require_free(self.out, self.force)
         found, source = self._certify()
         summary = found.summary()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
 
 from holdfast.cli.files import require_folder, require_place
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import bar, show
+from holdfast.comparing import PAGE, ROUTERS, run_comparison
 
 if TYPE_CHECKING:
-    from holdfast.train import Cell, Comparison, Contender
+    from holdfast.train import Cell, Comparison
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Compare:
 
     recipe: str = "tiny"
     """A shipped recipe, or the path of a .yaml file."""
-    routers: str = "smoe,symphony,similarity,ac,smooth"
+    routers: str = ROUTERS
     """Names joined by commas; the first is the baseline, unless the folder has one already. A plus sign joins parts,
     brackets hold options: smoe,symphony+smooth,similarity[causal=false]."""
     seeds: int = 3
@@ -43,48 +46,31 @@ class Compare:
     """Where a router uses more experts a token than the baseline, add the baseline with as many experts, rounded up."""
     jobs: int = 1
     """How many models are trained at a time; several keep one GPU busy."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        from holdfast.report import read_results, write_report
+        from holdfast.report import read_results
         from holdfast.report.verdict import verdict
-        from holdfast.train import Comparison, load_recipe
+        from holdfast.train import load_recipe
         from holdfast.train.contenders import contenders
         from holdfast.train.quiet import quiet
 
+        self.plugins.load()
         recipe = load_recipe(self.recipe, changes(self.set))
         require_folder(self.out)
-        for name in ("results.json", "report.html"):
+        for name in ("results.json", PAGE):
             require_place(self.out / name)
         routers = contenders(self.routers)
-        comparison = Comparison(recipe, routers, self.seeds, self.out, data=self.data)
         quiet()
-        page = self.out / "report.html"
 
-        def finished(comparison: Comparison) -> list[dict[str, Any]]:
-            results = _with_progress(comparison, self.jobs)
-            return comparison.publish(results, lambda: write_report(read_results(self.out), page, force=True))
+        def run(comparison: Comparison) -> list[dict[str, Any]]:
+            return _with_progress(comparison, self.jobs)
 
-        rows = finished(comparison)
-        if self.match_compute and (matched := equal_compute(rows, routers, recipe.sparse.experts)):
-            comparison = Comparison(recipe, matched, self.seeds, self.out, data=self.data)
-            rows = finished(comparison)
+        how: dict[str, Any] = {"data": self.data, "match_compute": self.match_compute}
+        comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
         print("\n" + "\n".join(verdict(read_results(self.out))))
-        print(f"\nAll figures: {self.out / 'results.json'}\nReport: {page}")
-
-
-def equal_compute(rows: Sequence[dict[str, Any]], known: Sequence[Contender], experts: int) -> list[Contender]:
-    """Return the baseline with as many experts a token as the router that uses most, if one uses more than the baseline."""
-    from holdfast.train.contenders import contender
-    from holdfast.train.summary import MORE, matched_name, uses_more
-
-    name = rows[0]["router"]
-    k = min(experts, max((math.ceil(row["experts_per_token"] - MORE) for row in rows if uses_more(row)), default=0))
-    matched = matched_name(name, k)
-    if k <= rows[0]["experts_per_token"] or any(row["router"] == matched for row in rows):
-        return []
-    baseline = next((one for one in known if one.name == name), None) or contender(name)
-    return [replace(baseline, name=matched, k=k)]
+        print(f"\nAll figures: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
 
 
 def changes(pairs: tuple[str, ...]) -> dict[str, Any]:

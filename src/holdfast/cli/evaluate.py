@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.files import require_free, write_out
 from holdfast.cli.loading import Loading
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import forwards, show
 
 
@@ -34,6 +35,7 @@ class Evaluate:
     force: bool = False
     """Overwrite that file if it is there."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.metrics.report import plain
@@ -41,6 +43,7 @@ class Evaluate:
         from holdfast.train.subject import subject
         from holdfast.version import versions
 
+        self.plugins.load()
         require_free(self.out, self.force)
         quiet()
         model, task = subject(

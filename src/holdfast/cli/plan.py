@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from holdfast.cli.plan_tables import print_plan
-
-if TYPE_CHECKING:
-    from holdfast.planning import Choice
+from holdfast.cli.plugins import PluginFiles
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,20 @@ class Plan:
     """Activations are computed again instead of being kept."""
     json: bool = False
     """Print everything as JSON instead of tables."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.planning import Workload, plan
         from holdfast.train.quiet import quiet
 
+        self.plugins.load()
         quiet()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try to reach the hub
         if self.tokens is not None and not 0 < self.tokens < math.inf:
             raise ValueError(f"tokens is {self.tokens:g}; a training has more than 0, and a finite number of them.")
         done = plan(
             self.model,
-            [_choice(written) for written in self.router],
+            self.router,
             experts=self.experts,
             k=self.k,
             layers=_layers(self.layers),
@@ -81,16 +81,6 @@ class Plan:
             print(json.dumps(stored, indent=2, allow_nan=False))
         else:
             print_plan(done, self.tokens)
-
-
-def _choice(written: str) -> Choice:
-    from holdfast.planning import Choice
-    from holdfast.train.contenders import contender
-
-    if written == "native":
-        return Choice(written, written)
-    entry = contender(written)
-    return Choice(entry.name, entry.router, entry.options)
 
 
 def _layers(written: str) -> str | list[int]:

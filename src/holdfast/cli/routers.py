@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
+from tyro.conf import arg
+
+from holdfast.cli.plugins import PluginFiles
 from holdfast.cli.terminal import show
 
 if TYPE_CHECKING:
@@ -40,8 +43,10 @@ class Routers:
     """How many sequences of 128 words to route."""
     seed: int = 0
     """Seed of the router weights and the word vectors."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
+        self.plugins.load()
         if self.route:
             self._print_routes()
         else:
@@ -65,7 +70,7 @@ class Routers:
         from rich.progress import track
         from rich.table import Table
 
-        from holdfast.routing import routers
+        from holdfast.routing import list_routers
 
         batches = embedded_tokens(WARM_UP + 1, self.sequences, self.dim, self.seed)
         table = Table(
@@ -84,7 +89,7 @@ class Routers:
             "sets moved by 1% noise %",
         ):
             table.add_column(column, justify="right")
-        names, hidden = list(self.names or routers()), not sys.stderr.isatty()
+        names, hidden = list(self.names or list_routers()), not sys.stderr.isatty()
         for name in track(names, "Routing", console=Console(stderr=True), transient=True, disable=hidden):
             table.add_row(name, *self._describe(name, batches))
         show(table)
@@ -149,13 +154,13 @@ def surroundings(tokens: Tensor, experts: int) -> Context:
     """What a model would show a router: a causal attention and a previous MoE layer, both with fixed random weights."""
     import torch
 
-    from holdfast.routing import Attention, Context, Previous, router
+    from holdfast.routing import Attention, Context, Previous, create_router
 
     dim = tokens.shape[-1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         into, out = torch.nn.Linear(dim, 3 * dim, bias=False), torch.nn.Linear(dim, dim, bias=False)
-        before = router("smoe", dim=dim, experts=experts, k=1).eval()(tokens)
+        before = create_router("smoe", dim=dim, experts=experts, k=1).eval()(tokens)
     query, key, value = into(tokens).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
     mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     attention = Attention(query, key, value, out, out(mixed.transpose(1, 2).flatten(2)))

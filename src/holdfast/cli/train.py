@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.compare import changes
 from holdfast.cli.files import require_folder
+from holdfast.cli.plugins import PluginFiles
 
 if TYPE_CHECKING:
     from holdfast.train.single import Single
@@ -43,6 +44,7 @@ class Train:
     """Compute in bfloat16; routing stays in float32."""
     log: Annotated[tuple[str, ...], arg(metavar="{tensorboard,wandb}")] = ()
     """Besides log.jsonl: tensorboard, wandb."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.train import load_recipe
@@ -51,6 +53,7 @@ class Train:
         from holdfast.train.quiet import quiet
         from holdfast.train.single import Single
 
+        self.plugins.load()
         _check_loggers(self.log)
         require_folder(self.out)
         wanted = changes(self.set)

@@ -11,6 +11,7 @@ from torch import Tensor
 from holdfast.data.checksum import checksum
 from holdfast.data.images import Images, ImageSet, as_index
 from holdfast.data.splitting import by_title, hold_out
+from holdfast.extras import require_extra
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,10 +55,9 @@ def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
 
 
 def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError("pictures are decoded with a package that is not here: pip install pillow.") from error
+    require_extra("decoding pictures", "PIL")
+    from PIL import Image
+
     return Image
 
 

@@ -13,6 +13,7 @@ from holdfast.data.idx import read_idx
 from holdfast.data.image_files import folder_set
 from holdfast.data.images import ArrayImages, ImageSet
 from holdfast.data.splitting import hold_out
+from holdfast.extras import require_extra
 from holdfast.suggest import unknown
 
 SOURCES = {
@@ -46,10 +47,9 @@ def image_set(name: str | Path, *, folder: str | Path | None = None, size: int |
 
 
 def _digits() -> ImageSet:
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ValueError("the digits come with a package that is not here: pip install scikit-learn.") from error
+    require_extra("the picture source digits", "sklearn")
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
     found = load_digits()
     values = torch.from_numpy(np.asarray(found.images, dtype=np.uint8))[:, None]
     images = ArrayImages(values, torch.from_numpy(np.asarray(found.target, dtype=np.int64)), top=16)

@@ -4,7 +4,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.hub.changed import FETCHING, SAFE, changed, changed_config, with_options
 from holdfast.hub.config_file import config_class, family_values, is_changed
@@ -16,10 +16,16 @@ from holdfast.layers import name_layers
 from holdfast.replacing import replace_folder, restore
 from holdfast.suggest import unknown
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 NOT_FOR_SAVE = {"self", "save_directory", "kwargs", "push_to_hub", "token"}  # of save_pretrained's parameters
 
 
-def save(model: Any, path: str | os.PathLike[str], *, tokenizer: Any = None, force: bool = False, **options: Any) -> Path:
+def save(
+    model: "nn.Module", path: str | os.PathLike[str], *, tokenizer: Any = None, force: bool = False, **options: Any
+) -> Path:
     """Write the model, its routers and their state (and a tokenizer or processor) to a folder, whole or not at all.
 
     `options` are those of `save_pretrained` (`max_shard_size`, `variant`, ...).
@@ -68,7 +74,7 @@ def _write(model: Any, target: Path, tokenizer: Any, options: dict[str, Any]) ->
     replace_folder(target, fill)
 
 
-def load(path: str | os.PathLike[str], **options: Any) -> Any:
+def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     """A model from a folder that `save` or a Trainer wrote, from a plain Hugging Face folder, or from a hub.
 
     No code from the folder is run, and only safetensors are read. `options` are those of `from_pretrained` (dtype,

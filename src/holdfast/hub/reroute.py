@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from holdfast.hub.adapters import running
 from holdfast.hub.changed import wire
@@ -28,22 +29,34 @@ from holdfast.routing.rules import Softmax
 MODEL_BALANCE = "model_balance"  # among the terms, before the number of experts a token is known
 
 
+Model = TypeVar("Model", bound=nn.Module)  # what goes in comes out, so that an editor knows its methods
+
+
 def reroute(
-    model: Any, router: str, *, k: int | None = None, layers: Layers = "all", losses: Losses | None = None, **options: Any
-) -> Any:
+    model: Model,
+    router: str,
+    *,
+    k: int | None = None,
+    layers: Layers = "all",
+    losses: Losses | None = None,
+    **options: Any,
+) -> Model:
     """Give an MoE model another router, in place; its weights stay, and the router starts from the checkpoint's own scores.
 
-    router      a name of `holdfast.routers()`, or several joined by +; "native" is the family's own rule, bit for bit
+    router      a name of `holdfast.list_routers()`, or several joined by +, with options in brackets where you like:
+                "similarity[tau=2]+smooth"; "native" is the family's own rule, bit for bit
     k           experts a token; None is the model's own number
     layers      "all", "alternate", "last:n" or indices, among the MoE layers
     losses      what routers add to `outputs.loss` in training. None takes over the balance loss of a model that trains with
                 one (`config.output_router_logits`), at its strength, computed from the real selections of each layer
-    options     of the router
+    options     of the router, where they are not in brackets
 
     Where no name claims the scores, they are the checkpoint's, and weights follow its convention. Symphony's graph starts at
     the identity and AC at equal spreads, so both start from the checkpoint's outputs; `smooth` starts with a narrow strip.
     """
     require_unwrapped(model)
+    if router != NATIVE:
+        router, options = REGISTRY.resolve(router, options)
     unmark_dequantised(model)
     found = sites(model)
     chosen = [found[index] for index in choose(layers, len(found))]
@@ -73,7 +86,7 @@ def reroute(
     return model
 
 
-def restore(model: Any) -> Any:
+def restore(model: Model) -> Model:
     """The model's own routers again, in place. What was trained stays trained; what was not is bit for bit as it was."""
     current = wiring(model)
     if current is None:
@@ -102,7 +115,7 @@ def _require_no_copies(found: list[Site]) -> None:
             )
 
 
-def _restore_sparse(model: Any, found: list[Site]) -> Any:
+def _restore_sparse(model: Model, found: list[Site]) -> Model:
     blocks = [site.block for site in found if isinstance(site.block, SparseLayer)]
     if not any(block.__dict__["former"] for block in blocks):
         raise ValueError("nothing to restore: its layers were made by sparsify, and the dense ones are gone.")
@@ -121,7 +134,7 @@ def _spec(
     if isinstance(site.block, SparseLayer):
         assert current is not None
         if router == NATIVE:
-            raise ValueError("a sparsified model has no native router; name one of holdfast.routers().")
+            raise ValueError("a sparsified model has no native router; name one of holdfast.list_routers().")
         return replace(
             current,
             router=router,

@@ -1,7 +1,7 @@
 """Turn a dense model's feed-forward networks into experts."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,19 @@ from holdfast.hub.layers import Layers, choose, require_unwrapped
 from holdfast.hub.quantisers import unmark_dequantised
 from holdfast.hub.sites import sites
 from holdfast.hub.sparse import SparseLayer
-from holdfast.hub.specs import LayerSpec, coefficients
+from holdfast.hub.specs import NATIVE, LayerSpec, coefficients
 from holdfast.hub.surgery import make_sparse
 from holdfast.hub.wiring import mark_changed
 from holdfast.kernels.quantised import is_quantised
 from holdfast.losses import Losses
+from holdfast.routing.presets import REGISTRY
 from holdfast.suggest import unknown
+
+Model = TypeVar("Model", bound=nn.Module)  # what goes in comes out, so that an editor knows its methods
 
 
 def sparsify(
-    model: Any,
+    model: Model,
     *,
     experts: int,
     k: int = 2,
@@ -33,7 +36,7 @@ def sparsify(
     losses: Losses | None = None,
     router_options: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Any:
+) -> Model:
     """Make a dense Hugging Face model an MoE, in place: each chosen layer's feed-forward network becomes `experts` of them.
 
     layers      "all" (Switch), "alternate" (GLaM), "last:2" (V-MoE), or indices
@@ -42,11 +45,15 @@ def sparsify(
                 (where weights sum to 1). "random" starts anew
     noise       of copied weights, relative to their standard deviation, so that experts differ from the start
     losses      what routers add to `outputs.loss` in training
-    options     of the router; in `router_options` where one of these has the same name (symphony's `init`, `noise`)
+    router      a name of `holdfast.list_routers()`, or several joined by +, with options in brackets where you like
+    options     of the router, where they are not in brackets; in `router_options` where an argument of this function has
+                the same name (symphony's `init`, `noise`)
     """
     require_unwrapped(model)
     unmark_dequantised(model)
     options = {**options, **(router_options or {})}
+    if router != NATIVE:
+        router, options = REGISTRY.resolve(router, options)
     if init not in ("copy", "random"):
         raise ValueError(unknown("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):

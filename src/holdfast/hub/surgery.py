@@ -185,7 +185,7 @@ def make_sparse(
     for name, layer in layers.items():
         router = routers[name]
         if router is None:
-            raise ValueError("a dense model has no native router; name one of holdfast.routers().")
+            raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
         made[name] = _place_sparse(family, layer, router, experts[name])
     return made
 

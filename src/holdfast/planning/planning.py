@@ -105,10 +105,14 @@ def plan(
     """What a model would be with each router, from its config alone.
 
     model       a Hugging Face folder, its config.json, a name on the hub, or a family ("llama"); no weights are read
-    routers     names of `holdfast.routers()`, also joined by +, and "native" for an MoE; by default the plain one and the
-                five robust ones
+    routers     names of `holdfast.list_routers()`, also joined by + and with options in brackets, and "native" for an MoE;
+                by default the plain one and the five robust ones
     sizes       fields of the config to change, {"num_hidden_layers": 48}
     experts, k, layers, hidden    as of `sparsify`; of a model that has experts, k and layers as of `reroute`
+
+    Example:
+        plan = holdfast.plan("llama", ["smoe", "similarity[rank=64]"], experts=8, k=2)
+        print({column.router: column.training.total for column in plan.columns})
     """
     workload = workload or Workload()
     config = read_config(model, sizes)
@@ -120,7 +124,7 @@ def plan(
     change = Change(experts, k, layers, hidden)
     columns, shapes = [], []
     for name in routers or default_routers(config, k):
-        choice = Choice(name, name) if isinstance(name, str) else name
+        choice = Choice.of(name) if isinstance(name, str) else name
         with _fitting(model):
             shapes.append(outline(planned(config, choice, change), setting))
         columns.append(_column(choice.label, shapes[-1], setting, workload))

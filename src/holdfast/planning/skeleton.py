@@ -27,6 +27,7 @@ from holdfast.hub.model_size import (
 from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read
 from holdfast.hub.surgery import repeat
 from holdfast.reading import read_json, require_regular
+from holdfast.routing.presets import REGISTRY
 from holdfast.suggest import unknown
 
 CONFIG = "config.json"
@@ -48,6 +49,11 @@ class Choice:
     label: str
     router: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, written: str) -> "Choice":
+        """Return the choice that `similarity[tau=2]` names."""
+        return cls(written, written) if written == NATIVE else cls(written, *REGISTRY.resolve(written))
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def _sparsify(model: Any, choice: Choice, change: Change) -> None:
     if change.experts is None:
         raise ValueError(f"{family.model_type} is dense; say how many experts its networks should become (--experts 16).")
     if choice.router == NATIVE:
-        raise ValueError("a dense model has no native router; name one of holdfast.routers().")
+        raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
     found = [f"{name}.{family.place}".lstrip(".") for name, _ in layers_of(family, model)]
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")

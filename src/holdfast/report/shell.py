@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.extras import require_extra
 from holdfast.report.results import NAME
 from holdfast.report.views import BORDERS, COLOURS, ink_on
 from holdfast.writing import write_whole
@@ -53,6 +54,7 @@ def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> P
 
 def filled(template: str, data: Mapping[str, Any], **values: Any) -> str:
     """A page. All values are escaped; scripts run only if they are ours, by their checksums. `data` is what they draw."""
+    require_extra("writing a page", "jinja2", "plotly")
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs

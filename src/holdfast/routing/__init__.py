@@ -11,9 +11,10 @@ from holdfast.routing.parts import Scores as Scores
 from holdfast.routing.parts import Selection as Selection
 from holdfast.routing.parts import Selector as Selector
 from holdfast.routing.parts import Traits as Traits
+from holdfast.routing.plugins import load_plugin as load_plugin
+from holdfast.routing.presets import create_router as create_router
+from holdfast.routing.presets import list_routers as list_routers
 from holdfast.routing.presets import register as register
-from holdfast.routing.presets import router as router
-from holdfast.routing.presets import routers as routers
 from holdfast.routing.records import Attention as Attention
 from holdfast.routing.records import Context as Context
 from holdfast.routing.records import Previous as Previous

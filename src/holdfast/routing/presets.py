@@ -82,8 +82,8 @@ for _preset in (
     REGISTRY.add(_preset)
 
 
-def router(name: str, *, dim: int, experts: int, k: int | None = None, **options: Any) -> Router:
-    """Build a router by name, for tokens of width `dim`: `router("xmoe+top-p", dim=512, experts=16, p=0.1)`.
+def create_router(name: str, *, dim: int, experts: int, k: int | None = None, **options: Any) -> Router:
+    """Build a router by name, for tokens of width `dim`: `create_router("xmoe+top-p", dim=512, experts=16, p=0.1)`.
 
     `+` joins names that claim different slots. `options` are those of `Router` (losses, layer, check_finite) and of the
     parts that the names bring; an unknown one is an error.
@@ -91,7 +91,7 @@ def router(name: str, *, dim: int, experts: int, k: int | None = None, **options
     return REGISTRY.build(name, dim=dim, experts=experts, k=k, **options)
 
 
-def routers() -> dict[str, str]:
+def list_routers() -> dict[str, str]:
     """Every registered name with one line of help."""
     return {preset.name: f"{preset.about} ({preset.paper})" for preset in REGISTRY}
 
@@ -99,7 +99,10 @@ def routers() -> dict[str, str]:
 def register(
     name: str, *, slot: str, about: str, paper: str, defaults: Mapping[str, Any] | None = None
 ) -> Callable[[PartClass], PartClass]:
-    """Class decorator: make a part available to `router` under `name`, in `slot` ("score", "expert", "token", "select")."""
+    """Class decorator: make a part available to `create_router` under `name`, in `slot`.
+
+    Slots are "score", "cluster", "expert", "token" and "select".
+    """
 
     def add(part: PartClass) -> PartClass:
         REGISTRY.add(Preset(name, about, paper, {slot: part}, defaults or {}))

@@ -2,10 +2,11 @@
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
+from holdfast.routing.options import check_value, split_options
 from holdfast.routing.parts import Informer, LinearScore, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
 from holdfast.routing.rules import Rule
@@ -21,6 +22,7 @@ SLOTS: dict[str, type[Part]] = {
     "select": Selector,
 }
 DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
+RESERVED = "+[],=@"  # characters of the grammar, which no name holds
 GIVEN = ("dim", "experts", "k", "base", "rule")  # what every part may ask for; all else is an option
 
 
@@ -39,9 +41,10 @@ class Preset:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.name or "+" in self.name or self.name != self.name.strip():
+        if not self.name or set(self.name) & set(RESERVED) or self.name != self.name.strip():
             raise ValueError(
-                f"{self.name!r} cannot name a router: a name is not empty and holds no '+' or spaces around it."
+                f"{self.name!r} cannot name a router: a name is not empty, has no spaces around it, and holds none of "
+                f"{RESERVED}"
             )
         for slot in self.claims:
             if slot not in SLOTS:
@@ -66,9 +69,24 @@ class Registry:
 
     def __init__(self) -> None:
         self._presets: dict[str, Preset] = {}
+        self._discover: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Preset]:
-        return iter(self._presets.values())
+        self._find_more()
+        return iter(list(self._presets.values()))
+
+    def names(self) -> list[str]:
+        """Return the names that are registered by now, without looking for more."""
+        return list(self._presets)
+
+    def discover_with(self, find: Callable[[], None]) -> None:
+        """Call `find`, which registers more presets, once: when presets are listed, or a name is not known."""
+        self._discover = find
+
+    def _find_more(self) -> None:
+        find, self._discover = self._discover, None
+        if find is not None:
+            find()
 
     def add(self, preset: Preset) -> Preset:
         if preset.name in self._presets:
@@ -81,22 +99,39 @@ class Registry:
 
     def __getitem__(self, name: str) -> Preset:
         if name not in self._presets:
-            raise ValueError(unknown("router", name, self._presets))
+            self._find_more()
+        if name not in self._presets:
+            raise ValueError(
+                f"{unknown('router', name, self._presets)} A router of your own is loaded with --plugin FILE, or by "
+                "importing the module that registers it."
+            )
         return self._presets[name]
 
     def parse(self, name: str) -> list[Preset]:
-        """The presets that `name` joins with `+`; an error if one is unknown or two claim one slot."""
-        if not isinstance(name, str):
-            raise ValueError(
-                f"a router is named by a string, such as 'smooth' or 'ac+symphony', not by a {type(name).__name__}."
-            )
-        if "[" in name:
-            raise ValueError(
-                f"{name!r} has options in brackets, which compare, train and plan take; here they are arguments."
-            )
-        presets = [self[part.strip()] for part in name.split("+")]
+        """Return the presets that `name` joins with `+`; raise an error if one is unknown or two claim one slot."""
+        presets = [self[part] for part in split_options(name)[0]]
         _claims(presets)
         return presets
+
+    def resolve(self, written: str, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Return the name without brackets, and the options in brackets, their types checked, joined with `options`.
+
+        An option that is unknown, or that is given both in brackets and in `options`, is an error.
+        """
+        names, bracketed = split_options(written)
+        name, given = "+".join(names), dict(options or {})
+        parts = self.parts(name)
+        known = sorted({option for part in parts for option in _options(part)})
+        for option in (*bracketed, *given):
+            if option not in known:
+                raise ValueError(f"{unknown('option', option, known)[:-1]} for router {name!r}.")
+            if option in bracketed and option in given:
+                raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
+        kinds = {option: kind for part in parts for option, kind in get_type_hints(part.__init__).items()}
+        checked = {
+            option: check_value(kinds.get(option, Any), value, f"the option {option}") for option, value in bracketed.items()
+        }
+        return name, checked | given
 
     def parts(self, name: str) -> list[type[Part]]:
         """The classes that a router of this name is made of."""
@@ -120,6 +155,7 @@ class Registry:
         **options: Any,
     ) -> Router:
         host = host or Host()
+        name, options = self.resolve(name, options)
         presets = self.parse(name)
         parts = DEFAULT_PARTS | _claims(presets)
         defaults: dict[str, Any] = {"k": 2}
@@ -130,9 +166,6 @@ class Registry:
         _check_sizes(**given)
         classes = {slot: _load(part) for slot, part in parts.items()}
         known = self.options(name)
-        for option in options:
-            if option not in known:
-                raise ValueError(f"{unknown('option', option, known)[:-1]} for router {name!r}.")
         if host.pretrained:
             for part in classes.values():
                 defaults |= part.entering

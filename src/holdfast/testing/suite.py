@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from holdfast.routing import Router
-from holdfast.routing import router as build_router
+from holdfast.routing import Router, create_router
 from holdfast.suggest import unknown
 from holdfast.testing import checks, learning_checks, second_derivatives
 from holdfast.testing.subject import LeftOut, Reference, Subject
@@ -62,7 +61,7 @@ def check_router(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if isinstance(router, str):
-            name, prototype = router, build_router(router, dim=dim, experts=experts, k=k, **options)
+            name, prototype = router, create_router(router, dim=dim, experts=experts, k=k, **options)
         else:
             prototype = router if isinstance(router, Router) else router()
             name = type(prototype.score).__name__

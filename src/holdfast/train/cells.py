@@ -116,9 +116,10 @@ class Comparison:
 
     def _require_own_cell(self, cell: Cell) -> None:
         """Neither a result nor a checkpoint of a router that was told otherwise is this one's."""
-        if not agrees(self._path(cell) / "router.json", asdict(cell.contender)):
+        if not agrees(self._path(cell) / "router.json", cell.contender.describe()):
             raise ValueError(
-                f"{self._path(cell)} is of a {cell.contender.name} with other options; give this one another name."
+                f"{self._path(cell)} is of a {cell.contender.name} with other options or another plugin; give this one "
+                "another name."
             )
 
     def _writer(self, cell: Cell) -> Owner | None:
@@ -197,7 +198,8 @@ class Comparison:
         prepare(path, self.folder)
         if (path / "result.json").exists():
             say.warning("%s is damaged; the cell is done again.", path / "result.json")
-        write_json(path / "router.json", asdict(contender))
+        described = contender.describe()
+        write_json(path / "router.json", described)
         tick = None if progress is None else lambda steps: progress(cell, steps)
         guard = partial(lock.require, path / "training")
         log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick, guard=guard)
@@ -216,6 +218,8 @@ class Comparison:
             "consistency": consistency(model, probe, k),
             "view": self.task.view(model.eval()),
         }
+        if "plugins" in described:
+            result["plugins"] = described["plugins"]
         lock.require(path / MODEL, path / TASK)
         save_trained(model, self.task, path)
         lock.require(path / "result.json")

@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast.extras import require_extra
 from holdfast.hub.model_size import require_sane_numbers
 from holdfast.reading import MIB, depth_exceeds, read_text
 from holdfast.suggest import unknown
@@ -147,6 +148,7 @@ def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Re
 
 def _from_yaml(text: str, name: str) -> Any:
     """The values of a YAML text without aliases: a few lines of these stand for more values than fit into memory."""
+    require_extra("reading a recipe", "yaml")
     import yaml
 
     class PlainLoader(yaml.SafeLoader):

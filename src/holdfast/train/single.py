@@ -1,6 +1,5 @@
 """One model trained in a folder, on one process or on many: resumable, with what is needed to try it again."""
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ class Single:
         require_own(folder, self.identity())
 
     def identity(self) -> dict[str, Any]:
-        router = {"router": asdict(self.contender), "seed": self.seed}
+        router = {"router": self.contender.describe(), "seed": self.seed}
         return {"holdfast": VERSION, **router, "recipe": self.recipe.describe(), "data": self.task.describe()["data"]}
 
     def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> list[dict[str, float]]:

@@ -10,8 +10,11 @@ from typing import Any, final
 from holdfast.data import Tokenizer, corpora, image_sets, tokenizer_from
 from holdfast.data.hub_tokenizer import HubTokenizer
 from holdfast.hub import load, save
+from holdfast.hub.specs import NATIVE
+from holdfast.hub.wiring import specs_of
 from holdfast.reading import LARGE, lies_inside, read_json
 from holdfast.replacing import restore
+from holdfast.routing.plugins import plugins_of, require_plugins
 from holdfast.train.checkpoints import UNWRITTEN, unwritten
 from holdfast.train.picture_task import PictureTask
 from holdfast.train.recipe import Recipe
@@ -20,7 +23,7 @@ from holdfast.train.text_task import TextTask
 from holdfast.train.typed import typed
 from holdfast.writing import write_whole
 
-MODEL, TASK = "model", "task.json"
+MODEL, TASK, PLUGINS = "model", "task.json", "plugins"
 EMBEDDED = ("python-docs", "digits", "fashion-mnist")  # where these lie, Holdfast knows, not the folder
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -106,7 +109,10 @@ def save_trained(model: Any, task: Task, folder: Path) -> None:
         save(model, folder / MODEL, force=True, tokenizer=own.tokenizer if isinstance(own, HubTokenizer) else None)
     except UNWRITTEN as problem:
         raise unwritten(folder / MODEL, problem) from problem
-    write_whole(folder / TASK, json.dumps({"recipe": task.recipe.describe(), **task.state()}) + "\n")
+    routers = sorted({spec.router for spec in specs_of(model).values()})
+    plugins = [plugin for router in routers if router != NATIVE for plugin in plugins_of(router)]
+    stored = {"recipe": task.recipe.describe(), **task.state(), **({PLUGINS: plugins} if plugins else {})}
+    write_whole(folder / TASK, json.dumps(stored) + "\n")
 
 
 def is_trained(folder: Path) -> bool:
@@ -128,9 +134,10 @@ def read_record(folder: Path) -> Record:
         raise ValueError(f"{home / MODEL} is a link to a folder outside of {home}; name that folder instead.")
     try:
         stored = read_json(home / TASK, limit=LARGE)
-        recipe = typed(Recipe, stored.pop("recipe"))
+        recipe, plugins = typed(Recipe, stored.pop("recipe")), stored.pop(PLUGINS, [])
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{home / TASK} is damaged: {problem}") from None
+    require_plugins(plugins, str(home))
     return Record(home, recipe, stored)
 
 

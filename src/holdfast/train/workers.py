@@ -13,7 +13,10 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from multiprocessing.managers import SyncManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from holdfast.routing.plugins import load_plugin, plugin_files
 
 if TYPE_CHECKING:
     from holdfast.train.cells import Cell, Comparison, Progress
@@ -38,7 +41,8 @@ def run_side_by_side(comparison: Comparison, wanted: list[Cell], jobs: int, prog
         done = manager.Queue()
         given = (comparison.recipe, comparison.contenders, comparison.seeds, comparison.folder, comparison.data)
         threads = max(1, (os.cpu_count() or 1) // jobs)
-        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(given, done, threads)) as pool:
+        begin = (plugin_files(), given, done, threads)
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=begin) as pool:
             waiting = {pool.submit(_train, number) for number in missing}
             try:
                 while waiting:
@@ -78,7 +82,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait_and_end, daemon=True, name="holdfast parent").start()
 
 
-def _begin(given: tuple[Any, ...], done: Any, threads: int) -> None:
+def _begin(plugins: list[tuple[Path, str]], given: tuple[Any, ...], done: Any, threads: int) -> None:
     import torch
 
     from holdfast.train.cells import Comparison
@@ -88,6 +92,8 @@ def _begin(given: tuple[Any, ...], done: Any, threads: int) -> None:
     _end_with_parent()
     torch.set_num_threads(threads)
     quiet()
+    for path, checksum in plugins:
+        load_plugin(path, checksum=checksum)
     *most, data = given
     _worker = Comparison(*most, data=data), done
 

@@ -1,0 +1,92 @@
+"""The command `holdfast`: what it answers before the library is imported, which takes seconds.
+
+This module lies beside the package because `import holdfast` brings torch. It prints the list of commands and the version,
+suggests the nearest name for a mistyped command, and imports the library only for a command that exists.
+"""
+
+import importlib.util
+import os
+import sys
+import types
+from pathlib import Path
+
+COMMANDS = {
+    "compare": "train routers side by side, attack them, and write a report",
+    "train": "train one model with one router, from a recipe",
+    "evaluate": "score a saved model on clean and on attacked data",
+    "attack": "attack a saved model with a budget of your choice",
+    "audit": "see how much of a model depends on near-ties",
+    "certify": "show how far router inputs may move before tokens change experts",
+    "plan": "count what a model with each router would cost, from its config",
+    "report": "write the HTML report of a finished comparison",
+    "routers": "list the routers, and show what each does with text",
+    "run": "run another program with Holdfast imported",
+}
+# The packages of the extra `lab` that every command needs.
+NEEDED = ("accelerate", "jinja2", "plotly", "pydantic", "rich", "tyro", "yaml")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `holdfast` with these arguments, those of this process by default, and return its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        try:
+            return _answer(given)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _answer(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("--help", "-h"):
+        print(help_text())
+        return 0 if arguments else 2
+    if name == "--version":
+        print(f"holdfast {_part('version').VERSION}")
+        return 0
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        known = ("--help", "--version") if kind == "option" else COMMANDS
+        print(f"holdfast: {_part('suggest').unknown(kind, name, known)}", file=sys.stderr)
+        return 2
+    lacking = _part("extras").lacking(f"holdfast {name}", *NEEDED)
+    if lacking is not None:
+        print(f"holdfast: {lacking}", file=sys.stderr)
+        return 2
+    from holdfast.cli.main import main as run
+
+    return run(arguments)
+
+
+def help_text() -> str:
+    """Return what `holdfast --help` prints."""
+    lines = [f"  {name:<10}{about}" for name, about in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"holdfast {_part('version').VERSION}: mixture-of-experts routing that holds.",
+            "",
+            "usage: holdfast COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "Options of a command: holdfast COMMAND --help. Start with: holdfast compare",
+        ]
+    )
+
+
+def _part(name: str) -> types.ModuleType:
+    """Return a module of the package that imports nothing but the standard library, without importing the package."""
+    package = importlib.util.find_spec("holdfast")
+    assert package is not None and package.submodule_search_locations
+    spec = importlib.util.spec_from_file_location(name, Path(package.submodule_search_locations[0], f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())

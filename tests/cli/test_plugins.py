@@ -1,0 +1,188 @@
+"""Routers of the user's own, from a file that the command line names or from an installed package."""
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, EntryPoint
+from pathlib import Path
+
+import pytest
+from commands import Command
+
+import holdfast
+from holdfast.data import python_topics
+from holdfast.routing import plugins
+from holdfast.routing.plugins import load_plugin, plugins_of, require_plugins
+from holdfast.routing.presets import REGISTRY
+
+PLUGIN = """
+import holdfast
+from holdfast.routing import Linear
+
+@holdfast.register("doubled", slot="score", about="twice the linear score", paper="none")
+class Doubled(Linear):
+    def __init__(self, dim: int, experts: int, *, times: float = 2.0) -> None:
+        super().__init__(dim, experts)
+        self.times = times
+"""
+SMALL = [
+    "--seeds=1",
+    "--set",
+    "training.steps=2",
+    "training.batch=2",
+    "data.source=some.txt",
+    "data.length=16",
+    "data.vocabulary=200",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=32",
+    "sparse.hidden=16",
+]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(PLUGIN)
+    (tmp_path / "some.txt").write_text("\n\n".join(list(python_topics().values())[:4])[:20_000])
+    return tmp_path / "own.py"
+
+
+def forget() -> None:
+    """Unregister the routers of every plugin, as in a process that has loaded none."""
+    for one in plugins._plugins:
+        for name in one.routers:
+            REGISTRY.remove(name)
+    plugins._plugins.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_plugins_left() -> Iterator[None]:
+    yield
+    forget()
+
+
+def test_a_plugin_joins_the_grammar_with_its_options(plugin: Path) -> None:
+    loaded = load_plugin(plugin)
+    assert loaded.routers == ("doubled",) and loaded.name == "own.py" and len(loaded.checksum or "") == 64
+    assert holdfast.create_router("doubled[times=3]+smooth", dim=4, experts=3).score.times == 3.0
+    assert "doubled" in holdfast.list_routers()
+    assert load_plugin(plugin) is loaded  # it would clash with itself if it were run twice
+    assert plugins_of("doubled+smooth") == [{"name": "own.py", "routers": ["doubled"], "checksum": loaded.checksum}]
+    assert plugins_of("smooth") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("1 / 0", "own.py failed: ZeroDivisionError"),
+        ("def", "own.py failed: SyntaxError"),
+        (PLUGIN + "raise KeyError('late')", "own.py failed: KeyError"),
+        ("", "own.py registers no router"),
+        (PLUGIN.replace('"doubled"', '"smooth"'), "own.py failed: ValueError: there is already a router named 'smooth'"),
+    ],
+    ids=["raises", "is no Python", "raises late", "registers nothing", "clashes"],
+)
+def test_a_plugin_that_does_not_work_is_one_sentence_and_leaves_nothing(text: str, sentence: str, plugin: Path) -> None:
+    plugin.write_text(text)
+    before = REGISTRY.names()
+    with pytest.raises(ValueError, match=sentence):
+        load_plugin(plugin)
+    assert REGISTRY.names() == before
+
+
+def test_a_plugin_that_is_not_there_or_has_changed_is_refused(plugin: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere.py cannot be read"):
+        load_plugin(plugin.with_name("nowhere.py"))
+    with pytest.raises(ValueError, match="has changed"):
+        load_plugin(plugin, checksum="0" * 64)
+    assert "doubled" not in REGISTRY.names()
+
+
+def test_an_unknown_router_is_told_the_nearest_and_of_plugins(command: Command) -> None:
+    told = command("plan", "llama", "--experts", "4", "--router", "smoth").stderr
+    assert "did you mean 'smooth'?" in told and "--plugin FILE" in told
+
+
+def test_commands_build_the_routers_of_a_plugin(plugin: Path, command: Command) -> None:
+    both = ["--plugin", str(plugin), "--plugin", str(plugin)]
+    assert "twice the linear score" in command("routers", *both, columns=200).stdout
+    done = command("plan", "llama", "--experts", "4", "--router", "doubled[times=3]", *both)
+    assert done.returncode == 0 and "doubled" in done.stdout
+
+
+def test_what_was_trained_with_a_plugin_says_which_one_it_needs(
+    plugin: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--plugin", str(plugin)]
+    done = command("compare", "--routers", "doubled", *SMALL, "--out", "compared", *given)
+    assert done.returncode == 0, done.stderr
+    (entry,) = plugins_of("doubled")
+    home = "compared/cells/doubled-seed0"
+    for record in (Path(home, "task.json"), Path(home, "router.json"), Path(home, "result.json")):
+        assert json.loads(record.read_text())["plugins"] == [entry]
+    assert json.loads(Path("compared/results.json").read_text())["cells"][0]["plugins"] == [entry]
+    for arguments in (["evaluate", home], ["attack", home, "words", "--rate", "0.1"], ["audit", home], ["certify", home]):
+        forget()
+        lacking = command(*arguments)
+        assert lacking.returncode == 2 and "'doubled' of the plugin own.py" in lacking.stderr
+        assert entry["checksum"][:12] in lacking.stderr and "--plugin FILE" in lacking.stderr
+    forget()
+    assert command("evaluate", home, "--source", "some.txt", *given).returncode == 0
+    assert "another version of the plugin" not in caplog.text
+    forget()
+    plugin.write_text(PLUGIN + "# changed\n")
+    assert command("certify", home, "--source", "some.txt", "--length", "16", "--tokens", "64", *given).returncode == 0
+    assert "another version of the plugin own.py" in caplog.text
+    other = command("compare", "--routers", "doubled", *SMALL, "--out", "compared", *given)
+    assert other.returncode == 2 and "another plugin" in other.stderr
+
+
+@pytest.mark.slow  # two processes import everything
+def test_the_workers_of_a_comparison_load_the_plugin_too(
+    plugin: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--jobs", "2", "--out", "compared", "--plugin", str(plugin)]
+    done = command("compare", "--routers", "doubled,doubled[times=3]", *SMALL, *given)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("stored", [{}, [3], [{"name": "own.py"}], [{"name": 1, "routers": [], "checksum": None}]])
+def test_a_damaged_list_of_plugins_is_refused(stored: object) -> None:
+    with pytest.raises(ValueError, match="list of plugins is damaged"):
+        require_plugins(stored, "it")
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of a package that has an entry point, as if it were installed."""
+
+    class Installed(Distribution):
+        def read_text(self, filename: str) -> str | None:
+            return "Name: own-routers\nVersion: 1.2\n" if filename == "METADATA" else None
+
+        def locate_file(self, path: object) -> Path:
+            return tmp_path / str(path)
+
+    entry = EntryPoint("own", "own_routers", plugins.GROUP)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry._for(Installed())])  # type: ignore[attr-defined]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_routers", raising=False)
+    REGISTRY.discover_with(plugins._load_installed)
+    return tmp_path / "own_routers.py"
+
+
+def test_an_installed_package_with_an_entry_point_is_found_by_name(installed: Path) -> None:
+    installed.write_text(PLUGIN)
+    assert holdfast.create_router("doubled", dim=4, experts=3).dim == 4
+    entry = {"name": "own-routers 1.2", "routers": ["doubled"], "checksum": None}
+    assert plugins_of("doubled") == [entry]
+    forget()
+    with pytest.raises(ValueError, match=r"'doubled' of the plugin own-routers 1\.2: install that package"):
+        require_plugins([entry], "it")
+
+
+def test_an_installed_package_that_fails_is_a_warning(installed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    installed.write_text(PLUGIN + "1 / 0\n")
+    assert "doubled" not in holdfast.list_routers() and "smooth" in holdfast.list_routers()
+    assert "the routers of own-routers 1.2 could not be loaded" in caplog.text
