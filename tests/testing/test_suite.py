@@ -20,12 +20,12 @@ DIM, EXPERTS = 24, 7
 
 
 def with_score(score: Linear) -> Router:
-    return Router(score, (), TopK(DIM, EXPERTS, 2))
+    return Router(score, TopK(DIM, EXPERTS, 2))
 
 
 def with_select(select: TopK) -> Router:
     torch.manual_seed(0)
-    return Router(Linear(DIM, EXPERTS), (), select)
+    return Router(Linear(DIM, EXPERTS), select)
 
 
 INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from holdfast.kernels.choose import TINY as TINY
 from holdfast.kernels.choose import shares as shares
 from holdfast.kernels.precision import linear_float32
-from holdfast.routing.records import Context
+from holdfast.routing.costs import FLOAT, Active, Cost, Place, projection_flops
+from holdfast.routing.records import Context, Routing
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Part(nn.Module, ABC):
     traits: Traits = Traits()
     coefficients: tuple[str, ...] = ()  # the loss coefficients it carries, by attribute name
     # The fields of a Context it needs beyond causal, padding and cache. "attention" comes without the output projection,
-    # which may have to be loaded and dequantised: "attention.projection" asks for it.
+    # which may have to be loaded and dequantised: "attention.projection" asks for it, and for keys and values of the whole
+    # sequence, so that a model that attends within windows is refused.
     reads: tuple[str, ...] = ()
     entering: ClassVar[
         Mapping[str, Any]
@@ -50,6 +52,19 @@ class Part(nn.Module, ABC):
 
     def progress(self, fraction: float) -> None:
         """Training has come this far, from 0 to 1."""
+
+    @property
+    def wrapped(self) -> "tuple[Part, ...]":
+        """The parts inside this one that declare their own cost."""
+        return ()
+
+    def cost(self, place: Place) -> Cost | None:
+        """Return what this part costs in a layer, without the parts it wraps; None: only its parameters are counted."""
+        return None
+
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Return what is worth watching while training, by name. "graph" (E,E) is a learned graph of the experts."""
+        return {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device as any module, but keep state float32: `model.to(torch.bfloat16)` must not round it."""
@@ -67,6 +82,11 @@ class Score(Part):
 
     dim: int
     experts: int
+
+    @property
+    def host(self) -> "Score | None":
+        """The score that a later `reroute` of the same layer may keep; None where there is none."""
+        return None
 
     @abstractmethod
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
@@ -87,6 +107,15 @@ class LinearScore(Score):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return self.finish(linear_float32(tokens, self.matrix))
+
+    @property
+    def host(self) -> Score | None:
+        return self
+
+    def cost(self, place: Place) -> Cost | None:
+        """Count the product with `matrix` and its two gradients. A score whose `finish` has products adds them."""
+        forward = projection_flops(self.matrix)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
 
 
 class Informer(Part):
@@ -130,6 +159,12 @@ class Scores:
     def from_gates(cls, gates: Tensor, raw: Tensor | None = None) -> "Scores":
         return cls(None, gates, informed=True, raw=raw)
 
+    @classmethod
+    def recorded(cls, routing: Routing, *, informed: bool) -> "Scores":
+        """Return what the selector read, (1,T,E), from the record of its routing. `informed`: an informer changed the gates."""
+        logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
+        return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
+
 
 class Selection(NamedTuple):
     """What a selector returns."""
@@ -138,6 +173,24 @@ class Selection(NamedTuple):
     weights: Tensor  # (B,N,K), 0 in unused slots
     gates: Tensor  # (B,N,E), what it read
     losses: Mapping[str, Tensor]
+
+    @classmethod
+    def recorded(cls, routing: Routing, scale: float = 1.0) -> "Selection":
+        """Return what the selector returned, (1,T,K), from the record of its routing; `scale` is the router's."""
+        weights = routing.weights if scale == 1 else routing.weights / scale
+        return cls(routing.experts.unsqueeze(0), weights.unsqueeze(0), routing.gates.unsqueeze(0), {})
+
+    def weights_of(self, experts: Tensor) -> Tensor:
+        """(B,N,K): the weight that each of `experts (B,N,K)` has in this selection, 0 where it was not chosen."""
+        dense = self.weights.new_zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1)
+        dense = dense.scatter_add(-1, self.experts, self.weights)
+        return dense.gather(-1, experts).where(experts < self.gates.shape[-1], 0.0)
+
+    def where_chosen(self, experts: Tensor, otherwise: Tensor) -> Tensor:
+        """(B,N,K): `weights_of(experts)` where a token's `experts` are the chosen set, in any order; else `otherwise`."""
+        none = torch.zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1, dtype=torch.bool, device=self.gates.device)
+        held, chosen = (none.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
+        return self.weights_of(experts).where((held == chosen).all(-1, keepdim=True), otherwise)
 
 
 class Selector(Part):
@@ -151,6 +204,30 @@ class Selector(Part):
     def gate(self, logits: Tensor) -> Tensor:
         """The distribution that informers act on and selection reads."""
         return torch.softmax(logits, dim=-1)
+
+    @property
+    def core(self) -> int | None:
+        """How many of the best experts make up a token's set; None is all that it uses.
+
+        Experts beyond the core enter and leave with weight 0, which is no switch.
+        """
+        return None
+
+    def levels(self, scores: Scores) -> Tensor:
+        """(B,N,E): what the gaps between experts are measured in, in the order by which they are chosen."""
+        return scores.logits
+
+    def active_experts(self, place: Place) -> Active | None:
+        """Return how many experts a token uses in a layer; None: plans count all of them."""
+        return None
+
+    @abstractmethod
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """(B,N,K): the weights of `experts (B,N,K)`, held fixed, under `scores`; 0 in unused slots, which hold E.
+
+        `live` is what this selector returned for `scores`: where a token's held set is the one in `live`, the weights are
+        those in `live`, bit for bit (`live.where_chosen`). Differentiable in the scores.
+        """
 
     @abstractmethod
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection: ...

@@ -149,8 +149,8 @@ class Registry:
                 built[slot] = _construct(classes[slot], values | base, name)
         return Router(
             score=built.get("cluster", built["score"]),
-            inform=[built[side] for side in ("expert", "token") if side in built],
             select=built["select"],
+            inform=[built[side] for side in ("expert", "token") if side in built],
             losses=losses,
             layer=layer,
             check_finite=check_finite,

@@ -4,19 +4,22 @@ A model has one convention, whatever its router: a pretrained model's experts ex
 """
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from holdfast.kernels.choose import Amounts
 from holdfast.kernels.topk import top
-from holdfast.routing.parts import Scores, shares
+from holdfast.routing.parts import Scores, Selection, shares
 
 
 class Rule(ABC):
     """One convention (abstract). Slots come ranked; `fade` is the logarithm of what dampens a slot, None where none is."""
 
     ordered = True  # the ranks' order is the weights' order
+    renormalise = True  # the sum of a token's weights does not depend on which experts it uses, at least roughly
+    weights: Literal["softmax", "switch"] | None = None  # the option of `TopK` that gives this rule, if there is one
     strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
 
     @abstractmethod
@@ -39,12 +42,23 @@ class Rule(ABC):
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
 
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """(B,N,K): the weights of `experts (B,N,K)`, held fixed, under `scores`, as of `Selector.held_weights`."""
+        in_use = experts < scores.gates.shape[-1]
+        slots = experts.where(in_use, 0)
+        # `weigh` takes slots ranked: Phi-MoE's weight of an expert depends on which went before.
+        ranks = self.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
+        order = ranks.argsort(dim=-1, descending=True, stable=True)
+        weights = self.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
+        return live.where_chosen(experts, torch.zeros_like(weights).scatter(-1, order, weights))
+
 
 class Softmax(Rule):
     """Gates are a softmax; weights are the gates, over their sum where `renormalise`."""
 
     def __init__(self, renormalise: bool) -> None:
         self.renormalise = renormalise
+        self.weights = "softmax" if renormalise else "switch"
 
     def gate(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, dim=-1)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.kernels.precision import linear_float32
+from holdfast.routing.costs import FLOAT, Cost, Place, projection_flops
 from holdfast.routing.parts import LinearScore
 
 LARGE, SMALLER = 2.0**56, 2.0**-70
@@ -51,6 +52,11 @@ class Frozen(LinearScore):
     def finish(self, projected: Tensor) -> Tensor:
         return projected
 
+    def cost(self, place: Place) -> Cost:
+        """Its weights have no gradient."""
+        forward = projection_flops(self.weight)
+        return Cost("score", forward, forward, kept=FLOAT * place.experts)
+
 
 class Cosine(LinearScore):
     """logits = cos(Omega x, e) / temperature, in a low-dimensional space (XMoE, Chi et al. 2022)."""
@@ -83,3 +89,7 @@ class Cosine(LinearScore):
         projected = projected * torch.where(huge, SMALLER, 1.0)
         cosines = linear_float32(F.normalize(projected, dim=-1, eps=SHORTEST), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()
+
+    def cost(self, place: Place) -> Cost:
+        forward = projection_flops(self.projection) + projection_flops(self.embeddings)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
