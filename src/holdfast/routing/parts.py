@@ -161,7 +161,7 @@ class Scores:
 
     @classmethod
     def recorded(cls, routing: Routing, *, informed: bool) -> "Scores":
-        """Return what the selector read, (1,T,E), from the record of its routing. `informed`: an informer changed the gates."""
+        """Return what the selector read, (1,T,E), from the record of its routing; `informed`: gates are an informer's."""
         logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
         return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
 
@@ -173,12 +173,13 @@ class Selection(NamedTuple):
     weights: Tensor  # (B,N,K), 0 in unused slots
     gates: Tensor  # (B,N,E), what it read
     losses: Mapping[str, Tensor]
+    scale: float = 1.0  # what a router has multiplied the weights with; 1 as a selector returns them
 
     @classmethod
     def recorded(cls, routing: Routing, scale: float = 1.0) -> "Selection":
-        """Return what the selector returned, (1,T,K), from the record of its routing; `scale` is the router's."""
-        weights = routing.weights if scale == 1 else routing.weights / scale
-        return cls(routing.experts.unsqueeze(0), weights.unsqueeze(0), routing.gates.unsqueeze(0), {})
+        """Return the selection, (1,T,K), in the record of a router's forward; `scale` is the router's."""
+        rows = (values.unsqueeze(0) for values in (routing.experts, routing.weights, routing.gates))
+        return cls(*rows, {}, scale)
 
     def weights_of(self, experts: Tensor) -> Tensor:
         """(B,N,K): the weight that each of `experts (B,N,K)` has in this selection, 0 where it was not chosen."""
@@ -186,10 +187,14 @@ class Selection(NamedTuple):
         dense = dense.scatter_add(-1, self.experts, self.weights)
         return dense.gather(-1, experts).where(experts < self.gates.shape[-1], 0.0)
 
-    def where_chosen(self, experts: Tensor, otherwise: Tensor) -> Tensor:
-        """(B,N,K): `weights_of(experts)` where a token's `experts` are the chosen set, in any order; else `otherwise`."""
+    def where_chosen(self, experts: Tensor, otherwise: Tensor, *, scaled: bool = False) -> Tensor:
+        """(B,N,K): `weights_of(experts)` where a token's `experts` are the chosen set, in any order; else `otherwise`.
+
+        `otherwise` is multiplied with `scale`, unless it was made of weights that are `scaled` already.
+        """
         none = torch.zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1, dtype=torch.bool, device=self.gates.device)
         held, chosen = (none.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
+        otherwise = otherwise if scaled or self.scale == 1 else self.scale * otherwise
         return self.weights_of(experts).where((held == chosen).all(-1, keepdim=True), otherwise)
 
 
@@ -213,6 +218,11 @@ class Selector(Part):
         """
         return None
 
+    @property
+    def convention(self) -> Literal["softmax", "switch"] | None:
+        """The option `weights` of `TopK` that weights experts as this selector does; None where none does."""
+        return None
+
     def levels(self, scores: Scores) -> Tensor:
         """(B,N,E): what the gaps between experts are measured in, in the order by which they are chosen."""
         return scores.logits
@@ -225,8 +235,9 @@ class Selector(Part):
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """(B,N,K): the weights of `experts (B,N,K)`, held fixed, under `scores`; 0 in unused slots, which hold E.
 
-        `live` is what this selector returned for `scores`: where a token's held set is the one in `live`, the weights are
-        those in `live`, bit for bit (`live.where_chosen`). Differentiable in the scores.
+        `live` is what this selector returned for `scores`, with weights multiplied by `live.scale`: where a token's held set
+        is the one in `live`, the weights are those in `live`, bit for bit; elsewhere they have the same scale.
+        `live.where_chosen` does both. Differentiable in the scores.
         """
 
     @abstractmethod

@@ -53,7 +53,7 @@ class Router(nn.Module):
         super().__init__()
         for part, kind in ((score, Score), (select, Selector), *((informer, Informer) for informer in inform)):
             if not isinstance(part, kind):
-                raise ValueError(f"Router(score, select, inform) got a {type(part).__name__} where a {kind.__name__} belongs.")
+                raise ValueError(f"Router(score, select, inform): a {type(part).__name__} where a {kind.__name__} belongs.")
         for side in ("expert", "token"):
             count = sum(informer.side == side for informer in inform)
             if count > 1:
@@ -136,8 +136,7 @@ class Router(nn.Module):
         A token whose held set is the one it has in `routing` gets those weights, bit for bit.
         """
         live = Selection.recorded(routing, self.scale)
-        held = self.select.held_weights(experts.unsqueeze(0), self.scores_of(routing), live)
-        return Selection.recorded(routing).where_chosen(experts.unsqueeze(0), held * self.scale).squeeze(0)
+        return self.select.held_weights(experts.unsqueeze(0), self.scores_of(routing), live).squeeze(0)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what is worth watching while training, of all parts."""

@@ -19,7 +19,7 @@ class Rule(ABC):
 
     ordered = True  # the ranks' order is the weights' order
     renormalise = True  # the sum of a token's weights does not depend on which experts it uses, at least roughly
-    weights: Literal["softmax", "switch"] | None = None  # the option of `TopK` that gives this rule, if there is one
+    convention: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule, if any
     strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Softmax(Rule):
 
     def __init__(self, renormalise: bool) -> None:
         self.renormalise = renormalise
-        self.weights = "softmax" if renormalise else "switch"
+        self.convention = "softmax" if renormalise else "switch"
 
     def gate(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, dim=-1)

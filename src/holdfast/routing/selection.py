@@ -107,6 +107,10 @@ class TopK(Selector):
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, {})
 
+    @property
+    def convention(self) -> Literal["softmax", "switch"] | None:
+        return self.rule.convention
+
     def levels(self, scores: Scores) -> Tensor:
         return self.rule.levels(scores)
 

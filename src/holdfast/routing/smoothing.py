@@ -101,6 +101,10 @@ class SmoothTopK(Selector, StatefulPart):
     def core(self) -> int:
         return self.k
 
+    @property
+    def convention(self) -> Literal["softmax", "switch"] | None:
+        return self.rule.convention
+
     def levels(self, scores: Scores) -> Tensor:
         return self.rule.levels(scores)
 
@@ -114,7 +118,8 @@ class SmoothTopK(Selector, StatefulPart):
             return left
         whole = live.weights.sum(-1, keepdim=True)
         even = shares((experts < self.experts).to(left.dtype))
-        return live.where_chosen(experts, whole * shares(left).where(left.sum(-1, keepdim=True) > 0, even))
+        rescaled = whole * shares(left).where(left.sum(-1, keepdim=True) > 0, even)
+        return live.where_chosen(experts, rescaled, scaled=True)
 
     def cost(self, place: Place) -> Cost:
         """The strip's width is an order statistic: two of them, by histograms that are summed over ranks, and two counts.
