@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.choose import TINY as TINY
+from holdfast.kernels.choose import Amounts
 from holdfast.kernels.choose import shares as shares
 from holdfast.kernels.precision import linear_float32
+from holdfast.routing.bounds import Norm
+from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction, Mixing, Order, Values
 from holdfast.routing.records import Context
 
 
@@ -72,6 +74,14 @@ class Score(Part):
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """`tokens (B,N,d)`, in the model's dtype, to float32 logits `(B,N,E)`."""
 
+    def order(self, tokens: Tensor, context: Context) -> Order | None:
+        """Declare keys that are affine in the token and have the order of the logits; None: no certificate is known."""
+        return None
+
+    def values(self, tokens: Tensor, context: Context) -> Values | None:
+        """Declare how the logits follow from these keys, for selectors and informers that need more than their order."""
+        return None
+
 
 class LinearScore(Score):
     """A score that reads its tokens through one matrix only (abstract): logits = finish(x matrix^T)."""
@@ -102,6 +112,15 @@ class Informer(Part):
         """Does it leave gates as they are, so that the router may pass it by and be the plain one to the last bit?"""
         return False
 
+    def expert_graph(self) -> Tensor | None:
+        """Declare A (E,E), with which an informer on the expert side acts as g = p A^T; None: no certificate is known."""
+        return None
+
+    def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing | None:
+        """Declare how an informer on the token side mixes `tokens (B,N,d)`, and how much a move within a radius, measured
+        in `norm`, changes that; None: no certificate is known."""
+        return None
+
     @abstractmethod
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1. `logits` are the raw scores."""
@@ -126,9 +145,50 @@ class Scores:
         """What to sort by: the one of the two that was not rounded or saturated by an exp or a log."""
         return self.gates if self.informed else self.logits
 
+    @property
+    def compares(self) -> Compared:
+        """Which of the two `key` is."""
+        return "gates" if self.informed else "logits"
+
     @classmethod
     def from_gates(cls, gates: Tensor, raw: Tensor | None = None) -> "Scores":
         return cls(None, gates, informed=True, raw=raw)
+
+
+class Rule(ABC):
+    """A model's convention (abstract): how logits become gates, by what experts are ranked, how the chosen are weighted.
+
+    Slots come ranked; `fade` is the logarithm of what dampens a slot, None where none is.
+    """
+
+    gate: GateFunction = SOFTMAX  # the distribution that informers act on and selection reads
+    ordered = True  # the ranks' order is the weights' order
+    strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    def ranks(self, scores: Scores) -> Tensor:
+        """(B,N,E): what experts are sorted by."""
+        return scores.key
+
+    def levels(self, scores: Scores) -> Tensor:
+        """(B,N,E): what the gaps between experts are measured in, in the same order as the ranks."""
+        return scores.logits
+
+    def amounts(self, scores: Scores) -> Amounts | None:
+        """What `weigh` weighs by, where that is all it does and one kernel can do it; None for a rule of another kind."""
+        return None
+
+    @abstractmethod
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        """Declare what must hold for tokens to keep their k experts; None: no certificate is known."""
+        return None
 
 
 class Selection(NamedTuple):
@@ -143,14 +203,26 @@ class Selection(NamedTuple):
 class Selector(Part):
     """Scores to experts and weights (abstract)."""
 
+    rule: Rule | None = None  # the convention it ranks and weighs by, where it has one
+
     @property
     def ragged(self) -> bool:
         """May it leave slots unused? Experts functions that are not ours do not all survive the sentinel."""
         return True
 
-    def gate(self, logits: Tensor) -> Tensor:
+    @property
+    def gate(self) -> GateFunction:
         """The distribution that informers act on and selection reads."""
-        return torch.softmax(logits, dim=-1)
+        return SOFTMAX if self.rule is None else self.rule.gate
+
+    @property
+    def core(self) -> int | None:
+        """How many of the best experts are certified and compared; None: all that it chooses."""
+        return None
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        """Declare what must hold for tokens to keep their set, in evaluation; None: no certificate is known."""
+        return None
 
     @abstractmethod
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection: ...

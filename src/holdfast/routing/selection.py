@@ -9,6 +9,8 @@ from holdfast.kernels import choose
 from holdfast.kernels.recompute import as_now
 from holdfast.kernels.streams import join
 from holdfast.kernels.topk import top
+from holdfast.routing.conditions import keep_above
+from holdfast.routing.declarations import RELU, Conditions, GateFunction
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
@@ -32,6 +34,7 @@ class TopK(Selector):
     """
 
     active: Tensor
+    rule: Rule
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class TopK(Selector):
         if noise != "gaussian" and noise_std is not None:
             raise ValueError(f"noise_std is {noise_std}, but the noise is {noise}; add noise='gaussian'.")
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
-        self.rule = rule or Softmax(renormalise=weights == "softmax")
+        self.rule = Softmax(renormalise=weights == "softmax") if rule is None else rule
         self.noise: nn.Module | None = None
         if noise == "gaussian":
             self.noise = GaussianNoise(dim, experts, std=noise_std)
@@ -66,9 +69,6 @@ class TopK(Selector):
             check_k(k_final, experts, "k_final")
             # A tensor, so that it is saved with the model and a change neither recompiles nor stalls.
             self.register_buffer("active", torch.tensor(k))
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return self.rule.gate(logits)
 
     @property
     def ragged(self) -> bool:
@@ -105,6 +105,9 @@ class TopK(Selector):
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, {})
 
+    def conditions(self, scores: Scores) -> Conditions | None:
+        return self.rule.conditions(scores, self.k if self.k_final is None else int(self.active))
+
 
 class TopP(Selector):
     """Every expert whose gate exceeds p, always at least the best; weights renormalised (ACMoE appendix C.10).
@@ -140,6 +143,9 @@ class TopP(Selector):
         weights = shares(kept)
         return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, {})
 
+    def conditions(self, scores: Scores) -> Conditions:
+        return keep_above(scores.gates, float(self.threshold()), "gates", at_least_one=True)
+
 
 class ReLU(Selector, StatefulPart):
     """weights = relu(logits), with an L1 penalty whose coefficient steers the mean number of experts to k (ReMoE).
@@ -162,8 +168,9 @@ class ReLU(Selector, StatefulPart):
         self.register_buffer("l1", torch.tensor(l1, dtype=torch.float32))
         self.register_statistics(active=torch.zeros(()), tokens=torch.zeros(()))
 
-    def gate(self, logits: Tensor) -> Tensor:
-        return torch.relu(logits)
+    @property
+    def gate(self) -> GateFunction:
+        return RELU
 
     def absorb(self) -> dict[str, Tensor]:
         excess = self.get_buffer("staged_active") - self.k * self.get_buffer("staged_tokens")
@@ -181,6 +188,9 @@ class ReLU(Selector, StatefulPart):
             # Over the mean number of tokens: the mean over ranks of this loss is then that of the whole batch.
             losses["l1"] = as_now(self.l1) * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
+
+    def conditions(self, scores: Scores) -> Conditions:
+        return keep_above(scores.key, 0.0, scores.compares)
 
     def _counts(self, weights: Tensor, real: Tensor) -> dict[str, Tensor]:
         """Experts in use and tokens of the batch, the mean over ranks."""

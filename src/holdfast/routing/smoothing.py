@@ -20,6 +20,7 @@ from holdfast.kernels.order import midpoint
 from holdfast.kernels.recompute import as_now
 from holdfast.kernels.running import absorb_mean, running_mean
 from holdfast.kernels.topk import top
+from holdfast.routing.declarations import Conditions
 from holdfast.routing.parts import Scores, Selection, Selector
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight
@@ -51,6 +52,7 @@ class SmoothTopK(Selector, StatefulPart):
     width: Tensor
     seen: Tensor
     budget_now: Tensor
+    rule: Rule
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class SmoothTopK(Selector, StatefulPart):
             raise ValueError(f"most is {most}; it must be between k, {k}, and the number of experts, {experts}.")
         if not budget >= 0:
             raise ValueError(f"budget is {budget}; a number of extra experts cannot be negative.")
-        self.rule = rule or Softmax(renormalise=True)
+        self.rule = Softmax(renormalise=True) if rule is None else rule
         eps = self.rule.strip if eps is None else eps
         if not eps >= 0:
             raise ValueError(f"eps is {eps}; the width of the strip cannot be negative.")
@@ -93,8 +95,13 @@ class SmoothTopK(Selector, StatefulPart):
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # softplus back
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
-    def gate(self, logits: Tensor) -> Tensor:
-        return self.rule.gate(logits)
+    @property
+    def core(self) -> int:
+        """Experts of the strip come and go at weight 0, which is no switch."""
+        return self.k
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        return self.rule.conditions(scores, self.k)
 
     def progress(self, fraction: float) -> None:
         if self.anneal:

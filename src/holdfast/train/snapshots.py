@@ -135,7 +135,7 @@ def _graphs(model: Any, routings: RoutesOfProbe) -> Iterator[Tensor]:
 
 
 def _learned(router: Router) -> Tensor | None:
-    return next((module.effective().cpu() for module in router.modules() if isinstance(module, ExpertGraph)), None)
+    return next((module.expert_graph().cpu() for module in router.modules() if isinstance(module, ExpertGraph)), None)
 
 
 def _changed(before: list[list[int]], after: list[list[int]]) -> float:
