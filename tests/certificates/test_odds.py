@@ -27,7 +27,7 @@ def with_graph(graph: Tensor, weight: Tensor, k: int = 1) -> Router:
 def graph_of(made: Router) -> Tensor:
     informer = made.informers[0]
     assert isinstance(informer, ExpertGraph)
-    return informer.effective().double()
+    return informer.expert_graph().double()
 
 
 @pytest.mark.parametrize("name", ["symphony row", "symphony conditional", "symphony sinkhorn", "symphony sparse"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from holdfast.certificates import NORMS, Gate, NoBound, Norm, certify
 from holdfast.certificates.pairs import contests, kept_groups
 from holdfast.routing import Router, Routing, Scores, router
+from holdfast.routing.declarations import SIGMOID
 from holdfast.routing.rules import Rule
 from holdfast.routing.selection import TopK
 
@@ -92,8 +93,7 @@ def test_the_conditions_of_groups_are_those_of_every_two_groups() -> None:
 
 def test_a_rule_that_ranks_in_a_way_we_do_not_know_is_refused() -> None:
     class Odd(Rule):
-        def gate(self, logits: Tensor) -> Tensor:
-            return logits.sigmoid()
+        gate = SIGMOID
 
         def ranks(self, scores: Scores) -> Tensor:
             return scores.gates.square()

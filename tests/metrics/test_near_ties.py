@@ -10,6 +10,7 @@ from torch import Tensor
 import holdfast
 from holdfast.metrics import Boundary, NearTies, boundary_of, levels_of
 from holdfast.routing import ExpertGraph, Router, Routing, Scores, TopK
+from holdfast.routing.declarations import SIGMOID
 from holdfast.routing.rules import Rule, Softmax
 
 WIDTHS = (0.05, 0.5, 2.0)
@@ -113,10 +114,8 @@ def test_one_token_at_a_time_finds_the_same_levels_as_all_at_once() -> None:
 class Biased(Rule):
     """Ranks by sigmoid plus a bias, as DeepSeek does."""
 
+    gate = SIGMOID
     bias = torch.linspace(-0.4, 0.4, 8)
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
 
     def ranks(self, scores: Scores) -> Tensor:
         return scores.gates + self.bias

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from holdfast.certificates.norms import Norm, dual, dual_scaled, spans, stretch
+from holdfast.routing.bounds import Norm, dual, dual_scaled, spans, stretch
 
 HELD = 2**22  # elements of a table that is worth keeping for all tokens: 32 MiB
 

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.arithmetic import Arithmetic, Rounding
-from holdfast.certificates.norms import ABOVE, Norm, check_norm, lengths
 from holdfast.certificates.problem import Problem
 from holdfast.certificates.reading import Gate, Reading, read_gate, read_router
 from holdfast.certificates.records import Certificates, Kind
 from holdfast.certificates.scoring import NoBound
 from holdfast.certificates.voting import MajorityVote, Smoothing, certify_vote
 from holdfast.routing import Context, Router
+from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
 
 FAR = 2.0**10  # times a token's length: where no plane is in reach, certificates end here
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.arithmetic import Arithmetic, gamma, unit
-from holdfast.certificates.norms import ABOVE, Norm, dual, stretch
 from holdfast.certificates.pairs import Pairs
 from holdfast.certificates.planes import SOFTMAX_ROUNDINGS
 from holdfast.certificates.problem import Nearest, Problem, largest, least
 from holdfast.certificates.scoring import NoBound, Scoring
 from holdfast.routing import AttentionPosterior, Context, Informer, Similarity
+from holdfast.routing.bounds import ABOVE, Norm, dual, stretch
 
 TINY = torch.finfo(torch.float64).tiny
 FARTHEST = 2.0**20  # times the longest token: an upper end for bisection

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.arithmetic import unit
-from holdfast.certificates.norms import ABOVE
 from holdfast.certificates.pairs import Pairs
 from holdfast.certificates.planes import SOFTMAX_ROUNDINGS
 from holdfast.certificates.problem import Problem, largest, least, tightened
 from holdfast.certificates.scoring import Scoring
+from holdfast.routing.bounds import ABOVE
 
 NEGLIGIBLE = 1e-7  # relative to a gate: what it must exceed underflow by
 UNDERFLOW = 2.0**-126

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.arithmetic import Arithmetic, unit
-from holdfast.certificates.norms import ABOVE
 from holdfast.certificates.pairs import Pairs
 from holdfast.certificates.problem import Problem
 from holdfast.certificates.scoring import Scoring
+from holdfast.routing.bounds import ABOVE
 
 Read = Literal["logits", "softmax", "sigmoid"]
 SOFTMAX_ROUNDINGS = 224  # of exp(l - max) / sum: u |l - max| <= 104 u twice, and a few; E more for the sum

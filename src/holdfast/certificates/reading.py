@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.mixing import Mixed, Mixing, read_mixing
-from holdfast.certificates.norms import Norm
 from holdfast.certificates.odds import Odds
 from holdfast.certificates.pairs import (
     HIGHEST_OF_GROUP,
@@ -29,6 +28,7 @@ from holdfast.certificates.scoring import LinearScoring, NoBound, Scoring, linea
 from holdfast.certificates.sigmoids import Sigmoids, sigmoid_keys
 from holdfast.kernels.topk import top
 from holdfast.routing import Context, ExpertGraph, ReLU, Router, Scores, SmoothTopK, TopK, TopP
+from holdfast.routing.bounds import Norm
 from holdfast.routing.rules import Rule
 
 GateKind = Literal["softmax", "sigmoid", "relu"]
@@ -210,7 +210,7 @@ def read_router(router: Router, tokens: Tensor, context: Context, norm: Norm) ->
         if informer.inert:
             continue
         if isinstance(informer, ExpertGraph):
-            graph = informer.effective().detach().double()
+            graph = informer.expert_graph().detach().double()
         elif informer.side == "token":
             mixing = read_mixing(informer, tokens, context, norm)
         else:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.certificates.norms import Norm
+from holdfast.routing.bounds import Norm
 
 Kind = Literal["exact", "lower bound", "probabilistic"]
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]

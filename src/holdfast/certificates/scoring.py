@@ -17,8 +17,8 @@ from torch import Tensor
 
 from holdfast.certificates.affine import Affine, Scales
 from holdfast.certificates.arithmetic import Arithmetic, representable, unit
-from holdfast.certificates.norms import Norm
 from holdfast.routing import Clustered, Context, Cosine, Frozen, Linear, LinearScore, Score
+from holdfast.routing.bounds import Norm
 from holdfast.routing.scores import SHORTEST
 
 PROBES = (2.0**-20, 1.0, 2.0**20)

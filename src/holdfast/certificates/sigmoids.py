@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.arithmetic import unit
-from holdfast.certificates.norms import ABOVE
 from holdfast.certificates.pairs import Pairs
 from holdfast.certificates.planes import with_nobody
 from holdfast.certificates.problem import Problem, largest, tightened
 from holdfast.certificates.scoring import Scoring
+from holdfast.routing.bounds import ABOVE
 
 STEEPEST = 1 / 4  # max s'
 CURVATURE = 1 / (6 * math.sqrt(3))  # max |s''|

@@ -6,6 +6,7 @@ logits = (x * m_c) W^T, and no gradient flows through m
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from holdfast.kernels.streams import beside, join
 from holdfast.kernels.topk import top
 from holdfast.kernels.triton_support import has_kernels
 from holdfast.routing.costs import FLOAT, Cost, Place
+from holdfast.routing.declarations import Order, Scales, Values
 from holdfast.routing.offload import is_offloaded, loaded
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
 from holdfast.routing.records import Context, Previous
@@ -168,6 +170,14 @@ class Clustered(Score, StatefulPart):
         members = self._members(previous)
         spreads = self._spreads(lambda: self._deviations(previous, members, context.real_or_all(tokens)))
         return self._mixture(previous, members, context), feature_scales(spreads)
+
+    def order(self, tokens: Tensor, context: Context) -> Order | None:
+        """That of the base, on scaled features: a move of the token leaves its cluster as it is."""
+        order, features = self.base.order(tokens, context), self.features(tokens, context)
+        return order if order is None or features is None else replace(order, scales=Scales(*features))
+
+    def values(self, tokens: Tensor, context: Context) -> Values | None:
+        return self.base.values(tokens, context)
 
     def _over_ranks(self) -> Callable[[Tensor], Tensor] | None:
         """In evaluation a rank may run forwards that others do not."""

@@ -79,13 +79,13 @@ class ExpertGraph(Informer, StatefulPart):
         chosen = together.diagonal() > 0
         return {"graph": updated.where(chosen.unsqueeze(1 if self.normalize == "row" else 0), self.graph)}
 
-    def effective(self) -> Tensor:
+    def expert_graph(self) -> Tensor:
         """(E,E): the graph as it acts, without what is below the threshold."""
         graph = as_now(self.graph, self.training)
         return graph if self.threshold == 0 else graph.where(graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        graph = self.effective()
+        graph = self.expert_graph()
         if self.training:
             self.learn(lambda: {"together": sum_over_ranks(self._together(logits.detach(), context.real(tokens)))})
         return linear_float32(gates, graph)
@@ -107,16 +107,16 @@ class ExpertGraph(Informer, StatefulPart):
         return Cost("expert graph", mix, mix, learning=mix, kept=FLOAT * place.experts, summed=graph)
 
     def snapshot(self) -> dict[str, Tensor]:
-        return {"graph": self.effective()}
+        return {"graph": self.expert_graph()}
 
     def spectral_gap(self) -> float:
         """|lambda_1| - |lambda_2|: how fast a disagreement between experts dies out."""
-        sizes = torch.linalg.eigvals(self.effective().double()).abs().sort(descending=True).values
+        sizes = torch.linalg.eigvals(self.expert_graph().double()).abs().sort(descending=True).values
         return float(sizes[0] - sizes[1]) if len(sizes) > 1 else float(sizes[0])
 
     def rho(self) -> float:
         """|A (I - 11^T/E)|_2: how much of a perturbation of p gets through (proposition 1)."""
-        graph = self.effective().double()
+        graph = self.expert_graph().double()
         return float(torch.linalg.matrix_norm(graph - graph.mean(1, keepdim=True), ord=2))
 
     def extra_repr(self) -> str:

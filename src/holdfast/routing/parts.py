@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.choose import TINY as TINY
+from holdfast.kernels.choose import Amounts
 from holdfast.kernels.choose import shares as shares
 from holdfast.kernels.precision import linear_float32
+from holdfast.routing.bounds import Norm
 from holdfast.routing.costs import FLOAT, Active, Cost, Place, projection_flops
+from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction, Mixing, Order, Values
 from holdfast.routing.records import Context, Routing
 
 
@@ -92,6 +95,14 @@ class Score(Part):
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """`tokens (B,N,d)`, in the model's dtype, to float32 logits `(B,N,E)`."""
 
+    def order(self, tokens: Tensor, context: Context) -> Order | None:
+        """Declare keys that are affine in the token and have the order of the logits; None: no certificate is known."""
+        return None
+
+    def values(self, tokens: Tensor, context: Context) -> Values | None:
+        """Declare how the logits follow from these keys, for selectors and informers that need more than their order."""
+        return None
+
 
 class LinearScore(Score):
     """A score that reads its tokens through one matrix only (abstract): logits = finish(x matrix^T)."""
@@ -131,6 +142,15 @@ class Informer(Part):
         """Does it leave gates as they are, so that the router may pass it by and be the plain one to the last bit?"""
         return False
 
+    def expert_graph(self) -> Tensor | None:
+        """Declare A (E,E), with which an informer on the expert side acts as g = p A^T; None: no certificate is known."""
+        return None
+
+    def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing | None:
+        """Declare how an informer on the token side mixes `tokens (B,N,d)`, and how much a move within a radius, measured
+        in `norm`, changes that; None: no certificate is known."""
+        return None
+
     @abstractmethod
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1. `logits` are the raw scores."""
@@ -155,6 +175,11 @@ class Scores:
         """What to sort by: the one of the two that was not rounded or saturated by an exp or a log."""
         return self.gates if self.informed else self.logits
 
+    @property
+    def compares(self) -> Compared:
+        """Which of the two `key` is."""
+        return "gates" if self.informed else "logits"
+
     @classmethod
     def from_gates(cls, gates: Tensor, raw: Tensor | None = None) -> "Scores":
         return cls(None, gates, informed=True, raw=raw)
@@ -164,6 +189,54 @@ class Scores:
         """Return what the selector read, (1,T,E), from the record of its routing; `informed`: gates are an informer's."""
         logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
         return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
+
+
+class Rule(ABC):
+    """A model's convention (abstract): how logits become gates, by what experts are ranked, how the chosen are weighted.
+
+    Slots come ranked; `fade` is the logarithm of what dampens a slot, None where none is.
+    """
+
+    gate: GateFunction = SOFTMAX  # the distribution that informers act on and selection reads
+    ordered = True  # the ranks' order is the weights' order
+    renormalise = True  # the sum of a token's weights does not depend on which experts it uses, at least roughly
+    convention: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule, if any
+    strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    def ranks(self, scores: Scores) -> Tensor:
+        """(B,N,E): what experts are sorted by."""
+        return scores.key
+
+    def levels(self, scores: Scores) -> Tensor:
+        """(B,N,E): what the gaps between experts are measured in, in the same order as the ranks."""
+        return scores.logits
+
+    def amounts(self, scores: Scores) -> Amounts | None:
+        """What `weigh` weighs by, where that is all it does and one kernel can do it; None for a rule of another kind."""
+        return None
+
+    @abstractmethod
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: "Selection") -> Tensor:
+        """(B,N,K): the weights of `experts (B,N,K)`, held fixed, under `scores`, as of `Selector.held_weights`."""
+        in_use = experts < scores.gates.shape[-1]
+        slots = experts.where(in_use, 0)
+        # `weigh` takes slots ranked: Phi-MoE's weight of an expert depends on which went before.
+        ranks = self.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
+        order = ranks.argsort(dim=-1, descending=True, stable=True)
+        weights = self.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
+        return live.where_chosen(experts, torch.zeros_like(weights).scatter(-1, order, weights))
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        """Declare what must hold for tokens to keep their k experts; None: no certificate is known."""
+        return None
 
 
 class Selection(NamedTuple):
@@ -178,8 +251,8 @@ class Selection(NamedTuple):
     @classmethod
     def recorded(cls, routing: Routing, scale: float = 1.0) -> "Selection":
         """Return the selection, (1,T,K), in the record of a router's forward; `scale` is the router's."""
-        rows = (values.unsqueeze(0) for values in (routing.experts, routing.weights, routing.gates))
-        return cls(*rows, {}, scale)
+        experts, weights, gates = (rows.unsqueeze(0) for rows in (routing.experts, routing.weights, routing.gates))
+        return cls(experts, weights, gates, {}, scale)
 
     def weights_of(self, experts: Tensor) -> Tensor:
         """(B,N,K): the weight that each of `experts (B,N,K)` has in this selection, 0 where it was not chosen."""
@@ -201,18 +274,25 @@ class Selection(NamedTuple):
 class Selector(Part):
     """Scores to experts and weights (abstract)."""
 
+    rule: Rule | None = None  # the convention it ranks and weighs by, where it has one
+
     @property
     def ragged(self) -> bool:
         """May it leave slots unused? Experts functions that are not ours do not all survive the sentinel."""
         return True
 
-    def gate(self, logits: Tensor) -> Tensor:
+    @property
+    def gate(self) -> GateFunction:
         """The distribution that informers act on and selection reads."""
-        return torch.softmax(logits, dim=-1)
+        return SOFTMAX if self.rule is None else self.rule.gate
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        """Declare what must hold for tokens to keep their set, in evaluation; None: no certificate is known."""
+        return None
 
     @property
     def core(self) -> int | None:
-        """How many of the best experts make up a token's set; None is all that it uses.
+        """How many of the best experts are certified and compared as a token's set; None: all that it chooses.
 
         Experts beyond the core enter and leave with weight 0, which is no switch.
         """
@@ -221,11 +301,11 @@ class Selector(Part):
     @property
     def convention(self) -> Literal["softmax", "switch"] | None:
         """The option `weights` of `TopK` that weights experts as this selector does; None where none does."""
-        return None
+        return None if self.rule is None else self.rule.convention
 
     def levels(self, scores: Scores) -> Tensor:
         """(B,N,E): what the gaps between experts are measured in, in the order by which they are chosen."""
-        return scores.logits
+        return scores.logits if self.rule is None else self.rule.levels(scores)
 
     def active_experts(self, place: Place) -> Active | None:
         """Return how many experts a token uses in a layer; None: plans count all of them."""

@@ -1,56 +1,17 @@
-"""Gating rules: how logits become gates, by what experts are ranked, and how the chosen ones are weighted.
+"""The softmax rule, and what rules share.
 
 A model has one convention, whatever its router: a pretrained model's experts expect the weights they were trained with.
 """
-
-from abc import ABC, abstractmethod
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from holdfast.kernels.choose import Amounts
 from holdfast.kernels.topk import top
-from holdfast.routing.parts import Scores, Selection, shares
-
-
-class Rule(ABC):
-    """One convention (abstract). Slots come ranked; `fade` is the logarithm of what dampens a slot, None where none is."""
-
-    ordered = True  # the ranks' order is the weights' order
-    renormalise = True  # the sum of a token's weights does not depend on which experts it uses, at least roughly
-    convention: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule, if any
-    strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
-
-    @abstractmethod
-    def gate(self, logits: Tensor) -> Tensor:
-        """The distribution that informers act on and selection reads."""
-
-    def ranks(self, scores: Scores) -> Tensor:
-        """(B,N,E): what experts are sorted by."""
-        return scores.key
-
-    def levels(self, scores: Scores) -> Tensor:
-        """(B,N,E): what the gaps between experts are measured in, in the same order as the ranks."""
-        return scores.logits
-
-    def amounts(self, scores: Scores) -> Amounts | None:
-        """What `weigh` weighs by, where that is all it does and one kernel can do it; None for a rule of another kind."""
-        return None
-
-    @abstractmethod
-    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
-        """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
-
-    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        """(B,N,K): the weights of `experts (B,N,K)`, held fixed, under `scores`, as of `Selector.held_weights`."""
-        in_use = experts < scores.gates.shape[-1]
-        slots = experts.where(in_use, 0)
-        # `weigh` takes slots ranked: Phi-MoE's weight of an expert depends on which went before.
-        ranks = self.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
-        order = ranks.argsort(dim=-1, descending=True, stable=True)
-        weights = self.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
-        return live.where_chosen(experts, torch.zeros_like(weights).scatter(-1, order, weights))
+from holdfast.routing.conditions import keep_best
+from holdfast.routing.declarations import Conditions
+from holdfast.routing.parts import Rule as Rule
+from holdfast.routing.parts import Scores, shares
 
 
 class Softmax(Rule):
@@ -59,9 +20,6 @@ class Softmax(Rule):
     def __init__(self, renormalise: bool) -> None:
         self.renormalise = renormalise
         self.convention = "softmax" if renormalise else "switch"
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits, dim=-1)
 
     def amounts(self, scores: Scores) -> Amounts | None:
         if self.renormalise and not scores.informed:
@@ -76,6 +34,9 @@ class Softmax(Rule):
         # Gates may all be 0, and then so are the weights; a softmax of their logarithms would not be.
         gates = dampened(scores, experts, in_use, fade)
         return shares(gates) if self.renormalise else gates
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        return keep_best(scores.key, k, scores.compares)
 
 
 def dampened(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:

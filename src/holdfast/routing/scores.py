@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from holdfast.kernels.precision import linear_float32
 from holdfast.routing.costs import FLOAT, Cost, Place, projection_flops
+from holdfast.routing.declarations import Cosines, Order, Values
 from holdfast.routing.parts import LinearScore
+from holdfast.routing.records import Context
 
 LARGE, SMALLER = 2.0**56, 2.0**-70
 SHORTEST = 1e-6  # a projection shorter than this is not blown up to length 1, nor is its gradient
@@ -34,6 +36,12 @@ class Linear(LinearScore):
     def finish(self, projected: Tensor) -> Tensor:
         return projected if self.bias is None else projected + self.bias.float()
 
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        return Order(self.weight, None if self.bias is None else self.bias.float())
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        return Values()
+
 
 class Frozen(LinearScore):
     """logits = x W^T with random W that never learns (SMoE-dropout; the random router of Symphony's appendix C)."""
@@ -56,6 +64,12 @@ class Frozen(LinearScore):
         """Its weights have no gradient."""
         forward = projection_flops(self.weight)
         return Cost("score", forward, forward, kept=FLOAT * place.experts)
+
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        return Order(self.weight)
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        return Values()
 
 
 class Cosine(LinearScore):
@@ -93,3 +107,12 @@ class Cosine(LinearScore):
     def cost(self, place: Place) -> Cost:
         forward = projection_flops(self.projection) + projection_flops(self.embeddings)
         return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
+
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        """z.e: a temperature and the length of z, both positive, change neither order nor sign."""
+        return Order(self.projection, combine=F.normalize(self.embeddings.detach().double(), dim=-1))
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        temperature = float(self.log_temperature.double().exp())
+        # Two normalisations, the cosines and the temperature come after the product.
+        return Values(Cosines(temperature, SHORTEST, roundings=3 * self.projection.shape[0] + 16))

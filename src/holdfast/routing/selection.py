@@ -10,7 +10,9 @@ from holdfast.kernels import choose
 from holdfast.kernels.recompute import as_now
 from holdfast.kernels.streams import join
 from holdfast.kernels.topk import top
+from holdfast.routing.conditions import keep_above
 from holdfast.routing.costs import FLOAT, Active, Cost, Place, selection_bytes
+from holdfast.routing.declarations import RELU, Conditions, GateFunction
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
@@ -34,6 +36,7 @@ class TopK(Selector):
     """
 
     active: Tensor
+    rule: Rule
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class TopK(Selector):
         if noise != "gaussian" and noise_std is not None:
             raise ValueError(f"noise_std is {noise_std}, but the noise is {noise}; add noise='gaussian'.")
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
-        self.rule = rule or Softmax(renormalise=weights == "softmax")
+        self.rule = Softmax(renormalise=weights == "softmax") if rule is None else rule
         self.noise: GaussianNoise | GumbelNoise | None = None
         if noise == "gaussian":
             self.noise = GaussianNoise(dim, experts, std=noise_std)
@@ -68,9 +71,6 @@ class TopK(Selector):
             check_k(k_final, experts, "k_final")
             # A tensor, so that it is saved with the model and a change neither recompiles nor stalls.
             self.register_buffer("active", torch.tensor(k))
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return self.rule.gate(logits)
 
     @property
     def ragged(self) -> bool:
@@ -107,13 +107,6 @@ class TopK(Selector):
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, {})
 
-    @property
-    def convention(self) -> Literal["softmax", "switch"] | None:
-        return self.rule.convention
-
-    def levels(self, scores: Scores) -> Tensor:
-        return self.rule.levels(scores)
-
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return self.rule.held_weights(experts, scores, live)
 
@@ -124,6 +117,9 @@ class TopK(Selector):
     def active_experts(self, place: Place) -> Active:
         about = "" if self.k_final is None else f"grows from {self.k} in training; counted at its end"
         return Active(self.slots, self.slots, self.slots, about)
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        return self.rule.conditions(scores, self.k if self.k_final is None else int(self.active))
 
 
 class TopP(Selector):
@@ -173,6 +169,9 @@ class TopP(Selector):
         most = min(place.experts, max(1, math.ceil(1 / self.fixed_p) - 1))
         return Active(most, most, place.experts, "depends on the data; counted at most")
 
+    def conditions(self, scores: Scores) -> Conditions:
+        return keep_above(scores.gates, float(self.threshold()), "gates", at_least_one=True)
+
 
 class ReLU(Selector, StatefulPart):
     """weights = relu(logits), with an L1 penalty whose coefficient steers the mean number of experts to k (ReMoE).
@@ -195,8 +194,9 @@ class ReLU(Selector, StatefulPart):
         self.register_buffer("l1", torch.tensor(l1, dtype=torch.float32))
         self.register_statistics(active=torch.zeros(()), tokens=torch.zeros(()))
 
-    def gate(self, logits: Tensor) -> Tensor:
-        return torch.relu(logits)
+    @property
+    def gate(self) -> GateFunction:
+        return RELU
 
     def absorb(self) -> dict[str, Tensor]:
         excess = self.get_buffer("staged_active") - self.k * self.get_buffer("staged_tokens")
@@ -228,6 +228,9 @@ class ReLU(Selector, StatefulPart):
 
     def snapshot(self) -> dict[str, Tensor]:
         return {"l1": self.l1}
+
+    def conditions(self, scores: Scores) -> Conditions:
+        return keep_above(scores.key, 0.0, scores.compares)
 
     def _counts(self, weights: Tensor, real: Tensor) -> dict[str, Tensor]:
         """Experts in use and tokens of the batch, the mean over ranks."""

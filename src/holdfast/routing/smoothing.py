@@ -21,6 +21,7 @@ from holdfast.kernels.recompute import as_now
 from holdfast.kernels.running import absorb_mean, running_mean
 from holdfast.kernels.topk import top
 from holdfast.routing.costs import INTEGER, Active, Cost, Place, selection_bytes
+from holdfast.routing.declarations import Conditions
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight
@@ -52,6 +53,7 @@ class SmoothTopK(Selector, StatefulPart):
     width: Tensor
     seen: Tensor
     budget_now: Tensor
+    rule: Rule
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class SmoothTopK(Selector, StatefulPart):
             raise ValueError(f"most is {most}; it must be between k, {k}, and the number of experts, {experts}.")
         if not budget >= 0:
             raise ValueError(f"budget is {budget}; a number of extra experts cannot be negative.")
-        self.rule = rule or Softmax(renormalise=True)
+        self.rule = Softmax(renormalise=True) if rule is None else rule
         eps = self.rule.strip if eps is None else eps
         if not eps >= 0:
             raise ValueError(f"eps is {eps}; the width of the strip cannot be negative.")
@@ -94,19 +96,13 @@ class SmoothTopK(Selector, StatefulPart):
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # softplus back
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
-    def gate(self, logits: Tensor) -> Tensor:
-        return self.rule.gate(logits)
-
     @property
     def core(self) -> int:
+        """Experts of the strip come and go at weight 0, which is no switch."""
         return self.k
 
-    @property
-    def convention(self) -> Literal["softmax", "switch"] | None:
-        return self.rule.convention
-
-    def levels(self, scores: Scores) -> Tensor:
-        return self.rule.levels(scores)
+    def conditions(self, scores: Scores) -> Conditions | None:
+        return self.rule.conditions(scores, self.k)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """What is left of the live weights: an expert that is chosen no longer has faded to 0.

@@ -17,7 +17,9 @@ from holdfast.kernels.norms import projected_norms
 from holdfast.kernels.precision import linear_float32
 from holdfast.kernels.recompute import as_now
 from holdfast.kernels.running import absorb_mean, running_mean
+from holdfast.routing.bounds import DotProductChange, Norm
 from holdfast.routing.costs import FLOAT, INTEGER, Cost, Place, mixing_flops, projection_flops
+from holdfast.routing.declarations import Mixing
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, flag, is_set, sum_over_ranks
@@ -85,6 +87,14 @@ class Similarity(Informer):
             kept=vector + FLOAT * (2 * place.experts + 1),
             cached=FLOAT * place.experts + vector + 1,
         )
+
+    def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing:
+        """W depends on the router's input only where there is no attention output to take it from."""
+        if context.attention is not None:
+            return Mixing(self.strength)
+        rows = tokens.reshape(-1, tokens.shape[-1]).double()
+        reduce = None if self.reduce is None else self.reduce.detach().double()
+        return Mixing(self.strength, DotProductChange.at(rows, context.real_or_all(tokens), reduce, self.tau, norm))
 
 
 class AttentionPosterior(Informer, StatefulPart):
@@ -182,6 +192,10 @@ class AttentionPosterior(Informer, StatefulPart):
 
     def snapshot(self) -> dict[str, Tensor]:
         return {"entropy": self.entropy}
+
+    def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing:
+        """W comes from the attention before the router, which a move of the router's input leaves as it is."""
+        return Mixing(self.strength)
 
     def _attention(self, context: Context) -> Attention:
         attention = context.attention
