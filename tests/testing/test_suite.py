@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import holdfast
 from holdfast.kernels.double_backward import refuse
 from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
 from holdfast.routing.costs import Active, Cost, Place
+from holdfast.routing.declarations import Conditions
 from holdfast.testing import CHECKS, check_router
 
 DIM, EXPERTS = 24, 7
@@ -225,7 +227,16 @@ class HoldsConstants(TopK):
     """Right on the live set, and without a gradient elsewhere."""
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        return live.where_chosen(experts, super().held_weights(experts, scores, live).detach())
+        return live.where_chosen(experts, super().held_weights(experts, scores, live).detach(), scaled=True)
+
+
+class ForgetsAnExpert(TopK):
+    """Declares that its set is kept whatever the last expert's score becomes."""
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        found = super().conditions(scores)
+        assert found is not None
+        return replace(found, valid=found.valid & (found.behind != EXPERTS - 1).all(-1))
 
 
 def denies(**traits: bool) -> Router:
@@ -266,6 +277,11 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "declares too few slots": (lambda: with_select(FewSlots(DIM, EXPERTS, 2)), "declared number of experts", "1 slots"),
     "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "bit for bit"),
     "holds constants": (lambda: with_select(HoldsConstants(DIM, EXPERTS, 2)), "held weights", "no gradient"),
+    "certifies too much": (
+        lambda: with_select(ForgetsAnExpert(DIM, EXPERTS, 2)),
+        "declared certificate",
+        "within their certified radius",
+    ),
     "does not save": (lambda: toys.build(LearnsAtOnce(saved=False)), "save and load", "after loading"),
     "learns in evaluation": (
         lambda: toys.build(LearnsAtOnce(in_evaluation=True)),
