@@ -230,6 +230,14 @@ class HoldsConstants(TopK):
         return live.where_chosen(experts, super().held_weights(experts, scores, live).detach(), scaled=True)
 
 
+class HoldsEvenly(TopK):
+    """Right on the live set, and even weights elsewhere."""
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        even = super().held_weights(experts, scores, live).mean(-1, keepdim=True).expand_as(experts)
+        return live.where_chosen(experts, even, scaled=True)
+
+
 class ForgetsAnExpert(TopK):
     """Declares that its set is kept whatever the last expert's score becomes."""
 
@@ -277,6 +285,7 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "declares too few slots": (lambda: with_select(FewSlots(DIM, EXPERTS, 2)), "declared number of experts", "1 slots"),
     "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "bit for bit"),
     "holds constants": (lambda: with_select(HoldsConstants(DIM, EXPERTS, 2)), "held weights", "no gradient"),
+    "holds evenly": (lambda: with_select(HoldsEvenly(DIM, EXPERTS, 2)), "held weights", "jump by"),
     "certifies too much": (
         lambda: with_select(ForgetsAnExpert(DIM, EXPERTS, 2)),
         "declared certificate",

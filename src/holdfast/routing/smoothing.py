@@ -108,7 +108,11 @@ class SmoothTopK(Selector, StatefulPart):
         """What is left of the live weights: an expert that is chosen no longer has faded to 0.
 
         Where the rule renormalises, they are rescaled to the sum of the live weights; where all have faded, shared evenly.
+        Without a strip nothing fades, and they are those of top-k.
         """
+        return self._faded(experts, live).where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
+
+    def _faded(self, experts: Tensor, live: Selection) -> Tensor:
         left = live.weights_of(experts)
         if not self.rule.renormalise:
             return left

@@ -10,13 +10,14 @@ from holdfast.certificates import NoBound, certify
 from holdfast.routing import Context, Part, Router, RouterCache, Routing
 from holdfast.routing.costs import Cost, Place
 from holdfast.testing.counting import counting
-from holdfast.testing.subject import HEADS, WIDTH, LeftOut, Subject, objective
+from holdfast.testing.subject import HEADS, STEEP, WIDTH, LeftOut, Subject, objective
 
 LENGTH = 17
 NUMBER = 4  # bytes: tokens here are float32
 WITHIN = 0.999  # of a certified radius: what a float32 sum of token and perturbation may add
 ATTACK_STEPS = 12
 DIRECTIONS = 24
+BISECTIONS = 22  # until two inputs are one rounding apart
 
 
 def cost(subject: Subject) -> str | None:
@@ -125,6 +126,7 @@ def held_weights(subject: Subject) -> None:
     assert held.shape == first.experts.shape and held.isfinite().all(), "held weights must be finite, one for each slot"
     assert bool((held[~first.used] == 0).all()), "an unused slot has a held weight"
     _require_additive(first, second, held)
+    _require_continuous(router, before, after.detach(), subject.context(before))
     plain = Routing(second.logits, second.gates, second.experts, second.weights / 2.5)
     router.scale = 1.0
     torch.testing.assert_close(2.5 * router.held_weights(first.experts, plain), held, msg="held weights miss the scale")
@@ -136,6 +138,26 @@ def held_weights(subject: Subject) -> None:
     if bool(moved.any()) and any(bool(grad.any()) for grad in expected):
         grads = _gradients(held[moved], wanted)
         assert any(bool(grad.any()) for grad in grads), "held weights have no gradient in the scores"
+
+
+@torch.no_grad()
+def _require_continuous(router: Router, before: Tensor, after: Tensor, context: Context) -> None:
+    """Held weights have no jump where a set changes: just after, those of the old set are the weights just before."""
+    start = router(before, context)
+    low, high = start, router(after, context)
+    if bool((low.chosen == high.chosen).all()):
+        return
+    near, far = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (near + far) / 2
+        routing = router(before + middle * (after - before), context)
+        if bool((routing.chosen == start.chosen).all()):
+            near, low = middle, routing
+        else:
+            far, high = middle, routing
+    changed = (low.chosen != high.chosen).any(-1)
+    jump = (router.held_weights(low.experts, high) - low.weights).abs()[changed].amax() / router.scale
+    assert jump <= STEEP, f"the weights of a held set jump by {jump:.2g} where the live set changes"
 
 
 def _gradients(weights: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
