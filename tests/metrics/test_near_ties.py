@@ -1,7 +1,5 @@
 """Near-tie mass: against a loop over tokens, and in the levels in which each kind of router compares."""
 
-from types import SimpleNamespace
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -158,5 +156,5 @@ def test_impossible_settings_are_one_clear_sentence() -> None:
         NearTies((0.1, 0.0))
     with pytest.raises(ValueError, match="k is 0"):
         NearTies(boundary=Boundary(k=0))
-    assert boundary_of(SimpleNamespace(select=None, training=False)) == Boundary()  # type: ignore[arg-type]
+    assert boundary_of(holdfast.routing.router("top-p", dim=4, experts=3)) == Boundary()  # it declares no core and no rule
     assert levels_of(Softmax(renormalise=True))(random_routing()).shape == (63, 7)

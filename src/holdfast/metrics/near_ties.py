@@ -13,9 +13,8 @@ from torch import Tensor
 from holdfast.kernels.topk import top
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.rows import only_real
-from holdfast.routing import Router, Routing, Scores, SmoothTopK
-from holdfast.routing.parts import TINY
-from holdfast.routing.rules import Rule
+from holdfast.routing import Router, Routing, Scores
+from holdfast.routing.parts import TINY, Rule
 
 WIDTHS = (0.001, 0.01, 0.1)
 GATES: tuple[Callable[[Tensor], Tensor], ...] = (partial(torch.softmax, dim=-1), torch.sigmoid, torch.relu)
@@ -41,11 +40,9 @@ class Boundary:
 
 
 def boundary_of(router: Router) -> Boundary:
-    """The boundary of a router of ours, which knows its k and the rule by which it ranks."""
-    select = router.select
-    k = select.k if isinstance(select, SmoothTopK) else None
-    rule = getattr(select, "rule", None)
-    return Boundary(k) if rule is None or router.training else Boundary(k, levels_of(rule, bool(router.informers)))
+    """Return where a router switches, from the core and the rule that its selector declares."""
+    core, rule = router.select.core, router.select.rule
+    return Boundary(core) if rule is None or router.training else Boundary(core, levels_of(rule, bool(router.informers)))
 
 
 def levels_of(rule: Rule, informed: bool = False) -> Callable[[Routing], Tensor]:
