@@ -156,4 +156,5 @@ def test_impossible_settings_are_one_clear_sentence() -> None:
         NearTies((0.1, 0.0))
     with pytest.raises(ValueError, match="k is 0"):
         NearTies(boundary=Boundary(k=0))
+    assert boundary_of(holdfast.routing.router("top-p", dim=4, experts=3)) == Boundary()  # in training, it declares no core
     assert levels_of(Softmax(renormalise=True))(random_routing()).shape == (63, 7)

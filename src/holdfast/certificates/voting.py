@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from holdfast.certificates.records import Certificates
+from holdfast.certificates.certificates import Certificates
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
 from holdfast.routing.parts import TINY

@@ -14,8 +14,7 @@ from holdfast.kernels.topk import top
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.rows import only_real
 from holdfast.routing import Router, Routing, Scores
-from holdfast.routing.parts import TINY
-from holdfast.routing.rules import Rule
+from holdfast.routing.parts import TINY, Rule
 
 WIDTHS = (0.001, 0.01, 0.1)
 GATES: tuple[Callable[[Tensor], Tensor], ...] = (partial(torch.softmax, dim=-1), torch.sigmoid, torch.relu)

@@ -56,6 +56,7 @@ class Order:
     matrix: Tensor  # (n,d): what the score multiplies tokens with, in its own dtype
     bias: Tensor | None = None  # (E,)
     combine: Tensor | None = None  # (E,n) float64, rows of length 1; None: the products are the keys, n = E
+    roundings: int = 0  # with `combine`: how many float32 roundings a logit goes through after the product
     scales: Scales | None = None  # m; None is 1
     shifted: bool = False
     # What float32 rounding outside of the product and the bias can do to a key, at most, of a token of this length in l2:
@@ -70,7 +71,6 @@ class Cosines:
 
     temperature: float
     shortest: float  # a z that is shorter than this is divided by this instead of by its length
-    roundings: int  # how many float32 roundings a logit goes through after the product
 
 
 @final
@@ -87,8 +87,8 @@ class Mixing:
     """Tokens of a sequence share their gates: g_i = (1 - strength) p_i + strength sum_j W_ij p_j, W_i a distribution.
 
     change  how far any logarithm of W_i, before W_i is normalised, can change when every token of the sequence is moved by
-            up to `radius (T,)`: change(radius, rounded) to (T,), increasing. With `rounded` it includes what float32 rounding
-            can do. None: W does not depend on the router's input
+            up to `radius (T,)`: change(radius, rounded) to (T,), increasing. With `rounded` it includes what float32
+            rounding can do. None: W does not depend on the router's input
     """
 
     strength: float

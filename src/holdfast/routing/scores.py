@@ -110,9 +110,9 @@ class Cosine(LinearScore):
 
     def order(self, tokens: Tensor, context: Context) -> Order:
         """z.e: a temperature and the length of z, both positive, change neither order nor sign."""
-        return Order(self.projection, combine=F.normalize(self.embeddings.detach().double(), dim=-1))
+        units = F.normalize(self.embeddings.detach().double(), dim=-1)
+        # Two normalisations, the cosines and the temperature come after the product.
+        return Order(self.projection, combine=units, roundings=3 * self.projection.shape[0] + 16)
 
     def values(self, tokens: Tensor, context: Context) -> Values:
-        temperature = float(self.log_temperature.double().exp())
-        # Two normalisations, the cosines and the temperature come after the product.
-        return Values(Cosines(temperature, SHORTEST, roundings=3 * self.projection.shape[0] + 16))
+        return Values(Cosines(float(self.log_temperature.double().exp()), SHORTEST))
