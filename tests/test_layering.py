@@ -153,9 +153,10 @@ def _asks(node: ast.AST, parts: set[str]) -> Iterator[str]:
 def _asks_instance(node: ast.AST, parts: set[str]) -> Iterator[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
         for inner in ast.walk(node.args[1]):
-            name = inner.id if isinstance(inner, ast.Name) else inner.attr if isinstance(inner, ast.Attribute) else None
-            if name in parts:
-                yield f"asks {node.func.id} of {name}"
+            if isinstance(inner, ast.Name) and inner.id in parts:
+                yield f"asks {node.func.id} of {inner.id}"
+            if isinstance(inner, ast.Attribute) and inner.attr in parts and _is_routing(inner.value):  # not nn.Linear
+                yield f"asks {node.func.id} of {inner.attr}"
 
 
 def _is_routing(node: ast.AST) -> bool:
