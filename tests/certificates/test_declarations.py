@@ -78,6 +78,10 @@ class WithinReach(Selector):
         weights = in_use.float() / in_use.sum(-1, keepdim=True).clamp_min(1)
         return Selection(experts.where(in_use, EXPERTS), weights, scores.gates, {})
 
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        in_use = experts < EXPERTS
+        return in_use.float() / in_use.sum(-1, keepdim=True).clamp_min(1)
+
 
 class DeclaredWithinReach(WithinReach):
     def conditions(self, scores: Scores) -> Conditions:
@@ -149,7 +153,7 @@ def test_a_declared_selector_is_certified_and_the_radius_survives_attack(norm: N
 
 
 def test_a_declared_expert_graph_is_certified_and_the_radius_survives_attack() -> None:
-    made = Router(Linear(DIM, EXPERTS), [DeclaredReverse()], TopK(DIM, EXPERTS, 2)).eval()
+    made = Router(Linear(DIM, EXPERTS), inform=[DeclaredReverse()], select=TopK(DIM, EXPERTS, 2)).eval()
     assert survives(made, tokens_of(), "l2") > 0.95
     plain = Router(made.score, select=TopK(DIM, EXPERTS, 2)).eval()  # the same experts under other numbers
     expected = certify(plain, tokens_of()).distance
@@ -177,8 +181,8 @@ def test_rounding_outside_of_the_product_is_taken_off_as_declared() -> None:
         (Router(Prototype(), select=TopK(DIM, EXPERTS, 2)), "Prototype: it declares no order"),
         (Router(DeclaredPrototype(), select=TopP(EXPERTS)), "DeclaredPrototype: it declares no values"),
         (Router(Linear(DIM, EXPERTS), select=WithinReach()), "WithinReach: it declares no conditions"),
-        (Router(Linear(DIM, EXPERTS), [Reverse()], TopK(DIM, EXPERTS, 2)), "Reverse: it declares no graph"),
-        (Router(Linear(DIM, EXPERTS), [Blur()], TopK(DIM, EXPERTS, 2)), "Blur: it declares no mixing"),
+        (Router(Linear(DIM, EXPERTS), inform=[Reverse()], select=TopK(DIM, EXPERTS, 2)), "Reverse: it declares no graph"),
+        (Router(Linear(DIM, EXPERTS), inform=[Blur()], select=TopK(DIM, EXPERTS, 2)), "Blur: it declares no mixing"),
         (Router(Distance(), select=DeclaredWithinReach()), "Distance.*DeclaredWithinReach reads the logits themselves"),
     ],
     ids=["score", "values", "selector", "expert side", "token side", "shifted logits"],
@@ -211,7 +215,7 @@ def test_the_declared_gate_function_decides_what_is_known(gate: GateFunction) ->
     rule = Best()
     rule.gate = gate
     graph = ExpertGraph(EXPERTS, 2, init="identity")
-    made = Router(Linear(DIM, EXPERTS), [graph], TopK(DIM, EXPERTS, 2, rule=rule)).eval()
+    made = Router(Linear(DIM, EXPERTS), inform=[graph], select=TopK(DIM, EXPERTS, 2, rule=rule)).eval()
     if gate.name in ("softmax", "sigmoid"):
         assert survives(made, tokens_of(), "l2") > 0.9
     else:
