@@ -40,20 +40,18 @@ class Boundary:
 
 
 def boundary_of(router: Router) -> Boundary:
-    """Return where a router switches, from the core and the rule that its selector declares."""
-    core, rule = router.select.core, router.select.rule
-    return Boundary(core) if rule is None or router.training else Boundary(core, levels_of(rule, bool(router.informers)))
+    """Return the boundary that a router's selector declares. In training, noise may have moved what the record holds."""
+    core = router.select.core
+    return Boundary(core) if router.training else Boundary(core, partial(_levels, router.select.levels, router.informed))
 
 
-def levels_of(rule: Rule, informed: bool = False) -> Callable[[Routing], Tensor]:
-    """`Boundary.levels` for a rule, such as that of a Hugging Face family; `informed`: gates went through an informer."""
-    return partial(_levels, rule, informed)
+def levels_of(rule: Rule) -> Callable[[Routing], Tensor]:
+    """Return `Boundary.levels` for the rule of a gate that is not ours, such as that of a Hugging Face family."""
+    return partial(_levels, rule.levels, False)
 
 
-def _levels(rule: Rule, informed: bool, routing: Routing) -> Tensor:
-    logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
-    scores = Scores.from_gates(gates, logits) if informed else Scores(logits, gates, informed=False, raw=logits)
-    return rule.levels(scores).squeeze(0)
+def _levels(levels: Callable[[Scores], Tensor], informed: bool, routing: Routing) -> Tensor:
+    return levels(Scores.recorded(routing, informed=informed)).squeeze(0)
 
 
 @dataclass(frozen=True)

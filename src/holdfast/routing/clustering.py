@@ -17,6 +17,7 @@ from holdfast.kernels.precision import matmul_float32, scaled_linear_float32
 from holdfast.kernels.streams import beside, join
 from holdfast.kernels.topk import top
 from holdfast.kernels.triton_support import has_kernels
+from holdfast.routing.costs import FLOAT, Cost, Place
 from holdfast.routing.declarations import Order, Scales, Values
 from holdfast.routing.offload import is_offloaded, loaded
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
@@ -76,6 +77,34 @@ class Clustered(Score, StatefulPart):
         self.traits = Traits(causal=independent, batch_invariant=independent, cacheable=independent) & base.traits
         self.register_buffer("spreads", torch.ones(clusters, dim))
         self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
+
+    @property
+    def wrapped(self) -> tuple[LinearScore, ...]:
+        return (self.base,)
+
+    @property
+    def host(self) -> Score | None:
+        return self.base.host
+
+    def cost(self, place: Place) -> Cost:
+        """Scales are a product (T,C) by (C,d), computed again in the backward; spreads take three such products."""
+        if self.plain:
+            return Cost("clusters")
+        scaling = 2.0 * self.clusters * place.dim
+        batch = self.stats == "batch"
+        summed = FLOAT * (self.clusters + 2 * self.clusters * place.dim)
+        return Cost(
+            "clusters",
+            forward=scaling + (3 * scaling if batch else 0),
+            backward=scaling,
+            learning=0 if batch else 3 * scaling,
+            kept=FLOAT * self.clusters,
+            summed=summed,
+            summed_again=summed if batch else 0,
+        )
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"spreads": self.spreads}
 
     def absorb(self) -> dict[str, Tensor]:
         counts = self.get_buffer("staged_counts").unsqueeze(1)

@@ -13,6 +13,7 @@ from holdfast.kernels import choose
 from holdfast.kernels.precision import linear_float32
 from holdfast.kernels.recompute import as_now
 from holdfast.kernels.topk import top
+from holdfast.routing.costs import FLOAT, Cost, Place
 from holdfast.routing.parts import TINY, Informer
 from holdfast.routing.records import Context
 from holdfast.routing.selection import check_k
@@ -98,6 +99,15 @@ class ExpertGraph(Informer, StatefulPart):
         chosen = torch.zeros_like(logits).scatter(-1, best, 1.0)
         chosen = (chosen if real is None else chosen * real.unsqueeze(-1)).flatten(0, 1)
         return chosen.t() @ chosen
+
+    def cost(self, place: Place) -> Cost:
+        """Gates times the graph, which has no gradient: 2 E^2 each way. Co-selections are one more such product."""
+        mix = 2.0 * place.experts**2
+        graph = FLOAT * place.experts * place.experts
+        return Cost("expert graph", mix, mix, learning=mix, kept=FLOAT * place.experts, summed=graph)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"graph": self.expert_graph()}
 
     def spectral_gap(self) -> float:
         """|lambda_1| - |lambda_2|: how fast a disagreement between experts dies out."""

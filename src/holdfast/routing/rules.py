@@ -19,6 +19,7 @@ class Softmax(Rule):
 
     def __init__(self, renormalise: bool) -> None:
         self.renormalise = renormalise
+        self.convention = "softmax" if renormalise else "switch"
 
     def amounts(self, scores: Scores) -> Amounts | None:
         if self.renormalise and not scores.informed:

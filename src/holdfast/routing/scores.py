@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.kernels.precision import linear_float32
+from holdfast.routing.costs import FLOAT, Cost, Place, projection_flops
 from holdfast.routing.declarations import Cosines, Order, Values
 from holdfast.routing.parts import LinearScore
 from holdfast.routing.records import Context
@@ -59,6 +60,11 @@ class Frozen(LinearScore):
     def finish(self, projected: Tensor) -> Tensor:
         return projected
 
+    def cost(self, place: Place) -> Cost:
+        """Its weights have no gradient."""
+        forward = projection_flops(self.weight)
+        return Cost("score", forward, forward, kept=FLOAT * place.experts)
+
     def order(self, tokens: Tensor, context: Context) -> Order:
         return Order(self.weight)
 
@@ -97,6 +103,10 @@ class Cosine(LinearScore):
         projected = projected * torch.where(huge, SMALLER, 1.0)
         cosines = linear_float32(F.normalize(projected, dim=-1, eps=SHORTEST), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()
+
+    def cost(self, place: Place) -> Cost:
+        forward = projection_flops(self.projection) + projection_flops(self.embeddings)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
 
     def order(self, tokens: Tensor, context: Context) -> Order:
         """z.e: a temperature and the length of z, both positive, change neither order nor sign."""

@@ -1,5 +1,6 @@
 """Selectors: from scores to experts and weights. Ties go to the lower index, everywhere."""
 
+import math
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from holdfast.kernels.recompute import as_now
 from holdfast.kernels.streams import join
 from holdfast.kernels.topk import top
 from holdfast.routing.conditions import keep_above
+from holdfast.routing.costs import FLOAT, Active, Cost, Place, selection_bytes
 from holdfast.routing.declarations import RELU, Conditions, GateFunction
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
@@ -60,7 +62,7 @@ class TopK(Selector):
             raise ValueError(f"noise_std is {noise_std}, but the noise is {noise}; add noise='gaussian'.")
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
         self.rule = Softmax(renormalise=weights == "softmax") if rule is None else rule
-        self.noise: nn.Module | None = None
+        self.noise: GaussianNoise | GumbelNoise | None = None
         if noise == "gaussian":
             self.noise = GaussianNoise(dim, experts, std=noise_std)
         elif noise == "gumbel":
@@ -105,6 +107,17 @@ class TopK(Selector):
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, {})
 
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return self.rule.held_weights(experts, scores, live)
+
+    def cost(self, place: Place) -> Cost:
+        noise = 0.0 if self.noise is None else self.noise.flops
+        return Cost("selection", backward=2 * noise, disturbing=noise, kept=selection_bytes(self.slots, place))
+
+    def active_experts(self, place: Place) -> Active:
+        about = "" if self.k_final is None else f"grows from {self.k} in training; counted at its end"
+        return Active(self.slots, self.slots, self.slots, about)
+
     def conditions(self, scores: Scores) -> Conditions | None:
         return self.rule.conditions(scores, self.k if self.k_final is None else int(self.active))
 
@@ -142,6 +155,19 @@ class TopP(Selector):
             kept = kept + gates * (soft - soft.detach())
         weights = shares(kept)
         return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, {})
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        in_use = experts < self.experts
+        gates = scores.gates.gather(-1, experts.where(in_use, 0))
+        return live.where_chosen(experts, shares(gates.where(in_use, 0.0)))
+
+    def cost(self, place: Place) -> Cost:
+        return Cost("selection", kept=selection_bytes(place.experts, place))
+
+    def active_experts(self, place: Place) -> Active:
+        """Gates that exceed p and sum to at most 1 are fewer than 1 / p. How many there are depends on the data."""
+        most = min(place.experts, max(1, math.ceil(1 / self.fixed_p) - 1))
+        return Active(most, most, place.experts, "depends on the data; counted at most")
 
     def conditions(self, scores: Scores) -> Conditions:
         return keep_above(scores.gates, float(self.threshold()), "gates", at_least_one=True)
@@ -188,6 +214,20 @@ class ReLU(Selector, StatefulPart):
             # Over the mean number of tokens: the mean over ranks of this loss is then that of the whole batch.
             losses["l1"] = as_now(self.l1) * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """The gates themselves: an expert that is chosen no longer has gate 0."""
+        in_use = experts < self.experts
+        return live.where_chosen(experts, scores.gates.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0))
+
+    def cost(self, place: Place) -> Cost:
+        return Cost("selection", kept=selection_bytes(place.experts, place), summed=2 * FLOAT)
+
+    def active_experts(self, place: Place) -> Active:
+        return Active(self.k, self.k, place.experts, "steered to k; more at first")
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"l1": self.l1}
 
     def conditions(self, scores: Scores) -> Conditions:
         return keep_above(scores.key, 0.0, scores.compares)
