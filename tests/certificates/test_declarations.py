@@ -102,6 +102,11 @@ class DeclaredReverse(Reverse):
         return torch.eye(EXPERTS).flip(0)
 
 
+class Against(Reverse):
+    def expert_graph(self) -> Tensor:
+        return -torch.eye(EXPERTS)
+
+
 class Blur(Informer):
     """Every token gets the mean of its sequence; no mixing is declared."""
 
@@ -182,10 +187,11 @@ def test_rounding_outside_of_the_product_is_taken_off_as_declared() -> None:
         (Router(DeclaredPrototype(), select=TopP(EXPERTS)), "DeclaredPrototype: it declares no values"),
         (Router(Linear(DIM, EXPERTS), select=WithinReach()), "WithinReach: it declares no conditions"),
         (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Reverse()]), "Reverse: it declares no graph"),
+        (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Against()]), "Against: .* negative entries"),
         (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Blur()]), "Blur: it declares no mixing"),
         (Router(Distance(), select=DeclaredWithinReach()), "Distance.*DeclaredWithinReach reads the logits themselves"),
     ],
-    ids=["score", "values", "selector", "expert side", "token side", "shifted logits"],
+    ids=["score", "values", "selector", "expert side", "negative graph", "token side", "shifted logits"],
 )
 def test_what_is_not_declared_is_refused_by_name(router: Router, message: str) -> None:
     with pytest.raises(NoBound, match=message):
