@@ -1,8 +1,14 @@
 """Imports point one way: from the instruments to the heart, never back. docs/design.md has the map."""
 
 import ast
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
+
+import holdfast.routing
+from holdfast.routing.parts import Part, Rule
 
 SOURCE = Path(__file__).parent.parent / "src" / "holdfast"
 
@@ -19,7 +25,6 @@ LAYERS = [
     "routing",
     "layers",
     "losses",
-    "testing",
     "hub",
     "planning",
     "data",
@@ -27,6 +32,7 @@ LAYERS = [
     "metrics",
     "certificates",
     "geometry",
+    "testing",
     "train",
     "auditing",
     "report",
@@ -36,6 +42,9 @@ LAYERS = [
 ]
 STRANGERS = {"attacks", "metrics", "certificates"}  # these know records and protocols, never each other or a concrete model
 NOT_FOR_STRANGERS = {"hub", "layers"}
+
+# These read what a part declares and never ask which class it is.
+INSTRUMENTS = {"auditing", "certificates", "planning", "metrics", "hub", "attacks", "testing", "train", "cli", "report"}
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -97,3 +106,93 @@ def test_the_check_sees_an_import_that_points_the_wrong_way(tmp_path: Path) -> N
     found = violations(tmp_path)
     assert len(found) == len(wrong)
     assert all(any(sentence.startswith(name) for sentence in found) for name in wrong)
+
+
+def concrete_parts() -> set[str]:
+    """Names of the classes in holdfast.routing that are parts or rules and not abstract."""
+    names = set()
+    for module in pkgutil.iter_modules(holdfast.routing.__path__, "holdfast.routing."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            is_part = inspect.isclass(value) and issubclass(value, Part | Rule) and value is not Part
+            if is_part and not inspect.isabstract(value):
+                names.add(name)
+    return names
+
+
+def classes_asked_for(source: Path, parts: set[str], rules: frozenset[str] = frozenset()) -> dict[str, list[str]]:
+    """For each file of an instrument, how it asks which class a part is: `{"metrics/bad.py": ["names TopK", ...]}`.
+
+    rules   those of the parts that the hub may import: its table of families makes them
+    """
+    found: dict[str, list[str]] = {}
+    for file in sorted(source.rglob("*.py")):
+        place = file.relative_to(source)
+        if place.parts[0].removesuffix(".py") not in INSTRUMENTS:
+            continue
+        named = parts - rules if place.parts[0] == "hub" else parts
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        asked = sorted({sentence for node in nodes for sentence in [*_asks(node, named), *_asks_instance(node, parts)]})
+        if asked:
+            found[place.as_posix()] = asked
+    return found
+
+
+def _asks(node: ast.AST, parts: set[str]) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
+        yield from (f"imports {alias.name}" for alias in node.names if alias.name in parts)
+    if isinstance(node, ast.Attribute) and node.attr in parts and _is_routing(node.value):
+        yield f"names {node.attr}"
+    if isinstance(node, ast.ImportFrom) and node.module == "functools":
+        yield from (f"imports {alias.name}" for alias in node.names if alias.name.startswith("singledispatch"))
+    if isinstance(node, ast.Attribute) and node.attr.startswith("singledispatch"):
+        yield f"uses {node.attr}"
+    if isinstance(node, ast.Compare) and any(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
+        for side in (node.left, *node.comparators):
+            if isinstance(side, ast.Attribute) and _is_type_call(side.value):
+                yield f"compares the method {side.attr} of a type"
+
+
+def _asks_instance(node: ast.AST, parts: set[str]) -> Iterator[str]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
+        for inner in ast.walk(node.args[1]):
+            if isinstance(inner, ast.Name) and inner.id in parts:
+                yield f"asks {node.func.id} of {inner.id}"
+            if isinstance(inner, ast.Attribute) and inner.attr in parts and _is_routing(inner.value):  # not nn.Linear
+                yield f"asks {node.func.id} of {inner.attr}"
+
+
+def _is_routing(node: ast.AST) -> bool:
+    """Is it a module of routing, `holdfast.routing.scores` or `routing`?"""
+    return "routing" in ast.unparse(node).split(".")
+
+
+def _is_type_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type"
+
+
+def test_instruments_never_ask_which_class_a_part_is() -> None:
+    parts = concrete_parts()
+    assert {"TopK", "SmoothTopK", "TopP", "ReLU", "Cosine", "Clustered", "ExpertGraph", "Similarity", "Softmax"} <= parts
+    assert classes_asked_for(SOURCE, parts, rules=frozenset({"Softmax"})) == {}
+
+
+def test_the_check_sees_an_instrument_that_asks_for_a_class(tmp_path: Path) -> None:
+    wrong = {
+        "metrics/imports.py": "from holdfast.routing import Router, TopK",
+        "hub/late.py": "def f():\n    from holdfast.routing.smoothing import SmoothTopK",
+        "auditing/through_the_module.py": "import holdfast.routing\nisinstance(x, holdfast.routing.TopK)",
+        "planning/dispatch.py": "from functools import singledispatch",
+        "train/dispatch.py": "import functools\n@functools.singledispatchmethod\ndef f(x): ...",
+        "certificates/method.py": "type(rule).ranks is Rule.ranks",
+        "hub/asks.py": "from holdfast.routing.rules import Softmax\nisinstance(rule, Softmax | int)",
+    }
+    right = {
+        "hub/families.py": "from holdfast.routing.rules import Softmax\nSoftmax(renormalise=True)",
+        "attacks/fine.py": "from holdfast.routing import Router, Selector\nisinstance(x, Router)",
+        "layers/fine.py": "from holdfast.routing import TopK",
+    }
+    for name, text in {**wrong, **right}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    asking = classes_asked_for(tmp_path, {"TopK", "SmoothTopK", "Softmax"}, rules=frozenset({"Softmax"}))
+    assert asking.keys() == wrong.keys()

@@ -15,6 +15,7 @@ from holdfast.auditing.observing import Observation, observe
 from holdfast.auditing.samples import Sample, from_batches
 from holdfast.auditing.splitting import kept_weights, split
 from holdfast.auditing.subject import Audited
+from holdfast.routing import Scores, Selection
 
 REROUTED = ["symphony", "smooth", "top-p", "remoe", "similarity", "xmoe+symphony", "ac"]
 
@@ -92,14 +93,27 @@ def test_flips_and_the_rest_add_up_in_a_sparsified_model(router: str) -> None:
 def test_the_weights_of_an_unchanged_set_are_the_routers_own(model_type: str) -> None:
     audited, before, _, _ = pair(tiny(model_type))
     for site, layer in zip(audited.sites, before.layers, strict=True):
-        assert torch.allclose(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights, atol=1e-6)
+        assert torch.equal(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
+
+
+@pytest.mark.parametrize("model_type", sorted(EXTRA))
+def test_the_rule_of_every_family_weighs_as_its_gate_does(model_type: str) -> None:
+    """Computed from the scores alone: the live selection given is an empty one, so that nothing is taken from it."""
+    audited, before, _, _ = pair(tiny(model_type))
+    for site, layer in zip(audited.sites, before.layers, strict=True):
+        assert site.family is not None
+        scale = 1.0 if site.family.scale is None else float(getattr(site.gate, site.family.scale))
+        live, scores = Selection.recorded(layer.routing, scale), Scores.recorded(layer.routing, informed=False)
+        empty = live._replace(experts=torch.full_like(live.experts, scores.gates.shape[-1]))
+        held = site.family.rule(site.gate).held_weights(live.experts, scores, empty)
+        assert torch.allclose(held, live.weights, atol=1e-6)
 
 
 @pytest.mark.parametrize("router", [*REROUTED, "smoe"])
 def test_the_weights_of_an_unchanged_set_are_those_of_our_routers(router: str) -> None:
     audited, before, _, _ = pair(holdfast.reroute(tiny("deepseek_v3" if router != "top-p" else "olmoe"), router))
     for site, layer in zip(audited.sites, before.layers, strict=True):
-        assert torch.allclose(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights, atol=1e-6)
+        assert torch.equal(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
 
 
 def test_the_kept_weights_of_mixtral_are_a_softmax_over_the_old_set() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.attacks.ball import project
 from holdfast.certificates import Certificates, Gate, Norm
-from holdfast.certificates.reading import _ranks
+from holdfast.certificates.subjects import ranks
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router
 
@@ -87,14 +87,14 @@ def native(gate: Gate, dtype: torch.dtype = torch.float32) -> Sets:
         bias = None if gate.bias is None else gate.bias.to(dtype)
         rows = tokens.reshape(-1, tokens.shape[-1]).to(dtype)
         logits = torch.nn.functional.linear(rows, gate.weight.to(dtype), bias).float()
-        ranks = logits.softmax(-1) if gate.rule is None else _ranks(gate.rule, logits)
-        return torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(ranks, gate.k), True)
+        sorted_by = logits.softmax(-1) if gate.rule is None else ranks(gate.rule, logits)
+        return torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(sorted_by, gate.k), True)
 
     return sets
 
 
 def slopes(keys: Callable[[Tensor], Tensor], tokens: Tensor, found: Certificates) -> Tensor:
-    """The gradient, at each token, of the margin of its binding pair: one key minus the other, 0 for nobody."""
+    """The gradient, at each token, of the margin of its binding pair: one key minus the other, 0 for a threshold."""
     rows = tokens.detach().clone().requires_grad_()
     with torch.enable_grad():
         table = torch.nn.functional.pad(keys(rows).double(), (0, 1))

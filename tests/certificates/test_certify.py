@@ -9,7 +9,7 @@ from certificates.subjects import build, generator
 from torch import Tensor
 
 from holdfast.certificates import Certificates, Gate, MajorityVote, NoBound, Smoothing, certify
-from holdfast.routing import Context, Cosine, Linear, LinearScore, Router, RouterCache, Score, TopK, create_router
+from holdfast.routing import Context, Cosine, Linear, Router, RouterCache, Score, TopK, create_router
 
 
 def plain(dim: int = 6, experts: int = 5, k: int = 2) -> Router:
@@ -104,33 +104,6 @@ def test_a_growing_k_is_the_one_of_now() -> None:
     assert certify(made, tokens).radius.isinf().all()
 
 
-class Shifted(LinearScore):
-    """A score of a user's own: adds a bias, or does more."""
-
-    def __init__(self, base: Linear, *, capped: float | None) -> None:
-        super().__init__()
-        self.base, self.capped, self.dim, self.experts = base, capped, base.dim, base.experts
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.base.weight
-
-    def finish(self, projected: Tensor) -> Tensor:
-        moved = projected + torch.arange(projected.shape[-1])
-        return moved if self.capped is None else moved.clamp(-self.capped, self.capped)
-
-
-def test_a_score_of_ones_own_is_read_if_it_only_adds_a_bias() -> None:
-    base, tokens = Linear(6, 4, bias=True), torch.randn(9, 6, generator=generator(0))
-    with torch.no_grad():
-        base.bias.copy_(torch.arange(4.0))  # type: ignore[union-attr]
-    known, own = (Router(score, select=TopK(6, 4, 2)).eval() for score in (base, Shifted(base, capped=None)))
-    torch.testing.assert_close(certify(own, tokens).radius, certify(known, tokens).radius)
-    capped = Router(Shifted(base, capped=30.0), select=TopK(6, 4, 2)).eval()
-    with pytest.raises(NoBound, match="does more to its products than adding a bias"):
-        certify(capped, tokens)
-
-
 class Distances(Score):
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +115,7 @@ class Distances(Score):
 
 def test_a_router_without_a_bound_says_so_and_its_vote_is_certified() -> None:
     made, tokens = Router(Distances(), select=TopK(6, 4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
-    with pytest.raises(NoBound, match=r"neither linear in the token nor a cosine, so no radius is known.*smoothing="):
+    with pytest.raises(NoBound, match=r"Distances: it declares no order.*smoothing="):
         certify(made, tokens)
     found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=60, selection=20, alpha=0.05))
     assert found.kind == "probabilistic" and (found.radius > 0).any()
@@ -157,7 +130,7 @@ def test_a_router_that_does_not_do_what_its_parts_say_is_not_certified() -> None
             return super().forward(flipped, tokens, context)
 
     made = Router(Linear(6, 4), select=Contrary(6, 4, 1)).eval()
-    with pytest.raises(ValueError, match="does something that its parts do not tell"):
+    with pytest.raises(ValueError, match="other experts than the router's parts declare"):
         certify(made, torch.randn(20, 6, generator=generator(0)))
 
 

@@ -21,13 +21,13 @@ def with_graph(graph: Tensor, weight: Tensor, k: int = 1) -> Router:
     with torch.no_grad():
         score.weight.copy_(weight)
         informer.graph.copy_(graph)
-    return Router(score, [informer], TopK(dim, experts, k)).eval()
+    return Router(score, TopK(dim, experts, k), [informer]).eval()
 
 
 def graph_of(made: Router) -> Tensor:
     informer = made.informers[0]
     assert isinstance(informer, ExpertGraph)
-    return informer.effective().double()
+    return informer.expert_graph().double()
 
 
 @pytest.mark.parametrize("name", ["symphony row", "symphony conditional", "symphony sinkhorn", "symphony sparse"])

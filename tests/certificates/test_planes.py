@@ -187,8 +187,8 @@ def test_memory_stays_small_for_many_tokens_and_experts(monkeypatch: pytest.Monk
     """Tokens are taken a few at a time, and the result does not depend on how many."""
     made, tokens, context = build("symphony+ac mixed", length=5)
     whole = certify(made, tokens, context)
-    monkeypatch.setattr("holdfast.certificates.reading.HELD", 500)
-    monkeypatch.setattr("holdfast.certificates.affine.HELD", 1)
+    monkeypatch.setattr("holdfast.certificates.subjects.MOST_ELEMENTS", 500)
+    monkeypatch.setattr("holdfast.certificates.score_geometry.MOST_HELD", 1)
     parts = certify(made, tokens, context)
     torch.testing.assert_close(parts.radius, whole.radius, rtol=1e-9, atol=0)
     torch.testing.assert_close(parts.bounds["pairwise"], whole.bounds["pairwise"], rtol=1e-9, atol=0)

@@ -12,8 +12,9 @@ from certificates.test_odds import grid
 from torch import Tensor, nn
 
 from holdfast.certificates import NORMS, Gate, NoBound, Norm, certify
-from holdfast.certificates.pairs import contests, kept_groups
 from holdfast.routing import Router, Routing, Scores, create_router
+from holdfast.routing.conditions import best_groups, group_contests
+from holdfast.routing.declarations import SIGMOID
 from holdfast.routing.rules import Rule
 from holdfast.routing.selection import TopK
 
@@ -74,11 +75,11 @@ def test_sigmoids_that_round_to_one_are_certified_for_nothing() -> None:
 def test_the_conditions_of_groups_are_those_of_every_two_groups() -> None:
     """Kept group 0 with chosen experts, kept group 1 without; against groups 2 and 3 of three experts each."""
     keys = torch.tensor([[9.0, 8.0, 1.0, 5.0, 4.0, 0.0, 2.0, 1.0, 3.0, 0.5, 2.5, 0.1]])
-    kept = kept_groups(keys, 4, 2)
+    kept = best_groups(keys, 4, 2)
     assert kept.tolist() == [[True, True, False, False]]
     chosen = torch.zeros_like(keys, dtype=torch.bool)
     chosen[0, :2] = True
-    pairs = contests(keys, kept, chosen)
+    pairs = group_contests(keys, kept, chosen)
     found = {
         (tuple(sorted(ahead)), tuple(sorted(behind)), way)
         for ahead, behind, way in zip(pairs.ahead[0].tolist(), pairs.behind[0].tolist(), pairs.way[0].tolist(), strict=True)
@@ -92,8 +93,7 @@ def test_the_conditions_of_groups_are_those_of_every_two_groups() -> None:
 
 def test_a_rule_that_ranks_in_a_way_we_do_not_know_is_refused() -> None:
     class Odd(Rule):
-        def gate(self, logits: Tensor) -> Tensor:
-            return logits.sigmoid()
+        gate = SIGMOID
 
         def ranks(self, scores: Scores) -> Tensor:
             return scores.gates.square()
@@ -102,13 +102,13 @@ def test_a_rule_that_ranks_in_a_way_we_do_not_know_is_refused() -> None:
             return scores.gates.gather(-1, experts)
 
     tokens = torch.randn(3, 4)
-    with pytest.raises(NoBound, match="nothing is known about how the rule Odd ranks experts"):
+    with pytest.raises(NoBound, match=r"Odd.*conditions"):
         certify(Gate(torch.randn(5, 4), 2, rule=Odd()), tokens)
     lying = grouped_sigmoid(5, 1, 1)
     lying.ranks = lambda scores: scores.gates * 2  # type: ignore[method-assign]
-    with pytest.raises(NoBound, match="does not rank by sigmoids and a bias"):
-        certify(Gate(torch.randn(5, 4), 2, rule=lying), tokens)
-    with pytest.raises(NoBound, match="more than there are in the groups it keeps"):
+    with pytest.raises(ValueError, match="other experts than the router's parts declare"):
+        certify(Gate(torch.randn(5, 4), 2, rule=lying), torch.randn(50, 4))
+    with pytest.raises(NoBound, match=r"GroupedSigmoid.*3 experts"):
         certify(Gate(torch.randn(6, 4), 3, rule=grouped_sigmoid(6, 3, 1)), tokens)
 
 

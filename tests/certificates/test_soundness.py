@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.attacks import attack_routes
 from holdfast.certificates import NORMS, Gate, Norm, certify
-from holdfast.certificates.reading import _ranks
+from holdfast.certificates.subjects import ranks
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router, Routing, SmoothTopK
 from holdfast.routing.parts import TINY
@@ -131,8 +131,8 @@ def test_no_attack_on_a_sigmoid_gate_succeeds_inside_the_radius(name: str) -> No
 
     def route(rows: Tensor) -> Routing:
         logits = rows @ gate.weight.t()
-        ranks = _ranks(gate.rule, logits) if gate.rule is not None else logits
-        experts = top(ranks, gate.k)
+        sorted_by = ranks(gate.rule, logits) if gate.rule is not None else logits
+        experts = top(sorted_by, gate.k)
         gates = torch.sigmoid(logits)
         return Routing(logits, gates, experts, gates.gather(1, experts), {})
 

@@ -1,7 +1,5 @@
 """Near-tie mass: against a loop over tokens, and in the levels in which each kind of router compares."""
 
-from types import SimpleNamespace
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 import holdfast
 from holdfast.metrics import Boundary, NearTies, boundary_of, levels_of
 from holdfast.routing import ExpertGraph, Router, Routing, Scores, TopK
+from holdfast.routing.declarations import SIGMOID
 from holdfast.routing.rules import Rule, Softmax
 
 WIDTHS = (0.05, 0.5, 2.0)
@@ -115,10 +114,8 @@ def test_one_token_at_a_time_finds_the_same_levels_as_all_at_once() -> None:
 class Biased(Rule):
     """Ranks by sigmoid plus a bias, as DeepSeek does."""
 
+    gate = SIGMOID
     bias = torch.linspace(-0.4, 0.4, 8)
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
 
     def ranks(self, scores: Scores) -> Tensor:
         return scores.gates + self.bias
@@ -132,7 +129,7 @@ class Biased(Rule):
 
 def test_a_rule_with_levels_of_its_own_is_asked_for_them_and_missed_where_it_is_not_known() -> None:
     torch.manual_seed(0)
-    router = Router(holdfast.routing.Linear(16, 8), (), TopK(16, 8, 2, rule=Biased())).eval()
+    router = Router(holdfast.routing.Linear(16, 8), TopK(16, 8, 2, rule=Biased())).eval()
     routing = router(torch.randn(200, 16))
     known, by_rule, unknown = (
         NearTies((0.01, 0.1), boundary) for boundary in (boundary_of(router), Boundary(levels=levels_of(Biased())), None)
@@ -159,5 +156,7 @@ def test_impossible_settings_are_one_clear_sentence() -> None:
         NearTies((0.1, 0.0))
     with pytest.raises(ValueError, match="k is 0"):
         NearTies(boundary=Boundary(k=0))
-    assert boundary_of(SimpleNamespace(select=None, training=False)) == Boundary()  # type: ignore[arg-type]
+    assert (
+        boundary_of(holdfast.routing.create_router("top-p", dim=4, experts=3)) == Boundary()
+    )  # in training, it declares no core
     assert levels_of(Softmax(renormalise=True))(random_routing()).shape == (63, 7)

@@ -106,7 +106,7 @@ def test_the_spectral_gap_and_rho_of_known_graphs() -> None:
 def test_a_threshold_makes_the_graph_sparse() -> None:
     graph = ExpertGraph(3, 1, threshold=0.05)
     graph.graph.copy_(torch.tensor([[0.9, 0.04, 0.06], [0.0, 1.0, 0.0], [0.02, 0.05, 0.93]]))
-    assert graph.effective().count_nonzero() == 5
+    assert graph.expert_graph().count_nonzero() == 5
     gates = torch.tensor([[[0.2, 0.3, 0.5]]])
     torch.testing.assert_close(graph.eval()(gates, gates, gates, Context())[0, 0, 0], torch.tensor(0.2 * 0.9 + 0.5 * 0.06))
 

@@ -123,6 +123,25 @@ def test_a_new_part_joins_the_grammar(scratch_name: str) -> None:
     assert holdfast.list_routers()["scratch"] == "twice the linear score (nobody)"
 
 
+def test_a_name_can_fill_several_slots(scratch_name: str) -> None:
+    """As `smoe-dropout` does; the parts are imported when first used, and the slots are taken."""
+    holdfast.register(
+        scratch_name,
+        slot="score",
+        also={"select": "holdfast.routing.selection:TopK"},
+        about="frozen scores, k grows",
+        paper="a test",
+        defaults={"k_final": "all"},
+    )(Frozen)
+    built, same = (holdfast.create_router(name, dim=8, experts=4) for name in (scratch_name, "smoe-dropout"))
+    assert [type(part) for part in built.parts] == [type(part) for part in same.parts]
+    assert isinstance(built.select, TopK) and built.select.slots == 4
+    with pytest.raises(ValueError, match="both claim the select slot"):
+        holdfast.create_router(f"{scratch_name}+top-p", dim=8, experts=4)
+    with pytest.raises(ValueError, match="again in `also`"):
+        holdfast.register("twice", slot="score", also={"score": Linear}, about="", paper="")(Frozen)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
 def test_routers_can_be_built_without_memory_and_keep_their_name(name: str) -> None:
     with torch.device("meta"):

@@ -180,7 +180,7 @@ def test_a_router_needs_a_selector_and_at_most_one_informer_a_side() -> None:
 
     from holdfast.routing import Linear
 
-    with pytest.raises(ValueError, match="needs a selector"):
-        Router(Linear(4, 3))
+    with pytest.raises(ValueError, match="FixedGraph where a Selector belongs"):
+        Router(Linear(4, 3), toys.FixedGraph(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 informers on the expert side"):
-        Router(Linear(4, 3), (toys.FixedGraph(3), toys.FixedGraph(3)), TopK(4, 3, 1))
+        Router(Linear(4, 3), TopK(4, 3, 1), (toys.FixedGraph(3), toys.FixedGraph(3)))

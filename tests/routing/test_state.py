@@ -39,7 +39,7 @@ class Counter(Informer, StatefulPart):
 def build() -> tuple[Router, Counter]:
     plain = create_router("smoe", dim=4, experts=3)
     counter = Counter()
-    return Router(plain.score, (counter,), plain.select), counter
+    return Router(plain.score, plain.select, (counter,)), counter
 
 
 def seen(routing_gates: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,18 +15,20 @@ from torch import Tensor
 import holdfast
 from holdfast.kernels.backward import refuse_second_derivatives
 from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
+from holdfast.routing.costs import Active, Cost, Place
+from holdfast.routing.declarations import Conditions
 from holdfast.testing import CHECKS, check_router
 
 DIM, EXPERTS = 24, 7
 
 
 def with_score(score: Linear) -> Router:
-    return Router(score, (), TopK(DIM, EXPERTS, 2))
+    return Router(score, TopK(DIM, EXPERTS, 2))
 
 
 def with_select(select: TopK) -> Router:
     torch.manual_seed(0)
-    return Router(Linear(DIM, EXPERTS), (), select)
+    return Router(Linear(DIM, EXPERTS), select)
 
 
 INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
@@ -36,11 +39,21 @@ INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("check", quick_or_slow(CHECKS, [check for check in CHECKS if check != "compile"]))
+UNDECLARED = ("declared certificate", "declared cost")  # toys declare neither
+DECLARED = [check for check in CHECKS if check not in UNDECLARED]
+
+
+@pytest.mark.parametrize("check", quick_or_slow(DECLARED, [check for check in DECLARED if check != "compile"]))
 @pytest.mark.parametrize("informers", INFORMERS)
 def test_toy_informers_conform(informers: str, check: str) -> None:
     report = check_router(toys.build(*INFORMERS[informers]()), reference=toys.reference, only=[check])
     assert report.passed == (check,)
+
+
+@pytest.mark.parametrize("check", UNDECLARED)
+def test_what_is_not_declared_is_left_out_with_a_reason(check: str) -> None:
+    report = check_router(toys.build(toys.RunningMean()), only=[check])
+    assert not report.passed and "RunningMean" in report.left_out[check]
 
 
 class SeesTheFuture(toys.RunningMean):
@@ -195,6 +208,45 @@ class HigherIndexFirst(TopK):
         return chosen._replace(experts=EXPERTS - 1 - chosen.experts, gates=scores.gates)
 
 
+class Cheap(Linear):
+    def cost(self, place: Place) -> Cost:
+        return Cost("score", forward=1.0, backward=2.0)
+
+
+class FewSlots(TopK):
+    def active_experts(self, place: Place) -> Active:
+        return Active(1, 1, 1)
+
+
+class HoldsTooMuch(TopK):
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return 1.01 * super().held_weights(experts, scores, live)
+
+
+class HoldsConstants(TopK):
+    """Right on the live set, and without a gradient elsewhere."""
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return live.where_chosen(experts, super().held_weights(experts, scores, live).detach(), scaled=True)
+
+
+class HoldsEvenly(TopK):
+    """Right on the live set, and even weights elsewhere."""
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        even = super().held_weights(experts, scores, live).mean(-1, keepdim=True).expand_as(experts)
+        return live.where_chosen(experts, even, scaled=True)
+
+
+class ForgetsAnExpert(TopK):
+    """Declares that its set is kept whatever the last expert's score becomes."""
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        found = super().conditions(scores)
+        assert found is not None
+        return replace(found, valid=found.valid & (found.behind != EXPERTS - 1).all(-1))
+
+
 def denies(**traits: bool) -> Router:
     """A plain router that denies a trait it has."""
     router = toys.build()
@@ -229,6 +281,16 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "denies batch invariance": (lambda: denies(batch_invariant=False), "batch invariance", "denies the trait"),
     "forgets the cache": (lambda: toys.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
     "denies being cacheable": (lambda: denies(cacheable=False), "cached decoding", "denies the trait cacheable"),
+    "declares too little cost": (lambda: with_score(Cheap(DIM, EXPERTS)), "declared cost", "is 1, and 336 is counted"),
+    "declares too few slots": (lambda: with_select(FewSlots(DIM, EXPERTS, 2)), "declared number of experts", "1 slots"),
+    "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "bit for bit"),
+    "holds constants": (lambda: with_select(HoldsConstants(DIM, EXPERTS, 2)), "held weights", "no gradient"),
+    "holds evenly": (lambda: with_select(HoldsEvenly(DIM, EXPERTS, 2)), "held weights", "jump by"),
+    "certifies too much": (
+        lambda: with_select(ForgetsAnExpert(DIM, EXPERTS, 2)),
+        "declared certificate",
+        "within their certified radius",
+    ),
     "does not save": (lambda: toys.build(LearnsAtOnce(saved=False)), "save and load", "after loading"),
     "learns in evaluation": (
         lambda: toys.build(LearnsAtOnce(in_evaluation=True)),

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from holdfast.auditing.observing import LayerRecord
 from holdfast.hub.sites import Site
-from holdfast.routing import ReLU, Routing, Scores, TopK, TopP
-from holdfast.routing.parts import shares
-from holdfast.routing.rules import Rule
+from holdfast.routing import Routing, Scores, Selection
 
 
 @final
@@ -59,35 +57,11 @@ def split(site: Site, before: LayerRecord, after: LayerRecord, rows: tuple[Tenso
 
 def kept_weights(site: Site, experts: Tensor, after: Routing) -> Tensor:
     """(T,K): the weights of r*, of `experts (T,K)` of the first routing under the scores of the second."""
-    count = after.gates.shape[-1]
     experts = experts.to(after.gates.device)
-    in_use = experts < count
-    slots = experts.where(in_use, 0)
-    router = site.router
-    if router is None:
-        assert site.family is not None
-        gate, family = site.gate, site.family
-        scale = 1.0 if family.scale is None else float(getattr(gate, family.scale))
-        return scale * _weighed(family.rule(gate), after, slots, in_use, informed=False)
-    if isinstance(router.select, TopK):
-        informed = any(not informer.inert for informer in router.informers)
-        return router.scale * _weighed(router.select.rule, after, slots, in_use, informed=informed)
-    if isinstance(router.select, TopP):
-        return router.scale * shares(after.gates.gather(1, slots).where(in_use, 0.0))
-    left = after.dense_weights.gather(1, slots).where(in_use, 0.0)
-    if isinstance(router.select, ReLU) or not getattr(getattr(router.select, "rule", None), "renormalise", True):
-        return left
-    whole = after.weights.sum(-1, keepdim=True)
-    # All of them gone: the experts they were, evenly. Nothing says how a faded expert would be weighted.
-    return whole * shares(left).where(left.sum(-1, keepdim=True) > 0, shares(in_use.to(left.dtype)))
-
-
-def _weighed(rule: Rule, after: Routing, slots: Tensor, in_use: Tensor, *, informed: bool) -> Tensor:
-    logits, gates = after.logits.unsqueeze(0), after.gates.unsqueeze(0)
-    scores = Scores.from_gates(gates, logits) if informed else Scores(logits, gates, informed=False, raw=logits)
-    slots, in_use = slots.unsqueeze(0), in_use.unsqueeze(0)
-    # Rules take slots ranked: Phi-MoE's weight of an expert depends on which went before.
-    ranks = rule.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
-    order = ranks.argsort(dim=-1, descending=True, stable=True)
-    weights = rule.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
-    return torch.zeros_like(weights).scatter(-1, order, weights).squeeze(0)
+    if site.router is not None:
+        return site.router.held_weights(experts, after)
+    assert site.family is not None
+    scale = 1.0 if site.family.scale is None else float(getattr(site.gate, site.family.scale))
+    live = Selection.recorded(after, scale)
+    rule, scores = site.family.rule(site.gate), Scores.recorded(after, informed=False)
+    return rule.held_weights(experts.unsqueeze(0), scores, live).squeeze(0)

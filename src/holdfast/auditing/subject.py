@@ -14,7 +14,7 @@ from holdfast.hub.sites import Site, sites
 from holdfast.hub.trace import watched
 from holdfast.hub.usable import require_known
 from holdfast.metrics import Boundary, boundary_of, levels_of
-from holdfast.routing import Router, SmoothTopK
+from holdfast.routing import Router
 
 
 @final
@@ -62,9 +62,9 @@ class Audited:
         return self.model(**moved, **options)
 
     def core(self, layer: int) -> int | None:
-        """Of a smooth router the k whose sets are compared: it lets others in and out at weight 0, which is no switch."""
+        """Return how many of the best experts are compared as a token's set; None is all that it uses."""
         router = self.sites[layer].router
-        return router.select.k if router is not None and isinstance(router.select, SmoothTopK) else None
+        return None if router is None else router.select.core
 
     def boundaries(self) -> dict[int, Boundary]:
         found = {}

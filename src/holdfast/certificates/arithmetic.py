@@ -1,9 +1,8 @@
-"""What rounding can do to a dot product, at worst.
+"""How products of tokens and weights are computed, and what rounding can do to them.
 
-gamma_n = n u / (1 - n u):  |computed - exact| <= gamma_n sum_q |x_q w_q|  for n terms in any order (Higham 2002, 3.1)
-
-That is rarely reached: errors of both signs cancel. If they are independent with mean 0, exp(lambda sqrt(n) u + n u^2) - 1
-bounds them with probability 1 - 2 n exp(-lambda^2 / 2) (Higham and Mary 2019, theorem 3.1): an eighth of gamma at n = 4096.
+The worst case, gamma_n of `holdfast.routing.bounds`, is rarely reached: errors of both signs cancel. If they are
+independent with mean 0, exp(lambda sqrt(n) u + n u^2) - 1 bounds them with probability 1 - 2 n exp(-lambda^2 / 2) (Higham
+and Mary 2019, theorem 3.1): an eighth of gamma at n = 4096.
 """
 
 import math
@@ -12,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
+from holdfast.routing.bounds import gamma, unit
 from holdfast.suggest import unknown
 
 Rounding = Literal["worst", "likely"]
@@ -21,18 +21,8 @@ LAMBDA = 8.0  # of 10^4 terms, one bound in 10^9 fails
 FLOAT32_SUM = 2.0**-23
 
 
-def unit(dtype: torch.dtype) -> float:
-    """u, the largest relative error of rounding to the nearest number of `dtype`."""
-    return torch.finfo(dtype).eps / 2
-
-
-def gamma(terms: int, u: float) -> float:
-    """n u / (1 - n u); infinite where n u >= 1, and nothing can be said."""
-    return terms * u / (1 - terms * u) if terms * u < 1 else math.inf
-
-
 def likely_gamma(terms: int, u: float) -> float:
-    """The bound that holds with high probability, if it is less."""
+    """Return the bound that holds with high probability, if it is less."""
     exponent = LAMBDA * math.sqrt(terms) * u + terms * u * u
     return min(gamma(terms, u), math.expm1(exponent) if exponent < 1 else math.inf)
 

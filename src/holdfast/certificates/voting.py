@@ -17,10 +17,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from holdfast.certificates.norms import ABOVE, Norm, check_norm, lengths
-from holdfast.certificates.records import Certificates
+from holdfast.certificates.certificates import Certificates
 from holdfast.extras import require_extra
 from holdfast.routing import Context, Router, Routing
+from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
 from holdfast.routing.parts import TINY
 
 Route = Callable[[Tensor], Routing]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.hub.specs import NATIVE, LayerSpec
-from holdfast.routing import AttentionPosterior, Router
+from holdfast.routing import Router
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Host
 
@@ -80,10 +80,10 @@ def _build(place: Place, spec: LayerSpec, host: Host) -> Router | None:
     except (TypeError, OverflowError) as problem:  # options of a folder may be of any type and size
         given = ", ".join(f"{name}={value!r}" for name, value in spec.options.items())
         raise ValueError(f"{place.name}: router {spec.router!r} does not take these options ({given}): {problem}.") from None
-    if place.heads is None and not place.recurrent and any(isinstance(part, AttentionPosterior) for part in router.parts):
+    if place.heads is None and not place.recurrent and "attention.projection" in router.reads:
         raise ValueError(
-            f"{place.name}: this model attends within windows, so the attention router has no sequence to read; "
-            "use 'similarity'."
+            f"{place.name}: this model attends within windows, so router {spec.router!r} has no attention over the whole "
+            "sequence to read; use 'similarity'."
         )
     if "previous" in router.reads and place.before is not None and place.before.dim != place.dim:
         raise ValueError(

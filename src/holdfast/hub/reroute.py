@@ -24,7 +24,6 @@ from holdfast.kernels.quantised import as_float
 from holdfast.losses import Losses
 from holdfast.routing import Router
 from holdfast.routing.presets import REGISTRY
-from holdfast.routing.rules import Softmax
 
 MODEL_BALANCE = "model_balance"  # among the terms, before the number of experts a token is known
 
@@ -154,8 +153,7 @@ def _spec(
 
 def _weights(router: Router) -> str | None:
     """How a sparse layer's experts have been weighted so far; None for a selector that has no such rule."""
-    rule = getattr(router.select, "rule", None)
-    return None if not isinstance(rule, Softmax) else "softmax" if rule.renormalise else "switch"
+    return router.select.convention
 
 
 def _native_k(site: Site) -> int:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.select import top
-from holdfast.routing.parts import Scores, shares
-from holdfast.routing.rules import Rule, dampened
-
-HIGHEST_OF_GROUP = 2  # a group of experts is worth the sum of its two best
+from holdfast.routing.conditions import HIGHEST_OF_GROUP, keep_best, keep_best_in_groups
+from holdfast.routing.declarations import SIGMOID, Conditions, NoBound
+from holdfast.routing.parts import Rule, Scores, shares
+from holdfast.routing.rules import dampened
 
 
 class GroupedSigmoid(Rule):
@@ -18,6 +18,7 @@ class GroupedSigmoid(Rule):
     The choice of groups is a top-k of its own: `smooth` makes the choice within groups continuous, not that of groups.
     """
 
+    gate = SIGMOID
     ordered = False  # ranked with the bias, weighted without
     strip = 0.02  # levels are gates, between 0 and 1
 
@@ -26,11 +27,13 @@ class GroupedSigmoid(Rule):
         self.groups, self.groups_kept = int(gate.num_group), int(gate.topk_group)
         self.renormalise = bool(gate.norm_topk_prob)
 
-    def gate(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
+    @property
+    def bias(self) -> Tensor:
+        buffer: Tensor = self.owner.get_buffer("e_score_correction_bias")
+        return buffer
 
     def ranks(self, scores: Scores) -> Tensor:
-        choice = scores.gates + self.owner.get_buffer("e_score_correction_bias").float()
+        choice = scores.gates + self.bias.float()
         if self.groups_kept >= self.groups:
             return choice
         grouped = choice.unflatten(-1, (self.groups, -1))
@@ -45,6 +48,16 @@ class GroupedSigmoid(Rule):
         gates = dampened(scores, experts, in_use, fade)
         return shares(gates) if self.renormalise else gates
 
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        bias = self.bias.detach().to(scores.gates)
+        keys = scores.gates + bias
+        if self.groups_kept >= self.groups:
+            return keep_best(keys, k, "gates", bias)
+        in_groups = self.groups_kept * (keys.shape[-1] // self.groups)
+        if k > in_groups:
+            raise NoBound(f"no certificate is known for {self.name}: it takes {k} experts, and its groups hold {in_groups}")
+        return keep_best_in_groups(keys, k, self.groups, self.groups_kept, "gates", bias)
+
 
 class SparseMixer(Rule):
     """Phi-MoE in evaluation: an expert's weight is its share among those within a few per cent of it and not yet chosen.
@@ -56,9 +69,6 @@ class SparseMixer(Rule):
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance  # relative, as in the family: not blind to a shift of all logits
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits, dim=-1)
 
     def levels(self, scores: Scores) -> Tensor:
         if not scores.informed:
@@ -79,3 +89,6 @@ class SparseMixer(Rule):
         chosen = torch.cat([*weights, strip[..., k:]], dim=-1)
         chosen = chosen if fade is None else chosen * fade.exp()
         return chosen.where(in_use, 0.0)
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        return keep_best(scores.key, k, scores.compares)

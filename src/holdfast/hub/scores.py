@@ -3,7 +3,9 @@
 from torch import Tensor, nn
 
 from holdfast.kernels.quantised import as_float
+from holdfast.routing.declarations import Order, Values
 from holdfast.routing.parts import LinearScore
+from holdfast.routing.records import Context
 
 UNREADABLE_GATE = "a router cannot score by them; leave gates out when quantising"
 
@@ -27,8 +29,15 @@ class GateScore(LinearScore):
         # Not `get_parameter`: while an adapter (PEFT's) adds to it, it is none.
         return as_float(self.__dict__["gate"], self.weight_name, UNREADABLE_GATE)
 
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.bias_name is None else getattr(self.__dict__["gate"], self.bias_name).float()
+
     def finish(self, projected: Tensor) -> Tensor:
-        if self.bias_name is None:
-            return projected
-        bias: Tensor = getattr(self.__dict__["gate"], self.bias_name)
-        return projected + bias.float()
+        return projected if self.bias is None else projected + self.bias
+
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        return Order(self.matrix, self.bias)
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        return Values()

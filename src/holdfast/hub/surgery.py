@@ -17,7 +17,7 @@ from holdfast.hub.sparse import SparseLayer
 from holdfast.hub.specs import LayerSpec
 from holdfast.layers import Experts, name_layers
 from holdfast.layers.activations import ACTIVATIONS, Activation
-from holdfast.routing import Clustered, LinearScore, Router
+from holdfast.routing import Router
 from holdfast.routing.registry import Host
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -47,15 +47,14 @@ def _require_known(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) ->
 
 def reroute_sites(found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
     """Give each layer that `specs` names the router it says, or change nothing."""
-    built = build_routers(
-        places(found), specs, {site.name: host_of(site, specs[site.name]) for site in found if site.name in specs}
-    )
+    hosts = {site.name: host_of(site, specs[site.name]) for site in found if site.name in specs}
+    built = build_routers(places(found), specs, hosts)
     for site in found:
         if site.name in built:
             require_runnable(site, built[site.name])
     for site in found:
         if site.name in built:
-            _place_router(site, specs[site.name], built[site.name])
+            _place_router(site, specs[site.name], hosts[site.name], built[site.name])
 
 
 def host_of(site: Site, spec: LayerSpec) -> Host:
@@ -67,11 +66,10 @@ def host_of(site: Site, spec: LayerSpec) -> Host:
         return Host(True, score, family.rule(gate), scale)
     router = site.router
     assert router is not None
-    own = router.score.base if isinstance(router.score, Clustered) else router.score
-    return Host(True, own if isinstance(own, LinearScore) else None, spec.rule())
+    return Host(True, router.score.host, spec.rule())
 
 
-def _place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
+def _place_router(site: Site, spec: LayerSpec, host: Host, router: Router | None) -> None:
     """Put a router where the layer has one; None is the family's own rule."""
     if isinstance(site.block, SparseLayer):
         assert router is not None
@@ -85,7 +83,7 @@ def _place_router(site: Site, spec: LayerSpec, router: Router | None) -> None:
         router = _marked(router.to(**_like(weight, gate)).train(gate.training))
     install(gate, router, family.rule(gate), spec.loss_terms() if router is None else None, family.usual_order)
     # A score of another kind leaves the checkpoint's unused, and parameters without a gradient stop DDP.
-    used = router is None or any(isinstance(module, GateScore) for module in router.modules())
+    used = router is None or router.score.host is host.score
     if used == hasattr(gate, "was_trained"):
         set_trained(gate, used)
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from holdfast.kernels.select import top
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.rows import only_real
-from holdfast.routing import Router, Routing, Scores, SmoothTopK
-from holdfast.routing.parts import TINY
-from holdfast.routing.rules import Rule
+from holdfast.routing import Router, Routing, Scores
+from holdfast.routing.parts import TINY, Rule
 
 WIDTHS = (0.001, 0.01, 0.1)
 GATES: tuple[Callable[[Tensor], Tensor], ...] = (partial(torch.softmax, dim=-1), torch.sigmoid, torch.relu)
@@ -41,22 +40,18 @@ class Boundary:
 
 
 def boundary_of(router: Router) -> Boundary:
-    """The boundary of a router of ours, which knows its k and the rule by which it ranks."""
-    select = router.select
-    k = select.k if isinstance(select, SmoothTopK) else None
-    rule = getattr(select, "rule", None)
-    return Boundary(k) if rule is None or router.training else Boundary(k, levels_of(rule, bool(router.informers)))
+    """Return the boundary that a router's selector declares. In training, noise may have moved what the record holds."""
+    core = router.select.core
+    return Boundary(core) if router.training else Boundary(core, partial(_levels, router.select.levels, router.informed))
 
 
-def levels_of(rule: Rule, informed: bool = False) -> Callable[[Routing], Tensor]:
-    """`Boundary.levels` for a rule, such as that of a Hugging Face family; `informed`: gates went through an informer."""
-    return partial(_levels, rule, informed)
+def levels_of(rule: Rule) -> Callable[[Routing], Tensor]:
+    """Return `Boundary.levels` for the rule of a gate that is not ours, such as that of a Hugging Face family."""
+    return partial(_levels, rule.levels, False)
 
 
-def _levels(rule: Rule, informed: bool, routing: Routing) -> Tensor:
-    logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
-    scores = Scores.from_gates(gates, logits) if informed else Scores(logits, gates, informed=False, raw=logits)
-    return rule.levels(scores).squeeze(0)
+def _levels(levels: Callable[[Scores], Tensor], informed: bool, routing: Routing) -> Tensor:
+    return levels(Scores.recorded(routing, informed=informed)).squeeze(0)
 
 
 @dataclass(frozen=True)

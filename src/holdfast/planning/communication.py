@@ -22,9 +22,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.planning.costs import FLOAT, INTEGER
 from holdfast.planning.memory import Training
 from holdfast.planning.outline import LayerShape, Outline
+from holdfast.routing.costs import FLOAT, INTEGER
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Floating-point operations a token: a multiply-add counts 2, only matrix products count, a backward is twice its forward.
 
-Causal attention counts the half that it needs. What a router's parts add have formulas of their own (costs.py), since not
+Causal attention counts the half that it needs. What a router's parts add have formulas of their own (`Part.cost`), since not
 all they do has a gradient.
 """
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find, moe_family
 from holdfast.hub.sites import Site, sites
-from holdfast.planning.costs import Active, Cost, Place, active, costs
-from holdfast.routing import Router
+from holdfast.routing import Part, Router
+from holdfast.routing.costs import Active, Cost, Place
 from holdfast.routing.selection import check_k
 
 
@@ -49,6 +49,7 @@ class SparseShape:
     ours: bool  # run by our experts function, which keeps less for the backward
     active: Active
     costs: tuple[Cost, ...]  # of the router's parts
+    undeclared: tuple[str, ...]  # the parts that declare no cost
     router_parameters: int
     state: int  # bytes, float32 whatever the model is
 
@@ -247,6 +248,7 @@ def _sparse(site: Site, attention: AttentionShape, setting: Setting) -> SparseSh
     parameters = sum(parameter.numel() for parameter in site.experts.parameters())
     hidden = min(matrices) // (experts * dim)
     router = site.router
+    parts = [] if router is None else _parts(router)
     place = Place(
         dim=dim,
         experts=experts,
@@ -267,11 +269,30 @@ def _sparse(site: Site, attention: AttentionShape, setting: Setting) -> SparseSh
         bias=parameters > sum(matrices),
         gated=max(matrices) > min(matrices),
         ours=site.family is None or (router is not None and router.select.ragged),
-        active=_native_active(site) if router is None else active(router.select, experts),
-        costs=_native_costs(place) if router is None else costs(router, place),
+        active=_native_active(site) if router is None else _active(router, place),
+        costs=_native_costs(place) if router is None else _costs(parts, place),
+        undeclared=tuple(type(part).__name__ for part in parts if part.cost(place) is None),
         router_parameters=sum(parameter.numel() for parameter in _gate(site).parameters()),
         state=0 if router is None else state_of(router),
     )
+
+
+def _parts(router: Router) -> list[Part]:
+    """The router's parts in their order; those that a part wraps come before it."""
+    return [declaring for part in router.parts for declaring in (*part.wrapped, part)]
+
+
+def _costs(parts: list[Part], place: Place) -> tuple[Cost, ...]:
+    declared = (part.cost(place) for part in parts)
+    return tuple(cost for cost in declared if cost is not None)
+
+
+def _active(router: Router, place: Place) -> Active:
+    """As the selector declares; all experts where it declares nothing."""
+    declared = router.select.active_experts(place)
+    if declared is not None:
+        return declared
+    return Active(place.experts, place.experts, place.experts, f"{type(router.select).__name__}: at most")
 
 
 def state_of(router: Router) -> int:

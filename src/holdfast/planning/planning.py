@@ -168,10 +168,9 @@ def _column(label: str, shape: Outline, setting: Setting, workload: Workload) ->
     tokens, number = setting.sequence * workload.batch, setting.number
     training_memory = memory.training(shape, tokens, number, workload.checkpointing)
     notes = {sparse.active.about for sparse in shape.sparse} | {
-        f"no formulas for {cost.part}: only its parameters and state are counted"
+        f"{part}: cost not declared, only its parameters and state are counted"
         for sparse in shape.sparse
-        for cost in sparse.costs
-        if not cost.known
+        for part in sparse.undeclared
     }
     return Planned(
         router=label,

@@ -28,6 +28,11 @@ class RouterCache:
         lengths = [rows.shape[1] for rows in self._rows.values()]
         return max(lengths) if lengths else 0
 
+    @property
+    def bytes(self) -> int:
+        """How much memory the rows take."""
+        return sum(rows.numel() * rows.element_size() for rows in self._rows.values())
+
     def reorder(self, sequences: Tensor) -> None:
         """Beam search: sequence i continues what sequence `sequences[i]` was. Also selects a part of the batch."""
         self._map(lambda rows: rows.index_select(0, sequences.to(rows.device)))

@@ -6,6 +6,7 @@ logits = (x * m_c) W^T, and no gradient flows through m
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -16,6 +17,8 @@ from holdfast.kernels.clusters import naive
 from holdfast.kernels.fp32_linear import scaled_linear_float32
 from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
 from holdfast.kernels.select import top
+from holdfast.routing.costs import FLOAT, Cost, Place
+from holdfast.routing.declarations import Order, Scales, Values
 from holdfast.routing.offload import is_offloaded, loaded
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
 from holdfast.routing.records import Context, Previous
@@ -75,6 +78,34 @@ class Clustered(Score, StatefulPart):
         self.register_buffer("spreads", torch.ones(clusters, dim))
         self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
 
+    @property
+    def wrapped(self) -> tuple[LinearScore, ...]:
+        return (self.base,)
+
+    @property
+    def host(self) -> Score | None:
+        return self.base.host
+
+    def cost(self, place: Place) -> Cost:
+        """Scales are a product (T,C) by (C,d), computed again in the backward; spreads take three such products."""
+        if self.plain:
+            return Cost("clusters")
+        scaling = 2.0 * self.clusters * place.dim
+        batch = self.stats == "batch"
+        summed = FLOAT * (self.clusters + 2 * self.clusters * place.dim)
+        return Cost(
+            "clusters",
+            forward=scaling + (3 * scaling if batch else 0),
+            backward=scaling,
+            learning=0 if batch else 3 * scaling,
+            kept=FLOAT * self.clusters,
+            summed=summed,
+            summed_again=summed if batch else 0,
+        )
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"spreads": self.spreads}
+
     def begin_training_forward(self) -> None:
         on_side_stream(self.spreads, super().begin_training_forward)
 
@@ -132,6 +163,14 @@ class Clustered(Score, StatefulPart):
         real = None if real is None else real.flatten()
         spreads = self._spreads(lambda: self._deviations(previous, members, real))
         return self._mixture(previous, members, context), feature_scales(spreads)
+
+    def order(self, tokens: Tensor, context: Context) -> Order | None:
+        """That of the base, on scaled features: a move of the token leaves its cluster as it is."""
+        order, features = self.base.order(tokens, context), self.features(tokens, context)
+        return order if order is None or features is None else replace(order, scales=Scales(*features))
+
+    def values(self, tokens: Tensor, context: Context) -> Values | None:
+        return self.base.values(tokens, context)
 
     def _deviations(self, previous: Previous, groups: clusters.Groups, real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sums over each cluster's real tokens, over all ranks, of |h - mean| or its square, and their numbers."""

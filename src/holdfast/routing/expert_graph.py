@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import count_pairs
+from holdfast.routing.costs import FLOAT, Cost, Place
 from holdfast.routing.parts import TINY, Informer
 from holdfast.routing.records import Context
 from holdfast.routing.selection import check_k
@@ -77,25 +78,34 @@ class ExpertGraph(Informer, StatefulPart):
         chosen = together.diagonal() > 0
         return {"graph": updated.where(chosen.unsqueeze(1 if self.normalize == "row" else 0), self.graph)}
 
-    def effective(self) -> Tensor:
+    def expert_graph(self) -> Tensor:
         """(E,E): the graph as it acts, without what is below the threshold."""
         graph = snapshot_for_backward(self.graph, self.training)
         return graph if self.threshold == 0 else graph.where(graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        graph = self.effective()
+        graph = self.expert_graph()
         if self.training:
             self.learn(lambda: {"together": sum_over_ranks(count_pairs(logits.detach(), context.real(tokens), self.k))})
         return linear_float32(gates, graph)
 
+    def cost(self, place: Place) -> Cost:
+        """Gates times the graph, which has no gradient: 2 E^2 each way. Co-selections are one more such product."""
+        mix = 2.0 * place.experts**2
+        graph = FLOAT * place.experts * place.experts
+        return Cost("expert graph", mix, mix, learning=mix, kept=FLOAT * place.experts, summed=graph)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"graph": self.expert_graph()}
+
     def spectral_gap(self) -> float:
         """|lambda_1| - |lambda_2|: how fast a disagreement between experts dies out."""
-        sizes = torch.linalg.eigvals(self.effective().double()).abs().sort(descending=True).values
+        sizes = torch.linalg.eigvals(self.expert_graph().double()).abs().sort(descending=True).values
         return float(sizes[0] - sizes[1]) if len(sizes) > 1 else float(sizes[0])
 
     def rho(self) -> float:
         """|A (I - 11^T/E)|_2: how much of a perturbation of p gets through (proposition 1)."""
-        graph = self.effective().double()
+        graph = self.expert_graph().double()
         return float(torch.linalg.matrix_norm(graph - graph.mean(1, keepdim=True), ord=2))
 
     def extra_repr(self) -> str:

@@ -18,6 +18,11 @@ class GaussianNoise(nn.Module):
         self.std = std
         self.weight = nn.Parameter(torch.zeros(experts, dim)) if std is None else None
 
+    @property
+    def flops(self) -> float:
+        """Of the matrix product for one token."""
+        return 0.0 if self.weight is None else 2.0 * self.weight.numel()
+
     def scale(self, tokens: Tensor) -> Tensor | float:
         if self.weight is not None:
             return F.softplus(linear_float32(tokens, self.weight))
@@ -36,6 +41,11 @@ class GumbelNoise(nn.Module):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; it divides the logits and must be positive.")
         self.temperature = temperature
+
+    @property
+    def flops(self) -> float:
+        """No matrix product is taken."""
+        return 0.0
 
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
         exponential = torch.empty_like(logits).exponential_().clamp_min(TINY)

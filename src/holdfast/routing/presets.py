@@ -97,15 +97,29 @@ def list_routers() -> dict[str, str]:
 
 
 def register(
-    name: str, *, slot: str, about: str, paper: str, defaults: Mapping[str, Any] | None = None
+    name: str,
+    *,
+    slot: str,
+    about: str,
+    paper: str,
+    defaults: Mapping[str, Any] | None = None,
+    also: Mapping[str, type[Part] | str] | None = None,
 ) -> Callable[[PartClass], PartClass]:
-    """Class decorator: make a part available to `create_router` under `name`, in `slot`.
+    """Class decorator: make a part available to `create_router` under `name`.
 
-    Slots are "score", "cluster", "expert", "token" and "select".
+    slot        what the part fills: "score", "cluster", "expert", "token" or "select"
+    about       one line of help
+    paper       where it comes from
+    defaults    of its options
+    also        other slots that the name fills, with the class of each part or "module:Class", which is imported when first
+                used: `also={"select": TopK}, defaults={"k_final": "all"}` on a score makes `smoe-dropout`
     """
 
     def add(part: PartClass) -> PartClass:
-        REGISTRY.add(Preset(name, about, paper, {slot: part}, defaults or {}))
+        others = also or {}
+        if slot in others:
+            raise ValueError(f"{name!r} fills the slot {slot!r} with {part.__name__}, and again in `also`; name it once.")
+        REGISTRY.add(Preset(name, about, paper, {slot: part, **others}, defaults or {}))
         return part
 
     return add

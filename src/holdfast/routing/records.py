@@ -117,12 +117,21 @@ class Context:
         return rows if usable is None else rows.where(usable.view(*usable.shape, *[1] * (rows.dim() - 2)), 0.0)
 
     def real(self, tokens: Tensor) -> Tensor | None:
-        """`padding`, checked against `tokens (B,N,d)`."""
+        """Return `token_mask`, checked against `tokens (B,N,d)`: its type, its shape, and that it holds a real token.
+
+        The last is checked on a CPU only, and not while compiling: a GPU would have to be waited for.
+        """
         if self.token_mask is None:
             return None
         if self.token_mask.dtype != torch.bool or self.token_mask.shape != tokens.shape[:2]:
             raise ValueError(
                 f"token_mask is {self.token_mask.dtype} of shape {tuple(self.token_mask.shape)}; expected bool of shape "
                 f"{tuple(tokens.shape[:2])}, True where the token is real (for an attention mask of 0 and 1: mask.bool())."
+            )
+        at_once = self.token_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        if at_once and self.token_mask.numel() and not self.token_mask.any():
+            raise ValueError(
+                f"token_mask marks all {self.token_mask.numel()} tokens of the batch as padding; it must be True where a "
+                "token is real (a mask that is True for padding: ~mask)."
             )
         return self.token_mask

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from holdfast.routing.options import check_value, split_options
-from holdfast.routing.parts import Informer, LinearScore, Part, Score, Selector
+from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
 from holdfast.routing.rules import Rule
 from holdfast.routing.selection import check_k
@@ -56,7 +56,7 @@ class Host:
     """The model that a router enters: what it brings along, so that the router starts from what the model does."""
 
     pretrained: bool = False  # parts start with the defaults they declare under `entering`
-    score: LinearScore | None = None  # the model's own scores, where no name claims that slot
+    score: Score | None = None  # the model's own scores, where no name claims that slot
     rule: Rule | None = None  # the model's own convention, unless a name or an option says how to weigh
     scale: float = 1.0
     options: Mapping[str, Any] = field(
@@ -182,8 +182,8 @@ class Registry:
                 built[slot] = _construct(classes[slot], values | base, name)
         return Router(
             score=built.get("cluster", built["score"]),
-            inform=[built[side] for side in ("expert", "token") if side in built],
             select=built["select"],
+            inform=[built[side] for side in ("expert", "token") if side in built],
             losses=losses,
             layer=layer,
             check_finite=check_finite,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.launching import wait_for_side_stream
-from holdfast.routing.parts import Informer, Part, Score, Scores, Selector, Traits
+from holdfast.routing.parts import Informer, Part, Score, Scores, Selection, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
 
@@ -42,8 +42,8 @@ class Router(nn.Module):
     def __init__(
         self,
         score: Score,
+        select: Selector,
         inform: Sequence[Informer] = (),
-        select: Selector | None = None,
         *,
         losses: LossTerms | None = None,
         layer: str = "router",
@@ -51,8 +51,9 @@ class Router(nn.Module):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        if select is None:
-            raise ValueError("a Router needs a selector, for example select=TopK(dim, experts, k).")
+        for part, kind in ((score, Score), (select, Selector), *((informer, Informer) for informer in inform)):
+            if not isinstance(part, kind):
+                raise ValueError(f"Router(score, select, inform): a {type(part).__name__} where a {kind.__name__} belongs.")
         for side in ("expert", "token"):
             count = sum(informer.side == side for informer in inform)
             if count > 1:
@@ -119,6 +120,27 @@ class Router(nn.Module):
     def reads(self) -> set[str]:
         """The fields of a Context that its parts need beyond causal, padding and cache."""
         return {field for part in self.parts for field in part.reads}
+
+    @property
+    def informed(self) -> bool:
+        """Does an informer change what the selector reads?"""
+        return any(not informer.inert for informer in self.informers)
+
+    def scores_of(self, routing: Routing) -> Scores:
+        """Return what the selector read, (1,T,E), from the record of a forward in evaluation."""
+        return Scores.recorded(routing, informed=self.informed)
+
+    def held_weights(self, experts: Tensor, routing: Routing) -> Tensor:
+        """(T,K): the weights of `experts (T,K)`, held fixed, under the scores of `routing`, of this router in evaluation.
+
+        A token whose held set is the one it has in `routing` gets those weights, bit for bit.
+        """
+        live = Selection.recorded(routing, self.scale)
+        return self.select.held_weights(experts.unsqueeze(0), self.scores_of(routing), live).squeeze(0)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what is worth watching while training, of all parts."""
+        return {name: value for part in self.parts for name, value in part.snapshot().items()}
 
     def progress(self, fraction: float) -> None:
         """Training has come this far, from 0 to 1: annealing and growing parts move along."""

@@ -1,42 +1,15 @@
-"""Gating rules: how logits become gates, by what experts are ranked, and how the chosen ones are weighted.
+"""The softmax rule, and what rules share.
 
 A model has one convention, whatever its router: a pretrained model's experts expect the weights they were trained with.
 """
 
-from abc import ABC, abstractmethod
-
-import torch
 from torch import Tensor
 
 from holdfast.kernels.select import Amounts, top, weigh
+from holdfast.routing.conditions import keep_best
+from holdfast.routing.declarations import Conditions
+from holdfast.routing.parts import Rule as Rule
 from holdfast.routing.parts import Scores
-
-
-class Rule(ABC):
-    """One convention (abstract). Slots come ranked; `fade` is the logarithm of what dampens a slot, None where none is."""
-
-    ordered = True  # the ranks' order is the weights' order
-    strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
-
-    @abstractmethod
-    def gate(self, logits: Tensor) -> Tensor:
-        """The distribution that informers act on and selection reads."""
-
-    def ranks(self, scores: Scores) -> Tensor:
-        """(B,N,E): what experts are sorted by."""
-        return scores.key
-
-    def levels(self, scores: Scores) -> Tensor:
-        """(B,N,E): what the gaps between experts are measured in, in the same order as the ranks."""
-        return scores.logits
-
-    def amounts(self, scores: Scores) -> Amounts | None:
-        """Return what experts are weighed by if the rule ranks by `scores.key` and weighs as `kernels.select`, or None."""
-        return None
-
-    @abstractmethod
-    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
-        """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
 
 
 class Softmax(Rule):
@@ -44,9 +17,7 @@ class Softmax(Rule):
 
     def __init__(self, renormalise: bool) -> None:
         self.renormalise = renormalise
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits, dim=-1)
+        self.convention = "softmax" if renormalise else "switch"
 
     def amounts(self, scores: Scores) -> Amounts:
         if self.renormalise and not scores.informed:
@@ -55,6 +26,9 @@ class Softmax(Rule):
 
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         return weigh(self.amounts(scores), experts, in_use, fade)
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        return keep_best(scores.key, k, scores.compares)
 
 
 def dampened(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:

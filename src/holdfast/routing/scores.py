@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.routing.costs import FLOAT, Cost, Place, projection_flops
+from holdfast.routing.declarations import Cosines, Order, Values
 from holdfast.routing.parts import LinearScore
+from holdfast.routing.records import Context
 
 LARGE, SMALLER = 2.0**56, 2.0**-70
 SHORTEST = 1e-6  # a projection shorter than this is not blown up to length 1, nor is its gradient
@@ -33,6 +36,12 @@ class Linear(LinearScore):
     def finish(self, projected: Tensor) -> Tensor:
         return projected if self.bias is None else projected + self.bias.float()
 
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        return Order(self.weight, None if self.bias is None else self.bias.float())
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        return Values()
+
 
 class Frozen(LinearScore):
     """logits = x W^T with random W that never learns (SMoE-dropout; the random router of Symphony's appendix C)."""
@@ -50,6 +59,17 @@ class Frozen(LinearScore):
 
     def finish(self, projected: Tensor) -> Tensor:
         return projected
+
+    def cost(self, place: Place) -> Cost:
+        """Its weights have no gradient."""
+        forward = projection_flops(self.weight)
+        return Cost("score", forward, forward, kept=FLOAT * place.experts)
+
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        return Order(self.weight)
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        return Values()
 
 
 class Cosine(LinearScore):
@@ -83,3 +103,16 @@ class Cosine(LinearScore):
         projected = projected * torch.where(huge, SMALLER, 1.0)
         cosines = linear_float32(F.normalize(projected, dim=-1, eps=SHORTEST), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()
+
+    def cost(self, place: Place) -> Cost:
+        forward = projection_flops(self.projection) + projection_flops(self.embeddings)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
+
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        """z.e: a temperature and the length of z, both positive, change neither order nor sign."""
+        units = F.normalize(self.embeddings.detach().double(), dim=-1)
+        # Two normalisations, the cosines and the temperature come after the product.
+        return Order(self.projection, combine=units, roundings=3 * self.projection.shape[0] + 16)
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        return Values(Cosines(float(self.log_temperature.detach().double().exp()), SHORTEST))

@@ -1,5 +1,6 @@
 """Selectors: from scores to experts and weights. Ties go to the lower index, everywhere."""
 
+import math
 from typing import Literal
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.launching import wait_for_side_stream
 from holdfast.kernels.select import select_top_k, top
+from holdfast.routing.conditions import keep_above
+from holdfast.routing.costs import FLOAT, Active, Cost, Place, selection_bytes
+from holdfast.routing.declarations import RELU, Conditions, GateFunction
 from holdfast.routing.noise import GaussianNoise, GumbelNoise
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
@@ -31,6 +35,7 @@ class TopK(Selector):
     """
 
     active: Tensor
+    rule: Rule
 
     def __init__(
         self,
@@ -55,8 +60,8 @@ class TopK(Selector):
         if noise != "gaussian" and noise_std is not None:
             raise ValueError(f"noise_std is {noise_std}, but the noise is {noise}; add noise='gaussian'.")
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
-        self.rule = rule or Softmax(renormalise=weights == "softmax")
-        self.noise: nn.Module | None = None
+        self.rule = Softmax(renormalise=weights == "softmax") if rule is None else rule
+        self.noise: GaussianNoise | GumbelNoise | None = None
         if noise == "gaussian":
             self.noise = GaussianNoise(dim, experts, std=noise_std)
         elif noise == "gumbel":
@@ -65,9 +70,6 @@ class TopK(Selector):
             check_k(k_final, experts, "k_final")
             # A tensor, so that it is saved with the model and a change neither recompiles nor stalls.
             self.register_buffer("active", torch.tensor(k))
-
-    def gate(self, logits: Tensor) -> Tensor:
-        return self.rule.gate(logits)
 
     @property
     def ragged(self) -> bool:
@@ -104,6 +106,20 @@ class TopK(Selector):
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, {})
 
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return self.rule.held_weights(experts, scores, live)
+
+    def cost(self, place: Place) -> Cost:
+        noise = 0.0 if self.noise is None else self.noise.flops
+        return Cost("selection", backward=2 * noise, disturbing=noise, kept=selection_bytes(self.slots, place))
+
+    def active_experts(self, place: Place) -> Active:
+        about = "" if self.k_final is None else f"grows from {self.k} in training; counted at its end"
+        return Active(self.slots, self.slots, self.slots, about)
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        return self.rule.conditions(scores, self.k if self.k_final is None else int(self.active))
+
 
 class TopP(Selector):
     """Every expert whose gate exceeds p, always at least the best; weights renormalised (ACMoE appendix C.10).
@@ -139,6 +155,22 @@ class TopP(Selector):
         weights = shares(kept)
         return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, {})
 
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        in_use = experts < self.experts
+        gates = scores.gates.gather(-1, experts.where(in_use, 0))
+        return live.where_chosen(experts, shares(gates.where(in_use, 0.0)))
+
+    def cost(self, place: Place) -> Cost:
+        return Cost("selection", kept=selection_bytes(place.experts, place))
+
+    def active_experts(self, place: Place) -> Active:
+        """Gates that exceed p and sum to at most 1 are fewer than 1 / p. How many there are depends on the data."""
+        most = min(place.experts, max(1, math.ceil(1 / self.fixed_p) - 1))
+        return Active(most, most, place.experts, "depends on the data; counted at most")
+
+    def conditions(self, scores: Scores) -> Conditions:
+        return keep_above(scores.gates, float(self.threshold()), "gates", at_least_one=True)
+
 
 class ReLU(Selector, StatefulPart):
     """weights = relu(logits), with an L1 penalty whose coefficient steers the mean number of experts to k (ReMoE).
@@ -161,8 +193,9 @@ class ReLU(Selector, StatefulPart):
         self.register_buffer("l1", torch.tensor(l1, dtype=torch.float32))
         self.register_statistics(active=torch.zeros(()), tokens=torch.zeros(()))
 
-    def gate(self, logits: Tensor) -> Tensor:
-        return torch.relu(logits)
+    @property
+    def gate(self) -> GateFunction:
+        return RELU
 
     def absorb(self) -> dict[str, Tensor]:
         excess = self.get_buffer("staged_active") - self.k * self.get_buffer("staged_tokens")
@@ -182,6 +215,23 @@ class ReLU(Selector, StatefulPart):
                 snapshot_for_backward(self.l1) * scores.gates.sum(-1).where(real, 0.0).sum() / count.where(count > 0, 1.0)
             )
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """The gates themselves: an expert that is chosen no longer has gate 0."""
+        in_use = experts < self.experts
+        return live.where_chosen(experts, scores.gates.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0))
+
+    def cost(self, place: Place) -> Cost:
+        return Cost("selection", kept=selection_bytes(place.experts, place), summed=2 * FLOAT)
+
+    def active_experts(self, place: Place) -> Active:
+        return Active(self.k, self.k, place.experts, "steered to k; more at first")
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"l1": self.l1}
+
+    def conditions(self, scores: Scores) -> Conditions:
+        return keep_above(scores.key, 0.0, scores.compares)
 
     def _counts(self, weights: Tensor, real: Tensor) -> dict[str, Tensor]:
         """Experts in use and tokens of the batch, the mean over ranks."""

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.select import select_smooth_top_k, smooth_strip
-from holdfast.kernels.statistics import midpoint, update_running_mean
-from holdfast.routing.parts import Scores, Selection, Selector
+from holdfast.kernels.statistics import DIGITS, midpoint, update_running_mean
+from holdfast.routing.costs import INTEGER, Active, Cost, Place, selection_bytes
+from holdfast.routing.declarations import Conditions
+from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Softmax, by_weight
 from holdfast.routing.selection import check_k
@@ -48,6 +50,7 @@ class SmoothTopK(Selector, StatefulPart):
     width: Tensor
     seen: Tensor
     budget_now: Tensor
+    rule: Rule
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class SmoothTopK(Selector, StatefulPart):
             raise ValueError(f"most is {most}; it must be between k, {k}, and the number of experts, {experts}.")
         if not budget >= 0:
             raise ValueError(f"budget is {budget}; a number of extra experts cannot be negative.")
-        self.rule = rule or Softmax(renormalise=True)
+        self.rule = Softmax(renormalise=True) if rule is None else rule
         eps = self.rule.strip if eps is None else eps
         if not eps >= 0:
             raise ValueError(f"eps is {eps}; the width of the strip cannot be negative.")
@@ -90,8 +93,49 @@ class SmoothTopK(Selector, StatefulPart):
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # softplus back
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
-    def gate(self, logits: Tensor) -> Tensor:
-        return self.rule.gate(logits)
+    @property
+    def core(self) -> int:
+        """Experts of the strip come and go at weight 0, which is no switch."""
+        return self.k
+
+    def conditions(self, scores: Scores) -> Conditions | None:
+        return self.rule.conditions(scores, self.k)
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """What is left of the live weights: an expert that is chosen no longer has faded to 0.
+
+        Where the rule renormalises, they are rescaled to the sum of the live weights; where all have faded, shared evenly.
+        Without a strip nothing fades, and they are those of top-k.
+        """
+        return self._faded(experts, live).where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
+
+    def _faded(self, experts: Tensor, live: Selection) -> Tensor:
+        left = live.weights_of(experts)
+        if not self.rule.renormalise:
+            return left
+        whole = live.weights.sum(-1, keepdim=True)
+        even = shares((experts < self.experts).to(left.dtype))
+        rescaled = whole * shares(left).where(left.sum(-1, keepdim=True) > 0, even)
+        return live.where_chosen(experts, rescaled, scaled=True)
+
+    def cost(self, place: Place) -> Cost:
+        """The strip's width is an order statistic: two of them, by histograms that are summed over ranks, and two counts.
+
+        So on a CPU; on a GPU the histograms are of bytes and smaller (16 KiB). Of the boundary loss only two counts are
+        summed.
+        """
+        counts, kept = 2 * INTEGER, selection_bytes(place.experts, place)
+        if self.control == "loss":
+            return Cost("selection", kept=kept, summed=counts, summed_again=counts)
+        return Cost("selection", kept=kept, summed=2 * sum(2**bits for _, bits in DIGITS) * INTEGER + counts)
+
+    def active_experts(self, place: Place) -> Active:
+        training = min(self.k + self.budget, self.slots)
+        inference = self.k if self.inference == "hard" else training
+        return Active(training, inference, self.slots, "k and the budget, on average")
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"width": self.eps().detach()}
 
     def progress(self, fraction: float) -> None:
         if self.anneal:

@@ -15,6 +15,9 @@ from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.statistics import update_running_mean
 from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
+from holdfast.routing.bounds import DotProductChange, Norm
+from holdfast.routing.costs import FLOAT, INTEGER, Cost, Place, mixing_flops, projection_flops
+from holdfast.routing.declarations import Mixing
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
@@ -67,6 +70,29 @@ class Similarity(Informer):
         causal, mask = (context.causal, mask) if self.causal else (False, None)
         mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask, coarse=coarse)
         return _blend(own, mixed, self.strength)
+
+    def cost(self, place: Place) -> Cost:
+        if self.inert:
+            return Cost("similarity")
+        rank = place.dim if self.reduce is None else self.reduce.shape[0]
+        reducing = 0.0 if self.reduce is None else projection_flops(self.reduce)
+        vector = place.number * place.dim if self.reduce is None else FLOAT * rank
+        forward, backward = mixing_flops(rank, place)
+        return Cost(
+            "similarity",
+            forward=reducing + forward,
+            backward=2 * reducing + backward,
+            kept=vector + FLOAT * (2 * place.experts + 1),
+            cached=FLOAT * place.experts + vector + 1,
+        )
+
+    def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing:
+        """W depends on the router's input only where there is no attention output to take it from."""
+        if context.attention is not None:
+            return Mixing(self.strength)
+        rows = tokens.reshape(-1, tokens.shape[-1]).double()
+        reduce = None if self.reduce is None else self.reduce.detach().double()
+        return Mixing(self.strength, DotProductChange.at(rows, context.real_or_all(tokens), reduce, self.tau, norm))
 
 
 class AttentionPosterior(Informer, StatefulPart):
@@ -134,6 +160,33 @@ class AttentionPosterior(Informer, StatefulPart):
             bias=bias,
         )
         return _blend(own, mixed, self.strength)
+
+    def cost(self, place: Place) -> Cost:
+        """Two products a pair of tokens, D and D_v wide; in training also the entropies of all heads, of some tokens.
+
+        W^T W of the head's projection (2 d D_v^2), computed once a forward for all tokens, is not counted.
+        """
+        if self.inert:
+            return Cost("attention posterior")
+        width = place.key_width + place.value_width
+        projecting = 2.0 * place.dim * place.value_width + 2.0 * place.value_width**2  # W^T u, and the norms |o|^2
+        forward, backward = mixing_flops(width, place)
+        return Cost(
+            "attention posterior",
+            forward=projecting + forward,
+            backward=2 * projecting + backward,
+            learning=2.0 * place.heads * place.key_width * place.mixed / entropy_step(place.length),
+            kept=place.number * (width + place.key_width) + FLOAT * (2 * place.value_width + 2 * place.experts + 2),
+            cached=FLOAT * (place.experts + 1) + 1,
+            summed=FLOAT * self.heads + INTEGER,
+        )
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"entropy": self.entropy}
+
+    def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing:
+        """W comes from the attention before the router, which a move of the router's input leaves as it is."""
+        return Mixing(self.strength)
 
     def _attention(self, context: Context) -> Attention:
         attention = context.attention

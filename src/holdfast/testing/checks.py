@@ -74,6 +74,8 @@ def bad_input(subject: Subject) -> None:
         router.progress(1.5)
     with _refused("a padding mask of another shape"):
         router(tokens, Context(token_mask=torch.ones(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool)))
+    with _refused("a padding mask without a real token"):
+        router(tokens, subject.context(tokens, torch.zeros(tokens.shape[:2], dtype=torch.bool)))
     if router.traits.sequence_aware:
         with _refused("2-D tokens, being sequence-aware"):
             router(tokens[0])

@@ -14,6 +14,7 @@ STEEP = (
     1e-2  # how far weights may move where sums were taken in another order: a smooth strip of width eps has slopes of 50/eps
 )
 HEADS = 2
+WIDTH = 4  # of a head
 
 Reference = Callable[[Router, Tensor, Context], Routing]
 
@@ -62,9 +63,8 @@ def _fixed(rows: int, columns: int, seed: int) -> Tensor:
 
 def _attention(tokens: Tensor, token_mask: Tensor | None, causal: bool) -> Attention:
     sequences, length, dim = tokens.shape
-    width = 4
     query, key, value = (
-        (tokens @ _fixed(HEADS * width, dim, seed).t()).view(sequences, length, HEADS, width).transpose(1, 2)
+        (tokens @ _fixed(HEADS * WIDTH, dim, seed).t()).view(sequences, length, HEADS, WIDTH).transpose(1, 2)
         for seed in (1, 2, 3)
     )
     allowed = torch.ones(length, length, dtype=torch.bool)
@@ -72,9 +72,9 @@ def _attention(tokens: Tensor, token_mask: Tensor | None, causal: bool) -> Atten
     mask = allowed if token_mask is None else allowed & token_mask[:, None, None, :]
     mask = mask | torch.eye(length, dtype=torch.bool)  # a padded token attends to itself, so that no row is empty
     mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    projection = nn.Linear(HEADS * width, dim, bias=False).requires_grad_(False)
-    projection.weight.copy_(_fixed(dim, HEADS * width, 4))
-    output = projection(mixed.transpose(1, 2).reshape(sequences, length, HEADS * width))
+    projection = nn.Linear(HEADS * WIDTH, dim, bias=False).requires_grad_(False)
+    projection.weight.copy_(_fixed(dim, HEADS * WIDTH, 4))
+    output = projection(mixed.transpose(1, 2).reshape(sequences, length, HEADS * WIDTH))
     return Attention(query, key, value, projection, output, mask)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.routing import Router, create_router
 from holdfast.suggest import unknown
-from holdfast.testing import checks, learning_checks, second_derivatives
+from holdfast.testing import checks, declaration_checks, learning_checks, second_derivatives
 from holdfast.testing.subject import LeftOut, Reference, Subject
 
 CHECKS: dict[str, Callable[[Subject], str | None]] = {
@@ -23,6 +23,10 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "padding": checks.padding,
     "batch invariance": checks.batch_invariance,
     "cached decoding": checks.cached_decoding,
+    "declared cost": declaration_checks.cost,
+    "declared number of experts": declaration_checks.active_experts,
+    "held weights": declaration_checks.held_weights,
+    "declared certificate": declaration_checks.certificate,
     "save and load": learning_checks.save_and_load,
     "evaluation keeps state": learning_checks.evaluation_keeps_state,
     "float32 routing": checks.float32_routing,

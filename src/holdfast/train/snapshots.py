@@ -14,7 +14,6 @@ from torch import Tensor
 from holdfast.hub import trace
 from holdfast.metrics import CoSelection
 from holdfast.routing import Router, Routing
-from holdfast.routing.expert_graph import ExpertGraph
 from holdfast.train.stored import read_sealed, write_sealed
 from holdfast.train.task import Inputs, forward
 
@@ -118,12 +117,12 @@ def core(routing: Routing, k: int) -> Tensor:
 
 
 def learns_a_graph(model: Any) -> bool:
-    return any(isinstance(module, ExpertGraph) for module in model.modules())
+    return any("graph" in module.snapshot() for module in model.modules() if isinstance(module, Router))
 
 
 def _graphs(model: Any, routings: RoutesOfProbe) -> Iterator[Tensor]:
     """Of each layer: the graph a router has learned, or which experts are chosen together, row by row in shares."""
-    learned = [_learned(module) for module in model.modules() if isinstance(module, Router)]
+    learned = [module.snapshot().get("graph") for module in model.modules() if isinstance(module, Router)]
     for layer, (routing, token_mask) in enumerate(zip(routings.layers, routings.token_mask, strict=True)):
         graph = learned[layer] if layer < len(learned) else None
         if graph is None:
@@ -131,11 +130,7 @@ def _graphs(model: Any, routings: RoutesOfProbe) -> Iterator[Tensor]:
             counts.update(routing, token_mask)
             found = torch.tensor(counts.result().counts, dtype=torch.float64)
             graph = found / found.sum(1, keepdim=True).clamp_min(1)
-        yield graph
-
-
-def _learned(router: Router) -> Tensor | None:
-    return next((module.effective().cpu() for module in router.modules() if isinstance(module, ExpertGraph)), None)
+        yield graph.cpu()
 
 
 def _changed(before: list[list[int]], after: list[list[int]]) -> float:

@@ -11,8 +11,9 @@ from certificates.subjects import build, generator, sigmoid_gate
 from torch import Tensor
 
 from holdfast.certificates import Gate, certify, rounding_errors, undecided
-from holdfast.certificates.arithmetic import gamma, likely_gamma, unit
+from holdfast.certificates.arithmetic import likely_gamma
 from holdfast.routing import Context, SmoothTopK
+from holdfast.routing.bounds import gamma, unit
 
 SHORT = [torch.bfloat16, torch.float16]
 

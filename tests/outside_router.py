@@ -1,0 +1,47 @@
+"""A router of one's own, outside the package: registered, certified and planned like those inside it."""
+
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.routing import Context, Score
+from holdfast.routing.bounds import gamma, unit
+from holdfast.routing.costs import Cost, Place
+from holdfast.routing.declarations import Order, Values
+
+
+@holdfast.register("distance", slot="score", about="minus half the squared distance to a centre", paper="this page")
+class Distance(Score):
+    """logit_e = -|x - c_e|^2 / (2 width^2)"""
+
+    def __init__(self, dim: int, experts: int, *, width: float = 3.0) -> None:
+        super().__init__()
+        if not width > 0:
+            raise ValueError(f"width is {width}; it divides the distances and must be positive.")
+        self.dim, self.experts, self.width = dim, experts, width
+        self.centres = nn.Parameter(torch.randn(experts, dim))
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        products = linear_float32(tokens, self.centres)  # float32 even under autocast and with TF32 switched on
+        lengths = tokens.float().square().sum(-1, keepdim=True) + self.centres.float().square().sum(-1)
+        return (products - lengths / 2) / self.width**2
+
+    def order(self, tokens: Tensor, context: Context) -> Order:
+        """For `certify`: |x|^2 is the same for all experts, so x.c / width^2 - |c|^2 / (2 width^2) has the logits' order."""
+        centres = self.centres.detach().double()
+        longest, terms = float(centres.norm(dim=-1).max()), gamma(self.dim + 8, unit(torch.float32))
+        return Order(
+            matrix=centres / self.width**2,
+            bias=-centres.square().sum(-1) / (2 * self.width**2),
+            shifted=True,
+            rounding=lambda sizes: terms * (sizes + longest) ** 2 / self.width**2,
+        )
+
+    def values(self, tokens: Tensor, context: Context) -> Values:
+        return Values()  # the logits are these keys, up to that shift
+
+    def cost(self, place: Place) -> Cost:
+        """For `plan`: one product with the centres, its two gradients, and the logits kept for them."""
+        forward = 2.0 * place.dim * place.experts
+        return Cost("score", forward, backward=2 * forward, kept=4 * place.experts)

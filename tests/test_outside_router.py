@@ -1,0 +1,83 @@
+"""A router outside the package, in at most 60 lines, is checked, audited, certified, planned, saved and loaded."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import outside_router
+import pytest
+import torch
+from auditing.subjects import batches
+from test_docs import ROOT, blocks
+from tiny import tiny
+
+import holdfast
+from holdfast.auditing.certifying import certify_model
+from holdfast.planning import plan
+from holdfast.routing.presets import REGISTRY
+from holdfast.testing import CHECKS, check_router
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Any:
+    """Registered while these tests run only: others count the routers there are."""
+    if "distance" not in holdfast.list_routers():
+        holdfast.register("distance", slot="score", about="", paper="")(outside_router.Distance)
+    yield
+    REGISTRY.remove("distance")
+
+
+def distant() -> Any:
+    torch.manual_seed(0)
+    return holdfast.reroute(tiny("mixtral", num_hidden_layers=2), "distance")
+
+
+def test_it_has_at_most_60_lines_and_is_the_example_of_the_contributing_page() -> None:
+    text = Path(outside_router.__file__).read_text()
+    assert len(text.splitlines()) <= 60
+    (example,) = blocks(ROOT / "CONTRIBUTING.md", "python")
+    body = text[text.index("@holdfast.register") :]
+    assert body in example
+
+
+def test_it_passes_the_conformance_suite() -> None:
+    wanted = [check for check in CHECKS if check not in ("compile", "naive reference")]
+    assert check_router("distance", only=wanted).passed == tuple(wanted)
+
+
+def test_it_is_audited() -> None:
+    report = holdfast.audit(distant(), batches(1), perturb=("noise", "routing"), attack_tokens=4)
+    for found in report.perturbations.values():
+        assert found.get("skipped") is None
+    noisy = report.perturbations["noise.0.05"]["overall"]["output"]
+    assert noisy["flip"] >= 0 and noisy["rest"] > 0
+
+
+def test_it_is_certified() -> None:
+    for layer in certify_model(distant(), batches(1)).layers:
+        assert layer.reason is None and layer.certificates is not None
+        assert layer.certificates.kind == "exact" and bool((layer.certificates.radius > 0).any())
+
+
+def test_it_is_planned_with_its_cost() -> None:
+    one, other = plan("mixtral", ["distance", "smoe"], sizes=SIZES).columns
+    assert "cost not declared" not in one.about
+    assert one.forward.parts["score"] == other.forward.parts["score"] == 2 * 2.0 * 64 * 8
+    assert one.training.total == other.training.total
+
+
+def test_a_part_that_declares_no_cost_is_planned_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside_router.Distance, "cost", lambda self, place: None)
+    (column,) = plan("mixtral", ["distance"], sizes=SIZES).columns
+    assert "Distance: cost not declared" in column.about
+    assert "score" not in column.forward.parts and column.router_parameters >= 2 * 64 * 8
+
+
+def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, inputs = distant().eval(), next(iter(batches(1)))
+    holdfast.save(model, tmp_path / "model")
+    with torch.no_grad():
+        assert torch.equal(holdfast.load(tmp_path / "model").eval()(**inputs).logits, model(**inputs).logits)
+    assert re.search("distance", (tmp_path / "model" / "config.json").read_text())
