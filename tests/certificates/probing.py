@@ -94,7 +94,7 @@ def native(gate: Gate, dtype: torch.dtype = torch.float32) -> Sets:
 
 
 def slopes(keys: Callable[[Tensor], Tensor], tokens: Tensor, found: Certificates) -> Tensor:
-    """The gradient, at each token, of the margin of its binding pair: one key minus the other, 0 for nobody."""
+    """The gradient, at each token, of the margin of its binding pair: one key minus the other, 0 for a threshold."""
     rows = tokens.detach().clone().requires_grad_()
     with torch.enable_grad():
         table = torch.nn.functional.pad(keys(rows).double(), (0, 1))

@@ -102,6 +102,11 @@ class DeclaredReverse(Reverse):
         return torch.eye(EXPERTS).flip(0)
 
 
+class Against(Reverse):
+    def expert_graph(self) -> Tensor:
+        return -torch.eye(EXPERTS)
+
+
 class Blur(Informer):
     """Every token gets the mean of its sequence; no mixing is declared."""
 
@@ -153,7 +158,7 @@ def test_a_declared_selector_is_certified_and_the_radius_survives_attack(norm: N
 
 
 def test_a_declared_expert_graph_is_certified_and_the_radius_survives_attack() -> None:
-    made = Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [DeclaredReverse()]).eval()
+    made = Router(Linear(DIM, EXPERTS), inform=[DeclaredReverse()], select=TopK(DIM, EXPERTS, 2)).eval()
     assert survives(made, tokens_of(), "l2") > 0.95
     plain = Router(made.score, select=TopK(DIM, EXPERTS, 2)).eval()  # the same experts under other numbers
     expected = certify(plain, tokens_of()).distance
@@ -181,11 +186,12 @@ def test_rounding_outside_of_the_product_is_taken_off_as_declared() -> None:
         (Router(Prototype(), select=TopK(DIM, EXPERTS, 2)), "Prototype: it declares no order"),
         (Router(DeclaredPrototype(), select=TopP(EXPERTS)), "DeclaredPrototype: it declares no values"),
         (Router(Linear(DIM, EXPERTS), select=WithinReach()), "WithinReach: it declares no conditions"),
-        (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Reverse()]), "Reverse: it declares no graph"),
-        (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Blur()]), "Blur: it declares no mixing"),
+        (Router(Linear(DIM, EXPERTS), inform=[Reverse()], select=TopK(DIM, EXPERTS, 2)), "Reverse: it declares no graph"),
+        (Router(Linear(DIM, EXPERTS), inform=[Against()], select=TopK(DIM, EXPERTS, 2)), "Against: .* negative entries"),
+        (Router(Linear(DIM, EXPERTS), inform=[Blur()], select=TopK(DIM, EXPERTS, 2)), "Blur: it declares no mixing"),
         (Router(Distance(), select=DeclaredWithinReach()), "Distance.*DeclaredWithinReach reads the logits themselves"),
     ],
-    ids=["score", "values", "selector", "expert side", "token side", "shifted logits"],
+    ids=["score", "values", "selector", "expert side", "negative graph", "token side", "shifted logits"],
 )
 def test_what_is_not_declared_is_refused_by_name(router: Router, message: str) -> None:
     with pytest.raises(NoBound, match=message):
@@ -215,7 +221,7 @@ def test_the_declared_gate_function_decides_what_is_known(gate: GateFunction) ->
     rule = Best()
     rule.gate = gate
     graph = ExpertGraph(EXPERTS, 2, init="identity")
-    made = Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2, rule=rule), [graph]).eval()
+    made = Router(Linear(DIM, EXPERTS), inform=[graph], select=TopK(DIM, EXPERTS, 2, rule=rule)).eval()
     if gate.name in ("softmax", "sigmoid"):
         assert survives(made, tokens_of(), "l2") > 0.9
     else:

@@ -221,7 +221,7 @@ def router_subject(router: Router, tokens: Tensor, context: Context, norm: Norm)
             continue
         if informer.side == "expert":
             graph = informer.expert_graph()
-            missing = "graph" if graph is None else None
+            missing = "graph" if graph is None else "graph without negative entries" if (graph < 0).any() else None
         else:
             mixing = informer.mixing(tokens, context, norm)
             missing = "mixing" if mixing is None else None
@@ -229,8 +229,6 @@ def router_subject(router: Router, tokens: Tensor, context: Context, norm: Norm)
             raise NoBound(f"no certificate is known for {type(informer).__name__}: it declares no {missing}")
     if graph is not None:
         graph = graph.detach().to(tokens.device).double()
-        if (graph < 0).any():
-            raise NoBound("no certificate is known for an expert graph with negative entries")
     select = router.select
     return Subject(
         scoring,
