@@ -155,6 +155,8 @@ def _asks_instance(node: ast.AST, parts: set[str]) -> Iterator[str]:
         for inner in ast.walk(node.args[1]):
             if isinstance(inner, ast.Name) and inner.id in parts:
                 yield f"asks {node.func.id} of {inner.id}"
+            if isinstance(inner, ast.Attribute) and inner.attr in parts and _is_routing(inner.value):  # not nn.Linear
+                yield f"asks {node.func.id} of {inner.attr}"
 
 
 def _is_routing(node: ast.AST) -> bool:

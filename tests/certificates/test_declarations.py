@@ -70,7 +70,7 @@ class DeclaredPrototype(Prototype):
 
 
 class WithinReach(Selector):
-    """Every expert whose logit is above 0.3; nothing is declared."""
+    """Every expert whose logit is above 0.3; no conditions are declared."""
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         experts = top(scores.logits, EXPERTS)
@@ -80,7 +80,7 @@ class WithinReach(Selector):
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         in_use = experts < EXPERTS
-        return in_use.float() / in_use.sum(-1, keepdim=True).clamp_min(1)
+        return live.where_chosen(experts, in_use.float() / in_use.sum(-1, keepdim=True).clamp_min(1))
 
 
 class DeclaredWithinReach(WithinReach):

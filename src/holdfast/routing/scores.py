@@ -115,4 +115,4 @@ class Cosine(LinearScore):
         return Order(self.projection, combine=units, roundings=3 * self.projection.shape[0] + 16)
 
     def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values(Cosines(float(self.log_temperature.double().exp()), SHORTEST))
+        return Values(Cosines(float(self.log_temperature.detach().double().exp()), SHORTEST))

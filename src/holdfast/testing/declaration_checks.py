@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any, final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ DIRECTIONS = 24
 BISECTIONS = 22  # until two inputs are one rounding apart
 
 
-def cost(subject: Subject) -> str | None:
-    """The declared FLOPs and cached bytes of a token equal what is counted."""
+def cost(subject: Subject) -> None:
+    """The declared FLOPs and cached bytes of a token, and the bytes summed over ranks, equal what is counted."""
     parts = [inner for part in subject.prototype.parts for inner in (*part.wrapped, part)]
     place = _place(subject.prototype)
     undeclared = [type(part).__name__ for part in parts if part.cost(place) is None]
@@ -36,7 +37,7 @@ def cost(subject: Subject) -> str | None:
     _require_equal("backward", sum(part.backward for part in declared), backward)
     if subject.prototype.traits.cacheable:
         _require_equal("cached bytes", sum(part.cached for part in declared), _cached_bytes(subject))
-    return None
+    _require_equal("bytes summed over ranks in a forward", sum(part.summed for part in declared), _summed_bytes(subject))
 
 
 def _declared_cost(part: Part, place: Place) -> Cost:
@@ -52,7 +53,7 @@ def _place(router: Router) -> Place:
 
 def _require_equal(what: str, declared: float, counted: float) -> None:
     assert abs(declared - counted) <= 1e-9 * max(declared, counted), (
-        f"the declared cost of a token, {what}, is {declared:g}, and {counted:g} is counted"
+        f"the declared cost ({what}) is {declared:g}, and {counted:g} is counted"
     )
 
 
@@ -92,6 +93,18 @@ def _cached_bytes(subject: Subject) -> float:
     tokens, cache = subject.tokens(2, LENGTH), RouterCache()
     subject.build().eval()(tokens, replace(subject.context(tokens, causal=True), cache=cache))
     return cache.bytes / (2 * LENGTH)
+
+
+def _summed_bytes(subject: Subject) -> int:
+    """Bytes that a rank sends in a training forward, as if there were two."""
+    router, tokens, sent = subject.build(), subject.tokens(2, LENGTH), list[int]()
+    with (
+        patch.object(torch.distributed, "is_initialized", lambda: True),
+        patch.object(torch.distributed, "get_world_size", lambda: 2),
+        patch.object(torch.distributed, "all_reduce", lambda value: sent.append(value.nbytes)),
+    ):
+        router(tokens, subject.context(tokens))
+    return sum(sent)
 
 
 def active_experts(subject: Subject) -> None:
