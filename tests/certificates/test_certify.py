@@ -127,7 +127,7 @@ def test_a_score_of_ones_own_is_read_if_it_only_adds_a_bias() -> None:
     known, own = (Router(score, select=TopK(6, 4, 2)).eval() for score in (base, Shifted(base, capped=None)))
     torch.testing.assert_close(certify(own, tokens).radius, certify(known, tokens).radius)
     capped = Router(Shifted(base, capped=30.0), select=TopK(6, 4, 2)).eval()
-    with pytest.raises(NoBound, match="does more to its products than adding a bias"):
+    with pytest.raises(NoBound, match="bias"):
         certify(capped, tokens)
 
 
@@ -142,7 +142,7 @@ class Distances(Score):
 
 def test_a_router_without_a_bound_says_so_and_its_vote_is_certified() -> None:
     made, tokens = Router(Distances(), select=TopK(6, 4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
-    with pytest.raises(NoBound, match=r"neither linear in the token nor a cosine, so no radius is known.*smoothing="):
+    with pytest.raises(NoBound, match="smoothing="):
         certify(made, tokens)
     found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=60, selection=20, alpha=0.05))
     assert found.kind == "probabilistic" and (found.radius > 0).any()
@@ -157,7 +157,7 @@ def test_a_router_that_does_not_do_what_its_parts_say_is_not_certified() -> None
             return super().forward(flipped, tokens, context)
 
     made = Router(Linear(6, 4), select=Contrary(6, 4, 1)).eval()
-    with pytest.raises(ValueError, match="does something that its parts do not tell"):
+    with pytest.raises(ValueError, match="parts"):
         certify(made, torch.randn(20, 6, generator=generator(0)))
 
 
@@ -178,29 +178,29 @@ def test_records_are_frozen_and_hold_float64() -> None:
 
 def test_mistakes_get_a_sentence() -> None:
     made, tokens = plain(), torch.randn(4, 6)
-    with pytest.raises(ValueError, match="unknown norm 'l_2': did you mean 'l2'"):
+    with pytest.raises(ValueError, match=r"'l_2'.*'l2'"):
         certify(made, tokens, norm="l_2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="1 of 4 tokens hold NaN or infinite"):
+    with pytest.raises(ValueError, match=r"1 of 4 tokens.*NaN"):
         certify(made, tokens.index_fill(0, torch.tensor([2]), math.nan))
-    with pytest.raises(ValueError, match=r"shape \(4, 5\); expected floating point, \(B, N, 6\) or \(T, 6\)"):
+    with pytest.raises(ValueError, match=r"\(4, 5\).*\(B, N, 6\).*\(T, 6\)"):
         certify(made, tokens[:, :5])
-    with pytest.raises(ValueError, match=r"expected floating point, \(B, N, 12\)\."):
+    with pytest.raises(ValueError, match=r"\(B, N, 12\)"):
         certify(build("similarity")[0], torch.randn(4, 12))
-    with pytest.raises(ValueError, match="call eval"):
+    with pytest.raises(ValueError, match="eval"):
         certify(plain().train(), tokens)
-    with pytest.raises(ValueError, match="holds a cache"):
+    with pytest.raises(ValueError, match="cache"):
         certify(made, tokens, Context(cache=RouterCache()))
-    with pytest.raises(ValueError, match="a Gate looks at nothing but its token"):
+    with pytest.raises(ValueError, match="Gate"):
         certify(Gate(torch.eye(6), 1), tokens, Context())
-    with pytest.raises(ValueError, match="neither a Router nor a Gate"):
+    with pytest.raises(ValueError, match=r"Router.*Gate"):
         certify("smoe", tokens)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="k is 7"):
+    with pytest.raises(ValueError, match=r"\bk\b.* 7"):
         Gate(torch.eye(6), 7)
-    with pytest.raises(ValueError, match=r"the bias has shape \(2,\); expected one number an expert, 6"):
+    with pytest.raises(ValueError, match=r"bias.*\(2,\).*\b6\b"):
         Gate(torch.eye(6), 1, bias=torch.zeros(2))
-    with pytest.raises(ValueError, match="expected finite numbers"):
+    with pytest.raises(ValueError, match="finite"):
         Gate(torch.full((2, 2), math.nan), 1)
-    with pytest.raises(ValueError, match="expected a floating-point type"):
+    with pytest.raises(ValueError, match="floating-point"):
         certify(made, tokens, arithmetic=torch.int32)
-    with pytest.raises(ValueError, match="holds a cache"):
+    with pytest.raises(ValueError, match="cache"):
         MajorityVote(made, Smoothing(sigma=1.0), context=Context(cache=RouterCache()))

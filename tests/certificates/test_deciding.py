@@ -198,9 +198,9 @@ def test_a_bias_is_rounded_too() -> None:
 
 def test_mistakes_get_a_sentence() -> None:
     gate, tokens = Gate(torch.eye(2), 1), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="expected a floating-point type"):
+    with pytest.raises(ValueError, match="floating-point"):
         undecided(gate, tokens, torch.int64)
     with pytest.raises(ValueError, match="no kernel sums in a shorter type"):
         undecided(gate, tokens, torch.float32, accumulate=torch.bfloat16)
-    with pytest.raises(ValueError, match="did you mean 'worst'"):
+    with pytest.raises(ValueError, match="'worst'"):
         undecided(gate, tokens, torch.float32, rounding="wors")  # type: ignore[arg-type]

@@ -102,13 +102,13 @@ def test_a_rule_that_ranks_in_a_way_we_do_not_know_is_refused() -> None:
             return scores.gates.gather(-1, experts)
 
     tokens = torch.randn(3, 4)
-    with pytest.raises(NoBound, match="nothing is known about how the rule Odd ranks experts"):
+    with pytest.raises(NoBound, match="Odd"):
         certify(Gate(torch.randn(5, 4), 2, rule=Odd()), tokens)
     lying = grouped_sigmoid(5, 1, 1)
     lying.ranks = lambda scores: scores.gates * 2  # type: ignore[method-assign]
-    with pytest.raises(NoBound, match="does not rank by sigmoids and a bias"):
+    with pytest.raises(NoBound, match="sigmoid"):
         certify(Gate(torch.randn(5, 4), 2, rule=lying), tokens)
-    with pytest.raises(NoBound, match="more than there are in the groups it keeps"):
+    with pytest.raises(NoBound, match="groups"):
         certify(Gate(torch.randn(6, 4), 3, rule=grouped_sigmoid(6, 3, 1)), tokens)
 
 

@@ -69,7 +69,7 @@ def test_router_conforms(variant: str, check: str) -> None:
     name, options = VARIANTS[variant]
     if variant == "smoe, k = E" and check == "no inert coefficient":
         # Every token takes every expert, so the shares are equal whatever the router does: nothing is left to balance.
-        with pytest.raises(AssertionError, match="'balance' changes no gradient"):
+        with pytest.raises(AssertionError, match="'balance'"):
             check_router(name, only=[check], **options)
         return
     report = check_router(name, reference=reference, only=[check], **options)

@@ -115,5 +115,5 @@ def test_the_result_says_which_python() -> None:
 
 def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match=r"has no sources of its standard library in .*; give the path of another text"):
+    with pytest.raises(ValueError, match=r"standard library.*path"):
         embedded.python_docstrings()

@@ -87,5 +87,5 @@ def test_onnxruntime_computes_a_model_as_torch_does(kind: str, router: str) -> N
 
 def test_a_router_that_would_have_to_learn_is_refused() -> None:
     layer = trained_layer("smooth").train()
-    with pytest.raises(Exception, match=r"an ONNX model cannot learn; call model\.eval\(\)"):
+    with pytest.raises(Exception, match=r"ONNX.*model\.eval\(\)"):
         session(layer, layer_inputs(2, 12))

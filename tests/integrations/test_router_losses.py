@@ -19,7 +19,7 @@ from torch import Tensor
 
 import holdfast
 
-UNREAD = "computed without the routers' losses"
+UNREAD = "routers' losses"
 
 
 def cross_entropy(out: Any, labels: Tensor, items: Tensor | None = None) -> Tensor:
@@ -223,9 +223,9 @@ def test_float16_without_a_stated_scale_is_refused_where_nothing_reads_the_loss(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_a_scale_that_is_none_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="scale is"):
+    with pytest.raises(ValueError, match="scale"):
         holdfast.router_loss_scale(model_of("llama", "smoe"), bad)
-    with pytest.raises(ValueError, match="holds no model"):
+    with pytest.raises(ValueError, match="no model"):
         holdfast.router_loss_scale(torch.nn.Linear(2, 2), 1.0)
 
 
@@ -365,7 +365,7 @@ def test_two_checkpointed_forwards_before_one_backward_are_refused_where_they_wo
     if router == "smoe":
         (first + model(**text(seed=7)).loss).backward()
         return
-    with pytest.raises(ValueError, match="one forward for each backward"):
+    with pytest.raises(ValueError, match=r"forward.*backward"):
         model(**text(seed=7))
     first.backward()
     model(**batch)  # whose outputs, and graph, are thrown away
@@ -392,7 +392,7 @@ def test_two_backwards_through_one_forward_count_the_losses_once_or_are_refused(
     for second in ("unread", "read"):
         out = model_of("llama", "smoe")(**batch)
         cross_entropy(out, batch["labels"]).backward(retain_graph=True)
-        with pytest.raises(ValueError, match="second backward through one forward"):
+        with pytest.raises(ValueError, match="second backward"):
             (out.loss if second == "read" else cross_entropy(out, batch["labels"])).backward()
 
 

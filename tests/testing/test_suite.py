@@ -203,11 +203,11 @@ def denies(**traits: bool) -> Router:
 
 
 BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
-    "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "not sorted by weight"),
+    "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "sorted"),
     "fails on T = 0": (lambda: with_score(NotWhenEmpty(DIM, EXPERTS)), "empty batch", "amax"),
     "swallows NaN": (lambda: with_score(SwallowsNaN(DIM, EXPERTS)), "bad input", "not refused"),
     "half precision": (lambda: with_score(HalfPrecision(DIM, EXPERTS)), "float32 routing", "medium"),
-    "unseeded": (lambda: with_score(Unseeded(DIM, EXPERTS)), "determinism", "one seed differ"),
+    "unseeded": (lambda: with_score(Unseeded(DIM, EXPERTS)), "determinism", "seed"),
     "higher index first": (lambda: with_select(HigherIndexFirst(DIM, EXPERTS, 2)), "ties", "lower index"),
     "sees the future": (lambda: toys.build(SeesTheFuture()), "causality", "declares the trait causal"),
     "denies being causal": (lambda: denies(causal=False), "causality", "denies the trait causal"),
@@ -217,14 +217,14 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
         "declares the trait sequence",
     ),
     "does what it does not declare": (lambda: toys.build(Undeclared()), "sequence awareness", "denies the trait sequence"),
-    "sees padding": (lambda: toys.build(SeesPadding()), "padding", "change with the padding"),
+    "sees padding": (lambda: toys.build(SeesPadding()), "padding", "padding"),
     "multiplies padding": (
         lambda: toys.build(MultipliesPadding()),
         "padding",
-        "NaN in padding changes the gradient",
+        "NaN in padding",
     ),
-    "right once": (lambda: with_score(RightOnce(DIM, EXPERTS)), "second derivatives", "differences of gradients by"),
-    "fails twice": (lambda: with_score(FailsTwice(DIM, EXPERTS)), "second derivatives", "without saying so"),
+    "right once": (lambda: with_score(RightOnce(DIM, EXPERTS)), "second derivatives", "gradients"),
+    "fails twice": (lambda: with_score(FailsTwice(DIM, EXPERTS)), "second derivatives", "differentiate twice"),
     "sees the batch": (lambda: toys.build(SeesTheBatch()), "batch invariance", "declares the trait batch_invariant"),
     "denies batch invariance": (lambda: denies(batch_invariant=False), "batch invariance", "denies the trait"),
     "forgets the cache": (lambda: toys.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
@@ -254,7 +254,7 @@ def test_a_wrong_reference_fails_its_check() -> None:
         routing = references.reference(*arguments)
         return holdfast.Routing(routing.logits, routing.gates, routing.experts, routing.weights * 1.001, routing.losses)
 
-    with pytest.raises(AssertionError, match="differ from the naive reference"):
+    with pytest.raises(AssertionError, match="naive reference"):
         check_router("smoe", reference=wrong, only=["naive reference"])
 
 
@@ -287,7 +287,7 @@ def test_the_reference_check_says_that_it_was_left_out() -> None:
 
 
 def test_an_unknown_check_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown check 'causal': did you mean 'causality'"):
+    with pytest.raises(ValueError, match=r"'causal'.*'causality'"):
         check_router("smoe", only=["causal"])
 
 

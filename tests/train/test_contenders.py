@@ -51,10 +51,10 @@ def test_two_spellings_of_one_router_are_built_alike_and_told_apart_by_name() ->
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ("smoth", "unknown router 'smoth': did you mean 'smooth'"),
-        ("similarity[tua=2]", "unknown option 'tua': did you mean 'tau' for router 'similarity'"),
-        ("smoe[beta=0.5]", "unknown option 'beta'.* for router 'smoe'"),
-        ("similarity[tau=2", "is no router; write a name, or a name and its options"),
+        ("smoth", "'smoth'.*'smooth'"),
+        ("similarity[tua=2]", "'tua'.*'tau'.*'similarity'"),
+        ("smoe[beta=0.5]", "'beta'.*'smoe'"),
+        ("similarity[tau=2", "is no router"),
         ("similarity]tau=2[", "is no router"),
         ("similarity[tau=2]]", "is no router"),
         ("similarity[[tau=2]]", "is no router"),
@@ -62,20 +62,20 @@ def test_two_spellings_of_one_router_are_built_alike_and_told_apart_by_name() ->
         ("[tau=2]", "is no router"),
         ("smoe,similarity[tau=2,causal=false", "is no router"),
         ("smoe,tau=2]", "is no router"),
-        ("similarity[tau]", "'tau' in 'similarity\\[tau\\]' is no option; write option=value"),
-        ("similarity[=2]", "is no option; write option=value"),
-        ("similarity[tau=2,tau=3]", "gives the option tau twice"),
-        ("similarity[tau={]", "'tau={' in .* has no value that can be read"),
-        ('similarity[tau="2]', "has no value that can be read"),
-        ("similarity[tau=a: b: c]", "has no value that can be read"),
-        ("similarity[tau=*x]", "has no value that can be read"),
-        ("similarity[tau=]", "the option tau is None, not a number"),
-        ("similarity[tau=two]", "the option tau is 'two', not a number"),
-        ("similarity[tau=true]", "the option tau is True, not a number"),
-        ("similarity[causal=2]", "the option causal is 2, not true or false"),
-        ("similarity[rank=1.5]", "the option rank is 1.5, not a whole number or empty"),
-        ("smoe[weights=swich]", "the option weights is 'swich', not 'softmax' or 'switch'"),
-        ("ac[skip=x]", "the option skip is 'x', not a whole number"),
+        ("similarity[tau]", "'tau' in 'similarity\\[tau\\]'.*option=value"),
+        ("similarity[=2]", "option=value"),
+        ("similarity[tau=2,tau=3]", "tau twice"),
+        ("similarity[tau={]", "'tau={'.*value"),
+        ('similarity[tau="2]', "value"),
+        ("similarity[tau=a: b: c]", "value"),
+        ("similarity[tau=*x]", "value"),
+        ("similarity[tau=]", "tau.* None.*number"),
+        ("similarity[tau=two]", "tau.*'two'.*number"),
+        ("similarity[tau=true]", "tau.*True.*number"),
+        ("similarity[causal=2]", "causal.* 2.*true or false"),
+        ("similarity[rank=1.5]", "rank.* 1.5.*number"),
+        ("smoe[weights=swich]", "weights.*'swich'.*'softmax' or 'switch'"),
+        ("ac[skip=x]", "skip.*'x'.*number"),
     ],
 )
 def test_a_mistake_is_one_sentence(written: str, sentence: str) -> None:
@@ -95,7 +95,7 @@ def test_a_router_of_ones_own_may_take_what_it_likes() -> None:
     register("own", slot="token", about="mine", paper="none")(Own)
     try:
         (found,) = contenders("own[shift=-1.5,anything=x]")
-        with pytest.raises(ValueError, match="the option names is 'y', not a list or empty"):
+        with pytest.raises(ValueError, match=r"names.*'y'"):
             contenders("own[names=y]")
     finally:
         REGISTRY.remove("own")
