@@ -17,9 +17,9 @@ def digits() -> tuple[nn.Module, Tensor, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = nn.Sequential(
-            nn.Conv2d(1, 8, 3, token_mask=1),
+            nn.Conv2d(1, 8, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(8, 16, 3, token_mask=1),
+            nn.Conv2d(8, 16, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),

@@ -98,6 +98,7 @@ def test_seeds_differ_and_repeat() -> None:
     assert swap_words(text, rate=0.3, seed=1).checksum != swap_words(text, rate=0.3, seed=2).checksum
 
 
+@pytest.mark.slow
 def test_the_hash_seed_of_python_changes_nothing() -> None:
     code = (
         "from holdfast.attacks import misspell, swap_words\n"

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from auditing.subjects import ALL, batches, constant, hooks, sparse, state, texts, tokenizer
+from tiers import quick_or_slow
 from tiny import EXTRA, tiny
 from tiny_dense import inputs as dense_inputs
 from tiny_dense import tiny_dense
@@ -16,12 +17,14 @@ from holdfast.auditing import AuditReport, audit
 from holdfast.auditing.samples import Reader
 from holdfast.auditing.words import aligned
 
+ROUTERS = ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"]
+
 
 def ran(report: AuditReport) -> dict[str, dict[str, Any]]:
     return {name: one for name, one in report.perturbations.items() if one["skipped"] is None}
 
 
-@pytest.mark.parametrize("model_type", sorted(EXTRA))
+@pytest.mark.parametrize("model_type", quick_or_slow(sorted(EXTRA), ["deepseek_v3", "gpt_oss"]))
 def test_every_family_is_audited_under_every_perturbation(model_type: str) -> None:
     found = audit(tiny(model_type), texts(), tokenizer=tokenizer(), batch=3)
     assert found.status == "complete" and len(found.layers) == len(found.model["layers"]) > 1
@@ -61,7 +64,7 @@ def test_a_model_whose_routers_are_constant_flips_under_nothing() -> None:
     assert ran(found)["model.bf16"]["overall"]["output"]["rest"] > 0  # the outputs do change
 
 
-@pytest.mark.parametrize("router", ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"])
+@pytest.mark.parametrize("router", quick_or_slow(ROUTERS, ["native", "symphony+similarity"]))
 def test_a_rerouted_model_is_audited_and_left_as_it_was(router: str) -> None:
     model = holdfast.reroute(tiny("olmoe"), router).train()
     kept, hooked, modes = state(model), hooks(model), [module.training for module in model.modules()]
@@ -80,7 +83,7 @@ def test_a_sparsified_model_is_audited_and_says_why_there_is_no_other_backend() 
     assert ran(found)["noise.0.05"]["overall"]["flips"] > 0
 
 
-@pytest.mark.parametrize("model_type", ["vit", "swin", "bert", "gpt2"])
+@pytest.mark.parametrize("model_type", quick_or_slow(["vit", "swin", "bert", "gpt2"], ["vit"]))
 def test_other_kinds_of_models_are_audited_too(model_type: str) -> None:
     model = holdfast.sparsify(tiny_dense(model_type), experts=4, k=2, router="smoe").eval()
     found = audit(model, [dense_inputs(model_type)])

@@ -91,6 +91,7 @@ def test_a_mistake_is_one_sentence_and_no_traceback(
     assert said.count("\n") == 1 and said.startswith("holdfast: ")
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_does_not_know_is_one_sentence_too() -> None:
     """In a process of its own: whether to ask the hub is decided on import."""
     command = [sys.executable, "-m", "holdfast.cli.main", "plan", "nobody/nothing-of-that-name"]

@@ -232,6 +232,7 @@ def test_training_logs_to_tensorboard_where_it_is_installed(text: Path, tmp_path
     assert list(out.rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_model(text: Path, trained: Path, tmp_path: Path) -> None:
     """By accelerate's launcher; torchrun starts those of tests/train."""
     # It has no flag for several processes on one CPU; this one only says that there are several.

@@ -59,12 +59,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, NEEDED.get(name,
 }
 
 
-def test_every_registered_router_is_here() -> None:
-    assert set(holdfast.routers()) <= set(VARIANTS)
-
-
 @pytest.mark.parametrize("check", quick_or_slow(CHECKS, [check for check in CHECKS if check != "compile"]))
 @pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, [*holdfast.routers(), "ac+symphony+similarity+smooth"]))
+@pytest.mark.every_combination
 def test_router_conforms(variant: str, check: str) -> None:
     name, options = VARIANTS[variant]
     if variant == "smoe, k = E" and check == "no inert coefficient":

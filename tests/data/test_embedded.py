@@ -27,6 +27,7 @@ def test_it_has_the_language_reference_alone_too() -> None:
     assert len(" ".join(topics.values()).split()) > 50_000
 
 
+@pytest.mark.slow
 def test_it_loads_in_a_few_seconds_and_leaves_the_collector_as_it_was() -> None:
     """In processor time, because others may be at work on this machine."""
     assert gc.isenabled()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -348,7 +349,7 @@ def test_an_adapter_of_other_routers_is_refused(tmp_path: Path) -> None:
         peft.PeftModel.from_pretrained(other, tmp_path)
 
 
-@pytest.mark.parametrize("router", ["native", "smoe", STATEFUL, "ac+symphony", "xmoe"])
+@pytest.mark.parametrize("router", quick_or_slow(["native", "smoe", STATEFUL, "ac+symphony", "xmoe"], ["native", STATEFUL]))
 def test_a_gate_among_the_modules_to_save_learns_is_saved_and_loaded(router: str, tmp_path: Path) -> None:
     model = rerouted(router, losses=holdfast.Losses(z=0.1))
     plain = logits(model)

@@ -33,7 +33,7 @@ def state(model: torch.nn.Module, buffers: dict[str, Tensor]) -> dict[str, Tenso
     return {name: buffers[name] for name in names}
 
 
-@pytest.mark.parametrize("router", quick_or_slow(holdfast.routers(), ["smooth", "similarity"]))
+@pytest.mark.parametrize("router", quick_or_slow(holdfast.routers(), ["smooth"]))
 def test_a_layer_in_evaluation_becomes_a_program_without_operators_of_ours(router: str) -> None:
     layer = trained_layer(router)
     inputs = layer_inputs(2, 12)

@@ -14,7 +14,7 @@ pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX models are run by onnxruntime")
 
 LENGTHS = [(2, 12), (1, 7), (3, 20)]
-QUICK = ["smooth", "similarity"]  # one that leaves slots unused, one that looks at other tokens
+QUICK = ["smooth"]  # it leaves slots unused
 
 
 def session(module: nn.Module, inputs: dict[str, Tensor]) -> Any:
@@ -46,6 +46,7 @@ def test_onnxruntime_computes_a_layer_as_torch_does(router: str) -> None:
     assert unused == (router in RAGGED)
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_index_in_onnx_too() -> None:
     layer = trained_layer("smoe")
     inputs = layer_inputs(2, 12)

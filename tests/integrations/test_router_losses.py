@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 from test_losses_in_models import LOSSES, changed, gradients, quiet, rows, text
+from tiers import quick_or_slow
 from tiny import tiny
 from torch import Tensor
 
@@ -206,7 +207,7 @@ def test_an_unread_loss_warns_once_and_a_stated_scale_does_not() -> None:
         READERS["logits alone"](told, batch).backward()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", quick_or_slow([False, True], [False]))
 def test_float16_without_a_stated_scale_is_refused_where_nothing_reads_the_loss(compiled: bool) -> None:
     batch, model = text(), model_of("llama", "smoe")
     if compiled:

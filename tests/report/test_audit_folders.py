@@ -11,6 +11,8 @@ from tiny import tiny
 from holdfast.auditing import AuditReport
 from holdfast.cli.main import main
 
+pytestmark = pytest.mark.slow  # starts a browser
+
 FAMILIES = ["mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"]
 
 

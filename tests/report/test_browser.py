@@ -12,6 +12,8 @@ from holdfast.report import write_report
 from holdfast.report.results import parse
 from holdfast.report.views import COLOURS
 
+pytestmark = pytest.mark.slow  # starts a browser
+
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 
 EVIL = '<img src=x onerror="alert(1)">%{x}<b>'
