@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import batches, constant
+from auditing.audited_models import batches, constant
 from tiers import quick_or_slow
 from tiny import tiny
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auditing.subjects import batches, hooks, sparse, state, texts, tokenizer
+from auditing.audited_models import batches, hooks, sparse, state, texts, tokenizer
 from tiers import quick_or_slow
 from tiny import tiny
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import ALL, batches, constant, hooks, sparse, state, texts, tokenizer
+from auditing.audited_models import ALL, batches, constant, hooks, sparse, state, texts, tokenizer
 from tiers import quick_or_slow
 from tiny import EXTRA, tiny
 from tiny_dense import inputs as dense_inputs

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import batches, hooks, sparse, state
+from auditing.audited_models import batches, hooks, sparse, state
 from tiny import tiny
 
 import holdfast

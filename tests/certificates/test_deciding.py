@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from certificates.certified_routers import build, generator, sigmoid_gate
 from certificates.probing import native, sets_of
-from certificates.subjects import build, generator, sigmoid_gate
 from torch import Tensor
 
 from holdfast.certificates import Gate, certify, rounding_errors, undecided

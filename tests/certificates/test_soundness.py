@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from certificates.certified_routers import EXACT, ROUTERS, SEQUENCES, build, generator, sigmoid_gate
 from certificates.probing import directions, finite, native, probe, sets_of, slopes, steepest
-from certificates.subjects import EXACT, ROUTERS, SEQUENCES, build, generator, sigmoid_gate
 from tiers import quick_or_slow
 from torch import Tensor
 

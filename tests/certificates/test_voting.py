@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from certificates.subjects import build, generator
+from certificates.certified_routers import build, generator
 from torch import Tensor
 
 from holdfast.attacks import attack_routes

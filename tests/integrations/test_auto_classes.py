@@ -325,7 +325,7 @@ def test_a_folder_with_pickles_in_place_of_weights_is_refused(copied: Callable[[
     write_manifest(folder)
     for kind in (transformers.AutoModelForCausalLM, transformers.MixtralForCausalLM):
         for options in ({}, {"use_safetensors": False}, {"weights_only": False}):
-            with pytest.raises(Exception, match=r"."):
+            with pytest.raises((OSError, ValueError)):
                 kind.from_pretrained(folder, **options)
     assert not (tmp_path / "unpickled").exists()
 

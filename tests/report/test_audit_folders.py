@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auditing.subjects import texts, tokenizer
+from auditing.audited_models import texts, tokenizer
 from report.browsing import visit
 from tiny import tiny
 

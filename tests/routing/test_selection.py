@@ -176,11 +176,11 @@ def test_bad_options_are_one_clear_sentence(build: object, says: str) -> None:
 
 
 def test_a_router_needs_a_selector_and_at_most_one_informer_a_side() -> None:
-    import toys
+    import toy_parts
 
     from holdfast.routing import Linear
 
     with pytest.raises(ValueError, match="selector"):
         Router(Linear(4, 3))
     with pytest.raises(ValueError, match=r"2 .*expert"):
-        Router(Linear(4, 3), (toys.FixedGraph(3), toys.FixedGraph(3)), TopK(4, 3, 1))
+        Router(Linear(4, 3), (toy_parts.FixedGraph(3), toy_parts.FixedGraph(3)), TopK(4, 3, 1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import batches, texts, tokenizer
+from auditing.audited_models import batches, texts, tokenizer
 from tiny import tiny
 
 import holdfast

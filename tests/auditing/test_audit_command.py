@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from auditing.subjects import texts, tokenizer
+from auditing.audited_models import texts, tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 

@@ -29,7 +29,7 @@ def test_three_processes_on_one_folder_give_the_numbers_of_one(
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny(SMALL).describe()))
-    script = Path(__file__).with_name("together.py")
+    script = Path(__file__).with_name("concurrent_comparisons.py")
     command = [sys.executable, str(script), str(rounds), str(seed), str(tmp_path), str(recipe)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert run.returncode == 0, run.stderr
