@@ -25,6 +25,7 @@ def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command)
     assert 0 < float(rows["smoe"][5]) < 100  # rounding tokens to bfloat16 does move some, and not all
 
 
+@pytest.mark.slow
 def test_the_same_seed_prints_the_same_table(command: Command) -> None:
     """Here and in a process of its own."""
     arguments = ("routers", "--route", "--names", "xmoe+top-p", "--seed", "3")

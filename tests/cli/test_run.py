@@ -32,6 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return holdfast.save(holdfast.reroute(tiny("mixtral"), "smoe"), tmp_path_factory.mktemp("run") / "out")
 
 
+@pytest.mark.slow
 def test_a_file_opens_a_saved_folder_and_gets_its_own_arguments(saved: Path, tmp_path: Path) -> None:
     script = tmp_path / "opens.py"
     script.write_text(OPENS)
@@ -51,7 +52,6 @@ def test_processes_that_the_program_starts_open_it_too(saved: Path, tmp_path: Pa
     assert done.stdout.endswith("__main__ 2\n") and done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_a_program_that_uses_no_transformers_imports_nothing_and_keeps_its_exit_code() -> None:
     done = started("python", "-c", ECHO, "--flag", "run")
     assert done.stdout == "['--flag', 'run'] False False\n" and done.returncode == 3

@@ -57,6 +57,6 @@ def test_the_kernels_equal_the_naive_mathematics(name: str, compare: Callable[[s
     assert error is None, error
 
 
-def test_a_kernel_that_is_wrong_is_noticed(compare: Callable[[str], str | None]) -> None:
+def test_an_error_in_that_process_is_reported(compare: Callable[[str], str | None]) -> None:
     error = compare("no such kernel")
     assert error is not None and "KeyError" in error
