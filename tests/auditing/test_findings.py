@@ -76,7 +76,7 @@ def test_any_change_of_a_repeated_forward_comes_before_all_else() -> None:
 
 
 def test_a_change_by_company_is_severe() -> None:
-    from audit.test_perturbations import Nosy
+    from auditing.test_perturbations import Nosy
 
     model = tiny("mixtral")
     model.model.layers[0].mlp.experts = Nosy(model.model.layers[0].mlp.experts)

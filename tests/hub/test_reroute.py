@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiers import covering, quick_or_slow
 from tiny import EXTRA, MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -96,7 +97,7 @@ def test_neutral_routers_start_from_the_checkpoints_own_outputs(family: str, rou
         torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "router"), PAIRS)
+@pytest.mark.parametrize(("family", "router"), quick_or_slow(PAIRS, [PAIRS[number] for number in covering(PAIRS)]))
 def test_routers_train_save_load_and_are_taken_out_again(family: str, router: str, tmp_path: Path) -> None:
     model = tiny(family)
     gates = {site.name: site.gate.weight.detach().clone() for site in sites(model)}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_training import COMBINATIONS, context_for
+from test_router_training import COMBINATIONS, context_for
 from torch import Tensor
 
 import holdfast
