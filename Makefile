@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-matrix lint bench pretrained clean
+.PHONY: demo test test-all test-matrix lint bench pretrained clean
 
 # Both commands take up what is there: run again, nothing is trained twice.
 demo: .venv/ready
@@ -12,11 +12,13 @@ demo: .venv/ready
 	@echo "  results/demo/report.html"
 	@echo "  results/demo/audit/audit.html"
 
+# What a contributor runs: every part, router and command at least once.
 test: .venv/dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
-# Sweeps over every router and many conditions of other libraries; `make test` has at least one case of each.
-test-slow: .venv/dev
+# The tests that `make test` leaves out: variants and combinations, torch.compile, the kernels' interpreter, several processes,
+# a browser. `make test test-all` runs everything once.
+test-all: .venv/dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 lint: .venv/dev

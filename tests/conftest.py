@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 from commands import Command
+from tiers import mark_combinations
 
 hypothesis.settings.register_profile("no clocks", deadline=None)  # a slow machine is not a failure
 hypothesis.settings.load_profile("no clocks")
@@ -18,6 +19,11 @@ gc.set_threshold(50_000, 20, 100)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not select
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_combinations(items)
 
 
 @pytest.fixture(scope="module", autouse=True)

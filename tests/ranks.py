@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FORKED = Path(__file__).with_name("forked.py")
+FORKED = Path(__file__).with_name("fork_ranks.py")
 PATIENCE = 240  # seconds; a collective that not every process runs waits for ever
 
 

@@ -36,8 +36,8 @@ def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
         for number, block in enumerate(blocks(document, "python"), start=1):
             scripts.append(tmp_path / f"{document.stem}-{number}.py")
             scripts[-1].write_text(block)
-    apart = Path(__file__).with_name("apart.py")
-    run = subprocess.run([sys.executable, str(apart), *map(str, scripts)], capture_output=True, text=True, cwd=ROOT)
+    script = Path(__file__).with_name("fresh_processes.py")
+    run = subprocess.run([sys.executable, str(script), *map(str, scripts)], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
 

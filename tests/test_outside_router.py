@@ -7,7 +7,7 @@ from typing import Any
 import outside_router
 import pytest
 import torch
-from auditing.subjects import batches
+from auditing.audited_models import batches
 from test_docs import ROOT, blocks
 from tiny import tiny
 

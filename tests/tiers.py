@@ -1,6 +1,10 @@
-"""Which cases `make test` runs; the rest carry the marker `slow` and run with `make test-slow`."""
+"""Which tests `make test` runs; the others carry the marker `slow` and run with `make test-all`.
 
-from collections.abc import Container, Iterable
+Of a test with several parameters `make test` runs a few cases in which each value of each parameter comes at least once; the
+other combinations are slow. The marker `every_combination` keeps all of them. Other slow tests are marked where they are.
+"""
+
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,3 +16,29 @@ def quick_or_slow(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
         case if case in quick else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def mark_combinations(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow all cases that `make test` does not need to meet each value of each parameter once."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if "[" in item.nodeid and not item.get_closest_marker("slow") and not item.get_closest_marker("every_combination"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        # pytest has one name for each `parametrize`, also where it gives several arguments together.
+        keep = covering([case.callspec._idlist for case in cases])  # type: ignore[attr-defined]
+        for number, case in enumerate(cases):
+            if number not in keep:
+                case.add_marker(pytest.mark.slow)
+
+
+def covering(cases: Sequence[Sequence[str]]) -> set[int]:
+    """Return the numbers of few cases that hold every value at every place: first those in which all values are new."""
+    seen: set[tuple[int, str]] = set()
+    keep: set[int] = set()
+    for wanted in (all, any):
+        for number, case in enumerate(cases):
+            if wanted(value not in seen for value in enumerate(case)):
+                keep.add(number)
+                seen.update(enumerate(case))
+    return keep

@@ -117,7 +117,7 @@ def test_a_grey_image_is_treated_as_a_colour_image_without_colour(name: str, sma
 
 
 def test_frost_is_refused_without_photographs_and_says_where_they_are(small: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"frost1.png to frost6.jpg.*hendrycks/robustness"):
+    with pytest.raises(ValueError, match=r"frost1\.png.*frost6\.jpg.*hendrycks/robustness"):
         corrupt(small, "frost", severity=1)
 
 
@@ -129,7 +129,7 @@ def test_frost_adds_a_part_of_a_photograph(small: Tensor) -> None:
     unclipped = frosted < 1
     step = (part[..., 1:] - part[..., :-1])[unclipped[..., 1:] & unclipped[..., :-1]]
     torch.testing.assert_close(step, torch.full_like(step, 1 / (40 * 50 - 1)), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="at least 32"):
+    with pytest.raises(ValueError, match="32"):
         corrupt(small, "frost", severity=3, frost=ramp[..., :20])
 
 
@@ -314,15 +314,15 @@ def test_a_summary_is_json(small: Tensor) -> None:
 
 
 def test_wrong_arguments_are_named(small: Tensor) -> None:
-    with pytest.raises(ValueError, match="did you mean 'snow'"):
+    with pytest.raises(ValueError, match="'snow'"):
         corrupt(small, "snwo", severity=1)
-    with pytest.raises(ValueError, match="severity is 6"):
+    with pytest.raises(ValueError, match=r"severity.* 6"):
         corrupt(small, "snow", severity=6)
     with pytest.raises(TypeError, match="severity"):
         corrupt(small, "snow")  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="1 or 3 channels"):
+    with pytest.raises(ValueError, match="channels"):
         corrupt(small[:, :2], "snow", severity=1)
-    with pytest.raises(ValueError, match="expected 0 to 1"):
+    with pytest.raises(ValueError, match="0 to 1"):
         corrupt(small * 255, "snow", severity=1)
-    with pytest.raises(ValueError, match="did you mean 'large'"):
+    with pytest.raises(ValueError, match="'large'"):
         corrupt(small, "snow", severity=1, size="larg")  # type: ignore[arg-type]

@@ -119,7 +119,7 @@ def test_embeddings_are_attacked_without_bounds() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(24, 4)).eval()
     embeddings, labels = 3 * torch.randn(10, 6, 4), torch.zeros(10, dtype=torch.int32)
-    with pytest.raises(ValueError, match="bounds=None for embeddings"):
+    with pytest.raises(ValueError, match="bounds=None"):
         pgd(model, embeddings, labels, budget=0.1)
     result = pgd(model, embeddings, labels, budget=0.5, norm="l2", bounds=None)
     assert result.realised == pytest.approx(0.5) and result.bounds is None
@@ -146,7 +146,7 @@ def test_the_worst_of_several_attacks_counts_each_example_once(digits: Digits) -
     assert torch.equal(worst.success, one.success | many.success)
     assert torch.equal(worst.success, model(worst.inputs).argmax(-1) != labels)
     assert worst.realised <= 0.1 and worst.flags == ()
-    with pytest.raises(ValueError, match="different threat models"):
+    with pytest.raises(ValueError, match="threat models"):
         worst_of(one, pgd(model, images, labels, budget=0.2))
 
 
@@ -161,7 +161,7 @@ def test_a_summary_holds_the_threat_model_and_is_json(digits: Digits) -> None:
 @pytest.mark.parametrize("budget", [None, -0.1, float("nan"), float("inf"), "1/255"])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_budget_that_says_nothing_is_an_error(attack: Callable[..., AttackedInputs], budget: Any) -> None:
-    with pytest.raises(ValueError, match="budget is"):
+    with pytest.raises(ValueError, match="budget"):
         attack(nn.Identity(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), budget=budget)
 
 
@@ -173,15 +173,15 @@ def test_a_missing_budget_is_an_error(attack: Callable[..., AttackedInputs]) -> 
 
 def test_wrong_arguments_are_named() -> None:
     model, images, labels = nn.Flatten().eval(), torch.rand(3, 1, 2, 2), torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match="did you mean 'linf'"):
+    with pytest.raises(ValueError, match="'linf'"):
         pgd(model, images, labels, budget=0.1, norm="inf")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one class number for each of the 3 inputs"):
+    with pytest.raises(ValueError, match="3 inputs"):
         pgd(model, images, labels[:2], budget=0.1)
-    with pytest.raises(ValueError, match=r"torch.uint8; expected floating point"):
+    with pytest.raises(ValueError, match=r"torch\.uint8.*floating"):
         pgd(model, (images * 255).byte(), labels, budget=0.1)
-    with pytest.raises(ValueError, match="steps is 0"):
+    with pytest.raises(ValueError, match=r"steps.* 0"):
         pgd(model, images, labels, budget=0.1, steps=0)
-    with pytest.raises(ValueError, match="expected logits"):
+    with pytest.raises(ValueError, match="logits"):
         pgd(lambda x: x.sum(), images, labels, budget=0.1)
 
 

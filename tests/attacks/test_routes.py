@@ -183,7 +183,7 @@ def scores_of(made: Router) -> "torch.nn.Module":
 def test_a_callable_that_gives_scores_needs_k_and_is_attacked_alike() -> None:
     made, tokens = build("smoe", k=3)
     radius = certificate(made, tokens, "l2")
-    with pytest.raises(ValueError, match="say k"):
+    with pytest.raises(ValueError, match=r"\bk\b"):
         attack_routes(scores_of(made), tokens, budget=0.1)
     result = attack_routes(scores_of(made), tokens, budget=1.001 * radius, k=3, joint=False, **FAST)
     assert (
@@ -278,15 +278,15 @@ def test_wrong_arguments_are_named() -> None:
     made, tokens = build("smoe")
     with pytest.raises(TypeError, match="budget"):
         attack_routes(made, tokens)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="budget is None"):
+    with pytest.raises(ValueError, match=r"budget.* None"):
         attack_routes(made, tokens, budget=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"expected lengths of shape \(2, 9\)"):
+    with pytest.raises(ValueError, match=r"\(2, 9\)"):
         attack_routes(made, tokens, budget=torch.ones(2))
-    with pytest.raises(ValueError, match="a context is for a Router"):
+    with pytest.raises(ValueError, match=r"context.*Router"):
         attack_routes(scores_of(made), tokens, budget=0.1, k=2, context=Context())
-    with pytest.raises(ValueError, match=r"padding is torch\.int64"):
+    with pytest.raises(ValueError, match=r"torch\.int64"):
         attack_routes(made, tokens, budget=0.1, token_mask=torch.ones(2, 9, dtype=torch.int64))
-    with pytest.raises(ValueError, match="k is 5, but tokens have 2 experts"):
+    with pytest.raises(ValueError, match=r"\bk\b.*\b5\b.*\b2 experts"):
         attack_routes(made, tokens, budget=0.1, k=5)
-    with pytest.raises(ValueError, match="finite floating-point"):
+    with pytest.raises(ValueError, match="finite"):
         attack_routes(made, tokens.long(), budget=0.1)

@@ -66,9 +66,9 @@ def test_short_words_and_stop_words_keep_their_letters() -> None:
 
 
 def test_an_unknown_typo_gets_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match="did you mean 'double'"):
+    with pytest.raises(ValueError, match="'double'"):
         misspell("elephant", rate=1.0, typos=["doubel"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="name at least one"):
+    with pytest.raises(ValueError, match="at least one"):
         misspell("elephant", rate=1.0, typos=[])
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from auditing.subjects import batches, sparse, texts, tokenizer
+from auditing.audited_models import batches, sparse, texts, tokenizer
 from tiny import tiny
 
 import holdfast

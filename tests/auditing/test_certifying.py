@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import batches, sparse, texts, tokenizer
+from auditing.audited_models import batches, sparse, texts, tokenizer
 from tiny import EXTRA, tiny
 
 import holdfast

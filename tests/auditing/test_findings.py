@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import batches, constant
+from auditing.audited_models import batches, constant
+from tiers import quick_or_slow
 from tiny import tiny
 
 from holdfast.auditing import AuditReport, Finding, audit, diagnose
@@ -17,8 +18,8 @@ def gate(model: Any, layer: int) -> Any:
     return model.model.layers[layer].mlp.gate
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("model_type", ["mixtral", "olmoe"])
+@pytest.mark.parametrize("layer", quick_or_slow([0, 1, 2], [1]))
+@pytest.mark.parametrize("model_type", quick_or_slow(["mixtral", "olmoe"], ["mixtral"]))
 def test_a_router_whose_rows_are_nearly_equal_is_the_first_finding(model_type: str, layer: int) -> None:
     model = tiny(model_type)
     with torch.no_grad():

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auditing.subjects import batches, hooks, sparse, state, texts, tokenizer
+from auditing.audited_models import batches, hooks, sparse, state, texts, tokenizer
 from tiers import quick_or_slow
 from tiny import tiny
 
@@ -57,6 +57,7 @@ def test_the_commands_take_a_map_of_devices_and_a_folder_for_the_rest(
     assert capsys.readouterr().out != expected
 
 
+@pytest.mark.slow
 def test_a_sparsified_model_on_disk_is_certified_and_tried_with_another_router(tmp_path: Path) -> None:
     model = sparse("symphony")
     away = on_disk(model, tmp_path)

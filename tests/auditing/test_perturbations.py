@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import ALL, batches, constant, hooks, sparse, state, texts, tokenizer
+from auditing.audited_models import ALL, batches, constant, hooks, sparse, state, texts, tokenizer
+from tiers import quick_or_slow
 from tiny import EXTRA, tiny
 from tiny_dense import inputs as dense_inputs
 from tiny_dense import tiny_dense
@@ -16,12 +17,14 @@ from holdfast.auditing import AuditReport, audit
 from holdfast.auditing.samples import Reader
 from holdfast.auditing.words import aligned
 
+ROUTERS = ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"]
+
 
 def ran(report: AuditReport) -> dict[str, dict[str, Any]]:
     return {name: one for name, one in report.perturbations.items() if one["skipped"] is None}
 
 
-@pytest.mark.parametrize("model_type", sorted(EXTRA))
+@pytest.mark.parametrize("model_type", quick_or_slow(sorted(EXTRA), ["deepseek_v3", "gpt_oss"]))
 def test_every_family_is_audited_under_every_perturbation(model_type: str) -> None:
     found = audit(tiny(model_type), texts(), tokenizer=tokenizer(), batch=3)
     assert found.status == "complete" and len(found.layers) == len(found.model["layers"]) > 1
@@ -61,7 +64,7 @@ def test_a_model_whose_routers_are_constant_flips_under_nothing() -> None:
     assert ran(found)["model.bf16"]["overall"]["output"]["rest"] > 0  # the outputs do change
 
 
-@pytest.mark.parametrize("router", ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"])
+@pytest.mark.parametrize("router", quick_or_slow(ROUTERS, ["native", "symphony+similarity"]))
 def test_a_rerouted_model_is_audited_and_left_as_it_was(router: str) -> None:
     model = holdfast.reroute(tiny("olmoe"), router).train()
     kept, hooked, modes = state(model), hooks(model), [module.training for module in model.modules()]
@@ -80,14 +83,14 @@ def test_a_sparsified_model_is_audited_and_says_why_there_is_no_other_backend() 
     assert ran(found)["noise.0.05"]["overall"]["flips"] > 0
 
 
-@pytest.mark.parametrize("model_type", ["vit", "swin", "bert", "gpt2"])
+@pytest.mark.parametrize("model_type", quick_or_slow(["vit", "swin", "bert", "gpt2"], ["vit"]))
 def test_other_kinds_of_models_are_audited_too(model_type: str) -> None:
     model = holdfast.sparsify(tiny_dense(model_type), experts=4, k=2, router="smoe").eval()
     found = audit(model, [dense_inputs(model_type)])
     alone = ran(found)["batch.alone"]
     assert alone["overall"]["output"]["total"] < 1e-4 and alone["overall"]["loss"]["size"] < 1e-4
     if model_type in ("vit", "swin"):
-        assert found.perturbations["batch.left"]["skipped"] == "pictures have no padding."
+        assert found.perturbations["batch.left"]["skipped"].startswith("pictures ")
     else:
         assert ran(found)["batch.left"]["overall"]["output"]["total"] < 1e-4
     assert found.overall["loss"] > 0
@@ -155,7 +158,7 @@ def test_a_perturbation_that_fails_says_why_and_leaves_the_model_as_it_was() -> 
     kept = state(model)
     model.model.layers[2].mlp.experts.register_forward_pre_hook(refuse)
     found = audit(model, batches(), perturb=["model", "noise"])
-    assert found.perturbations["model.bf16"]["skipped"] == "it failed: no bfloat16 here"
+    assert found.perturbations["model.bf16"]["skipped"].endswith("no bfloat16 here")
     assert found.status == "complete" and ran(found)["noise.0.01"]["tokens"] == 90
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
 
@@ -224,7 +227,7 @@ def test_every_name_is_run_by_default_and_names_are_checked() -> None:
     from holdfast.auditing import PERTURBATIONS
 
     assert tuple(PERTURBATIONS) == ALL
-    with pytest.raises(ValueError, match="did you mean 'noise'"):
+    with pytest.raises(ValueError, match="'noise'"):
         audit(tiny("mixtral"), batches(), perturb=["nois"])
 
 

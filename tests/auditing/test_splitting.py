@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import batches, sparse
+from auditing.audited_models import batches, sparse
 from tiny import EXTRA, tiny
 from torch import Tensor
 

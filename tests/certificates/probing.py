@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from certificates.subjects import generator
+from certificates.certified_routers import generator
 from torch import Tensor
 
 from holdfast.attacks.ball import project

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from certificates.subjects import build, generator
+from certificates.certified_routers import build, generator
 from torch import Tensor
 
 from holdfast.certificates import Certificates, Gate, MajorityVote, NoBound, Smoothing, certify
@@ -151,29 +151,29 @@ def test_records_are_frozen_and_hold_float64() -> None:
 
 def test_mistakes_get_a_sentence() -> None:
     made, tokens = plain(), torch.randn(4, 6)
-    with pytest.raises(ValueError, match="unknown norm 'l_2': did you mean 'l2'"):
+    with pytest.raises(ValueError, match=r"'l_2'.*'l2'"):
         certify(made, tokens, norm="l_2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="1 of 4 tokens hold NaN or infinite"):
+    with pytest.raises(ValueError, match=r"1 of 4 tokens.*NaN"):
         certify(made, tokens.index_fill(0, torch.tensor([2]), math.nan))
-    with pytest.raises(ValueError, match=r"shape \(4, 5\); expected floating point, \(B, N, 6\) or \(T, 6\)"):
+    with pytest.raises(ValueError, match=r"\(4, 5\).*\(B, N, 6\).*\(T, 6\)"):
         certify(made, tokens[:, :5])
-    with pytest.raises(ValueError, match=r"expected floating point, \(B, N, 12\)\."):
+    with pytest.raises(ValueError, match=r"\(B, N, 12\)"):
         certify(build("similarity")[0], torch.randn(4, 12))
-    with pytest.raises(ValueError, match="call eval"):
+    with pytest.raises(ValueError, match="eval"):
         certify(plain().train(), tokens)
-    with pytest.raises(ValueError, match="holds a cache"):
+    with pytest.raises(ValueError, match="cache"):
         certify(made, tokens, Context(cache=RouterCache()))
-    with pytest.raises(ValueError, match="a Gate looks at nothing but its token"):
+    with pytest.raises(ValueError, match="Gate"):
         certify(Gate(torch.eye(6), 1), tokens, Context())
-    with pytest.raises(ValueError, match="neither a Router nor a Gate"):
+    with pytest.raises(ValueError, match=r"Router.*Gate"):
         certify("smoe", tokens)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="k is 7"):
+    with pytest.raises(ValueError, match=r"\bk\b.* 7"):
         Gate(torch.eye(6), 7)
-    with pytest.raises(ValueError, match=r"the bias has shape \(2,\); expected one number an expert, 6"):
+    with pytest.raises(ValueError, match=r"bias.*\(2,\).*\b6\b"):
         Gate(torch.eye(6), 1, bias=torch.zeros(2))
-    with pytest.raises(ValueError, match="expected finite numbers"):
+    with pytest.raises(ValueError, match="finite"):
         Gate(torch.full((2, 2), math.nan), 1)
-    with pytest.raises(ValueError, match="expected a floating-point type"):
+    with pytest.raises(ValueError, match="floating-point"):
         certify(made, tokens, arithmetic=torch.int32)
-    with pytest.raises(ValueError, match="holds a cache"):
+    with pytest.raises(ValueError, match="cache"):
         MajorityVote(made, Smoothing(sigma=1.0), context=Context(cache=RouterCache()))

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from certificates.certified_routers import build, generator
 from certificates.probing import directions, probe, sets_of
-from certificates.subjects import build, generator
 from torch import Tensor, nn
 
 from holdfast.attacks import attack_routes

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from certificates.certified_routers import generator
 from certificates.probing import directions, finite, moved
-from certificates.subjects import generator
 from tiny import EXTRA, tiny
 from torch import Tensor
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from certificates.certified_routers import attention, build, generator
 from certificates.naive import mixed_radii
-from certificates.subjects import attention, build, generator
 
 from holdfast.certificates import NoBound, Smoothing, certify
 from holdfast.routing import Context, Linear, Router, Similarity, TopK, create_router

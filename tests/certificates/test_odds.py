@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from certificates.certified_routers import build, generator
 from certificates.naive import nearest_flip, symphony_radii
 from certificates.probing import sets_of
-from certificates.subjects import build, generator
 from torch import Tensor
 
 from holdfast.certificates import NORMS, Norm, certify

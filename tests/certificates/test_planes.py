@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from certificates.certified_routers import EXACT, build, generator
 from certificates.naive import effective_weights, plane_radii, relu_radii
 from certificates.probing import sets_of
-from certificates.subjects import EXACT, build, generator
 from torch import Tensor
 
 from holdfast.certificates import NORMS, Gate, Norm, certify, undecided

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+from certificates.certified_routers import generator, grouped_sigmoid, sigmoid_gate
 from certificates.naive import nearest_flip
 from certificates.probing import native
-from certificates.subjects import generator, grouped_sigmoid, sigmoid_gate
 from certificates.test_odds import grid
 from torch import Tensor, nn
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from certificates.certified_routers import build, generator, sigmoid_gate
 from certificates.probing import native, sets_of
-from certificates.subjects import build, generator, sigmoid_gate
 from torch import Tensor
 
 from holdfast.certificates import Gate, certify, rounding_errors, undecided
@@ -199,9 +199,9 @@ def test_a_bias_is_rounded_too() -> None:
 
 def test_mistakes_get_a_sentence() -> None:
     gate, tokens = Gate(torch.eye(2), 1), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="expected a floating-point type"):
+    with pytest.raises(ValueError, match="floating-point"):
         undecided(gate, tokens, torch.int64)
     with pytest.raises(ValueError, match="no kernel sums in a shorter type"):
         undecided(gate, tokens, torch.float32, accumulate=torch.bfloat16)
-    with pytest.raises(ValueError, match="did you mean 'worst'"):
+    with pytest.raises(ValueError, match="'worst'"):
         undecided(gate, tokens, torch.float32, rounding="wors")  # type: ignore[arg-type]

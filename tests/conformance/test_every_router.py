@@ -61,17 +61,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_every_registered_router_is_here() -> None:
-    assert set(holdfast.list_routers()) <= set(VARIANTS)
-
-
 @pytest.mark.parametrize("check", quick_or_slow(CHECKS, [check for check in CHECKS if check != "compile"]))
 @pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, [*holdfast.list_routers(), "ac+symphony+similarity+smooth"]))
+@pytest.mark.every_combination
 def test_router_conforms(variant: str, check: str) -> None:
     name, options = VARIANTS[variant]
     if variant == "smoe, k = E" and check == "no inert coefficient":
         # Every token takes every expert, so the shares are equal whatever the router does: nothing is left to balance.
-        with pytest.raises(AssertionError, match="'balance' changes no gradient"):
+        with pytest.raises(AssertionError, match="'balance'"):
             check_router(name, only=[check], **options)
         return
     report = check_router(name, reference=reference, only=[check], **options)

@@ -27,6 +27,7 @@ def test_it_has_the_language_reference_alone_too() -> None:
     assert len(" ".join(topics.values()).split()) > 50_000
 
 
+@pytest.mark.slow
 def test_it_loads_in_a_few_seconds_and_leaves_the_collector_as_it_was() -> None:
     """In processor time, because others may be at work on this machine."""
     assert gc.isenabled()
@@ -115,5 +116,5 @@ def test_the_result_says_which_python() -> None:
 
 def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match=r"has no sources of its standard library in .*; give the path of another text"):
+    with pytest.raises(ValueError, match=r"standard library.*path"):
         embedded.python_docstrings()

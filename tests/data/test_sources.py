@@ -71,7 +71,7 @@ def test_wikitext_is_found_in_either_layout_packed_or_not(tmp_path: Path, layout
 def test_a_folder_of_another_text_is_not_taken_for_wikitext(tmp_path: Path) -> None:
     for split, text in LINES.items():
         write(tmp_path / "wikitext103" / f"{split}.txt", text)
-    with pytest.raises(ValueError, match="wikitext-2 is not in"):
+    with pytest.raises(ValueError, match="wikitext-2"):
         corpus("wikitext-2", folder=tmp_path / "wikitext103")
     assert corpus("wikitext-103", folder=tmp_path / "wikitext103").name == "wikitext-103"
 
@@ -129,9 +129,9 @@ def test_no_more_of_a_stream_is_read_than_is_asked_for(tmp_path: Path) -> None:
 def test_the_head_of_a_stream_has_an_end_a_checksum_and_a_vocabulary(tmp_path: Path) -> None:
     c4(tmp_path)
     source = corpus("c4", folder=tmp_path)
-    with pytest.raises(ValueError, match="no end to count words to"):
+    with pytest.raises(ValueError, match="count words"):
         tokenizer(source)
-    with pytest.raises(ValueError, match="no end to count to"):
+    with pytest.raises(ValueError, match="count"):
         source.count_words("train")
     head = source.head(2)
     assert [len(list(head.documents(split))) for split in head.splits] == [2, 2, 2]
@@ -156,13 +156,13 @@ def test_through_the_datasets_package_c4_is_streamed(tmp_path: Path, monkeypatch
 def test_a_line_of_c4_that_is_no_page_is_named(tmp_path: Path) -> None:
     c4(tmp_path)
     write(tmp_path / "c4-train.00000-of-00002.json.gz", '{"text": "fine"}\n{"url": "no text"}\n')
-    with pytest.raises(ValueError, match=r"00000-of-00002\.json\.gz, line 2: not a JSON object with a text"):
+    with pytest.raises(ValueError, match=r"00000-of-00002\.json\.gz, line 2: .*JSON"):
         list(corpus("c4", folder=tmp_path).documents("train"))
 
 
 def test_an_enwik8_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "enwik8", "too short")
-    with pytest.raises(ValueError, match="has 9 bytes; enwik8 has exactly 100,000,000"):
+    with pytest.raises(ValueError, match=r"\b9 bytes.*enwik8.*100,000,000"):
         list(corpus("enwik8", folder=tmp_path).documents("test"))
     monkeypatch.setattr(sources, "ENWIK8", {"train": 4, "valid": 3, "test": 2})
     source = corpus("enwik8", folder=tmp_path)
@@ -172,10 +172,10 @@ def test_an_enwik8_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("wikitext-2", r"wikitext-2 is not in .*: put train\.txt, .* into a folder wikitext2 there, or give no folder"),
-        ("wikitext-103", r"put train\.txt, .* into a folder wikitext103"),
-        ("enwik8", r"enwik8 is not in .*: get enwik8\.zip from .* into a folder enwik8 there"),
-        ("c4", r"c4 is not in .*: put its files c4-train\.\*\.json\.gz"),
+        ("wikitext-2", r"wikitext-2.*train\.txt.*wikitext2"),
+        ("wikitext-103", r"train\.txt.*wikitext103"),
+        ("enwik8", r"enwik8.*enwik8\.zip.*enwik8"),
+        ("c4", r"c4 .*c4-train\.\*\.json\.gz"),
     ],
 )
 def test_a_missing_source_says_how_to_get_it(tmp_path: Path, name: str, says: str) -> None:
@@ -185,7 +185,7 @@ def test_a_missing_source_says_how_to_get_it(tmp_path: Path, name: str, says: st
 
 def test_half_a_source_says_which_half_is_missing(tmp_path: Path) -> None:
     write(tmp_path / "wikitext2" / "train.txt", LINES["train"])
-    with pytest.raises(ValueError, match=r"has wikitext-2's train but no valid\.txt"):
+    with pytest.raises(ValueError, match=r"wikitext-2.*valid\.txt"):
         corpus("wikitext-2", folder=tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_without_a_network_a_source_says_what_to_do_instead(
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"could not be fetched \(.+\); check the network, or put .* say where that is\."):
+    with pytest.raises(ValueError, match=r"\(.+\).*network"):
         corpus(name)
 
 
@@ -207,7 +207,7 @@ def test_without_the_datasets_package_a_source_says_so(monkeypatch: pytest.Monke
 
 
 def test_enwik8_without_a_folder_says_where_it_is_to_be_had() -> None:
-    with pytest.raises(ValueError, match="not in any folder given: get enwik8"):
+    with pytest.raises(ValueError, match="enwik8"):
         corpus("enwik8")
 
 
@@ -218,7 +218,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str) -> None:
         "pyton-docs": "did you mean 'python-docs'",
         "": "expected one of c4",
     }
-    with pytest.raises(ValueError, match=f"unknown text source .*{nearest[name]}"):
+    with pytest.raises(ValueError, match=nearest[name]):
         corpus(name)
 
 
@@ -229,5 +229,5 @@ def test_a_path_that_does_not_exist_is_not_taken_for_a_name(path: str | Path) ->
 
 
 def test_a_split_that_does_not_exist_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown split 'vald': did you mean 'valid'"):
+    with pytest.raises(ValueError, match=r"'vald'.*'valid'"):
         corpus("python-docs").documents("vald")

@@ -137,7 +137,7 @@ def test_a_hub_tokenisers_spans_are_where_its_tokens_were_read(kind: str, tmp_pa
 def test_a_slow_tokeniser_says_that_it_knows_no_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = hub(tmp_path, "words")
     monkeypatch.setattr(type(tokenizer.tokenizer), "is_fast", False)
-    with pytest.raises(ValueError, match="slow tokeniser, which does not say where its tokens are"):
+    with pytest.raises(ValueError, match="slow tokeniser"):
         tokenizer.spans(DOCUMENTS[0], first=True)
 
 

@@ -68,15 +68,15 @@ def test_labels_that_are_numbers_are_sorted_as_numbers(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "columns": ("test.csv", "sentence1,sentence2,label\na,b,0\n", r"test\.csv has the columns sentence1, sentence2, label"),
-    "fields": ("test.csv", "text,label\na,0\nb\n", r"test\.csv, line 3: 1 fields where the header has 2"),
+    "columns": ("test.csv", "sentence1,sentence2,label\na,b,0\n", r"test\.csv.*sentence1, sentence2, label"),
+    "fields": ("test.csv", "text,label\na,0\nb\n", r"test\.csv, line 3: 1 fields.* 2"),
     "quote": ("test.csv", 'text,label\n"a,0\n', r"test\.csv, line 2: unexpected end of data"),
     "huge": ("test.csv", f"text,label\n{'a' * (csv.field_size_limit() + 1)},0\n", r"line 2: field larger than field limit"),
-    "header only": ("test.csv", "text,label\n", r"test\.csv has a header and no rows"),
-    "empty": ("test.csv", "", r"test\.csv holds no text"),
-    "stranger": ("test.csv", "text,label\na,9\n", r"test has the label '9', which train has not"),
-    "unlabelled train": ("train.csv", "text\na\nb\n", r"train\.csv has no column category or label"),
-    "unlabelled test": ("test.csv", "text\na\n", r"has a train but no labelled dev or test"),
+    "header only": ("test.csv", "text,label\n", r"test\.csv.*rows"),
+    "empty": ("test.csv", "", r"test\.csv.*no text"),
+    "stranger": ("test.csv", "text,label\na,9\n", r"test.*'9'.*train"),
+    "unlabelled train": ("train.csv", "text\na\nb\n", r"train\.csv.*category or label"),
+    "unlabelled test": ("test.csv", "text\na\n", r"dev or test"),
 }
 
 
@@ -91,16 +91,14 @@ def test_what_is_wrong_with_a_table_is_a_sentence_that_names_it(tmp_path: Path, 
 
 
 def test_a_missing_source_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"banking77 is not in .*: put train\.csv and test\.csv .* into a folder banking77 there"
-    ):
+    with pytest.raises(ValueError, match=r"banking77.*train\.csv.*test\.csv"):
         text_set("banking77", folder=tmp_path)
-    with pytest.raises(ValueError, match=r"sst2 is not in any folder given: put GLUE's train\.tsv"):
+    with pytest.raises(ValueError, match=r"sst2.*train\.tsv"):
         text_set("sst2")
-    with pytest.raises(ValueError, match=r"has no train\.csv or train\.tsv"):
+    with pytest.raises(ValueError, match=r"train\.csv.*train\.tsv"):
         text_set(tmp_path)
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="folder"):
         text_set(tmp_path / "missing")
-    with pytest.raises(ValueError, match="did you mean 'banking77'"):
+    with pytest.raises(ValueError, match="'banking77'"):
         text_set("banking")
     assert list(text_sets()) == ["banking77", "sst2"]

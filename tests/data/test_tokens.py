@@ -176,7 +176,7 @@ def test_a_hub_tokeniser_that_changed_is_not_taken_for_the_one_recorded(hub_fold
     assert tokenizer_from({**record, "place": str(tmp_path)}).name == str(tmp_path)
     changed = (tmp_path / "tokenizer.json").read_text().replace('"<|end|>"', '"<|fin|>"')
     (tmp_path / "tokenizer.json").write_text(changed)
-    with pytest.raises(ValueError, match="its checksum differs"):
+    with pytest.raises(ValueError, match="checksum"):
         tokenizer_from({**record, "place": str(tmp_path)})
 
 
@@ -188,7 +188,7 @@ def test_a_tokeniser_that_brings_code_is_refused_and_its_code_not_run(hub_folder
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
-    with pytest.raises(ValueError, match="holds no tokeniser that transformers can read"):
+    with pytest.raises(ValueError, match=r"tokeniser.*transformers"):
         HubTokenizer(str(tmp_path))
     assert not ran.exists()
 
@@ -198,10 +198,10 @@ def test_every_tokeniser_is_listed() -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "a typo": ({"name": "word"}, "unknown tokeniser 'word': did you mean 'words'"),
-    "no folder": ({"name": "./missing"}, "is not a folder with a tokeniser"),
-    "no room": ({"name": "words", "size": 2}, "a vocabulary of 2 holds no words; it needs at least 3 places"),
-    "an inert size": ({"name": "bytes", "size": 300}, "can be chosen for words and lines only"),
+    "a typo": ({"name": "word"}, "'word'.*'words'"),
+    "no folder": ({"name": "./missing"}, "folder"),
+    "no room": ({"name": "words", "size": 2}, "vocabulary.*2.*3"),
+    "an inert size": ({"name": "bytes", "size": 300}, "words and lines"),
 }
 
 
@@ -213,21 +213,21 @@ def test_a_mistake_is_one_clear_sentence(mistake: str) -> None:
 
 
 def test_a_folder_without_a_tokeniser_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no tokeniser that transformers can read"):
+    with pytest.raises(ValueError, match=r"tokeniser.*transformers"):
         tokenizer(source(train="a b"), tmp_path)
 
 
 def test_a_damaged_record_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown kind of tokeniser 'byts': did you mean 'bytes'"):
+    with pytest.raises(ValueError, match=r"'byts'.*'bytes'"):
         tokenizer_from({"kind": "byts"})
     with pytest.raises(ValueError, match="damaged"):
         tokenizer_from({"kind": "words", "words": ["<unk>", "<eos>", "a", "a"]})
     with pytest.raises(ValueError, match="damaged"):
         tokenizer_from({"kind": "words", "words": ["a"]})
-    with pytest.raises(ValueError, match="unknown convention for words 'wrds': did you mean 'words'"):
+    with pytest.raises(ValueError, match=r"'wrds'.*'words'"):
         Vocabulary(["a"], cut="wrds")
 
 
 def test_a_document_that_is_not_text_names_itself() -> None:
-    with pytest.raises(ValueError, match="odd is not UTF-8"):
+    with pytest.raises(ValueError, match=r"odd.*UTF-8"):
         _ = Document("odd", b"\xff").text

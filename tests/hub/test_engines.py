@@ -13,14 +13,14 @@ import holdfast
 
 SCRIPT = Path(__file__).with_name("engines_on_ranks.py")
 REFUSALS = {
-    "twice": "spread over processes already",
-    "after FSDP2": "call shard_experts before fully_shard",
-    "wrapped": "DistributedDataParallel wraps the model",
-    "dense": "Linear has no experts to shard",
-    "not divisible": "5 experts do not part among 2 processes",
-    "a part of the mesh": "the mesh holds 2 of 4 processes",
-    "save_pretrained": "call holdfast.save on every process",
-    "a folder that is there": "exists and is not empty",
+    "twice": "already",
+    "after FSDP2": "fully_shard",
+    "wrapped": "DistributedDataParallel",
+    "dense": "Linear",
+    "not divisible": "5 experts",
+    "a part of the mesh": "2 of 4 ",
+    "save_pretrained": "holdfast.save",
+    "a folder that is there": "not empty",
 }
 
 
@@ -36,7 +36,7 @@ def test_two_and_four_processes_learn_what_one_learns(tmp_path: Path) -> None:
             assert_follows_one(f"{world} processes, {name}", case, [each[name] for each in found], folder)
         assert_experts_agree([each["by hand"] for each in found])
         for error, said in (each["second derivatives"] for each in found):
-            assert error < 1e-5 and "do not support second derivatives of their weights" in said
+            assert error < 1e-5 and "second derivatives" in said
         losses += found[0]["relay"]
         for each in found if world == 2 else []:
             assert max(each["compiled"]) < 1e-6

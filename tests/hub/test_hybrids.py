@@ -88,7 +88,7 @@ def test_a_layer_without_attention_learns_from_real_tokens_only(family: str) -> 
 def test_routers_that_look_at_other_tokens_are_for_layers_with_attention(family: str, router: str) -> None:
     model = tiny(family)
     before = logits(model)
-    with pytest.raises(ValueError, match=r"no attention and no KV cache .* \(layers=\[2\]\)"):
+    with pytest.raises(ValueError, match=r"attention.*layers=\[2\]"):
         holdfast.reroute(model, router)
     assert torch.equal(logits(model), before)
     holdfast.reroute(model, router, layers=[2])
@@ -98,10 +98,10 @@ def test_routers_that_look_at_other_tokens_are_for_layers_with_attention(family:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_router_that_sees_later_tokens_takes_no_tokens_after_a_state(family: str) -> None:
-    with pytest.warns(UserWarning, match="depend on tokens after it"):
+    with pytest.warns(UserWarning, match="tokens after"):
         model = holdfast.reroute(tiny(family), "ac", stats="batch", layers=[1])
     first = model(input_ids=IDS, use_cache=True)
-    with pytest.raises(ValueError, match="cannot take tokens one after the other"):
+    with pytest.raises(ValueError, match="one after the other"):
         model(input_ids=IDS[:, :1], past_key_values=first.past_key_values)
 
 
@@ -130,27 +130,27 @@ def test_a_row_that_misses_layers_is_refused_by_everything(
 ) -> None:
     """A row as for a family that has attention in every layer, which only the last layer fits."""
     monkeypatch.setitem(MOE_FAMILIES, family, replace(MOE_FAMILIES[family], recurrent=None))
-    with pytest.raises(ValueError, match=r"layers\.0\..* does not describe \(1 layers are as it says\)"):
+    with pytest.raises(ValueError, match=r"layers\.0\..*\b1 layer"):
         READERS[reader](tiny(family))
 
 
 def test_a_row_that_fits_no_layer_of_a_model_with_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MOE_FAMILIES, "mixtral", replace(MOE_FAMILIES["mixtral"], block="feed_forward"))
-    with pytest.raises(ValueError, match=r"layers\.0\..* does not describe \(0 layers"):
+    with pytest.raises(ValueError, match=r"layers\.0\..*\b0 layer"):
         holdfast.reroute(tiny("mixtral"), "smoe")
 
 
 def test_experts_without_a_gate_of_the_familys_name_are_refused() -> None:
     model = tiny("mixtral")
     model.model.layers[1].mlp.other = model.model.layers[1].mlp._modules.pop("gate")
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts belongs to an MoE layer"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts"):
         holdfast.reroute(model, "smoe")
 
 
 def test_sparsify_refuses_a_model_with_a_layer_of_another_kind() -> None:
     model = tiny_dense("llama")
     model.model.layers[1].mlp = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp or the layer around it .* pass it over"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp"):
         holdfast.sparsify(model, experts=4)
 
 
@@ -158,11 +158,11 @@ def test_a_sparse_layer_that_was_moved_is_refused() -> None:
     model = holdfast.sparsify(tiny_dense("llama"), experts=4)
     model.extra = model.model.layers[0].mlp
     model.model.layers[0].mlp = torch.nn.Identity()
-    with pytest.raises(ValueError, match="extra belongs to an MoE layer"), holdfast.trace(model):
+    with pytest.raises(ValueError, match="extra"), holdfast.trace(model):
         pass
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_plan_refuses_layers_without_attention(family: str) -> None:
-    with pytest.raises(ValueError, match="it has layers without attention"):
+    with pytest.raises(ValueError, match="attention"):
         read_config(family)

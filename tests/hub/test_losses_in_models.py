@@ -348,7 +348,7 @@ def test_activation_checkpointing_changes_nothing(family: str, router: str) -> N
 def test_reentrant_checkpointing_is_refused_where_routers_have_losses(family: str, router: str) -> None:
     model = changed(family, router, LOSSES).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(ValueError, match="reentrant activation checkpointing drops the gradient"):
+    with pytest.raises(ValueError, match="reentrant"):
         loss_of(model, text())
     model.gradient_checkpointing_disable()
     loss_of(model, text()).backward()

@@ -169,7 +169,7 @@ def test_an_adapter_that_changes_more_than_a_weight_is_refused_in_a_sentence() -
     ia3 = peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[], init_ia3_weights=False)
     logits(peft.get_peft_model(holdfast.reroute(tiny("mixtral"), "similarity"), ia3))
     wrapped = peft.get_peft_model(holdfast.reroute(tiny("mixtral"), "attention"), ia3)
-    with pytest.raises(ValueError, match="cannot read an adapter of kind ia3 on the output projection; merge it"):
+    with pytest.raises(ValueError, match=r"ia3.*merge"):
         logits(wrapped)
     wrapped.merge_adapter()
     assert logits(wrapped).isfinite().all()

@@ -64,9 +64,9 @@ def test_a_pickled_model_is_the_same_model(family: str, router: str) -> None:
 
 @pytest.mark.parametrize(("router", "options"), [("similarity", {"causal": False}), ("ac", {"stats": "batch"})])
 def test_a_router_that_sees_ahead_is_announced_and_does_not_generate(router: str, options: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="its perplexity compares with no causal model's"):
+    with pytest.warns(UserWarning, match="perplexity"):
         model: Any = holdfast.reroute(tiny("mixtral"), router, **options)
-    with pytest.raises(ValueError, match="cannot generate"):
+    with pytest.raises(ValueError, match="generate"):
         model.generate(ids_of(9), max_new_tokens=2)
     past = model(input_ids=ids_of(9)).past_key_values
     with pytest.raises(ValueError, match="one after the other"):

@@ -199,7 +199,7 @@ def test_nothing_of_a_forward_is_kept_in_evaluation() -> None:
 def test_windowed_attention_gets_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"windows.*similarity"):
         holdfast.sparsify(tiny_dense("swin"), experts=4, router="attention")
-    with pytest.raises(ValueError, match="equal widths"):
+    with pytest.raises(ValueError, match="widths"):
         holdfast.sparsify(tiny_dense("swin"), experts=4, router="ac")
     model = holdfast.sparsify(tiny_dense("swin"), experts=4, router="ac", layers=[0, 1])
     assert outputs(model, inputs("swin")).isfinite().all()
@@ -223,20 +223,20 @@ def test_mistakes_get_one_sentence_and_change_nothing() -> None:
         (lambda: holdfast.sparsify(model, experts=4, hidden=0, init="random"), "hidden is 0"),
         (lambda: holdfast.sparsify(model, experts=4, init="kopy"), "copy"),  # type: ignore[arg-type]
         (lambda: holdfast.sparsify(model, experts=4, noise=-1), "noise"),
-        (lambda: holdfast.sparsify(model, experts=4, layers="odd"), "choice of layers"),
+        (lambda: holdfast.sparsify(model, experts=4, layers="odd"), "layers"),
         (lambda: holdfast.sparsify(model, experts=4, router="native"), "native"),
         (lambda: holdfast.sparsify(model, experts=4, temperature=2), "option"),
         (lambda: holdfast.sparsify(chunked, experts=4), "chunk_size_feed_forward"),
         (lambda: holdfast.sparsify(broken, experts=4), r"layers\.1.*NaN"),
         (lambda: holdfast.sparsify(transformers.ResNetModel(transformers.ResNetConfig()), experts=4), "resnet"),
-        (lambda: holdfast.sparsify(torch.nn.Linear(2, 2), experts=4), "no Hugging Face model"),
+        (lambda: holdfast.sparsify(torch.nn.Linear(2, 2), experts=4), "Hugging Face"),
     ]
     for mistake, sentence in mistakes:
         with pytest.raises(ValueError, match=sentence) as caught:
             mistake()
         assert "\n" not in str(caught.value)
     assert sorted(model.state_dict()) == names
-    with pytest.raises(ValueError, match="sparse already"):
+    with pytest.raises(ValueError, match="already"):
         holdfast.sparsify(holdfast.sparsify(model, experts=4), experts=4)
 
 

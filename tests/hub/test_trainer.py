@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
+from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -81,7 +82,7 @@ def logits(model: Any) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_or_slow(CASES, list(CASES)[:2]))
 def test_training_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> None:
     """Straight through; straight through with a checkpoint on the way; and from that checkpoint on, in a fresh model."""
     family, router, accumulated = CASES[case]

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from tiers import quick_or_slow
 from tiny import EXTRA, tiny
 from tiny_dense import CONFIGS, inputs, outputs, tiny_dense
 from torch import Tensor
@@ -91,7 +92,7 @@ def copied(kept: Path, tmp_path: Path) -> Callable[[str], Path]:
 # The class that was saved
 
 
-@pytest.mark.parametrize("model_type", [*EXTRA, *CONFIGS])
+@pytest.mark.parametrize("model_type", quick_or_slow([*EXTRA, *CONFIGS], ["mixtral", "gpt_oss", "llama", "vit"]))
 def test_the_auto_class_and_the_familys_own_class_open_the_saved_model(model_type: str, tmp_path: Path) -> None:
     model = changed(model_type)
     folder = holdfast.save(model, tmp_path / "out")
@@ -324,7 +325,7 @@ def test_a_folder_with_pickles_in_place_of_weights_is_refused(copied: Callable[[
     write_manifest(folder)
     for kind in (transformers.AutoModelForCausalLM, transformers.MixtralForCausalLM):
         for options in ({}, {"use_safetensors": False}, {"weights_only": False}):
-            with pytest.raises(Exception, match=r"."):
+            with pytest.raises((OSError, ValueError)):
                 kind.from_pretrained(folder, **options)
     assert not (tmp_path / "unpickled").exists()
 

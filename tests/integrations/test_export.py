@@ -33,7 +33,7 @@ def state(model: torch.nn.Module, buffers: dict[str, Tensor]) -> dict[str, Tenso
     return {name: buffers[name] for name in names}
 
 
-@pytest.mark.parametrize("router", quick_or_slow(holdfast.list_routers(), ["smooth", "similarity"]))
+@pytest.mark.parametrize("router", quick_or_slow(holdfast.list_routers(), ["smooth"]))
 def test_a_layer_in_evaluation_becomes_a_program_without_operators_of_ours(router: str) -> None:
     layer = trained_layer(router)
     inputs = layer_inputs(2, 12)
@@ -126,5 +126,5 @@ def test_exported_keys_order_numbers_as_top_does() -> None:
 
 def test_a_router_cannot_be_traced_and_says_what_to_do() -> None:
     router = holdfast.create_router("smooth", dim=8, experts=4).eval()
-    with pytest.raises(ValueError, match=r"use torch\.export\.export"):
+    with pytest.raises(ValueError, match=r"torch\.export\.export"):
         torch.jit.trace(router, (torch.randn(2, 5, 8),))

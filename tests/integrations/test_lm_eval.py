@@ -67,6 +67,7 @@ def perplexity(values: list[float]) -> float:
     return float(torch.tensor(values).mean().neg().exp())
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_loaded_model(saved: Path, tmp_path: Path) -> None:
     results = lm_eval.simple_evaluate(
         model="hf", model_args=f"pretrained={saved}", tasks=[task(tmp_path)], device="cpu", batch_size=2, log_samples=True

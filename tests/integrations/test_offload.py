@@ -98,7 +98,7 @@ def test_an_offloaded_model_is_saved_if_transformers_can_find_its_weights(tmp_pa
     places |= {f"model.layers.{index}": "disk" for index in range(3)}
     away = holdfast.load(tmp_path / "whole", device_map=places, offload_folder=tmp_path / "offload")
     torch.testing.assert_close(logits(holdfast.load(holdfast.save(away, tmp_path / "again"))), expected)
-    with pytest.raises(ValueError, match="save the model before offloading it"):
+    with pytest.raises(ValueError, match=r"save.*offload"):
         holdfast.save(accelerate.cpu_offload(model), tmp_path / "never")
 
 

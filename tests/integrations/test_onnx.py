@@ -14,7 +14,7 @@ pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX models are run by onnxruntime")
 
 LENGTHS = [(2, 12), (1, 7), (3, 20)]
-QUICK = ["smooth", "similarity"]  # one that leaves slots unused, one that looks at other tokens
+QUICK = ["smooth"]  # it leaves slots unused
 
 
 def session(module: nn.Module, inputs: dict[str, Tensor]) -> Any:
@@ -46,6 +46,7 @@ def test_onnxruntime_computes_a_layer_as_torch_does(router: str) -> None:
     assert unused == (router in RAGGED)
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_index_in_onnx_too() -> None:
     layer = trained_layer("smoe")
     inputs = layer_inputs(2, 12)
@@ -87,5 +88,5 @@ def test_onnxruntime_computes_a_model_as_torch_does(kind: str, router: str) -> N
 
 def test_a_router_that_would_have_to_learn_is_refused() -> None:
     layer = trained_layer("smooth").train()
-    with pytest.raises(Exception, match=r"an ONNX model cannot learn; call model\.eval\(\)"):
+    with pytest.raises(Exception, match=r"ONNX.*model\.eval\(\)"):
         session(layer, layer_inputs(2, 12))

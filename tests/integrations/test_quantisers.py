@@ -198,7 +198,7 @@ def test_experts_in_a_format_that_is_not_known_are_refused() -> None:
     model = holdfast.reroute(tiny("mixtral"), "smooth")
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match=r"MixtralExperts .float8_e4m3fn. are quantised, and experts cannot be run"):
+    with pytest.raises(ValueError, match=r"MixtralExperts.*float8_e4m3fn.*quantised"):
         logits(model)
 
 
@@ -208,7 +208,7 @@ def test_a_projection_in_a_format_that_is_not_known_is_refused() -> None:
     numbers = projection.weight.detach().clone()
     projection.forward = lambda hidden: nn.functional.linear(hidden, numbers)
     projection.weight = nn.Parameter(numbers.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match="quantised, and the attention router cannot read them; use 'similarity'"):
+    with pytest.raises(ValueError, match=r"quantised.*attention.*'similarity'"):
         logits(model)
 
 
@@ -217,13 +217,13 @@ def test_a_projection_in_a_format_that_is_not_known_is_refused() -> None:
 def test_sparsify_refuses_a_quantised_model(init: Any, quantiser: str, tmp_path: Path) -> None:
     tiny_dense("llama", **WIDTH).save_pretrained(tmp_path)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=CONFIGS[quantiser]())
-    with pytest.raises(ValueError, match=r"quantised .*; sparsify the model before quantising it"):
+    with pytest.raises(ValueError, match=r"quantised.*sparsify"):
         holdfast.sparsify(model, experts=4, init=init)
 
 
 def test_a_model_that_was_quantised_in_memory_is_not_saved(tmp_path: Path) -> None:
     model = torchao_int8(holdfast.reroute(tiny("mixtral"), "symphony"))
-    with pytest.raises(ValueError, match=r"q_proj.weight was quantised in memory .torchao.*quantization_config"):
+    with pytest.raises(ValueError, match=r"q_proj\.weight.*torchao.*quantization_config"):
         holdfast.save(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     with pytest.raises(ValueError, match="quantised in memory"):

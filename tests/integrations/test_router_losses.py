@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 from test_losses_in_models import LOSSES, changed, gradients, quiet, rows, text
+from tiers import quick_or_slow
 from tiny import tiny
 from torch import Tensor
 
 import holdfast
 
-UNREAD = "computed without the routers' losses"
+UNREAD = "routers' losses"
 
 
 def cross_entropy(out: Any, labels: Tensor, items: Tensor | None = None) -> Tensor:
@@ -206,7 +207,7 @@ def test_an_unread_loss_warns_once_and_a_stated_scale_does_not() -> None:
         READERS["logits alone"](told, batch).backward()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", quick_or_slow([False, True], [False]))
 def test_float16_without_a_stated_scale_is_refused_where_nothing_reads_the_loss(compiled: bool) -> None:
     batch, model = text(), model_of("llama", "smoe")
     if compiled:
@@ -223,9 +224,9 @@ def test_float16_without_a_stated_scale_is_refused_where_nothing_reads_the_loss(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_a_scale_that_is_none_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="scale is"):
+    with pytest.raises(ValueError, match="scale"):
         holdfast.router_loss_scale(model_of("llama", "smoe"), bad)
-    with pytest.raises(ValueError, match="holds no model"):
+    with pytest.raises(ValueError, match="no model"):
         holdfast.router_loss_scale(torch.nn.Linear(2, 2), 1.0)
 
 
@@ -365,7 +366,7 @@ def test_two_checkpointed_forwards_before_one_backward_are_refused_where_they_wo
     if router == "smoe":
         (first + model(**text(seed=7)).loss).backward()
         return
-    with pytest.raises(ValueError, match="one forward for each backward"):
+    with pytest.raises(ValueError, match=r"forward.*backward"):
         model(**text(seed=7))
     first.backward()
     model(**batch)  # whose outputs, and graph, are thrown away
@@ -392,7 +393,7 @@ def test_two_backwards_through_one_forward_count_the_losses_once_or_are_refused(
     for second in ("unread", "read"):
         out = model_of("llama", "smoe")(**batch)
         cross_entropy(out, batch["labels"]).backward(retain_graph=True)
-        with pytest.raises(ValueError, match="second backward through one forward"):
+        with pytest.raises(ValueError, match="second backward"):
             (out.loss if second == "read" else cross_entropy(out, batch["labels"])).backward()
 
 

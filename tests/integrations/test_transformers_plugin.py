@@ -40,6 +40,7 @@ def test_every_causal_model_that_a_test_builds_is_rerouted(pytester: pytest.Pyte
         result.stdout.fnmatch_lines(["*rerouted to 'smooth'", "*holdfast: 2 models were rerouted"])
 
 
+@pytest.mark.slow
 def test_an_unknown_router_is_an_error_of_every_test_rather_than_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(MODEL_TEST.replace("CHANGED", "False"))
     result = pytester.runpytest_subprocess("-p", "holdfast.hub.transformers_plugin", "--holdfast-router", "smoth")

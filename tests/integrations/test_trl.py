@@ -172,7 +172,7 @@ def test_dpo_does_not_make_its_reference_from_the_model_as_it_was(tmp_path: Path
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     holdfast.reroute(model, "smooth", losses=LOSSES)
-    with pytest.raises(Exception, match="changed in memory by Holdfast"):
+    with pytest.raises(Exception, match="Holdfast"):
         dpo(model, tmp_path / "run", [])
     holdfast.restore(model)
     assert model.config._name_or_path == str(tmp_path / "plain")
@@ -272,5 +272,5 @@ def test_dpo_does_not_make_its_reference_from_the_folder_of_a_restored_model(tmp
     """The folder has routers that the model has no more."""
     holdfast.save(model_of("mixtral", "smooth", LOSSES), tmp_path / "saved", tokenizer=tokenizer())
     model = holdfast.restore(holdfast.load(tmp_path / "saved"))
-    with pytest.raises(Exception, match="changed in memory by Holdfast"):
+    with pytest.raises(Exception, match="Holdfast"):
         dpo(model, tmp_path / "run", [])

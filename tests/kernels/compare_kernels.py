@@ -1,8 +1,9 @@
-"""Compares every Triton kernel with the naive mathematics; run by test_kernels.py with the device as argument."""
+"""Comparisons of the kernels of experts with the naive mathematics; test_comparisons.py has a case for each."""
 
 import itertools
 import math
-import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,12 +17,9 @@ from holdfast.kernels.grouped import triton as grouped_triton
 from holdfast.layers.activations import ACTIVATIONS
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-compared = 0
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    global compared
-    compared += 1
     got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
     assert got.shape == expected.shape
     assert (got - expected).norm() <= TOLERANCE[dtype] * expected.norm(), (got - expected).norm() / expected.norm()
@@ -83,7 +81,6 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
 
 def sorting(device: str, tokens: int, slots: int, experts: int) -> None:
     """Rows of slots, by experts and then in the slots' own order; an expert may come twice."""
-    global compared
     chosen = torch.randint(0, experts + 1, (tokens, slots))
     order, rows, offsets = (part.cpu() for part in dispatch_triton.dispatch(chosen.to(device), experts))
     used = int((chosen < experts).sum())
@@ -92,32 +89,45 @@ def sorting(device: str, tokens: int, slots: int, experts: int) -> None:
     assert torch.equal(rows.flatten()[expected], torch.arange(used))
     assert (rows[chosen == experts] >= used).all()
     assert torch.equal(offsets, chosen.flatten().bincount(minlength=experts + 1)[:experts].cumsum(0).int())
-    compared += 1
 
 
-def looking(device: str) -> None:
+def looking(device: str, size: int, place: int, value: float) -> None:
     """NaN and infinities of either sign are found, wherever they are, and the largest number is not."""
-    global compared
-    for size, place, value in itertools.product((1, 5000), (0, -1), (torch.nan, torch.inf, -torch.inf, 3.4e38, -0.0)):
-        scores = torch.randn(size)
-        scores[place] = value
-        found = torch.zeros((), dtype=torch.int32, pin_memory=device == "cuda")
-        assert finite_triton.check(scores.to(device), found).cpu() == 0  # waits for the GPU
-        assert bool(found) != math.isfinite(value)
-        compared += 1
+    scores = torch.randn(size)
+    scores[place] = value
+    found = torch.zeros((), dtype=torch.int32, pin_memory=device == "cuda")
+    assert finite_triton.check(scores.to(device), found).cpu() == 0  # waits for the GPU
+    assert bool(found) != math.isfinite(value)
 
 
-if __name__ == "__main__":
+def many_rows_a_program(device: str) -> None:
+    """Programs take several rows each, as they do where slots are many and ragged."""
+    usual, dispatch_triton.MOST_PROGRAMS = dispatch_triton.MOST_PROGRAMS, 20
+    try:
+        compare(device, torch.float32, tokens=5, experts=18, slots=dispatch_triton.FEW_SLOTS + 1)
+    finally:
+        dispatch_triton.MOST_PROGRAMS = usual
+
+
+def sorting_in_steps(device: str, tokens: int, slots: int, experts: int) -> None:
+    """Counts are added up in several steps."""
+    usual, dispatch_triton.SPAN = dispatch_triton.SPAN, 2
+    try:
+        sorting(device, tokens, slots, experts)
+    finally:
+        dispatch_triton.SPAN = usual
+
+
+def comparisons(device: str) -> dict[str, Callable[[], None]]:
+    """Return what to compare on a device, by name."""
     kinds = [torch.float32, torch.float16]
-    kinds += [torch.bfloat16] if sys.argv[1] == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
-    for kind in kinds:
-        compare(sys.argv[1], kind)
-    dispatch_triton.MOST_PROGRAMS = 20  # programs take several rows each, as they do where slots are many and ragged
-    compare(sys.argv[1], torch.float32, tokens=5, experts=18, slots=dispatch_triton.FEW_SLOTS + 1)
-    looking(sys.argv[1])
+    kinds += [torch.bfloat16] if device == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
+    found: dict[str, Callable[[], None]] = {f"experts {kind}": partial(compare, device, kind) for kind in kinds}
+    found["experts, many rows a program"] = partial(many_rows_a_program, device)
+    for size, place, value in itertools.product((1, 5000), (0, -1), (torch.nan, torch.inf, -torch.inf, 3.4e38, -0.0)):
+        found[f"finite {value} at {place} of {size}"] = partial(looking, device, size, place, value)
     for sizes in ((1, 1, 1), (40, 3, 1), (200, 3, 6), (300, 2, 64), (70, 20, 300)):
-        sorting(sys.argv[1], *sizes)
-    dispatch_triton.SPAN = 2  # their counts are added up in several steps
+        found[f"dispatch {sizes}"] = partial(sorting, device, *sizes)
     for sizes in ((200, 3, 6), (300, 2, 64), (70, 20, 300)):
-        sorting(sys.argv[1], *sizes)
-    print(f"{compared} comparisons")
+        found[f"dispatch in steps {sizes}"] = partial(sorting_in_steps, device, *sizes)
+    return found

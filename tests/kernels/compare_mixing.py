@@ -1,7 +1,8 @@
-"""Compares the mixing kernels with the explicit matrix in float64; test_mix_kernels.py runs it, with the device to use."""
+"""Comparisons of the mixing kernels with the explicit matrix in float64; test_comparisons.py has a case for each."""
 
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,13 @@ from holdfast.kernels.token_mixing import launch, naive, parts_for_backward
 from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK as BLOCK
 from holdfast.kernels.token_mixing.blocks import sampled
 
-compared = 0
-worst: dict[str, float] = {}
-
 
 def close(got: Tensor, expected: Tensor, within: float, what: str) -> None:
     """The norm of the difference, as a part of the reference's norm, or of 1 where that is less."""
-    global compared
-    compared += 1
     got, expected = got.detach().cpu().double(), expected.detach()
     assert got.shape == expected.shape, f"{what}: {got.shape}, expected {expected.shape}"
     error = float((got - expected).norm() / expected.norm().clamp_min(1.0))
     assert error <= within, f"{what}: {error}"
-    worst[what] = max(worst.get(what, 0.0), error)
 
 
 @dataclass(frozen=True)
@@ -206,36 +201,40 @@ def compare_norms(device: str, dtype: torch.dtype) -> None:
         close(got, said.square().sum(-1), 1e-6, "norm")
 
 
-def main(device: str) -> None:
-    compare_heads(device)
+def comparisons(device: str) -> dict[str, Callable[[], None]]:
+    """Return what to compare on a device, by name."""
+    found: dict[str, Callable[[], None]] = {"heads": partial(compare_heads, device)}
     # Triton's interpreter has no bfloat16 product, so there numbers are taken apart into float16.
     types = PartTypes() if device == "cuda" else PartTypes(bf16=torch.float16)
     narrow = [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float16]
+
+    def mixing(name: str, case: Case) -> None:
+        assert name not in found
+        found[f"mix: {name}"] = partial(compare, case, device, types)
+
+    def entropy(name: str, heads: int, key_heads: int, case: Case) -> None:
+        assert name not in found
+        found[f"entropy: {name}"] = partial(compare_entropy, heads, key_heads, case, device, types)
+
     for case in CASES:
-        compare(case, device, types)
+        mixing(case.name, case)
         for kind in narrow if case.second or case.name in ("causal", "padded") else ():
-            compare(replace(case, dtype=kind), device, types)
+            mixing(f"{case.name}, {kind}", replace(case, dtype=kind))
         if not case.second and case.name != "wide values":
-            compare_entropy(4, 2, case, device, types)
-    compare_entropy(2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"), device, types)
-    for case in (Case("coarse", coarse=True), Case("coarse and shared", shared=True, coarse=True, padded=True)):
-        compare(case, device, types)
+            entropy(case.name, 4, 2, case)
+    entropy("long", 2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"))
+    mixing("coarse", Case("coarse", coarse=True))
+    mixing("coarse and shared", Case("coarse and shared", shared=True, coarse=True, padded=True))
     for kind in narrow:
-        compare_norms(device, kind)
+        found[f"norms {kind}"] = partial(compare_norms, device, kind)
         for width in (16, 20):
-            compare_entropy(4, 1, Case("narrow", width=width, dtype=kind), device, types)
+            entropy(f"narrow, width {width}, {kind}", 4, 1, Case("narrow", width=width, dtype=kind))
     if device == "cuda":
-        for case in (
-            Case("benchmark", 2048, 2048, 64, 64),
-            # At 0.3 every token would look at itself alone, and gradients would be small differences of large numbers.
-            Case("benchmark", 2048, 2048, 64, 64, shared=True, scale=0.12),
-            Case("benchmark", 2048, 2048, 64, 64, shared=True, scale=0.12, coarse=True),
-            Case("benchmark of two", 2048, 2048, 128, 64, second=128, dtype=torch.bfloat16),
-        ):
-            compare(case, device, types)
-        compare_entropy(2, 2, Case("benchmark", 2048, 2048, 128, dtype=torch.bfloat16), device, types)
-    print(f"{compared} comparisons, worst relative errors { ({k: float(f'{v:.2g}') for k, v in worst.items()}) }")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        many = Case("benchmark", 2048, 2048, 64, 64)
+        mixing("benchmark", many)
+        # At 0.3 every token would look at itself alone, and gradients would be small differences of large numbers.
+        mixing("benchmark, shared", replace(many, shared=True, scale=0.12))
+        mixing("benchmark, shared and coarse", replace(many, shared=True, scale=0.12, coarse=True))
+        mixing("benchmark of two", replace(many, width=128, second=128, dtype=torch.bfloat16))
+        entropy("benchmark", 2, 2, Case("benchmark", 2048, 2048, 128, dtype=torch.bfloat16))
+    return found

@@ -1,7 +1,9 @@
-"""Compares the Triton kernels of routing with plain mathematics; run by test_kernels.py with the device as argument."""
+"""Comparisons of the kernels of routing with plain mathematics; test_comparisons.py has a case for each."""
 
 import itertools
-import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -27,13 +29,10 @@ from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
 
 CASES: list[tuple[Weighing, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
 WITHIN = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-compared = 0
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float, cancelled: Tensor | None = None) -> None:
     """As a part of the expected norm, and of that of terms that cancel in it."""
-    global compared
-    compared += 1
     got, expected = got.detach().cpu().double(), expected.detach().double()
     assert got.shape == expected.shape
     size = expected.norm() + (0 if cancelled is None else cancelled.detach().double().norm())
@@ -41,8 +40,6 @@ def close(got: Tensor, expected: Tensor, tolerance: float, cancelled: Tensor | N
 
 
 def same(got: Tensor, expected: Tensor) -> None:
-    global compared
-    compared += 1
     assert torch.equal(got.cpu(), expected), (got.cpu() != expected).nonzero()[:5]
 
 
@@ -131,42 +128,38 @@ def clusters(
     close(fp32_linear_triton.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
 
 
-def spreads(device: str) -> None:
+def spreads(device: str, due: bool) -> None:
     """What a batch teaches, let in or not, as routing/clustering.py has it."""
-    for due in (False, True):
-        part = Clustered(70, 6, base=Linear(70, 6))
-        for buffer in (part.spreads, part.get_buffer("staged_deviations")):
-            buffer.copy_(torch.rand(6, 70))
-        part.get_buffer("staged_counts").copy_(torch.tensor([0.0, 7.0, 8.0, 9.0, 50.0, 3.0]))
-        state = [part.spreads, part.get_buffer("staged_deviations"), part.get_buffer("staged_counts")]
-        got, deviations, counts = (each.clone().to(device) for each in state)
-        clusters_triton.update_spreads(got, deviations, counts, torch.tensor(due, device=device), MEMORY, FEWEST_TOKENS)
-        part.absorb_where(torch.tensor(due))
-        close(got, part.spreads, 1e-7)
+    part = Clustered(70, 6, base=Linear(70, 6))
+    for buffer in (part.spreads, part.get_buffer("staged_deviations")):
+        buffer.copy_(torch.rand(6, 70))
+    part.get_buffer("staged_counts").copy_(torch.tensor([0.0, 7.0, 8.0, 9.0, 50.0, 3.0]))
+    state = [part.spreads, part.get_buffer("staged_deviations"), part.get_buffer("staged_counts")]
+    got, deviations, counts = (each.clone().to(device) for each in state)
+    clusters_triton.update_spreads(got, deviations, counts, torch.tensor(due, device=device), MEMORY, FEWEST_TOKENS)
+    part.absorb_where(torch.tensor(due))
+    close(got, part.spreads, 1e-7)
 
 
-def means(device: str) -> None:
+def means(device: str, tokens: float, seen: bool, due: bool, empty: bool) -> None:
     """What is let into the entropies of heads and into a strip's width, as their parts have it."""
-    for tokens, seen, due, empty in itertools.product((0.0, 3.0), (False, True), (False, True), (False, True)):
-        for part, name, is_sum in (
-            (AttentionPosterior(8, heads=5), "entropies", True),
-            (SmoothTopK(6, 2), "width", False),
-        ):
-            state = part.get_buffer("entropy" if is_sum else "width")
-            staged, count = part.get_buffer(f"staged_{name}"), part.get_buffer("staged_tokens")
-            state.copy_(torch.rand(state.shape))
-            staged.copy_(torch.rand(state.shape) * (not empty))
-            part.get_buffer("seen").fill_(seen)
-            count.fill_(tokens)
-            before = state, is_set(part.get_buffer("seen")), staged, count
-            mean, known, taught, number = (each.clone().to(device) for each in before)
-            memory = ENTROPY_MEMORY if is_sum else WIDTH_MEMORY
-            statistics_triton.update_running_mean(
-                mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum
-            )
-            part.absorb_where(torch.tensor(due))
-            close(mean.view(-1), state.view(-1), 1e-6)
-            same(known, is_set(part.get_buffer("seen")))
+    for part, name, is_sum in (
+        (AttentionPosterior(8, heads=5), "entropies", True),
+        (SmoothTopK(6, 2), "width", False),
+    ):
+        state = part.get_buffer("entropy" if is_sum else "width")
+        staged, count = part.get_buffer(f"staged_{name}"), part.get_buffer("staged_tokens")
+        state.copy_(torch.rand(state.shape))
+        staged.copy_(torch.rand(state.shape) * (not empty))
+        part.get_buffer("seen").fill_(seen)
+        count.fill_(tokens)
+        before = state, is_set(part.get_buffer("seen")), staged, count
+        mean, known, taught, number = (each.clone().to(device) for each in before)
+        memory = ENTROPY_MEMORY if is_sum else WIDTH_MEMORY
+        statistics_triton.update_running_mean(mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum)
+        part.absorb_where(torch.tensor(due))
+        close(mean.view(-1), state.view(-1), 1e-6)
+        same(known, is_set(part.get_buffer("seen")))
 
 
 def awkward_logits(count: int, experts: int) -> Tensor:
@@ -226,55 +219,59 @@ def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     same(got.sum(0), chosen.t() @ chosen)
 
 
-def order(device: str, padded: bool) -> None:
+def order(device: str, padded: bool, wanted: int) -> None:
     values = torch.randn(41, 13)
     values[:, ::3] = values[:, ::3].round()
     values[::5, 1], values[1::5, 2], values[7, 3] = torch.inf, -torch.inf, torch.nan
     real = torch.rand(41) < 0.6 if padded else None
-    for wanted in (0, 1, 2, 17, 200, 400, 533, 1000):
-        below = torch.tensor(wanted)
-        counts = torch.zeros(2, 4, 256, dtype=torch.int64, device=device)
-        for byte in range(4):
-            there = None if real is None else from_a_mask(real.to(device))
-            statistics_triton.count_bytes(values.to(device), there, below.to(device), counts, byte)
-        same(statistics_triton.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
+    below = torch.tensor(wanted)
+    counts = torch.zeros(2, 4, 256, dtype=torch.int64, device=device)
+    for byte in range(4):
+        there = None if real is None else from_a_mask(real.to(device))
+        statistics_triton.count_bytes(values.to(device), there, below.to(device), counts, byte)
+    same(statistics_triton.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
 
 
-def compare(device: str) -> None:
-    torch.manual_seed(0)
+def comparisons(device: str) -> dict[str, Callable[[], None]]:
+    """Return what to compare on a device, by name."""
+    found: dict[str, Callable[[], None]] = {}
+
+    def add(what: Callable[..., None], *given: Any, **named: Any) -> None:
+        name = " ".join([what.__name__, *map(str, given), *(f"{key}={value}" for key, value in named.items())])
+        assert name not in found, name
+        found[name] = partial(what, device, *given, **named)
+
     halves = [torch.float16, torch.bfloat16]
     for dtype, (width, dim) in itertools.product(halves, ((5, 100), (140, 128))):
         for weight_dtype in (dtype, torch.float32):
-            products(device, dtype, weight_dtype, width, dim)
-    one_token_at_a_time(device)
+            add(products, dtype, weight_dtype, width, dim)
+    add(one_token_at_a_time)
     for dtype, padded in itertools.product(halves, (False, True)):
-        clusters(device, dtype, torch.float32 if padded else dtype, padded)
-    spreads(device)
-    means(device)
+        add(clusters, dtype, torch.float32 if padded else dtype, padded)
+    for due in (False, True):
+        add(spreads, due)
+    for state in itertools.product((0.0, 3.0), (False, True), (False, True), (False, True)):
+        add(means, *state)
     for experts, k in ((1, 1), (6, 1), (6, 6), (13, 4), (64, 8)):
         for how, informed in CASES:
             for eps in (None, 0.0, 0.3):
-                choices(device, experts, k, how, informed, eps, experts)
+                add(choices, experts, k, how, informed, eps, experts)
         for padded in (False, True):
-            graphs(device, experts, k, padded)
-    for padded in (False, True):
-        order(device, padded)
+            add(graphs, experts, k, padded)
+    for padded, wanted in itertools.product((False, True), (0, 1, 2, 17, 200, 400, 533, 1000)):
+        add(order, padded, wanted)
     for (experts, k, most), (how, informed) in itertools.product(((6, 1, 1), (13, 4, 6), (64, 8, 16)), CASES):
-        choices(device, experts, k, how, informed, 1.5, most)
+        add(choices, experts, k, how, informed, 1.5, most)
     for eps in (None, 0.3):
-        choices(device, 200, 8, *CASES[0], eps, 200)  # more experts than a warp's threads have one each of
-    clusters(device, torch.bfloat16, torch.bfloat16, False, dim=fp32_linear_triton.WIDE)
-    clusters(device, torch.bfloat16, torch.bfloat16, False, groups=30)  # more tiles than tokens fill
+        add(choices, 200, 8, *CASES[0], eps, 200)  # more experts than a warp's threads have one each of
+    add(clusters, torch.bfloat16, torch.bfloat16, False, dim=fp32_linear_triton.WIDE)
+    add(clusters, torch.bfloat16, torch.bfloat16, False, groups=30)  # more tiles than tokens fill
     for how, informed in CASES:  # more slots than are filled one after the other
         for eps, most in ((None, 40), (0.3, 40), (1.5, select_triton.FEW_SLOTS + 4)):
-            choices(device, 40, select_triton.FEW_SLOTS + 1, how, informed, eps, most)
-    graphs(device, 40, select_triton.FEW_SLOTS + 1, True)
+            add(choices, 40, select_triton.FEW_SLOTS + 1, how, informed, eps, most)
+    add(graphs, 40, select_triton.FEW_SLOTS + 1, True)
     for weight_dtype in (torch.float32, torch.float16):
         for width, dim in ((5, 100), (70, 128)):
-            products(device, torch.float32, weight_dtype, width, dim)
-        clusters(device, torch.float32, weight_dtype, padded=weight_dtype == torch.float32)
-
-
-if __name__ == "__main__":
-    compare(sys.argv[1])
-    print(f"{compared} comparisons")
+            add(products, torch.float32, weight_dtype, width, dim)
+        add(clusters, torch.float32, weight_dtype, weight_dtype == torch.float32)
+    return found

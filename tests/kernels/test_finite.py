@@ -25,7 +25,7 @@ def test_the_first_bad_layer_is_named_and_those_after_it_are_waited_for_in_silen
     late = Event(False)
     checks = [check("first", False, Event(True)), check("second", True, Event(True)), check("third", True, late)]
     monkeypatch.setattr(finite, "_in_flight", type(finite._in_flight)(checks))
-    with pytest.raises(ValueError, match="second: router scores are NaN or infinite in a step before"):
+    with pytest.raises(ValueError, match=r"second: .*NaN"):
         finite._report_finished_checks()
     finite._report_finished_checks()
     assert list(finite._in_flight) == checks[2:]  # a kernel will write to its memory yet
@@ -46,7 +46,7 @@ def test_a_gpu_reports_at_one_of_the_next_checks_and_not_before(bad: float) -> N
     for each in (good, scores):
         assert require_finite(each, good, layer, None) is each
     torch.cuda.synchronize()
-    with pytest.raises(ValueError, match=r"layers\.3: router scores are NaN or infinite in a step before"):
+    with pytest.raises(ValueError, match=r"layers\.3: .*NaN"):
         require_finite(good, good, layer, None)
     real = torch.ones(2, 300, dtype=torch.bool, device="cuda")
     real[1, 299] = False

@@ -105,6 +105,7 @@ def test_huge_scores_do_not_overflow() -> None:
     torch.testing.assert_close(out, torch.eye(2).unsqueeze(0))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("router", quick_or_slow(["similarity", "attention"], ["similarity"]))
 def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> None:

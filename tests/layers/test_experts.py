@@ -214,8 +214,8 @@ def test_weights_mean_what_they_mean_in_transformers() -> None:
 @pytest.mark.parametrize(
     ("tokens", "chosen", "weights", "says"),
     [
-        ((5, 7), (5, 2), (5, 2), "these experts take"),
-        ((5, 8), (5, 2), (5, 3), "must both be"),
+        ((5, 7), (5, 2), (5, 2), "7"),
+        ((5, 8), (5, 2), (5, 3), "weights"),
         ((5, 8), (4, 2), (4, 2), "T = 5"),
     ],
 )
@@ -228,10 +228,10 @@ def test_wrong_shapes_are_one_clear_sentence(
 
 @pytest.mark.parametrize("wrong", [-1, 4])
 def test_an_expert_that_does_not_exist_is_one_clear_sentence(wrong: int) -> None:
-    with pytest.raises(ValueError, match="expected 0 to 2, or 3 for an unused slot"):
+    with pytest.raises(ValueError, match=r"0 to 2.* 3"):
         Experts(8, 4, 3)(torch.randn(1, 8), torch.tensor([[wrong]]), torch.ones(1, 1))
 
 
 def test_an_unknown_activation_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown activation 'sillu': did you mean 'silu'"):
+    with pytest.raises(ValueError, match=r"'sillu'.*'silu'"):
         Experts(8, 4, 3, activation="sillu")

@@ -140,7 +140,7 @@ def test_a_gpu_reports_nan_tokens_late_but_by_layer() -> None:
     module.router.layer = "layers.3.mlp"
     module(torch.full_like(tokens, torch.nan))
     torch.cuda.synchronize()
-    with pytest.raises(ValueError, match=r"layers\.3\.mlp: router scores are NaN"):
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp: .*NaN"):
         module(tokens)
 
 
@@ -179,7 +179,7 @@ def test_nan_router_weights_are_an_error_that_says_so() -> None:
     module = layer("smoe", "cpu")
     with torch.no_grad():
         module.router.score.weight.fill_(torch.nan)  # type: ignore[union-attr, operator]
-    with pytest.raises(ValueError, match="although its tokens are finite: its own weights"):
+    with pytest.raises(ValueError, match="weights"):
         module(torch.randn(2, 5, 32))
 
 
@@ -191,13 +191,13 @@ def test_nan_tokens_pass_when_asked_to() -> None:
 
 def test_a_router_and_experts_that_do_not_fit_are_one_clear_sentence() -> None:
     router = holdfast.create_router("smoe", dim=32, experts=8)
-    with pytest.raises(ValueError, match="chooses among 8 experts, but there are 4"):
+    with pytest.raises(ValueError, match=r"\b8 experts.*\b4\b"):
         MoE(router, holdfast.Experts(32, 24, 4))
-    with pytest.raises(ValueError, match="width 32, the experts of width 16"):
+    with pytest.raises(ValueError, match=r"width 32.*16"):
         MoE(router, holdfast.Experts(16, 24, 8))
 
 
 def test_tokens_that_are_no_floats_are_refused() -> None:
     layer = MoE(holdfast.create_router("smoe", dim=32, experts=8), holdfast.Experts(32, 24, 8))
-    with pytest.raises(ValueError, match=r"tokens are torch\.int64; expected floating-point numbers"):
+    with pytest.raises(ValueError, match=r"torch\.int64.*floating"):
         layer(torch.ones(1, 2, 32, dtype=torch.int64))

@@ -184,6 +184,6 @@ def test_a_refusal_comes_when_it_is_differentiated() -> None:
     y = x.square()
     y.register_hook(lambda grad: refuse_second_derivatives(grad, "these do not support second derivatives; use others."))
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(ValueError, match="these do not support second derivatives"):
+    with pytest.raises(ValueError, match="second derivatives"):
         grad.sum().backward()
     (2 * x.square()).sum().backward()  # a first derivative passes

@@ -42,9 +42,9 @@ def test_a_model_that_says_nan_is_wrong(k: int) -> None:
 
 
 def test_bad_targets_are_one_clear_sentence() -> None:
-    with pytest.raises(ValueError, match="targets run from -100 to 1, but there are 3 classes"):
+    with pytest.raises(ValueError, match=r"-100 to 1\b.*\b3 classes"):
         Accuracy().update(torch.randn(2, 3), torch.tensor([-100, 1]))
-    with pytest.raises(ValueError, match=r"expected targets of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"\(2,\)"):
         Accuracy().update(torch.randn(2, 3), torch.tensor([1]))
-    with pytest.raises(ValueError, match="k is 0"):
+    with pytest.raises(ValueError, match=r"\bk\b.* 0"):
         Accuracy(0)

@@ -44,7 +44,7 @@ def test_a_model_unsure_of_strangers_only_has_an_aupr_of_1() -> None:
 def test_one_kind_of_examples_or_nan_is_one_clear_sentence() -> None:
     metric = AnomalyPrecision()
     metric.update(torch.randn(4, 3), True)
-    with pytest.raises(ValueError, match="seen 4 out-of-distribution examples and 0 others"):
+    with pytest.raises(ValueError, match=r"\b4 .*\b0\b"):
         metric.result()
-    with pytest.raises(ValueError, match="1 examples have NaN"):
+    with pytest.raises(ValueError, match=r"1 example.*NaN"):
         metric.update(torch.tensor([[torch.nan, 1.0], [0.0, 1.0]]), False)

@@ -120,17 +120,17 @@ def test_what_has_no_switching_plane_is_one_clear_sentence() -> None:
     x = tokens(5)
     smoe, cosine, smooth = build("smoe"), build("smoe"), build("smooth", eps=0.5)
     cosine.router.score = holdfast.routing.Cosine(DIM, EXPERTS)
-    with pytest.raises(ValueError, match="not linear in its tokens"):
+    with pytest.raises(ValueError, match="linear"):
         measure(cosine, x)
-    with pytest.raises(ValueError, match="experts; say between which to switch: k="):
+    with pytest.raises(ValueError, match="k="):
         measure(smooth, x)
-    with pytest.raises(ValueError, match="k is 8 of 8 experts"):
+    with pytest.raises(ValueError, match=r"k.*8.*8"):
         measure(build("smoe", k=8), x)
-    with pytest.raises(ValueError, match=r"expected \(T, d\)"):
+    with pytest.raises(ValueError, match=r"\(T, d\)"):
         measure(smoe, x.unsqueeze(0))
-    with pytest.raises(ValueError, match="positive and falling"):
+    with pytest.raises(ValueError, match="positive"):
         jump(smoe.router, lambda at: at, x, steps=(1e-3, 1e-2))
-    with pytest.raises(ValueError, match="all have equal weights"):
+    with pytest.raises(ValueError, match="equal"):
         nearest_switch(x, torch.ones(4, DIM), 2)
 
     def reordered(at: Tensor) -> Routing:
@@ -142,5 +142,5 @@ def test_what_has_no_switching_plane_is_one_clear_sentence() -> None:
         return Routing(routing.logits, routing.gates, routing.logits.argsort(-1)[:, :2], routing.weights)
 
     jump(reordered, lambda at: at, x)  # in another order, the same sets
-    with pytest.raises(ValueError, match="does not choose its 2 best logits"):
+    with pytest.raises(ValueError, match=r"\b2 best"):
         jump(perverse, lambda at: at, x)

@@ -55,5 +55,5 @@ def test_a_hopeless_perplexity_is_infinite_not_an_error() -> None:
 def test_text_without_words_has_no_perplexity_per_word() -> None:
     metric = WordPerplexity()
     metric.update(torch.ones(3), 0)
-    with pytest.raises(ValueError, match="WordPerplexity has seen no words"):
+    with pytest.raises(ValueError, match=r"WordPerplexity.*words"):
         metric.result()

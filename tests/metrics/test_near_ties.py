@@ -152,9 +152,9 @@ def test_a_layer_that_uses_no_expert_or_all_of_them_is_far_from_any_tie() -> Non
 
 
 def test_impossible_settings_are_one_clear_sentence() -> None:
-    with pytest.raises(ValueError, match="all positive"):
+    with pytest.raises(ValueError, match="positive"):
         NearTies((0.1, 0.0))
-    with pytest.raises(ValueError, match="k is 0"):
+    with pytest.raises(ValueError, match=r"\bk\b.* 0"):
         NearTies(boundary=Boundary(k=0))
     assert (
         boundary_of(holdfast.routing.create_router("top-p", dim=4, experts=3)) == Boundary()

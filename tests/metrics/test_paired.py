@@ -3,6 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from wording import mentions
 
 from holdfast.metrics import paired
 from holdfast.metrics.paired import student_quantile
@@ -36,23 +37,23 @@ def test_the_interval_is_that_of_scipys_paired_t_test(seeds: list[tuple[float, f
 
 def test_an_interval_that_leaves_0_out_is_a_difference_and_one_that_holds_it_is_none() -> None:
     better = paired([1.0, 2.0, 3.0], [0.9, 1.89, 2.91])
-    assert better.differs and better.words == "-0.1 (95% interval -0.1248 to -0.07516, 3 seeds)"
+    assert better.differs and mentions(better.words, "-0.1 ", "95%", "-0.1248 to -0.07516", "3 seeds")
     noise = paired([1.0, 2.0, 3.0], [1.1, 1.9, 3.01])
-    assert noise.differs is False and noise.words.startswith("no difference (95% interval -0.24")
-    assert paired([1.0, 2.0], [1.0, 2.0]).words == "no difference (95% interval +0 to +0, 2 seeds)"
+    assert noise.differs is False and mentions(noise.words, "no difference", "-0.24")
+    assert mentions(paired([1.0, 2.0], [1.0, 2.0]).words, "no difference", "+0 to +0", "2 seeds")
     assert str(better) == better.words
 
 
 def test_one_seed_has_no_interval_and_says_so() -> None:
     single = paired([1.0], [0.5])
     assert (single.mean, single.low, single.high, single.seeds, single.differs) == (-0.5, None, None, 1, None)
-    assert single.words == "-0.5 from one seed: no interval, so nothing can be said"
+    assert mentions(single.words, "-0.5 ", "one seed")
 
 
 def test_pairs_that_are_not_pairs_are_one_clear_sentence() -> None:
-    with pytest.raises(ValueError, match="2 seeds of the baseline and 1 of the other"):
+    with pytest.raises(ValueError, match=r"\b2 seeds.*\b1\b"):
         paired([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="0 seeds of the baseline"):
+    with pytest.raises(ValueError, match=r"\b0 seeds"):
         paired([], [])
-    with pytest.raises(ValueError, match="seed 1 of the other is nan"):
+    with pytest.raises(ValueError, match=r"seed 1.*nan"):
         paired([1.0, 2.0], [1.0, float("nan")])

@@ -55,7 +55,7 @@ def test_entropy_is_log_e_when_uniform_and_0_when_certain() -> None:
     assert uniform.result() == pytest.approx(math.log(5), rel=1e-6)
     assert certain.result() == 0
     assert certain.ratio(uniform) == 0 and uniform.ratio(uniform) == 1
-    with pytest.raises(ValueError, match="no ratio"):
+    with pytest.raises(ValueError, match="ratio"):
         uniform.ratio(certain)
 
 
@@ -115,7 +115,7 @@ def test_instability_reads_the_first_expert_of_each_layer() -> None:
     metric.update(one, other)
     expected = naive_instability(one.experts[:, 0].tolist(), other.experts[:, 0].tolist())
     assert metric.result() == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(ValueError, match="63 tokens in one layer and 62 in the next"):
+    with pytest.raises(ValueError, match=r"\b63 tokens.*\b62\b"):
         metric.update(one, random_routing(62))
 
 
@@ -208,11 +208,11 @@ def test_another_order_of_the_same_experts_is_a_first_flip_and_no_change_of_the_
 
 
 def test_changes_between_different_tokens_or_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="63 tokens x 7 experts and 62 tokens x 7 experts"):
+    with pytest.raises(ValueError, match=r"\b63 .*\b62 "):
         RoutingChanges().update(random_routing(63), random_routing(62))
-    with pytest.raises(ValueError, match="equally many experts"):
+    with pytest.raises(ValueError, match="experts"):
         RoutingChanges().update(random_routing(experts=7), random_routing(experts=8))
-    with pytest.raises(ValueError, match="k is 0"):
+    with pytest.raises(ValueError, match=r"\bk\b.* 0"):
         RoutingChanges(0)
 
 
@@ -220,5 +220,5 @@ def test_stability_is_the_share_of_predictions_that_survive() -> None:
     metric = PredictionStability()
     metric.update(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [0, 4]]))
     assert metric.result() == 0.75
-    with pytest.raises(ValueError, match="must be equal"):
+    with pytest.raises(ValueError, match="equal"):
         metric.update(torch.tensor([1]), torch.tensor([1, 2]))

@@ -147,9 +147,9 @@ def test_asking_for_a_result_of_nothing_is_one_clear_sentence(name: str) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_an_attention_mask_of_0_and_1_is_refused_as_padding(name: str) -> None:
     data, real = whole().padded()
-    with pytest.raises(ValueError, match="expected a bool for each of the 126 tokens"):
+    with pytest.raises(ValueError, match=r"torch\.int64.*126"):
         measured(name, (data, real.long()))
-    with pytest.raises(ValueError, match="expected a bool for each"):
+    with pytest.raises(ValueError, match="bool"):
         measured(name, (data, real[:, :-1]))
 
 
@@ -180,11 +180,11 @@ def test_a_gpu_gives_the_results_of_a_cpu_wherever_the_padding_is(name: str) -> 
 
 
 def test_metrics_of_different_kinds_or_settings_do_not_merge() -> None:
-    with pytest.raises(ValueError, match="Accuracy cannot take in a Perplexity"):
+    with pytest.raises(ValueError, match=r"Accuracy.*Perplexity"):
         metrics.Accuracy().merge(metrics.Perplexity())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="different settings"):
+    with pytest.raises(ValueError, match="settings"):
         metrics.Accuracy(1).merge(metrics.Accuracy(5))
-    with pytest.raises(ValueError, match="different settings"):
+    with pytest.raises(ValueError, match="settings"):
         metrics.NearTies((0.1,)).merge(metrics.NearTies((0.2,)))
 
 
@@ -192,7 +192,7 @@ def test_layers_with_different_numbers_of_experts_do_not_mix_and_nothing_is_half
     load = metrics.ExpertLoad()
     load.update(random_routing(experts=7))
     before = load.result()
-    with pytest.raises(ValueError, match=r"seen counts of shape \(7,\), now \(8,\)"):
+    with pytest.raises(ValueError, match=r"\(7,\).*\(8,\)"):
         load.update(random_routing(experts=8))
     assert load.result() == before and load.tokens == 63
 

@@ -87,7 +87,13 @@ def test_checkpointing_runs_every_layer_once_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("router", "options"), [*((name, {}) for name in ROUTERS[1:]), ("smoe", {"noise": "gaussian"})], ids=str
+    ("router", "options"),
+    [
+        ("symphony+similarity", {}),
+        ("smoe", {"noise": "gaussian"}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ROUTERS[1:-1]),
+    ],
+    ids=str,
 )
 def test_a_recomputation_learns_nothing(router: str, options: dict[str, Any]) -> None:
     """Whatever it leaves out of a layer's end it leaves out with every router: what a router adds to smoe is exact."""

@@ -10,6 +10,8 @@ from report.browsing import visit
 
 from holdfast.report import write_audit
 
+pytestmark = pytest.mark.slow  # starts a browser
+
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 
 EVIL = '<img src=x onerror="alert(1)"></script>%{x}<b>'

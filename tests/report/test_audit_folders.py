@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auditing.subjects import texts, tokenizer
+from auditing.audited_models import texts, tokenizer
 from report.browsing import visit
 from tiny import tiny
 
 from holdfast.auditing import AuditReport
 from holdfast_command import main
+
+pytestmark = pytest.mark.slow  # starts a browser
 
 FAMILIES = ["mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"]
 

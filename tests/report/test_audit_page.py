@@ -12,6 +12,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 from report.audited import at_risk, perturbed, stored_audit
 from report.tags import Tags
+from wording import mentions
 
 from holdfast.auditing import AuditReport, diagnose
 from holdfast.report import render_audit, write_audit
@@ -83,7 +84,7 @@ def test_many_findings_are_folded_but_all_there() -> None:
     page = Tags(render_audit(stored))
     starts = [attributes.get("start") for tag, attributes in page.tags if tag == "ol" and attributes["class"] == "findings"]
     assert starts == [None, str(SHOWN + 1)]
-    assert all(f"with noise number {level}." in page.text for level in range(12))
+    assert all(f"noise number {level}" in page.text for level in range(12))
 
 
 def test_a_healthy_model_has_nothing_to_complain_about() -> None:
@@ -93,7 +94,8 @@ def test_a_healthy_model_has_nothing_to_complain_about() -> None:
     del stored["perturbations"]["noise.0.01"]
     stored["what_if"], stored["at_risk"], stored["status"] = None, [], "interrupted"
     page = Tags(render_audit(stored))
-    assert "The audit was interrupted; this is of what it had seen. Nothing to complain about." in page.text
+    lists = [attributes.get("class") for tag, attributes in page.tags if tag == "ol"]
+    assert "interrupted" in page.text and "findings" not in lists
     assert not {"what-if", "tokens", "layer"} & {attributes.get("id") for _, attributes in page.tags}
 
 
@@ -138,7 +140,7 @@ def test_load_is_over_an_even_load_and_layers_may_differ_in_experts() -> None:
     (heat,) = plots_of(stored)["load"].data
     assert heat["y"] == ["0", "1"] and heat["x"] == [0, 1, 2, 3]
     assert heat["z"] == [pytest.approx([1.6, 1.2, 1.2, 0.0]), [0.5, 1.5, None, None]]
-    assert heat["text"][0][0] == "layer 0, expert 0: 1.60 times the even load"
+    assert mentions(heat["text"][0][0], "layer 0, expert 0", "1.60")
 
 
 def test_a_layer_without_a_certificate_says_why_and_has_no_radii() -> None:
@@ -166,7 +168,7 @@ def test_a_token_is_marked_in_its_context_where_it_can_be_told() -> None:
     assert (seen[1].before, seen[1].text, seen[1].after, seen[1].context) == ("", "the", "", "the cat and the dog")
     assert [one.text for one in seen[2:]] == ["token 26", "row 7"]
     assert token(AtRisk(**at_risk(0.1, "\r\n", "a\r\nb\nc"))).after == "b↵c"
-    assert "expert 3 gives way to 0; position 7 of sequence 0, batch 0" in seen[0].where
+    assert mentions(seen[0].where, "3", "0", "position 7", "sequence 0", "batch 0")
 
 
 def test_tokens_are_coloured_by_their_radius() -> None:
@@ -193,7 +195,7 @@ def test_a_text_is_coloured_by_the_radius_in_each_layer_and_by_the_least_of_all(
     hidden = {attributes["data-layer"]: "hidden" in attributes for _, attributes in page.tags if "data-layer" in attributes}
     assert hidden == {"all": False, "0": True, "1": True}
     stored["view"]["layers"]["1"].pop()
-    with pytest.raises(ValueError, match="a radius for each piece"):
+    with pytest.raises(ValueError, match=r"radius.*piece"):
         render_audit(stored)
 
 
@@ -262,7 +264,7 @@ def test_audits_and_results_are_never_overwritten(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(stored_audit()))
     for path in (tmp_path, tmp_path / "results.json", tmp_path / "audit.json", mine):
-        with pytest.raises(ValueError, match=r"name an \.html file"):
+        with pytest.raises(ValueError, match=r"\.html"):
             write_audit(mine, path, force=True)
     assert json.loads(mine.read_text()) == stored_audit()
 
@@ -287,13 +289,13 @@ def without(*path: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "damaged and no JSON"),
-        ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1") + "{", "damaged and no JSON"),
-        ("[]", "no audit of schema 1 (it says None)"),
-        (json.dumps({**stored_audit(), "schema": 2}), "no audit of schema 1 (it says 2)"),
-        (json.dumps(without("layers", 1, "load")), "damaged at layers.1.load: field required"),
-        (json.dumps(without("layers", 1, "radius", "counts", 0)), "needs 5 counts for its 4 edges, has 4"),
-        (json.dumps(without("perturbations", "none", "overall")), "needs layers and overall"),
+        ("{", "JSON"),
+        ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1") + "{", "JSON"),
+        ("[]", "None"),
+        (json.dumps({**stored_audit(), "schema": 2}), "2"),
+        (json.dumps(without("layers", 1, "load")), "damaged at layers.1.load"),
+        (json.dumps(without("layers", 1, "radius", "counts", 0)), "5 counts"),
+        (json.dumps(without("perturbations", "none", "overall")), "layers and overall"),
         (
             json.dumps(without("perturbations", "none", "layers", 0, "flips")),
             "damaged at perturbations.none.layers.0.flips",
@@ -301,7 +303,7 @@ def without(*path: Any) -> dict[str, Any]:
         (json.dumps(without("perturbations", "none", "harmless")), "damaged at perturbations.none.harmless"),
         (json.dumps(without("layers", 0, "entropy_share")), "damaged at layers.0.entropy_share"),
         (json.dumps(without("what_if")), "damaged at what_if"),
-        (json.dumps({**stored_audit(), "perturbations": {"magic": perturbed("", 1.0)}}), "does not know ('magic')"),
+        (json.dumps({**stored_audit(), "perturbations": {"magic": perturbed("", 1.0)}}), "'magic'"),
         (json.dumps({**stored_audit(), "layers": []}), "damaged at layers"),
         (json.dumps({**stored_audit(), "model": "mixtral"}), "damaged at model"),
     ],
@@ -315,7 +317,7 @@ def test_damaged_audits_get_one_sentence(text: str, says: str, tmp_path: Path) -
 
 
 def test_a_file_that_is_not_there_gets_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.json cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"none\.json.*: No such file"):
         write_audit(tmp_path / "none.json", tmp_path / "page.html")
 
 

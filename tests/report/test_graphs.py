@@ -29,8 +29,8 @@ def test_one_scale_is_shared_by_layers_and_snapshots_of_a_router() -> None:
 
 def test_the_caption_says_whose_graph_it_is() -> None:
     first, second, _ = evolutions(parse(stored()))
-    assert "which experts smoe chose together" in first.caption
-    assert "the graph that smooth learnt" in second.caption
+    assert "smoe" in first.caption
+    assert "smooth" in second.caption
 
 
 def test_a_graph_of_nothing_has_a_scale_too() -> None:

@@ -34,7 +34,7 @@ def test_a_text_has_the_experts_of_the_first_seed() -> None:
     assert found.shown[1]["pieces"] == PIECES
     assert found.shown[1]["experts"] == [[1, 2, 3, 0, 1, 2], [2, 3, 0, 1, 2, 3]]
     assert found.experts == [0, 1, 2, 3]
-    assert "as of seed 0." in found.caption
+    assert "seed 0" in found.caption
 
 
 def test_a_picture_is_kept_once_for_all_routers() -> None:

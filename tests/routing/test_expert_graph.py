@@ -163,9 +163,9 @@ def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() 
     [
         ({"beta": 1.0}, "beta is 1.0"),
         ({"threshold": -0.1}, "threshold is -0.1"),
-        ({"init": "zeros"}, "did you mean 'zero'"),
-        ({"normalize": "rows"}, "did you mean 'row'"),
-        ({"normalize": "sinkhorn", "init": "zero"}, "starts at the identity"),
+        ({"init": "zeros"}, "'zero'"),
+        ({"normalize": "rows"}, "'row'"),
+        ({"normalize": "sinkhorn", "init": "zero"}, "identity"),
     ],
 )
 def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:

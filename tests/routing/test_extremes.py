@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_training import COMBINATIONS, context_for
+from test_router_training import COMBINATIONS, context_for
 from torch import Tensor
 
 import holdfast
@@ -91,7 +91,7 @@ def test_tokens_of_any_size_are_routed_or_refused(name: str, dtype: torch.dtype)
         x = (torch.randn(2, 9, 16).clamp(-3, 3) * scale).to(dtype).requires_grad_()
         context = context_for(x.detach().float(), 8)
         if name == "attention" and scale > 1:
-            with pytest.raises(ValueError, match="router: router scores are NaN or infinite"):
+            with pytest.raises(ValueError, match=r"router: .*NaN"):
                 router(x, context)
             continue
         context = context if name == "attention" else replace(context, attention=None)

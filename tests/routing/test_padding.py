@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from contexts import on_device
-from test_training import COMBINATIONS, HEADS, context_for
+from test_router_training import COMBINATIONS, HEADS, context_for
 from torch import Tensor
 
 import holdfast

@@ -30,7 +30,7 @@ def test_a_zero_token_gets_equal_finite_scores() -> None:
 
 
 def test_bad_cosine_options_are_one_clear_sentence() -> None:
-    with pytest.raises(ValueError, match="width is 0"):
+    with pytest.raises(ValueError, match=r"width.* 0"):
         Cosine(16, 8, width=0)
-    with pytest.raises(ValueError, match="temperature is -1"):
+    with pytest.raises(ValueError, match=r"temperature.* -1"):
         Cosine(16, 8, temperature=-1.0)

@@ -156,18 +156,18 @@ def test_the_l1_coefficient_moves_by_its_rate_once_a_batch(count: float) -> None
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: TopK(4, 3, 4), "k is 4; it must be between 1 and the number of experts, 3"),
-        (lambda: TopK(4, 3, 0), "k is 0; it must be between 1"),
-        (lambda: TopK(4, 3, 1, k_final=9), "k_final is 9; it must be between 1"),
-        (lambda: TopK(4, 3, 1, weights="softmx"), "did you mean 'softmax'"),  # type: ignore[arg-type]
-        (lambda: TopK(4, 3, 1, noise="gausian"), "did you mean 'gaussian'"),  # type: ignore[arg-type]
-        (lambda: TopK(4, 3, 1, noise="gaussian", noise_std=-1.0), "cannot be negative"),
-        (lambda: TopK(4, 3, 1, noise="gumbel", noise_temperature=0.0), "must be positive"),
-        (lambda: TopP(4, p=1.5), "p is 1.5; the gate threshold must lie between 0 and 1"),
+        (lambda: TopK(4, 3, 4), "k is 4.* 3"),
+        (lambda: TopK(4, 3, 0), "k is 0.* 1"),
+        (lambda: TopK(4, 3, 1, k_final=9), "k_final is 9.* 1"),
+        (lambda: TopK(4, 3, 1, weights="softmx"), "'softmax'"),  # type: ignore[arg-type]
+        (lambda: TopK(4, 3, 1, noise="gausian"), "'gaussian'"),  # type: ignore[arg-type]
+        (lambda: TopK(4, 3, 1, noise="gaussian", noise_std=-1.0), "negative"),
+        (lambda: TopK(4, 3, 1, noise="gumbel", noise_temperature=0.0), "positive"),
+        (lambda: TopP(4, p=1.5), "p is 1.5.* 0 and 1"),
         (lambda: TopP(4, softness=0.0), "softness is 0.0"),
-        (lambda: ReLU(4, 5), "k is 5; it must be between 1"),
-        (lambda: ReLU(4, 2, l1=-1.0), "the penalty cannot be negative"),
-        (lambda: ReLU(4, 2, l1_rate=0.5), "it must be at least 1"),
+        (lambda: ReLU(4, 5), "k is 5.* 1"),
+        (lambda: ReLU(4, 2, l1=-1.0), "negative"),
+        (lambda: ReLU(4, 2, l1_rate=0.5), "at least 1"),
     ],
 )
 def test_bad_options_are_one_clear_sentence(build: object, says: str) -> None:
@@ -176,11 +176,11 @@ def test_bad_options_are_one_clear_sentence(build: object, says: str) -> None:
 
 
 def test_a_router_needs_a_selector_and_at_most_one_informer_a_side() -> None:
-    import toys
+    import toy_parts
 
     from holdfast.routing import Linear
 
     with pytest.raises(ValueError, match="FixedGraph where a Selector belongs"):
-        Router(Linear(4, 3), toys.FixedGraph(3))  # type: ignore[arg-type]
+        Router(Linear(4, 3), toy_parts.FixedGraph(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 informers on the expert side"):
-        Router(Linear(4, 3), TopK(4, 3, 1), (toys.FixedGraph(3), toys.FixedGraph(3)))
+        Router(Linear(4, 3), TopK(4, 3, 1), (toy_parts.FixedGraph(3), toy_parts.FixedGraph(3)))

@@ -149,7 +149,7 @@ def test_the_strip_of_a_token_with_too_many_ends_at_the_next_so_nothing_jumps() 
 
 def test_a_most_that_is_no_number_of_experts_is_one_sentence() -> None:
     for most in (1, 9):
-        with pytest.raises(ValueError, match=f"most is {most}; it must be between k, 2, and the number of experts, 8"):
+        with pytest.raises(ValueError, match=rf"most is {most}\b.* 2\b.* 8\b"):
             holdfast.create_router("smooth", dim=8, experts=8, k=2, most=most)
 
 
@@ -261,8 +261,8 @@ def test_hard_inference_is_hard_only_in_evaluation() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"control": "quantil"}, "did you mean 'quantile'"),
-        ({"inference": "hrd"}, "did you mean 'hard'"),
+        ({"control": "quantil"}, "'quantile'"),
+        ({"inference": "hrd"}, "'hard'"),
         ({"budget": -1.0}, "budget is -1.0"),
         ({"eps": -0.1}, "eps is -0.1"),
         ({"alpha": 0.0}, "alpha is 0.0"),

@@ -148,6 +148,7 @@ def test_copies_do_not_share_state() -> None:
     assert other.state_dict()["inform.0.count"] == 0
 
 
+@pytest.mark.slow
 def test_two_processes_learn_the_same_from_both_batches() -> None:
     script = Path(__file__).with_name("two_ranks.py")
     assert sorted(on_ranks(script).split("\n"))[-2:] == ["rank 0: 20", "rank 1: 20"]

@@ -150,7 +150,7 @@ def test_a_mask_that_only_broadcasts_lets_no_future_in_and_survives_blocks(
 
 @pytest.mark.parametrize("name", INFORMERS)
 def test_a_mask_of_integers_is_one_clear_sentence(name: str) -> None:
-    with pytest.raises(ValueError, match=r"the attention mask is torch.int64; expected bool"):
+    with pytest.raises(ValueError, match=r"torch\.int64.*bool"):
         later_tokens_matter(INFORMERS[name](), torch.ones(11, 11).tril().long())
 
 
@@ -221,10 +221,10 @@ def test_the_non_causal_reading_denies_the_traits_it_has_not() -> None:
         ("similarity", {"tau": 0.0}, "tau is 0.0"),
         ("similarity", {"rank": 99}, "rank is 99"),
         ("similarity", {"strength": 2.0}, "strength is 2.0"),
-        ("attention", {}, "router 'attention' needs the option heads"),
+        ("attention", {}, "'attention'.*heads"),
         ("attention", {"heads": 0}, "heads is 0"),
         ("attention", {"heads": 2, "sigma": -1.0}, "sigma is -1.0"),
-        ("similarity+attention", {"heads": 2}, "both claim the token-side informer"),
+        ("similarity+attention", {"heads": 2}, "'similarity' and 'attention'"),
     ],
 )
 def test_bad_options_are_one_clear_sentence(name: str, options: dict[str, float], says: str) -> None:
@@ -234,9 +234,9 @@ def test_bad_options_are_one_clear_sentence(name: str, options: dict[str, float]
 
 def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() -> None:
     router = holdfast.create_router("attention", dim=12, experts=4, heads=3)
-    with pytest.raises(ValueError, match="needs the attention just before it"):
+    with pytest.raises(ValueError, match="attention"):
         router(torch.randn(2, 11, 12))
-    with pytest.raises(ValueError, match="has 4 heads; this router was built for 3"):
+    with pytest.raises(ValueError, match=r"4 heads.* 3"):
         router(torch.randn(2, 11, 12), Context(attention=attention()))
 
 

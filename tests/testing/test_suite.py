@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import references
 import torch
-import toys
+import toy_parts
 from tiers import quick_or_slow
 from torch import Tensor
 
@@ -32,10 +32,10 @@ def with_select(select: TopK) -> Router:
 
 
 INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
-    "expert side": lambda: (toys.FixedGraph(EXPERTS),),
-    "token side": lambda: (toys.RunningMean(),),
-    "both sides": lambda: (toys.FixedGraph(EXPERTS), toys.RunningMean()),
-    "both sides, the other order": lambda: (toys.RunningMean(), toys.FixedGraph(EXPERTS)),
+    "expert side": lambda: (toy_parts.FixedGraph(EXPERTS),),
+    "token side": lambda: (toy_parts.RunningMean(),),
+    "both sides": lambda: (toy_parts.FixedGraph(EXPERTS), toy_parts.RunningMean()),
+    "both sides, the other order": lambda: (toy_parts.RunningMean(), toy_parts.FixedGraph(EXPERTS)),
 }
 
 
@@ -46,24 +46,24 @@ DECLARED = [check for check in CHECKS if check not in UNDECLARED]
 @pytest.mark.parametrize("check", quick_or_slow(DECLARED, [check for check in DECLARED if check != "compile"]))
 @pytest.mark.parametrize("informers", INFORMERS)
 def test_toy_informers_conform(informers: str, check: str) -> None:
-    report = check_router(toys.build(*INFORMERS[informers]()), reference=toys.reference, only=[check])
+    report = check_router(toy_parts.build(*INFORMERS[informers]()), reference=toy_parts.reference, only=[check])
     assert report.passed == (check,)
 
 
 @pytest.mark.parametrize("check", UNDECLARED)
 def test_what_is_not_declared_is_left_out_with_a_reason(check: str) -> None:
-    report = check_router(toys.build(toys.RunningMean()), only=[check])
+    report = check_router(toy_parts.build(toy_parts.RunningMean()), only=[check])
     assert not report.passed and "RunningMean" in report.left_out[check]
 
 
-class SeesTheFuture(toys.RunningMean):
+class SeesTheFuture(toy_parts.RunningMean):
     """The mean over the whole sequence, also where the context is causal."""
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return super().forward(gates, logits, tokens, Context(token_mask=context.token_mask, cache=context.cache))
 
 
-class Undeclared(toys.RunningMean):
+class Undeclared(toy_parts.RunningMean):
     traits = Traits()
 
 
@@ -75,7 +75,7 @@ class SeesTheBatch(Informer):
         return gates + gates.mean(0, keepdim=True)
 
 
-class SeesPadding(toys.RunningMean):
+class SeesPadding(toy_parts.RunningMean):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return super().forward(gates, logits, tokens, Context(causal=context.causal, cache=context.cache))
 
@@ -132,7 +132,7 @@ def refuse_twice(logits: Tensor, says: str) -> Tensor:
     return out
 
 
-class ForgetsTheCache(toys.RunningMean):
+class ForgetsTheCache(toy_parts.RunningMean):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return super().forward(gates, logits, tokens, Context(causal=context.causal, token_mask=context.token_mask))
 
@@ -249,37 +249,41 @@ class ForgetsAnExpert(TopK):
 
 def denies(**traits: bool) -> Router:
     """A plain router that denies a trait it has."""
-    router = toys.build()
+    router = toy_parts.build()
     router.score.traits = Traits(**traits)
     return router
 
 
 BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
-    "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "not sorted by weight"),
+    "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "sorted"),
     "fails on T = 0": (lambda: with_score(NotWhenEmpty(DIM, EXPERTS)), "empty batch", "amax"),
     "swallows NaN": (lambda: with_score(SwallowsNaN(DIM, EXPERTS)), "bad input", "not refused"),
     "half precision": (lambda: with_score(HalfPrecision(DIM, EXPERTS)), "float32 routing", "medium"),
-    "unseeded": (lambda: with_score(Unseeded(DIM, EXPERTS)), "determinism", "one seed differ"),
+    "unseeded": (lambda: with_score(Unseeded(DIM, EXPERTS)), "determinism", "seed"),
     "higher index first": (lambda: with_select(HigherIndexFirst(DIM, EXPERTS, 2)), "ties", "lower index"),
-    "sees the future": (lambda: toys.build(SeesTheFuture()), "causality", "declares the trait causal"),
+    "sees the future": (lambda: toy_parts.build(SeesTheFuture()), "causality", "declares the trait causal"),
     "denies being causal": (lambda: denies(causal=False), "causality", "denies the trait causal"),
     "declares what it does not do": (
         lambda: denies(sequence_aware=True),
         "sequence awareness",
         "declares the trait sequence",
     ),
-    "does what it does not declare": (lambda: toys.build(Undeclared()), "sequence awareness", "denies the trait sequence"),
-    "sees padding": (lambda: toys.build(SeesPadding()), "padding", "change with the padding"),
-    "multiplies padding": (
-        lambda: toys.build(MultipliesPadding()),
-        "padding",
-        "NaN in padding changes the gradient",
+    "does what it does not declare": (
+        lambda: toy_parts.build(Undeclared()),
+        "sequence awareness",
+        "denies the trait sequence",
     ),
-    "right once": (lambda: with_score(RightOnce(DIM, EXPERTS)), "second derivatives", "differences of gradients by"),
-    "fails twice": (lambda: with_score(FailsTwice(DIM, EXPERTS)), "second derivatives", "without saying so"),
-    "sees the batch": (lambda: toys.build(SeesTheBatch()), "batch invariance", "declares the trait batch_invariant"),
+    "sees padding": (lambda: toy_parts.build(SeesPadding()), "padding", "padding"),
+    "multiplies padding": (
+        lambda: toy_parts.build(MultipliesPadding()),
+        "padding",
+        "NaN in padding",
+    ),
+    "right once": (lambda: with_score(RightOnce(DIM, EXPERTS)), "second derivatives", "gradients"),
+    "fails twice": (lambda: with_score(FailsTwice(DIM, EXPERTS)), "second derivatives", "differentiate twice"),
+    "sees the batch": (lambda: toy_parts.build(SeesTheBatch()), "batch invariance", "declares the trait batch_invariant"),
     "denies batch invariance": (lambda: denies(batch_invariant=False), "batch invariance", "denies the trait"),
-    "forgets the cache": (lambda: toys.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
+    "forgets the cache": (lambda: toy_parts.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
     "denies being cacheable": (lambda: denies(cacheable=False), "cached decoding", "denies the trait cacheable"),
     "declares too little cost": (lambda: with_score(Cheap(DIM, EXPERTS)), "declared cost", "is 1, and 336 is counted"),
     "declares too few slots": (lambda: with_select(FewSlots(DIM, EXPERTS, 2)), "declared number of experts", "1 slots"),
@@ -291,13 +295,13 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
         "declared certificate",
         "within their certified radius",
     ),
-    "does not save": (lambda: toys.build(LearnsAtOnce(saved=False)), "save and load", "after loading"),
+    "does not save": (lambda: toy_parts.build(LearnsAtOnce(saved=False)), "save and load", "after loading"),
     "learns in evaluation": (
-        lambda: toys.build(LearnsAtOnce(in_evaluation=True)),
+        lambda: toy_parts.build(LearnsAtOnce(in_evaluation=True)),
         "evaluation keeps state",
         "evaluation changed inform.0.seen",
     ),
-    "counts twice": (lambda: toys.build(LearnsAtOnce()), "activation checkpointing", "recomputation"),
+    "counts twice": (lambda: toy_parts.build(LearnsAtOnce()), "activation checkpointing", "recomputation"),
     "idle parameter": (lambda: with_score(Idle()), "no inert parameter", "score.unused gets no gradient"),
     "idle coefficient": (lambda: with_score(Idle()), "no inert coefficient", "'strength' changes no gradient"),
     "breaks the graph": (lambda: with_score(Breaks(DIM, EXPERTS)), "compile", "data-dependent"),
@@ -316,7 +320,7 @@ def test_a_wrong_reference_fails_its_check() -> None:
         routing = references.reference(*arguments)
         return holdfast.Routing(routing.logits, routing.gates, routing.experts, routing.weights * 1.001, routing.losses)
 
-    with pytest.raises(AssertionError, match="differ from the naive reference"):
+    with pytest.raises(AssertionError, match="naive reference"):
         check_router("smoe", reference=wrong, only=["naive reference"])
 
 
@@ -331,7 +335,7 @@ def test_every_check_has_a_router_that_fails_it() -> None:
 def test_a_denied_trait_that_is_really_missing_passes(informer: type[Informer], check: str) -> None:
     part = informer()
     part.traits = Traits(causal=False, batch_invariant=False, cacheable=False, sequence_aware=True)
-    assert check_router(toys.build(part), only=[check]).passed == (check,)
+    assert check_router(toy_parts.build(part), only=[check]).passed == (check,)
 
 
 def test_second_derivatives_may_be_refused_in_words() -> None:
@@ -349,7 +353,7 @@ def test_the_reference_check_says_that_it_was_left_out() -> None:
 
 
 def test_an_unknown_check_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown check 'causal': did you mean 'causality'"):
+    with pytest.raises(ValueError, match=r"'causal'.*'causality'"):
         check_router("smoe", only=["causal"])
 
 

@@ -95,7 +95,7 @@ def test_a_router_of_ones_own_may_take_what_it_likes() -> None:
     register("own", slot="token", about="mine", paper="none")(Own)
     try:
         (found,) = contenders("own[shift=-1.5,anything=x]")
-        with pytest.raises(ValueError, match="the option names is 'y', not a list or empty"):
+        with pytest.raises(ValueError, match=r"names.*'y'"):
             contenders("own[names=y]")
     finally:
         REGISTRY.remove("own")

@@ -195,7 +195,7 @@ def test_held_out_pictures_are_not_test_pictures(digits: Callable[..., Recipe], 
 def test_a_model_of_other_classes_is_not_tried_on_these(run: Path) -> None:
     trained = load_trained(run / "cells" / "smoe-seed0")
     trained.record.state["classes"] = ["cat", "dog"]
-    with pytest.raises(ValueError, match="the classes of digits are not those that this model was trained on"):
+    with pytest.raises(ValueError, match=r"classes.*digits"):
         trained.task()
 
 
@@ -204,7 +204,7 @@ def test_pictures_that_are_no_squares_get_one_sentence(
 ) -> None:
     task = pictures(digits())
     monkeypatch.setattr(task.pictures.images("train"), "shape", (1, 8, 9))
-    with pytest.raises(ValueError, match="8 x 9; a model here takes squares"):
+    with pytest.raises(ValueError, match="8 x 9"):
         task.dense()
 
 
@@ -216,6 +216,6 @@ def test_pictures_of_too_many_patches_are_refused_before_training(tmp_path: Path
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
     source = {"data.source": str(tmp_path / "pictures")}
-    with pytest.raises(ValueError, match=r"12,544 patches of 2.* set data\.size to at most 128"):
+    with pytest.raises(ValueError, match=r"12,544 patches.*data\.size.*128"):
         make_task(load_recipe("vmoe-tiny", source)).dense()
     make_task(load_recipe("vmoe-tiny", {**source, "data.size": 8})).dense()

@@ -208,7 +208,7 @@ def test_a_batch_that_does_not_part_among_the_processes_gets_one_sentence(
     tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"a batch of 4 does not part among 3 processes; set training.batch to a multiple"):
+    with pytest.raises(ValueError, match=r"\b4\b.*\b3\b.*training\.batch"):
         trained(tiny(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -34,7 +34,7 @@ def test_side_by_side_gives_the_numbers_of_one_after_the_other(tiny: Callable[..
     recipe = tiny({**large, "training.batch": 16, "training.steps": STEPS, "data.vocabulary": 2000})
     folder, routers = tmp_path / "jobs", contenders("smoe,symphony+smooth")
     told: list[tuple[str, int]] = []
-    with pytest.raises(ValueError, match="tau is -1") as caught:
+    with pytest.raises(ValueError, match=r"tau.* -1") as caught:
         Comparison(recipe, [*routers, Contender("broken", "similarity", {"tau": -1.0})], 1, folder).run(
             lambda cell, steps: told.append((cell.name, steps)), jobs=2
         )
@@ -68,7 +68,7 @@ def test_a_worker_that_is_killed_gets_one_sentence(
 ) -> None:
     monkeypatch.setattr("holdfast.train.workers._train", kill_this_process)
     comparison = Comparison(tiny({"training.steps": 1}), contenders("smoe"), 1, tmp_path / "run")
-    with pytest.raises(OSError, match=r"was killed, perhaps for want of memory.*fewer --jobs"):
+    with pytest.raises(OSError, match=r"memory.*--jobs"):
         comparison.run(jobs=2)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.subjects import batches, texts, tokenizer
+from auditing.audited_models import batches, texts, tokenizer
 from tiny import tiny
 
 import holdfast
@@ -109,12 +109,12 @@ def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
 @pytest.mark.parametrize(
     ("written", "says"),
     [
-        ("undecided.bf15>0.1", "did you mean 'undecided.bf16'"),
-        ("undecided.bf16=0.1", "no condition"),
-        ("undecided.bf16>", "no condition"),
-        ("__import__('os')>1", "no condition"),
-        ("entropy > x", "no condition"),
-        ("loss > 0", "not measured"),
+        ("undecided.bf15>0.1", "'undecided.bf16'"),
+        ("undecided.bf16=0.1", "undecided.bf16=0.1"),
+        ("undecided.bf16>", "undecided.bf16>"),
+        ("__import__('os')>1", "__import__"),
+        ("entropy > x", "entropy > x"),
+        ("loss > 0", "loss"),
     ],
 )
 def test_a_wrong_condition_is_one_sentence(written: str, says: str, report: AuditReport) -> None:
@@ -196,19 +196,19 @@ def test_long_texts_are_cut_and_every_token_is_seen() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "says"),
     [
-        ([], {}, "nothing to audit"),
-        (["", "  "], {"tokenizer": True}, "every text is empty"),
-        (["the cat"], {}, "need the model's tokenizer"),
-        ("the cat", {}, "list of strings"),
-        ([1, 2], {}, "expected a dict"),
-        ([{}], {}, "is empty"),
-        (["the cat", 3], {"tokenizer": True, "batch": 1}, "strings only"),
-        (None, {"noise": [0.1] * 9}, "9 noise levels"),
+        ([], {}, "nothing"),
+        (["", "  "], {"tokenizer": True}, "empty"),
+        (["the cat"], {}, "tokenizer"),
+        ("the cat", {}, "list"),
+        ([1, 2], {}, "dict"),
+        ([{}], {}, "empty"),
+        (["the cat", 3], {"tokenizer": True, "batch": 1}, "string"),
+        (None, {"noise": [0.1] * 9}, "9 "),
         (None, {"noise": [2.0]}, "at most 1"),
-        (None, {"sed": 1}, "did you mean 'seed'"),
+        (None, {"sed": 1}, "'seed'"),
         (None, {"length": 1}, "length is 1"),
         (None, {"rate": 2}, "rate is 2"),
-        (None, {"tokenizer": 3}, "no tokenizer"),
+        (None, {"tokenizer": 3}, "tokenizer"),
     ],
 )
 def test_a_mistake_is_one_sentence(given: Any, options: dict[str, Any], says: str) -> None:
@@ -228,5 +228,5 @@ def test_a_dense_model_and_an_unknown_family_are_told_what_to_do() -> None:
     model.config.model_type = "dbrx"
     with pytest.raises(ValueError, match="dbrx"):
         audit(model, batches())
-    with pytest.raises(ValueError, match="no Hugging Face model"):
+    with pytest.raises(ValueError, match="Hugging Face"):
         audit(torch.nn.Linear(2, 2), batches())

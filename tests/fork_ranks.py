@@ -1,6 +1,6 @@
 """Starts a script on several processes, as torchrun does, but forks them from one that has imported what takes seconds.
 
-python forked.py PROCESSES SCRIPT ARGUMENT...
+python fork_ranks.py PROCESSES SCRIPT ARGUMENT...
 
 What the script imports at its top is imported here first, so that its processes find it done.
 """

@@ -66,16 +66,16 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda stored: [stored], "is damaged"),
     "a number": (lambda stored: 3, "is damaged"),
     "no recipe": (lambda stored: {"tokenizer": stored["tokenizer"]}, "is damaged"),
-    "another recipe": (lambda stored: {**stored, "recipe": {"about": "x"}}, "is damaged: .*missing"),
-    "a typo": (lambda stored: {**stored, "recipe": {**stored["recipe"], "taks": "text"}}, "did you mean 'task'"),
-    "no tokeniser": (lambda stored: {"recipe": stored["recipe"]}, "damaged: it describes no tokeniser"),
-    "half a tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "words"}}, "damaged: it describes no tokeniser"),
+    "another recipe": (lambda stored: {**stored, "recipe": {"about": "x"}}, "is damaged"),
+    "a typo": (lambda stored: {**stored, "recipe": {**stored["recipe"], "taks": "text"}}, "'task'"),
+    "no tokeniser": (lambda stored: {"recipe": stored["recipe"]}, "damaged.*tokeniser"),
+    "half a tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "words"}}, "damaged.*tokeniser"),
     "no words": (
         lambda stored: {**stored, "tokenizer": {"kind": "words", "words": 3}},
-        "damaged: it describes no tokeniser",
+        "damaged.*tokeniser",
     ),
-    "a text for a tokeniser": (lambda stored: {**stored, "tokenizer": "words"}, "damaged: it describes no tokeniser"),
-    "a strange tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "wrds"}}, "did you mean 'words'"),
+    "a text for a tokeniser": (lambda stored: {**stored, "tokenizer": "words"}, "damaged.*tokeniser"),
+    "a strange tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "wrds"}}, "'words'"),
 }
 
 
@@ -98,7 +98,7 @@ def test_a_damaged_record_gets_one_sentence(damage: str, cells: dict[str, Path],
 def test_a_folder_without_a_trained_model_says_so(tmp_path: Path, cells: dict[str, Path]) -> None:
     assert not is_trained(tmp_path) and not is_trained(tmp_path / "none")
     for folder in (tmp_path, tmp_path / "none", cells["text"].parent):
-        with pytest.raises(ValueError, match=r"holds no trained model: there is no task\.json with a folder model"):
+        with pytest.raises(ValueError, match=r"task\.json"):
             load_trained(folder)
     (tmp_path / "task.json").write_bytes((cells["text"] / "task.json").read_bytes())
     assert not is_trained(tmp_path)

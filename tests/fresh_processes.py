@@ -1,13 +1,13 @@
 """Runs scripts one after the other, each in a process of its own that finds torch and transformers imported, holdfast not.
 
-python apart.py SCRIPT...
+python fresh_processes.py SCRIPT...
 """
 
 import os
 import sys
 
 import torch  # noqa: F401
-from forked import run_in_a_fork
+from fork_ranks import run_in_a_fork
 from transformers import LlamaForCausalLM, MixtralForCausalLM, OlmoeForCausalLM  # noqa: F401
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_training import COMBINATIONS, context_for
+from test_router_training import COMBINATIONS, context_for
 from torch import Tensor
 
 import holdfast

@@ -125,7 +125,7 @@ def test_entropy_is_compared_with_a_baseline_layer_by_layer() -> None:
     assert result["layers"][0]["entropy_ratio"] == 1
     assert result["layers"][1]["entropy_ratio"] < 0.8
     assert result["overall"]["entropy_ratio"] == pytest.approx((1 + result["layers"][1]["entropy_ratio"]) / 2)
-    with pytest.raises(ValueError, match="the baseline has no layer 1"):
+    with pytest.raises(ValueError, match="layer 1"):
         collected(one, other).result(collected(one))
     certain = replace(one, gates=nn.functional.one_hot(one.experts[:, 0], 7).float())
     assert collected(one).result(collected(certain))["layers"][0]["entropy_ratio"] is None
@@ -210,11 +210,11 @@ def test_the_same_run_twice_changes_nothing() -> None:
 
 def test_runs_that_do_not_match_are_one_clear_sentence() -> None:
     report, routing, real = metrics.ChangeReport(), random_routing(), torch.ones(63, dtype=torch.bool)
-    with pytest.raises(ValueError, match="layer 2 has no routing of the first run"):
+    with pytest.raises(ValueError, match="layer 2"):
         report.after(2, routing, None)
     report.before(0, routing, real)
-    with pytest.raises(ValueError, match="layer 0: the two runs have different padding"):
+    with pytest.raises(ValueError, match=r"layer 0.*padding"):
         report.after(0, routing, torch.arange(63) > 3)
     report.before(1, routing, None)
-    with pytest.raises(ValueError, match="layer 1 has routings of the first run only"):
+    with pytest.raises(ValueError, match="layer 1"):
         report.result()

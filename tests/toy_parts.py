@@ -1,4 +1,4 @@
-"""Small informers that fill the slots later routers will fill: one on each side, exact, causal, cached, blind to padding."""
+"""Two small informers, one on each side: exact, causal, cached, blind to padding."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
-"""Rounds of three processes that run one comparison in one folder, one of them killed; run by test_together.py.
+"""Rounds of three processes that run one comparison in one folder, one of them killed, for test_concurrent_comparisons.py.
 
-python together.py ROUNDS SEED FOLDER RECIPE
+python concurrent_comparisons.py ROUNDS SEED FOLDER RECIPE
 
 Processes are forked from this one, which has imported what takes seconds. FOLDER/clean is of a process that ran alone.
 Prints a line of JSON for each round: what each process ended with, and when it was started and killed.
