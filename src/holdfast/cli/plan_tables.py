@@ -10,7 +10,8 @@ from holdfast.cli.terminal import screen, show
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from holdfast.planning.planning import Plan, Planned
+    from holdfast.planning.planning import Plan as ModelPlan
+    from holdfast.planning.planning import Planned
 
 Cell = Callable[["Planned"], str]
 
@@ -37,7 +38,7 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...], unit: str) -> s
     return f"{value:.0f}{unit}"
 
 
-def print_plan(plan: Plan, tokens: float | None = None) -> None:
+def print_plan(plan: ModelPlan, tokens: float | None = None) -> None:
     console, work = screen(), plan.workload
     console.print(
         f"{plan.model} ({plan.model_type}): {plan.sparse_layers} of {plan.layers} layers with {plan.experts} experts each; "
@@ -52,7 +53,7 @@ def print_plan(plan: Plan, tokens: float | None = None) -> None:
             console.print(f"{column.router}: {column.about}.", highlight=False, markup=False)
 
 
-def _table(plan: Plan, title: str, rows: list[tuple[str, Cell]], caption: str | None = None) -> Table:
+def _table(plan: ModelPlan, title: str, rows: list[tuple[str, Cell]], caption: str | None = None) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -65,7 +66,7 @@ def _table(plan: Plan, title: str, rows: list[tuple[str, Cell]], caption: str | 
     return table
 
 
-def _model(plan: Plan) -> Table:
+def _model(plan: ModelPlan) -> Table:
     rows: list[tuple[str, Cell]] = [
         ("parameters", lambda c: count(c.parameters)),
         ("active a token", lambda c: count(c.active_parameters)),
@@ -76,7 +77,7 @@ def _model(plan: Plan) -> Table:
     return _table(plan, "Model", rows)
 
 
-def _flops(plan: Plan, tokens: float | None) -> Table:
+def _flops(plan: ModelPlan, tokens: float | None) -> Table:
     rows: list[tuple[str, Cell]] = [
         ("attention, projections", lambda c: count(c.forward.projections)),
         ("attention, mixing", lambda c: count(c.forward.mixing)),
@@ -99,7 +100,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else count(value)
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: ModelPlan) -> Table:
     rows: list[tuple[str, Cell]] = [
         ("weights", lambda c: size(c.training_memory.weights)),
         ("gradients", lambda c: size(c.training_memory.gradients)),
@@ -116,7 +117,7 @@ def _memory(plan: Plan) -> Table:
     return _table(plan, "Memory, all on one GPU", rows)
 
 
-def _spread(plan: Plan) -> Table:
+def _spread(plan: ModelPlan) -> Table:
     rows: list[tuple[str, Cell]] = []
     one = plan.workload.gpus == 1
     for index, layout in enumerate(plan.columns[0].layouts[: 1 if one else None]):

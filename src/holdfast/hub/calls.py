@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from holdfast.hub.families import record
 from holdfast.hub.trace import watched
 from holdfast.routing import Context, Router, Routing
-from holdfast.routing.rules import Rule
+from holdfast.routing.parts import Rule
 
 
 @final

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from holdfast.hub.families import record
 from holdfast.hub.subclasses import with_mixin, without_mixin
 from holdfast.routing import Router
-from holdfast.routing.rules import Rule
+from holdfast.routing.parts import Rule
 
 
 class ReroutedGate:

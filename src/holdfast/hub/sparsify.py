@@ -20,8 +20,6 @@ from holdfast.losses import Losses
 from holdfast.routing.presets import REGISTRY
 from holdfast.suggest import unknown
 
-Model = TypeVar("Model", bound=nn.Module)  # what goes in comes out, so that an editor knows its methods
-
 
 def sparsify(
     model: Model,

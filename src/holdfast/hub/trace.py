@@ -16,7 +16,7 @@ from holdfast.hub.padding import token_mask_of
 from holdfast.hub.sites import is_moe, sites
 from holdfast.kernels.backward import recomputing
 from holdfast.routing import Router, Routing
-from holdfast.routing.rules import Rule
+from holdfast.routing.parts import Rule
 from holdfast.suggest import unknown
 
 Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding)

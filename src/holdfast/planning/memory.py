@@ -19,10 +19,10 @@ them on a GPU, where nobody waits to learn how many there are: its `slots` are E
 from dataclasses import dataclass
 
 from holdfast.planning.outline import LayerShape, Outline
+from holdfast.routing.costs import FLOAT
 
 MOMENTS = 8  # bytes a parameter of AdamW
 MASTER = 4
-FLOAT = 4
 
 
 @dataclass(frozen=True)
