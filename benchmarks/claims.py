@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.train import Cell, Comparison, contenders, load_recipe
-from holdfast.train.contenders import Contender
-from holdfast.train.quiet import quiet
+from holdfast.train.recipe import Contender
+from holdfast.train.training import quiet
 
 # The slow ones first, so that none is left alone at the end.
 ROUTERS = "smoe,attention,similarity,similarity[causal=false],symphony+smooth,smooth,ac,symphony,xmoe"

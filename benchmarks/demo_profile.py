@@ -13,10 +13,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.routing import Router
-from holdfast.train.quiet import quiet
 from holdfast.train.recipe import load_recipe
-from holdfast.train.start import start
-from holdfast.train.trained import make_task
+from holdfast.train.saved_model import make_task
+from holdfast.train.training import quiet, start
 
 SHOWN = 12
 

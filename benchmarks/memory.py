@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import holdfast
-from holdfast.planning import memory
+from holdfast.planning import resources
 from holdfast.planning.outline import Setting, outline
 
 SIZES = {
@@ -45,7 +45,7 @@ def measure(router: str, checkpointing: bool) -> dict[str, float | str | bool]:
     kept = torch.cuda.memory_allocated() - before
     output.loss.backward()
     peak = torch.cuda.max_memory_allocated() - before
-    planned = memory.training(outline(model, Setting(SEQUENCE, 2)), BATCH * SEQUENCE, 2, checkpointing)
+    planned = resources.training(outline(model, Setting(SEQUENCE, 2)), BATCH * SEQUENCE, 2, checkpointing)
     del model, output
     gc.collect()
     return {

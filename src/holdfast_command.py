@@ -50,9 +50,9 @@ def _answer(arguments: list[str]) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = ("--help", "--version") if kind == "option" else COMMANDS
-        print(f"holdfast: {_part('suggest').unknown(kind, name, known)}", file=sys.stderr)
+        print(f"holdfast: {_part('errors').unknown(kind, name, known)}", file=sys.stderr)
         return 2
-    lacking = _part("extras").lacking(f"holdfast {name}", *NEEDED)
+    lacking = _part("errors").lacking(f"holdfast {name}", *NEEDED)
     if lacking is not None:
         print(f"holdfast: {lacking}", file=sys.stderr)
         return 2

@@ -7,8 +7,7 @@ import holdfast
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.routing import Context, Score
 from holdfast.routing.bounds import gamma, unit
-from holdfast.routing.costs import Cost, Place
-from holdfast.routing.declarations import Order, Values
+from holdfast.routing.declarations import Cost, Order, Place, Values
 
 
 @holdfast.register("distance", slot="score", about="minus half the squared distance to a centre", paper="this page")

@@ -25,7 +25,7 @@ from holdfast.routing import (
     TopK,
     TopP,
 )
-from holdfast.routing.noise import GaussianNoise, GumbelNoise
+from holdfast.routing.selection import GaussianNoise, GumbelNoise
 
 Chosen = tuple[list[int], list[Tensor]]  # the experts of one token and their weights
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast import Losses, Routing, losses
+from holdfast import Losses, Routing
+from holdfast.layers import losses
 
 UNIFORM = torch.full((8, 4), 0.25)
 

@@ -1,7 +1,7 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
-from holdfast.auditing.certifying import certify_model as certify
-from holdfast.auditing.running import audit as audit
+from holdfast.auditing.layer_certificates import certify_model as certify
+from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
 from holdfast.hub import calibrate as calibrate
 from holdfast.hub import load as load
@@ -16,7 +16,7 @@ from holdfast.hub import trainer_callback as trainer_callback
 from holdfast.layers import Experts as Experts
 from holdfast.layers import FeedForward as FeedForward
 from holdfast.layers import MoE as MoE
-from holdfast.losses import Losses as Losses
+from holdfast.layers.losses import Losses as Losses
 from holdfast.planning import plan as plan
 from holdfast.routing import Context as Context
 from holdfast.routing import Router as Router

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.extras import require_extra
+from holdfast.errors import require_extra
 
 if TYPE_CHECKING:
-    from holdfast.report.results import Results
+    from holdfast.report.stored_comparison import Results
     from holdfast.train import Cell, Comparison, Contender, Recipe
 
 ROUTERS = "smoe,symphony,similarity,ac,smooth"
@@ -51,7 +51,7 @@ def compare(
     require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "pydantic", "yaml")
     from holdfast.report import read_results
     from holdfast.train import load_recipe
-    from holdfast.train.contenders import contender, contenders
+    from holdfast.train.recipe import contender, contenders
 
     chosen = contenders(routers) if isinstance(routers, str) else [contender(name) for name in routers]
     run_comparison(
@@ -94,7 +94,7 @@ def run_comparison(
 
 def equal_compute(rows: Sequence[dict[str, Any]], known: Sequence[Contender], experts: int) -> list[Contender]:
     """Return the baseline with as many experts a token as the router that uses most, if one uses more than the baseline."""
-    from holdfast.train.contenders import contender
+    from holdfast.train.recipe import contender
     from holdfast.train.summary import MORE, matched_name, uses_more
 
     name = rows[0]["router"]

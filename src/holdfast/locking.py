@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from holdfast.writing import NO_FOLLOW, require_no_links
+from holdfast.files import NO_FOLLOW, require_no_links
 
 try:
     import fcntl

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from holdfast.attacks.ball import Bounds, project
-from holdfast.attacks.threat import NORMS, Norm, direction
+from holdfast.attacks.threat import NORMS, Bounds, Norm, direction, project
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from holdfast.attacks import AttackedRoutes, AttackWarning, attack_routes
-from holdfast.attacks.readings import Readings
+from holdfast.attacks.route_search import Readings
 from holdfast.attacks.threat import NORMS, Norm
 from holdfast.routing import Context, Cosine, Linear, Router, Routing, create_router
 

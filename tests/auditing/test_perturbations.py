@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.attacks import swap_words
 from holdfast.auditing import AuditReport, audit
-from holdfast.auditing.samples import Reader
-from holdfast.auditing.words import aligned
+from holdfast.auditing.perturbations import aligned
+from holdfast.auditing.subject import Reader
 
 ROUTERS = ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"]
 
@@ -97,7 +97,7 @@ def test_other_kinds_of_models_are_audited_too(model_type: str) -> None:
 
 
 def test_noise_has_the_length_it_says_and_is_the_same_again() -> None:
-    from holdfast.auditing.numeric import Noise
+    from holdfast.auditing.perturbations import Noise
 
     tokens = 3 * torch.randn(400, 64, generator=torch.Generator().manual_seed(0))
     moved = Noise(0.05, seed=1)._moved(0, 0, tokens)
@@ -232,8 +232,8 @@ def test_every_name_is_run_by_default_and_names_are_checked() -> None:
 
 
 def test_losses_are_compared_where_the_same_token_is_to_be_predicted() -> None:
-    from holdfast.auditing.comparing import Tally
-    from holdfast.auditing.observing import Observation, Predictions
+    from holdfast.auditing.differences import Tally
+    from holdfast.auditing.observation import Observation, Predictions
     from holdfast.auditing.subject import Audited
 
     def said(best: list[int], nll: list[float], labels: list[int]) -> Observation:

@@ -10,11 +10,10 @@ from tiny import EXTRA, tiny
 from torch import Tensor
 
 import holdfast
-from holdfast.auditing.numeric import Noise
-from holdfast.auditing.observing import Observation, observe
-from holdfast.auditing.samples import Sample, from_batches
-from holdfast.auditing.splitting import kept_weights, split
-from holdfast.auditing.subject import Audited
+from holdfast.auditing.differences import kept_weights, split
+from holdfast.auditing.observation import Observation, observe
+from holdfast.auditing.perturbations import Noise
+from holdfast.auditing.subject import Audited, Sample, from_batches
 from holdfast.routing import Scores, Selection
 
 REROUTED = ["symphony", "smooth", "top-p", "remoe", "similarity", "xmoe+symphony", "ac"]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.certificates import Gate
-from holdfast.hub.rules import GroupedSigmoid
+from holdfast.hub.families import GroupedSigmoid
 from holdfast.routing import Attention, Context, Previous, Router, Routing, create_router
-from holdfast.routing.rules import Rule
+from holdfast.routing.selection import Rule
 
 # name of the subject -> (name of the router, its options, experts, k)
 ROUTERS: dict[str, tuple[str, dict[str, Any], int, int]] = {

@@ -6,7 +6,7 @@ import torch
 from certificates.certified_routers import generator
 from torch import Tensor
 
-from holdfast.attacks.ball import project
+from holdfast.attacks.threat import project
 from holdfast.certificates import Certificates, Gate, Norm
 from holdfast.certificates.subjects import ranks
 from holdfast.kernels.select import top

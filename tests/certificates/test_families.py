@@ -12,7 +12,7 @@ from torch import Tensor
 import holdfast
 from holdfast.certificates import NORMS, Gate, certify, undecided
 from holdfast.hub.families import record
-from holdfast.hub.sites import Site, sites
+from holdfast.hub.layers import Site, sites
 
 
 def plain(site: Site) -> Gate:

@@ -15,8 +15,7 @@ from holdfast.certificates import NORMS, Gate, NoBound, Norm, certify
 from holdfast.routing import Router, Routing, Scores, create_router
 from holdfast.routing.conditions import best_groups, group_contests
 from holdfast.routing.declarations import SIGMOID
-from holdfast.routing.rules import Rule
-from holdfast.routing.selection import TopK
+from holdfast.routing.selection import Rule, TopK
 
 
 def with_bias(gate: Gate, bias: list[float]) -> Gate:
@@ -154,7 +153,7 @@ def test_the_rule_of_a_real_module_is_read() -> None:
     owner.register_buffer("e_score_correction_bias", torch.tensor([0.1, 0.0, 0.2, 0.0]))
     for name, value in {"num_group": 2, "topk_group": 1, "norm_topk_prob": True}.items():
         setattr(owner, name, value)
-    from holdfast.hub.rules import GroupedSigmoid
+    from holdfast.hub.families import GroupedSigmoid
 
     found = certify(Gate(torch.randn(4, 3), 1, rule=GroupedSigmoid(owner)), torch.randn(5, 3))
     assert found.kind == "lower bound"

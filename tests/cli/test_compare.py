@@ -15,9 +15,9 @@ from wording import mentions
 
 import holdfast
 from holdfast.comparing import equal_compute
-from holdfast.extras import MissingExtra
+from holdfast.errors import MissingExtra
 from holdfast.report import read_results
-from holdfast.train.contenders import contenders
+from holdfast.train.recipe import contenders
 
 SMALL = [
     "training.steps=6",

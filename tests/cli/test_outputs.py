@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from wording import mentions
 
-from holdfast.cli.files import release_files, require_folder, require_free
+from holdfast.cli.common import release_files, require_folder, require_free
 from holdfast_command import main
 
 FILES = [["evaluate", "MODEL"], ["attack", "MODEL", "words", "--rate", "0.1"], ["certify", "MODEL"]]

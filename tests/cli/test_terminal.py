@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.cli import terminal
+from holdfast.cli import common
 
 
 class Seen(nn.Module):
@@ -23,9 +23,9 @@ def test_a_bar_counts_the_inputs_of_a_model_and_leaves_it_alone(monkeypatch: pyt
         assert total == 5 and not leave
         yield lambda done, what: told.append((done, what))
 
-    monkeypatch.setattr(terminal, "bar", bar)
+    monkeypatch.setattr(common, "bar", bar)
     model = Seen()
-    with terminal.forwards(model, "scoring", 5):
+    with common.forwards(model, "scoring", 5):
         model(torch.zeros(3, 2))
         model(pixels=torch.zeros(2, 2))
     assert told == [(0, "scoring"), (3, "scoring"), (5, "scoring")]
@@ -42,11 +42,11 @@ def test_a_table_keeps_every_number_and_its_last_column(
     else:
         monkeypatch.setenv("COLUMNS", columns)
     routers = [f"router-{number}" for number in range(12)]
-    table = terminal.slim_table("Figures", "a name that is not cut", *routers, caption="The end of a caption.")
+    table = common.slim_table("Figures", "a name that is not cut", *routers, caption="The end of a caption.")
     table.columns[-1].min_width = 14
     figures = [f"+{number}234.567" for number in range(12)]
     table.add_row("a long name of a row", *figures)
-    terminal.show(table)
+    common.show(table)
     shown = capsys.readouterr().out
     assert "…" not in shown and "a long name of a row" in shown
     assert [figure for figure in figures if figure not in shown] == []

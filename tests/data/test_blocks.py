@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.data import Blocks, Order, TrainingBatches
-from holdfast.data.order import shuffled
+from holdfast.data.blocks import shuffled
 
 
 @given(st.integers(2, 70), st.integers(1, 20), st.integers(1, 5), st.booleans())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.data import corpus, embedded, python_docs, python_topics
+from holdfast.data import corpus, python_docs, python_topics, text_sources
 
 
 def test_it_is_about_300000_words_of_english_in_a_fixed_order() -> None:
@@ -31,7 +31,7 @@ def test_it_has_the_language_reference_alone_too() -> None:
 def test_it_loads_in_a_few_seconds_and_leaves_the_collector_as_it_was() -> None:
     """In processor time, because others may be at work on this machine."""
     assert gc.isenabled()
-    embedded._python_docs.cache_clear()
+    text_sources._python_docs.cache_clear()
     start = time.process_time()
     python_docs()
     assert time.process_time() - start < 5
@@ -80,13 +80,13 @@ def nothing():
     x = """not a docstring"""
 '''
     expected = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    assert list(embedded.docstrings(ast.parse(source))) == expected
+    assert list(text_sources.docstrings(ast.parse(source))) == expected
 
 
 def test_no_longer_paragraph_is_said_twice_and_headings_stay() -> None:
     long = "a paragraph of nine words that is said twice"
     documents = [("a", f"Notes\n\n{long}"), ("b", f"Notes\n\n{long.replace(' ', '   ')}\n\nanother"), ("c", long)]
-    assert dict(embedded.without_repetition(documents)) == {"a": f"Notes\n\n{long}\n", "b": "Notes\n\nanother\n"}
+    assert dict(text_sources.without_repetition(documents)) == {"a": f"Notes\n\n{long}\n", "b": "Notes\n\nanother\n"}
 
 
 def test_test_documents_say_nothing_that_training_documents_say() -> None:
@@ -96,7 +96,7 @@ def test_test_documents_say_nothing_that_training_documents_say() -> None:
         for split in source.splits
     }
     common = (paragraphs["valid"] | paragraphs["test"]) & paragraphs["train"]
-    assert max(len(paragraph.split()) for paragraph in common) < embedded.REPEATED
+    assert max(len(paragraph.split()) for paragraph in common) < text_sources.REPEATED
 
 
 def test_the_splits_are_of_whole_documents_and_four_fifths_train() -> None:
@@ -117,4 +117,4 @@ def test_the_result_says_which_python() -> None:
 def test_a_python_without_its_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=r"standard library.*path"):
-        embedded.python_docstrings()
+        text_sources.python_docstrings()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.data import Bytes, Vocabulary, corpora, corpus, sources, tokenizer
-from holdfast.extras import MissingExtra
+from holdfast.data import Bytes, Vocabulary, corpora, corpus, text_sources, tokenizer
+from holdfast.errors import MissingExtra
 
 LINES = {
     "train": " \n = Title = \n \n The quick <unk> fox . \n",
@@ -164,7 +164,7 @@ def test_an_enwik8_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytes
     write(tmp_path / "enwik8", "too short")
     with pytest.raises(ValueError, match=r"\b9 bytes.*enwik8.*100,000,000"):
         list(corpus("enwik8", folder=tmp_path).documents("test"))
-    monkeypatch.setattr(sources, "ENWIK8", {"train": 4, "valid": 3, "test": 2})
+    monkeypatch.setattr(text_sources, "ENWIK8", {"train": 4, "valid": 3, "test": 2})
     source = corpus("enwik8", folder=tmp_path)
     assert [d.data for split in source.splits for d in source.documents(split)] == [b"too ", b"sho", b"rt"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.attacks import AttackedText, swap_words
 from holdfast.data import Bytes, Document, HubTokenizer, Tokenizer, Vocabulary
-from holdfast.data.cuts import CUTS
+from holdfast.data.documents import CUTS
 
 TEXTS = [  # the lower case of a dotted capital I is longer than the letter
     "The quick, brown fox isn't lazy.\n\nIt pays 3.14 in x_y\r\n",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.data import Corpus, Document, corpus
-from holdfast.data.splitting import by_position, by_title, hold_out
+from holdfast.data.documents import by_position, by_title, hold_out
 
 
 def texts(source: Corpus) -> dict[str, str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from wording import mentions
 
 import holdfast
-from holdfast.hub.manifest import write_manifest
+from holdfast.hub.folder_files import write_manifest
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 CHANGES = [

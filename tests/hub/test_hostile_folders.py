@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny
 
 import holdfast
-from holdfast.hub.manifest import write_manifest
-from holdfast.reading import DEEPEST
-from holdfast.train.checkpoints import seal
+from holdfast.files import DEEPEST
+from holdfast.hub.folder_files import write_manifest
+from holdfast.train.run_folder import seal
 from holdfast_command import main
 
 SMALL = ["training.steps=4", "training.batch=4", "training.save_every=2", "data.length=16", "data.vocabulary=200"]

@@ -14,9 +14,9 @@ from torch import Tensor
 import holdfast
 from holdfast.auditing import certify_model
 from holdfast.hub import MOE_FAMILIES
-from holdfast.hub.gates import ReroutedGate
-from holdfast.hub.sharding import _experts
-from holdfast.hub.sites import sites
+from holdfast.hub.engines import _experts
+from holdfast.hub.layers import sites
+from holdfast.hub.replacements import ReroutedGate
 from holdfast.planning.skeleton import read_config
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from torch import Tensor
 import holdfast
 from holdfast import Losses, Routing
 from holdfast.hub.families import MOE_FAMILIES
-from holdfast.hub.sites import sites
+from holdfast.hub.layers import sites
 
 LOSSES = Losses(balance=0.3, z=0.1)
 REROUTED = ["mixtral", "olmoe", "qwen2_moe", "deepseek_v3", "gpt_oss", "phimoe", "granitemoe"]
@@ -204,7 +204,7 @@ def balance_alone(model: Any, batch: dict[str, Tensor]) -> float:
     """The sum over layers of the balance of what the model's routers do with a batch."""
     with holdfast.trace(model) as routes:
         model(**batch)
-    return sum(float(holdfast.losses.balance(routing, batch["attention_mask"].bool())) for routing in routes)
+    return sum(float(holdfast.layers.losses.balance(routing, batch["attention_mask"].bool())) for routing in routes)
 
 
 @pytest.mark.parametrize("router", ["native", "smoe"])

@@ -10,8 +10,8 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.gates import ReroutedGate
-from holdfast.hub.sites import sites
+from holdfast.hub.layers import sites
+from holdfast.hub.replacements import ReroutedGate
 
 peft = pytest.importorskip("peft")
 

@@ -13,9 +13,9 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.gates import ReroutedGate
-from holdfast.hub.sites import sites
-from holdfast.hub.wiring import specs_of
+from holdfast.hub.install import specs_of
+from holdfast.hub.layers import sites
+from holdfast.hub.replacements import ReroutedGate
 
 FAMILIES = sorted(EXTRA)
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))

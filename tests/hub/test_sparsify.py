@@ -10,8 +10,8 @@ from tiny_dense import CONFIGS, LAYERS, inputs, outputs, tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.sites import sites
-from holdfast.hub.sparse import SparseLayer
+from holdfast.hub.layers import sites
+from holdfast.hub.replacements import SparseLayer
 
 FAMILIES = sorted(CONFIGS)
 SUMMING_TO_ONE = ["smoe", "smooth", "symphony", "similarity", "top-p", "symphony+similarity+smooth"]

@@ -5,7 +5,7 @@ import torch
 from tiny import tiny
 
 from holdfast.auditing import audit, certify_model
-from holdfast.hub.usable import require_finite, require_known, require_room
+from holdfast.hub.tracing import require_finite, require_known, require_room
 
 IDS = torch.arange(3, 15).view(1, 12)
 

@@ -14,7 +14,7 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.sites import sites
+from holdfast.hub.layers import sites
 
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 

@@ -16,8 +16,8 @@ from tiny_dense import CONFIGS, inputs, outputs, tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.changed import ChangedConfig, ChangedModel
-from holdfast.hub.manifest import write_manifest
+from holdfast.hub.folder_files import write_manifest
+from holdfast.hub.model_classes import ChangedConfig, ChangedModel
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 AUTO = {

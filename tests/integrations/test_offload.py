@@ -12,7 +12,7 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.projections import as_linear
+from holdfast.hub.replacements import as_linear
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate offloads")
 
@@ -126,7 +126,7 @@ def test_nothing_that_was_loaded_for_a_router_outlives_its_layer(tmp_path: Path,
         read.append(weakref.ref(projection.weight))
         return projection
 
-    monkeypatch.setattr("holdfast.hub.surroundings.as_linear", watched)
+    monkeypatch.setattr("holdfast.hub.context.as_linear", watched)
     logits(model)
     gc.collect()
     assert len(read) == 3

@@ -274,7 +274,7 @@ def test_without_losses_a_request_gets_the_balance_of_what_was_selected(router: 
     coefficient = model.config.router_aux_loss_coef
     with holdfast.trace(model) as routes:
         out = model(**batch, output_router_logits=True)
-    balances = [holdfast.losses.balance(routing, batch["attention_mask"].bool()) for routing in routes]
+    balances = [holdfast.layers.losses.balance(routing, batch["attention_mask"].bool()) for routing in routes]
     expected = 2 * torch.stack(balances).mean()
     torch.testing.assert_close(out.aux_loss, expected)
     torch.testing.assert_close(out.loss, cross_entropy(out, batch["labels"]) + coefficient * expected)

@@ -26,7 +26,7 @@ from tiny import tiny
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.hub.calls import calls
+from holdfast.hub.tracing import calls
 
 IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 COMPILED_FURTHER = ("smooth", "attention")  # by AOT autograd too, which is slower

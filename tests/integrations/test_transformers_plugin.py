@@ -34,7 +34,7 @@ def test_a_folder_opens_as_it_was_saved(tmp_path):
 def test_every_causal_model_that_a_test_builds_is_rerouted(pytester: pytest.Pytester, router: str | None) -> None:
     pytester.makepyfile(MODEL_TEST.replace("CHANGED", str(router is not None)))
     options = [] if router is None else ["--holdfast-router", router]
-    result = pytester.runpytest_subprocess("-p", "holdfast.hub.transformers_plugin", *options)
+    result = pytester.runpytest_subprocess("-p", "holdfast.testing.transformers_plugin", *options)
     result.assert_outcomes(passed=3)
     if router is not None:
         result.stdout.fnmatch_lines(["*rerouted to 'smooth'", "*holdfast: 2 models were rerouted"])
@@ -43,6 +43,6 @@ def test_every_causal_model_that_a_test_builds_is_rerouted(pytester: pytest.Pyte
 @pytest.mark.slow
 def test_an_unknown_router_is_an_error_of_every_test_rather_than_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(MODEL_TEST.replace("CHANGED", "False"))
-    result = pytester.runpytest_subprocess("-p", "holdfast.hub.transformers_plugin", "--holdfast-router", "smoth")
+    result = pytester.runpytest_subprocess("-p", "holdfast.testing.transformers_plugin", "--holdfast-router", "smoth")
     result.stdout.fnmatch_lines(["*unknown router 'smoth'*"])
     result.assert_outcomes(passed=1, failed=2)

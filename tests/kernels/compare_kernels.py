@@ -14,7 +14,7 @@ from holdfast.kernels.dispatch import triton as dispatch_triton
 from holdfast.kernels.finite import triton as finite_triton
 from holdfast.kernels.grouped import naive as naive_grouped
 from holdfast.kernels.grouped import triton as grouped_triton
-from holdfast.layers.activations import ACTIVATIONS
+from holdfast.layers.experts import ACTIVATIONS
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

@@ -105,7 +105,7 @@ def test_what_the_choosing_kernel_is_differentiated_as(how: str) -> None:
     scores = torch.randn(5, 6)
     amounts = scores if how == "softmax" else scores.softmax(-1)
     selector = holdfast.routing.SmoothTopK(6, 2, eps=0.8)
-    selector.rule = holdfast.routing.rules.Softmax(renormalise=how != "raw")
+    selector.rule = holdfast.routing.selection.Softmax(renormalise=how != "raw")
     kind = holdfast.routing.Scores(scores, scores.softmax(-1), informed=how == "shares", raw=scores)
     ranked = kind.key
     chosen = selector.eval()(kind, scores, Context())

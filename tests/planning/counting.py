@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.testing.counting import counting
+from holdfast.testing.declaration_checks import counting
 
 
 def products(work: Callable[[], Any]) -> int:

@@ -11,9 +11,9 @@ from ranks import on_ranks
 from tiny_dense import tiny_dense
 
 import holdfast
-from holdfast.planning import memory
-from holdfast.planning.communication import layouts, reduced, row, sums, sums_again, visited
+from holdfast.planning import resources
 from holdfast.planning.outline import Setting, outline
+from holdfast.planning.resources import layouts, reduced, row, sums, sums_again, visited
 
 
 def sparse(router: str = "smoe", **options: Any) -> Any:
@@ -48,7 +48,7 @@ def test_routers_sum_what_is_planned(router: str, options: dict[str, Any], monke
 
 def spread(gpus: int, router: str = "smoe", checkpointing: bool = False) -> dict[str, Any]:
     shape = outline(sparse(router), Setting(12, 2))
-    held = memory.training(shape, 24, 2, checkpointing)
+    held = resources.training(shape, 24, 2, checkpointing)
     found = layouts(shape, held, gpus=gpus, tokens=24, number=2, checkpointing=checkpointing)
     return {"shape": shape, "memory": held, **{layout.name: layout for layout in found}}
 
@@ -113,7 +113,7 @@ def test_two_processes_exchange_what_is_planned() -> None:
             rows, size = found[f"{case}, checkpointed" if checkpointing else case]
             each = {row(layer, 4, checkpointing) for layer in layers}
             assert [size / rows] == list(each), (case, checkpointing)
-            held = memory.training(shape, sequences * length, 4, checkpointing)
+            held = resources.training(shape, sequences * length, 4, checkpointing)
             apart = layouts(shape, held, gpus=2, tokens=sequences * length, number=4, checkpointing=checkpointing)[2]
             assert size / 2 == pytest.approx(apart.exchanged, rel=0.05), (case, checkpointing)
 

@@ -10,7 +10,7 @@ from tiny import tiny
 from tiny_dense import tiny_dense
 
 import holdfast
-from holdfast.planning import memory
+from holdfast.planning import resources
 from holdfast.planning.outline import Setting, outline
 from holdfast.routing import RouterCache
 
@@ -27,7 +27,7 @@ def test_weights_gradients_and_the_optimizers_moments() -> None:
     model(input_ids=ids(), labels=ids()).loss.backward()
     optimizer.step()
     states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    planned = memory.training(outline(model, Setting(12, 4)), TOKENS, 4)
+    planned = resources.training(outline(model, Setting(12, 4)), TOKENS, 4)
     assert planned.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert planned.gradients == sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
     assert planned.moments == sum(state.nbytes for state in states)
@@ -36,7 +36,7 @@ def test_weights_gradients_and_the_optimizers_moments() -> None:
 
 def test_shorter_weights_have_a_master_copy() -> None:
     shape = outline(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 2))
-    planned = memory.training(shape, TOKENS, 2)
+    planned = resources.training(shape, TOKENS, 2)
     assert (planned.weights, planned.master) == (2 * shape.parameters, 4 * shape.parameters)
     assert planned.held == 16 * shape.parameters
 
@@ -44,7 +44,7 @@ def test_shorter_weights_have_a_master_copy() -> None:
 def test_a_gate_that_is_not_used_has_no_gradient() -> None:
     shape = outline(holdfast.reroute(tiny("olmoe"), "xmoe"), Setting(12, 4))
     assert shape.parameters - shape.trained == 3 * 8 * 32
-    assert memory.training(shape, TOKENS, 4).gradients == 4 * shape.trained
+    assert resources.training(shape, TOKENS, 4).gradients == 4 * shape.trained
 
 
 @pytest.mark.parametrize("model_type", ["olmoe", "deepseek_v3", "gpt_oss"])
@@ -53,7 +53,7 @@ def test_the_kv_cache(model_type: str) -> None:
     with torch.no_grad():
         cache = model(input_ids=ids(), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert memory.inference(outline(model, Setting(12, 4)), TOKENS, 4).cache == held
+    assert resources.inference(outline(model, Setting(12, 4)), TOKENS, 4).cache == held
 
 
 @pytest.mark.parametrize("router", ["smoe", "similarity", "attention"])
@@ -64,7 +64,9 @@ def test_what_routers_keep_while_decoding(router: str, dtype: torch.dtype) -> No
         cache = model(input_ids=ids(), use_cache=True).past_key_values
     rows = [row for layer in cache.layers for row in _rows(getattr(layer, "router_rows", None))]
     number = dtype.itemsize
-    assert memory.inference(outline(model, Setting(12, number)), TOKENS, number).router_cache == sum(r.nbytes for r in rows)
+    assert resources.inference(outline(model, Setting(12, number)), TOKENS, number).router_cache == sum(
+        r.nbytes for r in rows
+    )
 
 
 def _rows(cache: RouterCache | None) -> Iterator[torch.Tensor]:
@@ -90,7 +92,7 @@ def test_activations_are_near_what_autograd_keeps(router: str) -> None:
     )
     torch.manual_seed(0)
     model = holdfast.sparsify(transformers.LlamaForCausalLM(config).bfloat16(), experts=8, k=2, router=router).train()
-    planned = memory.training(outline(model, Setting(64, 2)), 128, 2).activations
+    planned = resources.training(outline(model, Setting(64, 2)), 128, 2).activations
     assert planned == pytest.approx(_kept(model, ids(64, 64)), rel=0.2)
 
 
@@ -109,12 +111,12 @@ def _kept(model: Any, given: torch.Tensor) -> int:
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_all() -> None:
     shape = outline(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 4))
-    assert memory.activations(shape, 4, True) < memory.activations(shape, 4, False)
+    assert resources.activations(shape, 4, True) < resources.activations(shape, 4, False)
 
 
 def test_a_ragged_router_makes_room_for_every_expert() -> None:
     def kept(router: str) -> float:
         model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router)
-        return memory.activations(outline(model, Setting(12, 4)), 4, checkpointing=False)
+        return resources.activations(outline(model, Setting(12, 4)), 4, checkpointing=False)
 
     assert kept("smooth") - kept("smoe") > 3 * (8 - 2) * 3 * 48 * 4

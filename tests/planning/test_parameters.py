@@ -8,7 +8,7 @@ from tiny_dense import CLASSES, CONFIGS, tiny_dense
 from torch import nn
 
 import holdfast
-from holdfast.hub.sites import sites
+from holdfast.hub.layers import sites
 from holdfast.planning.outline import Outline, Setting, outline
 from holdfast.planning.skeleton import Change, Choice, planned, read_config
 

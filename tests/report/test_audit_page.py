@@ -16,12 +16,11 @@ from wording import mentions
 
 from holdfast.auditing import AuditReport, diagnose
 from holdfast.report import render_audit, write_audit
-from holdfast.report.audit_page import SHOWN, risks, token, view
-from holdfast.report.audit_plots import LEAST, audit_plots
-from holdfast.report.audits import AtRisk, parse_audit
-from holdfast.report.shell import SCRIPTS
-from holdfast.report.traces import Plot
-from holdfast.report.views import luminance
+from holdfast.report.audit_page import LEAST, SHOWN, audit_plots, risks, token, view
+from holdfast.report.expert_views import luminance
+from holdfast.report.page_shell import SCRIPTS
+from holdfast.report.plot_data import Plot
+from holdfast.report.stored_audit import AtRisk, parse_audit
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 

@@ -9,8 +9,8 @@ from report.browsing import visit
 from report.stored import SNAPSHOTS, stored_costs, stored_once, stored_pictures
 
 from holdfast.report import write_report
-from holdfast.report.results import parse
-from holdfast.report.views import COLOURS
+from holdfast.report.expert_views import COLOURS
+from holdfast.report.stored_comparison import parse
 
 pytestmark = pytest.mark.slow  # starts a browser
 

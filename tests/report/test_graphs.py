@@ -6,8 +6,8 @@ import pytest
 from report.stored import SNAPSHOTS, stored, stored_once
 
 from holdfast.report import render
-from holdfast.report.graphs import SHOWN, evolutions, spread
-from holdfast.report.results import parse
+from holdfast.report.expert_views import SHOWN, evolutions, spread
+from holdfast.report.stored_comparison import parse
 
 
 def test_there_is_a_rounded_graph_for_each_layer_and_snapshot_of_the_first_seed() -> None:

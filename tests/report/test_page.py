@@ -14,10 +14,10 @@ from report.stored import stored, stored_costs, stored_once, stored_pictures
 from report.tags import Tags
 
 from holdfast.report import read_results, render, write_report
-from holdfast.report.page import MARKS, SCRIPTS, THEMES
+from holdfast.report.comparison_page import MARKS, SCRIPTS, THEMES
+from holdfast.report.plot_data import SYMBOLS, WIDTH, folded
 from holdfast.report.plots import POINTS, plots
-from holdfast.report.results import parse
-from holdfast.report.traces import SYMBOLS, WIDTH, folded
+from holdfast.report.stored_comparison import parse
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 

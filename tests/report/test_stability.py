@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from report.stored import stored, stored_once
 
-from holdfast.report.results import parse
-from holdfast.report.stability import consistency, fluctuation
-from holdfast.report.traces import Plot
+from holdfast.report.plot_data import Plot, consistency, fluctuation
+from holdfast.report.stored_comparison import parse
 
 
 def curve(plot: Plot, meta: dict[str, Any]) -> dict[str, Any]:

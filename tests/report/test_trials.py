@@ -3,8 +3,8 @@
 import pytest
 from report.stored import stored, stored_once
 
-from holdfast.report.results import parse
-from holdfast.report.trials import every_attack, every_attack_table
+from holdfast.report.plot_data import every_attack, every_attack_table
+from holdfast.report.stored_comparison import parse
 
 
 def test_the_table_has_a_mean_over_seeds_for_each_router_and_attack() -> None:

@@ -5,7 +5,7 @@ import re
 from report.stored import stored, stored_costs, stored_pictures
 from wording import mentions
 
-from holdfast.report.results import parse
+from holdfast.report.stored_comparison import parse
 from holdfast.report.verdict import listed, verdict
 
 

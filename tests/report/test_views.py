@@ -9,8 +9,8 @@ import pytest
 from report.stored import PIECES, stored, stored_once, stored_pictures
 
 from holdfast.report import render
-from holdfast.report.results import parse
-from holdfast.report.views import BORDERS, COLOURS, ink_on, look, luminance, views
+from holdfast.report.expert_views import BORDERS, COLOURS, ink_on, look, luminance, views
+from holdfast.report.stored_comparison import parse
 
 EVIL = [
     "<script>alert(1)</script>",

@@ -15,8 +15,7 @@ from torch import Tensor
 import holdfast
 from holdfast.kernels.backward import refuse_second_derivatives
 from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
-from holdfast.routing.costs import Active, Cost, Place
-from holdfast.routing.declarations import Conditions
+from holdfast.routing.declarations import Active, Conditions, Cost, Place
 from holdfast.testing import CHECKS, check_router
 
 DIM, EXPERTS = 24, 7

@@ -18,7 +18,7 @@ import transformers
 from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
 import holdfast.report
-import holdfast.train.cells
+import holdfast.train.comparison
 from holdfast_command import main
 
 ROUTERS, SEEDS = "smoe,symphony+smooth", 2
@@ -74,5 +74,5 @@ def one_round(starts: list[float], victim: int, life: float, folder: Path, recip
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    assert holdfast.report and holdfast.train.cells
+    assert holdfast.report and holdfast.train.comparison
     main_of_rounds(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from holdfast.train import load_recipe, make_task, start
-from holdfast.train.loop import train
-from holdfast.train.processes import own_process_group
+from holdfast.train.training import own_process_group, train
 
 if __name__ == "__main__":
     recipe, folder = load_recipe(sys.argv[1]), Path(sys.argv[2])

@@ -17,10 +17,8 @@ from tiers import quick_or_slow
 
 from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, contenders
-from holdfast.train.cells import STORED
-from holdfast.train.checkpoints import flaw, seal
-from holdfast.train.joining import joined
-from holdfast.train.stored import write_json, write_sealed
+from holdfast.train.comparison import STORED, joined
+from holdfast.train.run_folder import flaw, seal, write_json, write_sealed
 
 SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}
 CELL = "smoe-seed0"

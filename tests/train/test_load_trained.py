@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.metrics.report import plain
 from holdfast.train import Comparison, Recipe, contenders, load_trained
-from holdfast.train.trained import is_trained
+from holdfast.train.saved_model import is_trained
 
 
 @pytest.fixture(scope="module")

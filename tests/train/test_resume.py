@@ -19,9 +19,9 @@ import yaml
 from safetensors import SafetensorError
 from wording import mentions
 
-import holdfast.writing
+import holdfast.files
 from holdfast.train import Cell, Comparison, Recipe, contenders, load_recipe
-from holdfast.train.checkpoints import checkpoints, flaw, last_whole, seal
+from holdfast.train.run_folder import checkpoints, flaw, last_whole, seal
 
 ROUTER = "symphony+smooth[beta=0.8]"  # with state of its own, and a name that a pattern of paths would trip over
 
@@ -165,7 +165,7 @@ def full_disk(where: str) -> Iterator[None]:
         calls[name] = calls.get(name, 0) + 1
         return name == where and calls[name] >= when
 
-    write, torch_save = holdfast.writing._write, torch.save
+    write, torch_save = holdfast.files._write, torch.save
     safe_save, save_state = transformers.modeling_utils.safe_save_file, transformers.TrainerState.save_to_json
 
     def writing(path: Path, how: int, text: str) -> None:
@@ -197,7 +197,7 @@ def full_disk(where: str) -> Iterator[None]:
         save_state(self, file)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holdfast.writing, "_write", writing)
+        patch.setattr(holdfast.files, "_write", writing)
         patch.setattr(torch, "save", torch_saving)
         patch.setattr(transformers.modeling_utils, "safe_save_file", safe_saving)
         patch.setattr(transformers.TrainerState, "save_to_json", state_saving)
@@ -251,14 +251,14 @@ def test_a_full_disk_while_the_summary_is_written_leaves_the_old_one(
     comparison = Comparison(recipe, contenders("smoe"), 1, folder)
     rows = comparison.finish(comparison.run())
     before = (folder / "results.json").read_bytes()
-    write = holdfast.writing._write
+    write = holdfast.files._write
 
     def writing(path: Path, how: int, text: str) -> None:
         write(path, how, text[:100])
         raise full()
 
     with monkeypatch.context() as patch:
-        patch.setattr(holdfast.writing, "_write", writing)
+        patch.setattr(holdfast.files, "_write", writing)
         with pytest.raises(OSError, match="No space left"):
             comparison.finish(comparison.run())
     assert (folder / "results.json").read_bytes() == before

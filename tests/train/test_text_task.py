@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from holdfast.data import python_topics
-from holdfast.data.cuts import CUTS
+from holdfast.data.documents import CUTS
 from holdfast.train import Comparison, Recipe, contenders, start
-from holdfast.train.evaluation import score_text
-from holdfast.train.loop import train
-from holdfast.train.text_task import TextTask, Trial
+from holdfast.train.text_task import TextTask, Trial, score_text
+from holdfast.train.training import train
 
 CUTS_AND_BYTES = [*CUTS, "bytes"]
 
@@ -158,7 +157,7 @@ def test_batches_of_any_size_give_the_same_figures(
     own = task(tiny, folder, "words", **{"data.test_bytes": 4000, "data.vocabulary": 200})
     model = start(own, "similarity", {}, seed=0)
     usual = score_text(model, own.attacked)
-    monkeypatch.setattr("holdfast.train.evaluation.TOKENS", {"cpu": 40})
+    monkeypatch.setattr("holdfast.train.text_task.TOKENS", {"cpu": 40})
     few = score_text(model, own.attacked)
     assert (few["tokens"], few["kept_tokens"]) == (usual["tokens"], usual["kept_tokens"])
     assert [few[key] for key in ("figure", "figure_of_kept")] == pytest.approx([usual["figure"], usual["figure_of_kept"]])

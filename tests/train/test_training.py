@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.hub import load
 from holdfast.train import Cell, Comparison, Recipe, Task, contenders, make_task, start
-from holdfast.train.loop import train
+from holdfast.train.training import train
 
 ROUTERS = ("smoe", "symphony", "similarity", "attention", "ac", "smooth")
 Log = list[dict[str, float]]
@@ -185,7 +185,7 @@ def test_the_best_checkpoint_survives_an_interruption(step: int, tiny: Callable[
         raise Interrupted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.train.cells.save_trained", stop_saving)
+        patch.setattr("holdfast.train.comparison.save_trained", stop_saving)
         with pytest.raises(Interrupted):
             Comparison(recipe, contenders("symphony+smooth"), 1, tmp_path / "run").run(stop)
     left = sorted(path.name for path in tmp_path.glob("run/cells/*/training/checkpoint-*"))

@@ -9,8 +9,8 @@ import torch
 
 from holdfast.hub import trace
 from holdfast.train import Recipe, load_recipe, make_task, start
-from holdfast.train.loop import train
 from holdfast.train.picture_task import PictureTask
+from holdfast.train.training import train
 
 SMALL: dict[str, dict[str, Any]] = {
     "swin-moe": {

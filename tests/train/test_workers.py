@@ -59,14 +59,14 @@ def test_finished_cells_need_no_workers(
     def started(*_: Any) -> None:
         raise AssertionError("a finished cell was trained again")
 
-    monkeypatch.setattr("holdfast.train.workers._train", started)
+    monkeypatch.setattr("holdfast.train.comparison._train", started)
     assert Comparison(recipe, contenders("smoe"), 1, tmp_path / "run").run(jobs=2) == first
 
 
 def test_a_worker_that_is_killed_gets_one_sentence(
     tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.train.workers._train", kill_this_process)
+    monkeypatch.setattr("holdfast.train.comparison._train", kill_this_process)
     comparison = Comparison(tiny({"training.steps": 1}), contenders("smoe"), 1, tmp_path / "run")
     with pytest.raises(OSError, match=r"memory.*--jobs"):
         comparison.run(jobs=2)

@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks.flags import Flag, black_box_wins, randomised, train_mode, warn, zero_gradients
-from holdfast.attacks.readings import Readings, Route
-from holdfast.attacks.route_search import Plan, Search, gradient, nearest_plans
-from holdfast.attacks.seeds import check_seed, mixed
-from holdfast.attacks.threat import Json, Norm, check_budget, check_count, check_norm, distances, row_norms
+from holdfast.attacks.route_search import Plan, Readings, Route, Search, gradient, nearest_plans
+from holdfast.attacks.threat import (
+    Json,
+    Norm,
+    check_budget,
+    check_count,
+    check_norm,
+    check_seed,
+    distances,
+    mixed,
+    row_norms,
+)
 from holdfast.routing import Context, Router, Traits
 
 

@@ -1,4 +1,7 @@
-"""What an attack on text returns, and what counts as a word. A text is only ever changed inside the words it names."""
+"""What an attack on text returns, and what counts as a word. A text is only ever changed inside the words it names.
+
+English words that carry grammar rather than meaning; attacks on words leave them alone.
+"""
 
 import hashlib
 import json
@@ -13,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.attacks.flags import Flag, nothing_changed, warn
-from holdfast.attacks.seeds import check_seed, mixed
-from holdfast.attacks.threat import Json, check_rate
-from holdfast.writing import write_whole
+from holdfast.attacks.threat import Json, check_rate, check_seed, mixed
+from holdfast.files import write_whole
 
 Span = tuple[int, int]  # characters, [start, end)
 Spans = npt.NDArray[np.int64]  # (T,2)
@@ -258,3 +260,20 @@ def _change(
         changes.append(Change((start, end), (length, length + len(new))))
         done, length = end, length + len(new)
     return "".join([*pieces, text[done:]]), changes, count
+
+
+_WORDS = """
+    a about above after again against all also am an and any are as at be because been before being below between both but
+    by can cannot could did do does doing down during each either else ever few for from further had has have having he
+    her here hers herself him himself his how however i if in into is it its itself just let may me might mine more most
+    must my myself neither no nor not now of off on once only onto or other our ours ourselves out over own per quite
+    rather same shall she should since so some such than that the their theirs them themselves then there these they this
+    those though through thus to too toward towards under until unto up upon us very was we were what whatever when
+    where whether which while who whom whose why will with within without would yet you your yours yourself yourselves
+    aren't can't couldn't didn't doesn't don't hadn't hasn't haven't he'd he'll he's i'd i'll i'm i've isn't it's let's
+    mustn't shan't she'd she'll she's shouldn't that's there's they'd they'll they're they've wasn't we'd we'll we're we've
+    weren't what's won't wouldn't you'd you'll you're you've
+    d ll m re s t ve aren couldn didn doesn don hadn hasn haven isn mustn shan shouldn wasn weren won wouldn
+"""  # the last line: what tokenised text makes of don't and we'll, "don 't" and "we 'll"
+
+STOP_WORDS = frozenset(_WORDS.split())

@@ -4,17 +4,17 @@
 docs/audit.md explains every key of the report.
 """
 
-from holdfast.auditing.certifying import LayerCertificates as LayerCertificates
-from holdfast.auditing.certifying import ModelCertificates as ModelCertificates
-from holdfast.auditing.certifying import certify_model as certify_model
-from holdfast.auditing.conditions import Condition as Condition
-from holdfast.auditing.conditions import parse as parse
+from holdfast.auditing.findings import Condition as Condition
 from holdfast.auditing.findings import Finding as Finding
 from holdfast.auditing.findings import diagnose as diagnose
+from holdfast.auditing.findings import parse as parse
+from holdfast.auditing.layer_certificates import LayerCertificates as LayerCertificates
+from holdfast.auditing.layer_certificates import ModelCertificates as ModelCertificates
+from holdfast.auditing.layer_certificates import certify_model as certify_model
 from holdfast.auditing.report import AuditReport as AuditReport
 from holdfast.auditing.report import differences as differences
-from holdfast.auditing.running import audit as audit
-from holdfast.auditing.table import PERTURBATIONS as PERTURBATIONS
-from holdfast.auditing.table import Settings as Settings
-from holdfast.auditing.what_if import WhatIf as WhatIf
-from holdfast.auditing.what_if import what_if as what_if
+from holdfast.auditing.run import PERTURBATIONS as PERTURBATIONS
+from holdfast.auditing.run import Settings as Settings
+from holdfast.auditing.run import WhatIf as WhatIf
+from holdfast.auditing.run import audit as audit
+from holdfast.auditing.run import what_if as what_if

@@ -7,15 +7,13 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from holdfast.auditing.certifying import certify_layer, undecided_in
-from holdfast.auditing.observing import Observation
-from holdfast.auditing.rounding import DTYPES, Undecided, ask_rounded
-from holdfast.auditing.samples import Reader, Sample
-from holdfast.auditing.subject import Audited
+from holdfast.auditing.layer_certificates import DTYPES, Undecided, ask_rounded, certify_layer, undecided_in
+from holdfast.auditing.observation import Observation
+from holdfast.auditing.subject import Audited, Reader, Sample
 from holdfast.certificates import Certificates
 from holdfast.metrics import RoutingReport
 from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.likelihood import IGNORED
+from holdfast.metrics.tasks import IGNORED
 
 DECADES, PER_DECADE, FINER = (-6, 1), 4, 16  # of the histogram's bins; the median is read from finer ones
 LOW_RADIUS = 1e-3

@@ -1,11 +1,18 @@
-"""What is wrong with a model, from its audit: findings, the most harmful first."""
+"""What is wrong with a model, from its audit: findings, the most harmful first.
+
+Conditions on a report, for scripts: "undecided.bf16>0.05". A name of its overall numbers, a sign, a number.
+"""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
-from holdfast.auditing.report import AuditReport
+from holdfast.auditing.report import AuditReport, names
+from holdfast.auditing.run import PERTURBATIONS, Settings, names_of
+from holdfast.errors import unknown
 
 Severity = Literal["severe", "serious", "minor"]
 RANKS: dict[Severity, int] = {"severe": 0, "serious": 1, "minor": 2}
@@ -160,3 +167,49 @@ def _why(name: str) -> str:
         "noise": "routes do not survive what training and quantisation do to activations",
         "attack": "an adversary chooses the experts",
     }.get(name.split(".")[0], "one word decides where others go")
+
+
+SIGNS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_WRITTEN = re.compile(r"\s*([\w.]+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+
+
+@final
+@dataclass(frozen=True)
+class Condition:
+    name: str
+    sign: str
+    number: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sign} {self.number:g}"
+
+    def check(self, settings: Settings) -> None:
+        """A `ValueError` where an audit so made has no such number: better before it than after."""
+        if self.name in names(names_of(settings)):
+            return
+        known = names(names_of(replace(settings, perturb=tuple(PERTURBATIONS))))
+        if self.name in known:
+            raise ValueError(f"{self.name} is not measured by this audit: its perturbation is not among those that are run.")
+        raise ValueError(unknown("number of the audit", self.name, known))
+
+    def holds(self, report: AuditReport) -> tuple[bool, float]:
+        """Whether it does, and the number it is about; a `ValueError` where the report has none of that name."""
+        numbers = report.numbers()
+        if self.name not in numbers:
+            raise ValueError(unknown("number of the audit", self.name, numbers))
+        value = numbers[self.name]
+        if value is None:
+            raise ValueError(f"{self.name} was not measured in this audit; there is nothing to compare.")
+        return SIGNS[self.sign](value, self.number), value
+
+
+def parse(written: str) -> Condition:
+    found = _WRITTEN.fullmatch(written)
+    if found is None:
+        raise ValueError(f"{written!r} is no condition; write a name, one of > >= < <=, and a number: undecided.bf16>0.05.")
+    return Condition(found[1], found[2], float(found[3]))

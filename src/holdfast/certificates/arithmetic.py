@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
+from holdfast.errors import unknown
 from holdfast.routing.bounds import gamma, unit
-from holdfast.suggest import unknown
 
 Rounding = Literal["worst", "likely"]
 LAMBDA = 8.0  # of 10^4 terms, one bound in 10^9 fails

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.certificates import Certificates
-from holdfast.extras import require_extra
+from holdfast.errors import require_extra
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
 from holdfast.routing.parts import TINY

@@ -8,10 +8,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.files import require_free, write_out
-from holdfast.cli.loading import Loading
-from holdfast.cli.plugins import PluginFiles
-from holdfast.cli.terminal import forwards, show
+from holdfast.cli.common import Loading, PluginFiles, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,9 @@ class Attack:
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        from holdfast.train.quiet import quiet
-        from holdfast.train.subject import subject
-        from holdfast.train.trying import attack_pictures, attack_routers, attack_text
+        from holdfast.train.saved_model import subject
+        from holdfast.train.single_attacks import attack_pictures, attack_routers, attack_text
+        from holdfast.train.training import quiet
         from holdfast.version import versions
 
         self.plugins.load()

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.files import require_free, write_out
-from holdfast.cli.loading import Loading
-from holdfast.cli.plugins import PluginFiles
-from holdfast.cli.terminal import bar, show, slim_table
+from holdfast.cli.common import Loading, PluginFiles, bar, require_free, show, slim_table, write_out
 
 if TYPE_CHECKING:
     from holdfast.auditing import ModelCertificates
@@ -72,11 +69,10 @@ class Certify:
 
     def _certify(self) -> tuple[ModelCertificates, dict[str, Any]]:
         from holdfast.auditing import certify_model
-        from holdfast.auditing.tasks import Material
         from holdfast.certificates import Smoothing
-        from holdfast.hub.usable import require_room
-        from holdfast.train.quiet import quiet
-        from holdfast.train.subject import subject
+        from holdfast.hub.tracing import require_room
+        from holdfast.train.saved_model import Material, subject
+        from holdfast.train.training import quiet
 
         noise = {"samples": self.samples, "alpha": self.alpha, "seed": self.seed}
         smoothing = None if self.sigma is None else Smoothing(sigma=self.sigma, **noise)  # type: ignore[arg-type]

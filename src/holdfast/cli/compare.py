@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.files import require_folder, require_place
-from holdfast.cli.plugins import PluginFiles
-from holdfast.cli.terminal import bar, show
+from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show
 from holdfast.comparing import PAGE, ROUTERS, run_comparison
 
 if TYPE_CHECKING:
@@ -52,8 +50,8 @@ class Compare:
         from holdfast.report import read_results
         from holdfast.report.verdict import verdict
         from holdfast.train import load_recipe
-        from holdfast.train.contenders import contenders
-        from holdfast.train.quiet import quiet
+        from holdfast.train.recipe import contenders
+        from holdfast.train.training import quiet
 
         self.plugins.load()
         recipe = load_recipe(self.recipe, changes(self.set))

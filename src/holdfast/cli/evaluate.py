@@ -8,10 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.files import require_free, write_out
-from holdfast.cli.loading import Loading
-from holdfast.cli.plugins import PluginFiles
-from holdfast.cli.terminal import forwards, show
+from holdfast.cli.common import Loading, PluginFiles, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class Evaluate:
 
     def run(self) -> None:
         from holdfast.metrics.report import plain
-        from holdfast.train.quiet import quiet
-        from holdfast.train.subject import subject
+        from holdfast.train.saved_model import subject
+        from holdfast.train.training import quiet
         from holdfast.version import versions
 
         self.plugins.load()

@@ -8,14 +8,13 @@ import tyro
 from holdfast.cli.attack import Attack
 from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.certify import Certify
+from holdfast.cli.common import one_line, release_files
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
-from holdfast.cli.files import release_files
 from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.run import Run, given
-from holdfast.cli.terminal import one_line
 from holdfast.cli.train import Train
 
 Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Run | Train

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from holdfast.cli.files import require_folder
+from holdfast.cli.common import require_folder
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.plugins import PluginFiles
-from holdfast.cli.terminal import show
+from holdfast.cli.common import PluginFiles, show
 
 if TYPE_CHECKING:
     from torch import Tensor

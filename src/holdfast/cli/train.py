@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
+from holdfast.cli.common import PluginFiles, require_folder
 from holdfast.cli.compare import changes
-from holdfast.cli.files import require_folder
-from holdfast.cli.plugins import PluginFiles
 
 if TYPE_CHECKING:
-    from holdfast.train.single import Single
+    from holdfast.train.training import Single
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,8 @@ class Train:
 
     def run(self) -> None:
         from holdfast.train import load_recipe
-        from holdfast.train.contenders import contender
-        from holdfast.train.processes import is_first, own_process_group, processes
-        from holdfast.train.quiet import quiet
-        from holdfast.train.single import Single
+        from holdfast.train.recipe import contender
+        from holdfast.train.training import Single, is_first, own_process_group, processes, quiet
 
         self.plugins.load()
         _check_loggers(self.log)
@@ -81,14 +78,14 @@ class Train:
 
 def _source_option(single: Single) -> str:
     """Return the option that `evaluate` needs to find the data; embedded data need none."""
-    from holdfast.train.trained import EMBEDDED
+    from holdfast.train.saved_model import EMBEDDED
 
     source = single.recipe.data.source
     return "" if source in EMBEDDED else f" --source {shlex.quote(source)}"
 
 
 def _with_progress(single: Single, log: tuple[str, ...]) -> None:
-    from holdfast.cli.terminal import bar
+    from holdfast.cli.common import bar
 
     steps = single.recipe.training.steps
     with bar(steps) as tell:
@@ -98,8 +95,8 @@ def _with_progress(single: Single, log: tuple[str, ...]) -> None:
 def _check_loggers(names: tuple[str, ...]) -> None:
     from importlib.util import find_spec
 
-    from holdfast.suggest import unknown
-    from holdfast.train.single import LOGGERS
+    from holdfast.errors import unknown
+    from holdfast.train.training import LOGGERS
 
     for name in names:
         if name not in LOGGERS:

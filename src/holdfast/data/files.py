@@ -1,6 +1,10 @@
-"""Files, plain or packed with xz or gzip. Whatever is wrong with one is a sentence that names it."""
+"""Files, plain or packed with xz or gzip. Whatever is wrong with one is a sentence that names it.
+
+Checksums of data, recorded with every result so that figures on different texts or pictures are never mixed up.
+"""
 
 import gzip
+import hashlib
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.reading import MIB, require_regular
+from holdfast.files import MIB, require_regular
 
 PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _BOM = b"\xef\xbb\xbf"  # some editors put it before a text
@@ -72,3 +76,17 @@ def places(folder: Path, names: Iterable[str]) -> list[Path]:
 def plain_name(path: Path) -> str:
     """The file's name without the ending of its packing."""
     return path.name.removesuffix(path.suffix) if path.suffix in PACKED else path.name
+
+
+def checksum(parts: Iterable[bytes]) -> str:
+    """SHA-256 over the parts, each with its length before it, so that no other parts spell the same bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def title_hash(title: str) -> bytes:
+    """A place for the title that no seed of Python's own hash moves."""
+    return hashlib.sha256(title.encode("utf-8", "surrogatepass")).digest()

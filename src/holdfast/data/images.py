@@ -1,14 +1,31 @@
-"""The record of a picture source: labelled pictures in three splits, decoded when they are asked for."""
+"""The record of a picture source: labelled pictures in three splits, decoded when they are asked for.
 
+Folders of pictures, one sub-folder a class, decoded as they are asked for.
+
+The IDX files of the MNIST family: a magic number, the sizes, the bytes.
+
+Picture sources by name or path.
+"""
+
+import math
+import os
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.suggest import unknown
+from holdfast.data.documents import by_title, hold_out
+from holdfast.data.files import checksum, find, opened, places
+from holdfast.errors import require_extra, unknown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class Images(ABC):
@@ -65,3 +82,225 @@ class ImageSet:
 
 def as_index(numbers: Iterable[int] | Tensor) -> Tensor:
     return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64)
+
+
+ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+# What is decoded, whatever the file is called. Pillow knows formats that start other programs: those are not among them.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+SIZE = 224  # pixels, ImageNet's usual
+VALID, TEST = ("val", "valid", "validation"), ("test",)
+
+
+@final
+class FileImages(Images):
+    """Pictures on disk, in colour: the shorter side is scaled to `size` and the middle is cut out."""
+
+    def __init__(self, paths: Sequence[Path], labels: Sequence[int], size: int) -> None:
+        self.paths, self.labels = list(paths), torch.tensor(labels, dtype=torch.int64)
+        self.shape = (3, size, size)
+
+    def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        chosen = as_index(numbers).tolist()
+        pixels = [torch.from_numpy(decode(self.paths[number], self.shape[1])) for number in chosen]
+        return torch.stack(pixels).permute(0, 3, 1, 2).float() / 255 if pixels else torch.empty(0, *self.shape)
+
+
+def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
+    """(size,size,3)."""
+    pillow = _pillow()
+    try:
+        with pillow.open(path, formats=FORMATS) as file:
+            image: Image = file.convert("RGB")
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist.") from error
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
+        raise ValueError(f"{path} is not a picture that can be read: {error}.") from error
+    scale = size / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    scaled = image.resize((width, height), pillow.Resampling.BILINEAR)
+    return np.array(scaled.crop((left, top, left + size, top + size)), dtype=np.uint8)
+
+
+def _pillow() -> Any:
+    require_extra("decoding pictures", "PIL")
+    from PIL import Image
+
+    return Image
+
+
+def folder_set(folder: Path, size: int | None = None) -> ImageSet:
+    """The pictures of `folder/CLASS/`, split by file, or of `train/CLASS/`, `val/CLASS/` and `test/CLASS/` in the folder.
+
+    Where there is no test folder, as in ImageNet, val is the test and a tenth of train is held out in its place. The
+    checksum is of names and sizes: reading a million pictures for it would take hours.
+    """
+    _pillow()  # better now than in the middle of training
+    size = SIZE if size is None else size
+    if size < 1:
+        raise ValueError(f"pictures of {size} pixels a side hold nothing; the size is at least 1.")
+    inner = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
+    files = _split_folders(folder, inner) if "train" in inner else _split_by_file(folder, inner)
+    classes = sorted({_class(path) for path in files["train"]})
+    if len(classes) < 2:
+        raise ValueError(
+            f"{folder} has pictures of one class only, {classes[0]}; to classify takes two, each in a folder of its own."
+        )
+    numbers = {name: number for number, name in enumerate(classes)}
+    splits: dict[str, Images] = {}
+    for split, paths in files.items():
+        if stranger := next((path for path in paths if _class(path) not in numbers), None):
+            raise ValueError(f"{stranger.parent} has pictures of a class that is not among those to train on.")
+        splits[split] = FileImages(paths, [numbers[_class(path)] for path in paths], size)
+    parts = (
+        part
+        for split, paths in files.items()
+        for path in paths
+        for part in (split.encode(), path.relative_to(folder).as_posix().encode(), str(path.stat().st_size).encode())
+    )
+    name = folder.resolve().name
+    about = f"{sum(map(len, files.values())):,} pictures of {len(classes)} classes in {name}, {size} pixels a side"
+    return ImageSet(name, about, tuple(classes), splits, checksum(parts))
+
+
+def _split_folders(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
+    train = _pictures(inner["train"])
+    valid, test = (next((inner[name] for name in names if name in inner), None) for names in (VALID, TEST))
+    if valid is None and test is None:
+        raise ValueError(f"{folder} has a folder train but no folder val or test beside it.")
+    if valid is not None and test is not None:
+        return {"train": train, "valid": _pictures(valid), "test": _pictures(test)}
+    kept, held = hold_out([path.relative_to(folder).as_posix() for path in train])
+    tested = test if test is not None else valid
+    assert tested is not None
+    return {"train": [train[i] for i in kept], "valid": [train[i] for i in held], "test": _pictures(tested)}
+
+
+def _split_by_file(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
+    if not inner:
+        raise ValueError(f"{folder} has no folders in it: pictures lie in one a class, or in train/CLASS and val/CLASS.")
+    paths = {path.relative_to(folder).as_posix(): path for path in _pictures(folder)}
+    if len(paths) < 3:
+        raise ValueError(f"{folder} holds {len(paths)} pictures; splitting them takes at least 3.")
+    split_of = by_title(dict.fromkeys(paths, 1))
+    return {
+        split: [path for title, path in paths.items() if split_of[title] == split] for split in ("train", "valid", "test")
+    }
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """The pictures in the class folders of a folder, sorted."""
+    found = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in ENDINGS and path.is_file())
+    if not found:
+        raise ValueError(f"{folder} holds no pictures in folders of their class ({', '.join(sorted(ENDINGS))}).")
+    return found
+
+
+def _class(path: Path) -> str:
+    return path.parent.name
+
+
+_BYTES = 0x08  # the type code of unsigned bytes, the only one in use
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """A uint8 tensor with that many dimensions. No more is unpacked than the header announces."""
+    with opened(path) as file:
+        header = file.read(4 + 4 * dimensions)
+        if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, _BYTES, dimensions)):
+            raise ValueError(f"{path} is not an IDX file of bytes with {dimensions} dimensions.")
+        sizes = struct.unpack(f">{dimensions}I", header[4:])
+        wanted = math.prod(sizes)
+        if wanted > 2**32:
+            raise ValueError(f"{path} announces {wanted:,} bytes of pictures; that is too many for an IDX file.")
+        data = file.read(wanted + 1)
+    if len(data) != wanted:
+        more = "more" if len(data) > wanted else f"{len(data):,}"
+        raise ValueError(f"{path} announces {wanted:,} bytes and holds {more}.")
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).reshape(sizes).copy())
+
+
+SOURCES = {
+    "digits": "1,797 handwritten digits of 8x8 pixels, from scikit-learn; embedded there",
+    "fashion-mnist": "70,000 pieces of clothing of 28x28 pixels, from Zalando's IDX files",
+}
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
+CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+
+
+def image_sets() -> dict[str, str]:
+    """Names of the picture sources, with one line each."""
+    return dict(SOURCES)
+
+
+def image_set(name: str | Path, *, folder: str | Path | None = None, size: int | None = None) -> ImageSet:
+    """The picture source of this name, or the folder of pictures at this path, scaled to `size` pixels a side (224).
+
+    Named sources that are not embedded are looked for in `folder`.
+    """
+    if isinstance(name, str) and name in SOURCES:
+        if size is not None:
+            raise ValueError(f"{name} has a size of its own; only folders of pictures are scaled.")
+        return _digits() if name == "digits" else _fashion(None if folder is None else Path(folder))
+    path = Path(name)
+    if path.is_dir():
+        return folder_set(path, size)
+    if isinstance(name, Path) or os.sep in name:
+        raise ValueError(f"{path} is not a folder; pictures lie in one folder a class, or in train/CLASS and val/CLASS.")
+    raise ValueError(unknown("picture source", name, SOURCES))
+
+
+def _digits() -> ImageSet:
+    require_extra("the picture source digits", "sklearn")
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    found = load_digits()
+    values = torch.from_numpy(np.asarray(found.images, dtype=np.uint8))[:, None]
+    images = ArrayImages(values, torch.from_numpy(np.asarray(found.target, dtype=np.int64)), top=16)
+    rest, test = hold_out([str(number) for number in range(len(images))])
+    kept, valid = hold_out([str(number) for number in rest], share=len(test) / len(rest))
+    numbers = {"train": [rest[i] for i in kept], "valid": [rest[i] for i in valid], "test": test}
+    splits = {split: images.only(chosen) for split, chosen in numbers.items()}
+    return ImageSet("digits", SOURCES["digits"], tuple(map(str, range(10))), splits, _array_checksum(splits))
+
+
+def _fashion(folder: Path | None) -> ImageSet:
+    looked = [DEBIAN] if folder is None else places(folder, ("fashion-mnist", "fashion_mnist"))
+    for place in looked:
+        if find(place, _idx_names("train", "images", 3)):
+            full, test = _idx_pair(place, "train"), _idx_pair(place, "t10k")
+            break
+    else:
+        raise ValueError(
+            f"fashion-mnist is not in {folder or DEBIAN}: install Debian's package dataset-fashion-mnist, or put its four "
+            "files (train-images-idx3-ubyte.gz and so on) into a folder fashion-mnist and say where that is."
+        )
+    kept, valid = hold_out([str(number) for number in range(len(full))])
+    splits = {"train": full.only(kept), "valid": full.only(valid), "test": test}
+    return ImageSet("fashion-mnist", SOURCES["fashion-mnist"], CLOTHES, splits, _array_checksum(splits))
+
+
+def _idx_names(part: str, what: str, dimensions: int) -> list[str]:
+    return [f"{part}-{what}{joint}idx{dimensions}-ubyte" for joint in "-."]
+
+
+def _idx_pair(folder: Path, part: str) -> ArrayImages:
+    images, labels = (_read(folder, _idx_names(part, *which), which[1]) for which in (("images", 3), ("labels", 1)))
+    if len(images) != len(labels) or int(labels.max()) >= len(CLOTHES):
+        raise ValueError(f"{folder}: the labels of {part} are not labels of its {len(images):,} pictures.")
+    return ArrayImages(images[:, None], labels.long())
+
+
+def _read(folder: Path, names: list[str], dimensions: int) -> Tensor:
+    path = find(folder, names)
+    if path is None:
+        raise ValueError(f"{folder} has no {names[0]} (plain, .gz or .xz) beside its other files.")
+    return read_idx(path, dimensions)
+
+
+def _array_checksum(splits: dict[str, ArrayImages]) -> str:
+    return checksum(
+        part
+        for name, images in splits.items()
+        for part in (name.encode(), images.values.numpy().tobytes(), images.labels.numpy().tobytes())
+    )

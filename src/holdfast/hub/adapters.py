@@ -1,4 +1,6 @@
-"""Router state in PEFT's adapters: saved with an adapter, loaded with it, and switched when another adapter is.
+"""A class that an object can change to without ceasing to be what it was.
+
+Router state in PEFT's adapters: saved with an adapter, loaded with it, and switched when another adapter is.
 
 A router's state (an expert graph, a strip's width) is buffers, which belong to no adapter: PEFT writes its own weights only.
 It asks modules of one kind, `AuxiliaryTrainingWrapper`, for more. A changed model gets one such module, `router_state`, as
@@ -15,9 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.subclasses import with_mixin
 from holdfast.routing import Router
 from holdfast.routing.state import StatefulPart
+
+_made: dict[tuple[Any, Any], Any] = {}
+
+
+def with_mixin(kind: Any, mixin: Any) -> Any:
+    """`kind` with `mixin` in front, under its own name and in its own module; always the same one."""
+    if (kind, mixin) not in _made:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduce}
+        _made[kind, mixin] = type(kind.__name__, (mixin, kind), names)
+    return _made[kind, mixin]
+
+
+def without_mixin(kind: Any) -> Any:
+    """The class that `with_mixin` was given."""
+    return kind.__bases__[1]
+
+
+def _reduce(thing: Any, protocol: Any) -> tuple[Any, ...]:
+    """For copies and pickles: the class cannot be found by its name, which is another's, but made again."""
+    made = type(thing)
+    _, _, *state = super(made, thing).__reduce_ex__(max(protocol, 2))
+    return _blank, (without_mixin(made), made.__bases__[0]), *state
+
+
+def _blank(kind: Any, mixin: Any) -> Any:
+    made = with_mixin(kind, mixin)
+    return made.__new__(made)
+
 
 NAME = "router_state"
 COPIES = ("modules_to_save", "original_module")  # PEFT saves its copies of modules itself, with the routers inside

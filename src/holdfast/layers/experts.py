@@ -1,17 +1,49 @@
-"""The experts: E feed-forward networks with fused weights in the Hugging Face layout, run without dropping a token."""
+"""Activations by name, so that configurations can hold them; any callable on tensors works too.
 
+The experts: E feed-forward networks with fused weights in the Hugging Face layout, run without dropping a token.
+"""
+
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.errors import unknown
 from holdfast.kernels.dispatch import Dispatch, dispatch
 from holdfast.kernels.grouped import gather_mm, mm_combine
 from holdfast.kernels.quantised import as_float
-from holdfast.layers.activations import Activation, resolve
-from holdfast.layers.sharding import Owners
+from holdfast.layers.expert_parallel import Owners
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "tanh": F.tanh,
+    "sigmoid": F.sigmoid,
+}
+
+
+def resolve(activation: str | Activation) -> tuple[str | None, Activation]:
+    """The name, if it has one, and the function."""
+    if callable(activation):
+        return None, activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(unknown("activation", activation, ACTIVATIONS))
+    return activation, ACTIVATIONS[activation]
+
 
 UNKNOWN_FORMAT = "experts cannot be run from this format; leave them out when quantising"
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.select import top
-from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.rows import only_real
+from holdfast.metrics.accumulator import Accumulator, only_real
 from holdfast.routing import Router, Routing, Scores
 from holdfast.routing.parts import TINY, Rule
 

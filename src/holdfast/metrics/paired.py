@@ -1,9 +1,16 @@
-"""Did it help? Paired differences over seeds, with an interval, and said in words."""
+"""Did it help? Paired differences over seeds, with an interval, and said in words.
+
+What an attack costs a model on the words that it left alone: attacked minus clean loss, paired word by word.
+"""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 CONFIDENCE = 0.95
 
@@ -74,3 +81,79 @@ def _within(angle: float, freedom: int) -> float:
         term *= (power - 1) / power * cosine**2
         total += term
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+MANY = 1000  # degrees of freedom; with more, Student's t is the normal distribution to three digits
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The mean rise of the loss a word, in nats, and its 95% interval; no interval where there is one block and one seed.
+
+    exp(mean) - 1 is the share by which the perplexity of these words rises.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    @property
+    def words(self) -> str:
+        """As shares of the perplexity: `+2.1% (95% interval +1.9% to +2.4%)`."""
+        if self.low is None or self.high is None:
+            return f"{math.expm1(self.mean):+.2%}, no interval"
+        low, high = math.expm1(self.low), math.expm1(self.high)
+        return f"{math.expm1(self.mean):+.2%} (95% interval {low:+.2%} to {high:+.2%})"
+
+    def summary(self) -> dict[str, Any]:
+        return {"mean": self.mean, "low": self.low, "high": self.high, "words": self.words}
+
+
+@dataclass(frozen=True)
+class BlockLosses:
+    """Sums of losses and numbers of words, block by block."""
+
+    sums: Tensor  # (B,) float64
+    counts: Tensor  # (B,) int64
+
+    @classmethod
+    def of(cls, losses: Tensor, blocks: Tensor, count: int) -> "BlockLosses":
+        """Add up `losses (n,)`, each in its block of `count`; those of block -1 are left out."""
+        kept = blocks >= 0
+        sums = torch.zeros(count, dtype=torch.float64).index_add_(0, blocks[kept], losses[kept].double())
+        return cls(sums, torch.bincount(blocks[kept], minlength=count))
+
+
+def cost_of_attack(clean: BlockLosses, attacked: BlockLosses) -> Cost | None:
+    """Return the mean difference over words, None where no word was left alone.
+
+    A model reads each block on its own, so the differences d_b of blocks (of n_b words) are independent: with m =
+    sum d_b / sum n_b, the standard error is sqrt(B / (B - 1) sum (d_b - m n_b)^2) / sum n_b, the interval Student's t.
+    """
+    if not torch.equal(clean.counts, attacked.counts):
+        raise ValueError("the clean and the attacked text do not hold the same words in every block.")
+    counts = clean.counts[clean.counts > 0].double()
+    differences = (attacked.sums - clean.sums)[clean.counts > 0]
+    if not len(counts) or not bool(differences.isfinite().all()):
+        return None
+    total, blocks = float(counts.sum()), len(counts)
+    mean = float(differences.sum()) / total
+    if blocks == 1:
+        return Cost(mean, None, None)
+    spread = float((differences - mean * counts).square().sum()) * blocks / (blocks - 1)
+    half = student_quantile(min(blocks - 1, MANY)) * math.sqrt(spread) / total
+    return Cost(mean, mean - half, mean + half)
+
+
+def cost_over_seeds(costs: Sequence[Cost]) -> Cost:
+    """Return the mean over seeds, with the wider of two intervals: over seeds, and over blocks of text (the seeds' mean).
+
+    The seeds share one attacked text, so their intervals over blocks do not shrink with their number.
+    """
+    over_seeds = paired([0.0] * len(costs), [cost.mean for cost in costs])
+    mean = over_seeds.mean
+    halves = [(cost.high - cost.low) / 2 for cost in costs if cost.low is not None and cost.high is not None]
+    widths = [sum(halves) / len(halves)] if len(halves) == len(costs) else []
+    if over_seeds.high is not None:
+        widths.append(over_seeds.high - mean)
+    return Cost(mean, mean - max(widths), mean + max(widths)) if widths else Cost(mean, None, None)

@@ -18,14 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.co_selection import CoSelection
-from holdfast.metrics.entropy import GateEntropy
-from holdfast.metrics.instability import LayerInstability
-from holdfast.metrics.load import ExpertLoad
+from holdfast.metrics.accumulator import Accumulator, only_real, same_padding, selection_only
 from holdfast.metrics.near_ties import WIDTHS, Boundary, NearTies
-from holdfast.metrics.rows import only_real, same_padding, selection_only
-from holdfast.metrics.usage import ExpertsPerToken, WeightSums
+from holdfast.metrics.selection import CoSelection, ExpertLoad, ExpertsPerToken, GateEntropy, LayerInstability, WeightSums
 from holdfast.routing import Routing
 
 

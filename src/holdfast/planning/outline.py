@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find, moe_family
-from holdfast.hub.sites import Site, sites
+from holdfast.hub.layers import Site, sites
 from holdfast.routing import Part, Router
-from holdfast.routing.costs import Active, Cost, Place
+from holdfast.routing.declarations import Active, Cost, Place
 from holdfast.routing.selection import check_k
 
 

@@ -1,16 +1,30 @@
-"""A model with each of several routers: what it has, does, holds and sends."""
+"""A model with each of several routers: what it has, does, holds and sends.
+
+Symphony's overhead as its paper counts it (SymphonySMoE, appendix F.1), beside what this library runs and holds.
+
+L MoE layers, M experts, k of them chosen, N tokens of one sequence. The paper counts
+
+    memory     L M^2 numbers of 4 bytes at inference, L (M^2 + N C(k,2)) in training: the graph, and a list of the pairs of
+               experts that each token chose, of all layers at once
+    compute    L N M^2 at inference, L N (M^2 + C(k,2)) in training: a multiply-add as 1, no backward
+    units      2^20 bytes as an MB, and 2^30 operations as a G
+
+Ours keeps no list: co-selections are summed into a second M x M matrix, staged until the next step, which is a buffer at
+inference too. A multiply-add counts 2, counting is a product of 0/1 matrices over all M^2 pairs, and the mix has a backward.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import comb
 from typing import Any
 
-from holdfast.planning import flops, memory
-from holdfast.planning.communication import Layout, layouts
+from holdfast.errors import unknown
+from holdfast.planning import flops, resources
 from holdfast.planning.outline import Outline, Setting, outline, sequence_of
+from holdfast.planning.resources import Layout, layouts
 from holdfast.planning.skeleton import Change, Choice, default_routers, planned, read_config, require_own_weights
-from holdfast.suggest import unknown
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
 USUAL_SEQUENCE = 4096
@@ -53,8 +67,8 @@ class Planned:
     forward: flops.Flops
     training: flops.Flops
     activations: dict[str, float]  # bytes, "kept" and "checkpointed"
-    training_memory: memory.Training
-    inference_memory: memory.Inference
+    training_memory: resources.Training
+    inference_memory: resources.Inference
     layouts: tuple[Layout, ...]
 
     def fits(self, gpu_memory: float) -> dict[str, bool]:
@@ -166,7 +180,7 @@ def _sequence(config: Any, asked: int | None) -> int:
 
 def _column(label: str, shape: Outline, setting: Setting, workload: Workload) -> Planned:
     tokens, number = setting.sequence * workload.batch, setting.number
-    training_memory = memory.training(shape, tokens, number, workload.checkpointing)
+    training_memory = resources.training(shape, tokens, number, workload.checkpointing)
     notes = {sparse.active.about for sparse in shape.sparse} | {
         f"{part}: cost not declared, only its parameters and state are counted"
         for sparse in shape.sparse
@@ -183,11 +197,11 @@ def _column(label: str, shape: Outline, setting: Setting, workload: Workload) ->
         forward=flops.forward(shape, setting),
         training=flops.training(shape, setting, workload.checkpointing),
         activations={
-            name: tokens * memory.activations(shape, number, checkpointed)
+            name: tokens * resources.activations(shape, number, checkpointed)
             for name, checkpointed in (("kept", False), ("checkpointed", True))
         },
         training_memory=training_memory,
-        inference_memory=memory.inference(shape, tokens, number),
+        inference_memory=resources.inference(shape, tokens, number),
         layouts=tuple(
             layouts(
                 shape,
@@ -198,4 +212,41 @@ def _column(label: str, shape: Outline, setting: Setting, workload: Workload) ->
                 checkpointing=workload.checkpointing,
             )
         ),
+    )
+
+
+NUMBER = 4
+PENDING = 1  # a flag, one byte a layer
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Bytes and operations of all layers for one sequence."""
+
+    inference_bytes: int
+    training_bytes: int
+    inference_operations: int
+    training_operations: int
+
+
+def symphony_by_the_paper(*, layers: int, experts: int, k: int, tokens: int) -> Overhead:
+    graph, pairs = experts**2, comb(k, 2)
+    return Overhead(
+        inference_bytes=layers * graph * NUMBER,
+        training_bytes=layers * (graph + tokens * pairs) * NUMBER,
+        inference_operations=layers * tokens * graph,
+        training_operations=layers * tokens * (graph + pairs),
+    )
+
+
+def symphony_here(*, layers: int, experts: int, tokens: int) -> Overhead:
+    """State and matrix products of this library, for the same layers and tokens; whatever k is."""
+    graph = experts**2
+    state = layers * (2 * graph * NUMBER + PENDING)
+    mix = 2 * layers * tokens * graph
+    return Overhead(
+        inference_bytes=state,
+        training_bytes=state,
+        inference_operations=mix,
+        training_operations=3 * mix,  # the mix, the counts, and the mix's backward: the graph has no gradient
     )

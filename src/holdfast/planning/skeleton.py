@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import unknown
+from holdfast.files import read_json, require_regular
 from holdfast.hub import reroute
-from holdfast.hub.config_file import family_values, special_float
+from holdfast.hub.convert import Layers, choose
 from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, dense_family, layers_of
-from holdfast.hub.layers import Layers, choose
-from holdfast.hub.model_size import (
+from holdfast.hub.folder_files import family_values, special_float
+from holdfast.hub.layers import NATIVE, LayerSpec, names_in_model, read
+from holdfast.hub.model_classes import apply_specs
+from holdfast.model_size import (
     MOST_PARAMETERS,
     count_parameters,
     require_filled,
@@ -24,11 +28,7 @@ from holdfast.hub.model_size import (
     require_sane_numbers,
     stored_bytes,
 )
-from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read
-from holdfast.hub.surgery import repeat
-from holdfast.reading import read_json, require_regular
 from holdfast.routing.presets import REGISTRY
-from holdfast.suggest import unknown
 
 CONFIG = "config.json"
 FAMILIES = sorted(DENSE_FAMILIES | MOE_FAMILIES)
@@ -119,7 +119,7 @@ def _sparsify(model: Any, choice: Choice, change: Change) -> None:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
     k = 2 if change.k is None else change.k
     spec = LayerSpec(choice.router, k, choice.options, {}, True, change.experts, change.hidden, "softmax")
-    repeat(model, {found[index]: spec for index in choose(change.layers, len(found))})
+    apply_specs(model, {found[index]: spec for index in choose(change.layers, len(found))})
 
 
 def _require_reroutable(config: Any, change: Change) -> None:
@@ -198,7 +198,7 @@ def _build(config: Any) -> Any:
         if not parameter.numel():
             raise ValueError(f"{name} would be {' x '.join(map(str, parameter.shape))}; no size may be 0.")
     if described is not None:
-        repeat(model, names_in_model(model, read(described)))
+        apply_specs(model, names_in_model(model, read(described)))
     if count_parameters(model) > MOST_PARAMETERS:
         raise ValueError(f"this model would have {count_parameters(model):,} parameters; no model has more than 10^15.")
     return model

@@ -5,16 +5,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.report.results import Difference, Layer, Results
-from holdfast.report.stability import consistency, fluctuation
-from holdfast.report.traces import (
+from holdfast.report.plot_data import (
     ALL_LAYERS,
     Plot,
     Trace,
     by_layer,
+    consistency,
+    cost,
     curve_of,
     dash,
     every,
+    every_attack,
+    fluctuation,
     folded,
     height,
     label,
@@ -24,7 +26,7 @@ from holdfast.report.traces import (
     symbol,
     trace,
 )
-from holdfast.report.trials import cost, every_attack
+from holdfast.report.stored_comparison import Difference, Layer, Results
 
 POINTS = 200  # of a training curve; more steps are averaged
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from holdfast.report.results import Difference, Measure, Results, Row
+from holdfast.report.stored_comparison import Difference, Measure, Results, Row
 
 
 def verdict(results: Results) -> tuple[str, ...]:

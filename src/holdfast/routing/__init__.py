@@ -1,6 +1,5 @@
 """Routers: records, the pipeline, its parts, and the table of names."""
 
-from holdfast.routing.cache import RouterCache as RouterCache
 from holdfast.routing.clustering import Clustered as Clustered
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
 from holdfast.routing.parts import Informer as Informer
@@ -18,6 +17,7 @@ from holdfast.routing.presets import register as register
 from holdfast.routing.records import Attention as Attention
 from holdfast.routing.records import Context as Context
 from holdfast.routing.records import Previous as Previous
+from holdfast.routing.records import RouterCache as RouterCache
 from holdfast.routing.records import Routing as Routing
 from holdfast.routing.router import Router as Router
 from holdfast.routing.scores import Cosine as Cosine

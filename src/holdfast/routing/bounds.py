@@ -11,7 +11,7 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from holdfast.suggest import unknown
+from holdfast.errors import unknown
 
 Norm = Literal["l2", "linf"]
 NORMS: tuple[Norm, ...] = get_args(Norm)

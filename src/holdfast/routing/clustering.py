@@ -12,18 +12,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from holdfast.errors import unknown
 from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
 from holdfast.kernels.fp32_linear import scaled_linear_float32
 from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
 from holdfast.kernels.select import top
-from holdfast.routing.costs import FLOAT, Cost, Place
-from holdfast.routing.declarations import Order, Scales, Values
-from holdfast.routing.offload import is_offloaded, loaded
+from holdfast.routing.declarations import FLOAT, Cost, Order, Place, Scales, Values
 from holdfast.routing.parts import LinearScore, Score, Traits, shares
 from holdfast.routing.records import Context, Previous
+from holdfast.routing.scores import is_offloaded, loaded
 from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
-from holdfast.suggest import unknown
 
 MEMORY = 0.9
 FEWEST_TOKENS = 8  # a cluster with fewer in a batch keeps its spread

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from holdfast.errors import unknown
 from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import count_pairs
-from holdfast.routing.costs import FLOAT, Cost, Place
+from holdfast.routing.declarations import FLOAT, Cost, Place
 from holdfast.routing.parts import TINY, Informer
 from holdfast.routing.records import Context
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, sum_over_ranks
-from holdfast.suggest import unknown
 
 Normalize = Literal["row", "conditional", "sinkhorn"]
 SINKHORN_ROUNDS = 200

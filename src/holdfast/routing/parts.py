@@ -16,8 +16,20 @@ from holdfast.kernels.select import TINY as TINY
 from holdfast.kernels.select import Amounts
 from holdfast.kernels.select import shares as shares
 from holdfast.routing.bounds import Norm
-from holdfast.routing.costs import FLOAT, Active, Cost, Place, projection_flops
-from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction, Mixing, Order, Values
+from holdfast.routing.declarations import (
+    FLOAT,
+    SOFTMAX,
+    Active,
+    Compared,
+    Conditions,
+    Cost,
+    GateFunction,
+    Mixing,
+    Order,
+    Place,
+    Values,
+    projection_flops,
+)
 from holdfast.routing.records import Context, Routing
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from holdfast.routing.options import split_options
 from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import split_options
 
 say = logging.getLogger("holdfast")
 GROUP = "holdfast.routers"

@@ -1,14 +1,19 @@
-"""Scores: how well each expert fits a token. All arithmetic is true float32, whatever the model's dtype."""
+"""Scores: how well each expert fits a token. All arithmetic is true float32, whatever the model's dtype.
 
+Weights that accelerate offloads to memory or disk and loads for the forward of the module that owns them.
+"""
+
+import contextlib
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.routing.costs import FLOAT, Cost, Place, projection_flops
-from holdfast.routing.declarations import Cosines, Order, Values
+from holdfast.routing.declarations import FLOAT, Cosines, Cost, Order, Place, Values, projection_flops
 from holdfast.routing.parts import LinearScore
 from holdfast.routing.records import Context
 
@@ -116,3 +121,28 @@ class Cosine(LinearScore):
 
     def values(self, tokens: Tensor, context: Context) -> Values:
         return Values(Cosines(float(self.log_temperature.detach().double().exp()), SHORTEST))
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps weights of this module, or of one inside it, elsewhere until its forward runs."""
+    return any("_hf_hook" in part.__dict__ and _is_away(part) for part in module.modules())
+
+
+@contextlib.contextmanager
+def loaded(module: nn.Module) -> Iterator[None]:
+    """Inside the `with`, the module's weights are on their device, for one who reads them outside of its forward.
+
+    What is read inside stays valid afterwards; the module itself releases it.
+    """
+    hooked: list[Any] = [part for part in module.modules() if "_hf_hook" in part.__dict__ and _is_away(part)]
+    for part in hooked:
+        part._hf_hook.pre_forward(part)
+    try:
+        yield
+    finally:
+        for part in hooked:
+            part._hf_hook.post_forward(part, None)
+
+
+def _is_away(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))

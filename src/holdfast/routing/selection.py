@@ -1,23 +1,107 @@
-"""Selectors: from scores to experts and weights. Ties go to the lower index, everywhere."""
+"""The softmax rule, and what rules share.
+
+A model has one convention, whatever its router: a pretrained model's experts expect the weights they were trained with.
+
+
+Noise on logits, in training only: it makes experts that are nearly chosen be tried.
+
+Selectors: from scores to experts and weights. Ties go to the lower index, everywhere.
+"""
 
 import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.errors import unknown
 from holdfast.kernels.backward import snapshot_for_backward
+from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.launching import wait_for_side_stream
-from holdfast.kernels.select import select_top_k, top
-from holdfast.routing.conditions import keep_above
-from holdfast.routing.costs import FLOAT, Active, Cost, Place, selection_bytes
-from holdfast.routing.declarations import RELU, Conditions, GateFunction
-from holdfast.routing.noise import GaussianNoise, GumbelNoise
-from holdfast.routing.parts import Scores, Selection, Selector, shares
+from holdfast.kernels.select import Amounts, select_top_k, top, weigh
+from holdfast.routing.conditions import keep_above, keep_best
+from holdfast.routing.declarations import FLOAT, RELU, Active, Conditions, Cost, GateFunction, Place, selection_bytes
+from holdfast.routing.parts import TINY, Scores, Selection, Selector, shares
+from holdfast.routing.parts import Rule as Rule
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Rule, Softmax, by_weight
 from holdfast.routing.state import StatefulPart, mean_over_ranks
-from holdfast.suggest import unknown
+
+
+class Softmax(Rule):
+    """Gates are a softmax; weights are the gates, over their sum where `renormalise`."""
+
+    def __init__(self, renormalise: bool) -> None:
+        self.renormalise = renormalise
+        self.convention = "softmax" if renormalise else "switch"
+
+    def amounts(self, scores: Scores) -> Amounts:
+        if self.renormalise and not scores.informed:
+            return Amounts(scores.logits, "softmax")
+        return Amounts(scores.gates, "shares" if self.renormalise else "raw")
+
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        return weigh(self.amounts(scores), experts, in_use, fade)
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        return keep_best(scores.key, k, scores.compares)
+
+
+def dampened(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:
+    """(B,N,K): the gates of the slots in use, faded."""
+    gates = scores.gates.gather(-1, experts)
+    gates = gates if fade is None else gates * fade.exp()
+    return gates.where(in_use, 0.0)
+
+
+def by_weight(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots sorted by weight, descending, for a rule that ranks by something else."""
+    order = top(weights, weights.shape[-1])
+    return experts.gather(-1, order), weights.gather(-1, order)
+
+
+class GaussianNoise(nn.Module):
+    """logits + z * std, z standard normal. `std=None` learns it per token, softplus(x W_noise^T) (Shazeer et al. 2017)."""
+
+    def __init__(self, dim: int, experts: int, *, std: float | None = None) -> None:
+        super().__init__()
+        if std is not None and not std >= 0:
+            raise ValueError(f"noise_std is {std}; a standard deviation cannot be negative.")
+        self.std = std
+        self.weight = nn.Parameter(torch.zeros(experts, dim)) if std is None else None
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix product for one token."""
+        return 0.0 if self.weight is None else 2.0 * self.weight.numel()
+
+    def scale(self, tokens: Tensor) -> Tensor | float:
+        if self.weight is not None:
+            return F.softplus(linear_float32(tokens, self.weight))
+        assert self.std is not None
+        return self.std
+
+    def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        return logits + torch.randn_like(logits) * self.scale(tokens)
+
+
+class GumbelNoise(nn.Module):
+    """(logits + Gumbel) / temperature: the top k are then a sample without replacement from softmax(logits)."""
+
+    def __init__(self, *, temperature: float = 1.0) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}; it divides the logits and must be positive.")
+        self.temperature = temperature
+
+    @property
+    def flops(self) -> float:
+        """No matrix product is taken."""
+        return 0.0
+
+    def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        exponential = torch.empty_like(logits).exponential_().clamp_min(TINY)
+        return (logits - exponential.log()) / self.temperature
 
 
 def check_k(k: int, experts: int, name: str = "k") -> None:

@@ -14,17 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.errors import unknown
 from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.select import select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, update_running_mean
-from holdfast.routing.costs import INTEGER, Active, Cost, Place, selection_bytes
-from holdfast.routing.declarations import Conditions
+from holdfast.routing.declarations import INTEGER, Active, Conditions, Cost, Place, selection_bytes
 from holdfast.routing.parts import Scores, Selection, Selector, shares
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Rule, Softmax, by_weight
-from holdfast.routing.selection import check_k
+from holdfast.routing.selection import Rule, Softmax, by_weight, check_k
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
-from holdfast.suggest import unknown
 
 MEMORY = 0.95
 ETA_START = -9.0  # eps = softplus(eta)

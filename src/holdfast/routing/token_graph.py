@@ -16,8 +16,7 @@ from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.statistics import update_running_mean
 from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.routing.bounds import DotProductChange, Norm
-from holdfast.routing.costs import FLOAT, INTEGER, Cost, Place, mixing_flops, projection_flops
-from holdfast.routing.declarations import Mixing
+from holdfast.routing.declarations import FLOAT, INTEGER, Cost, Mixing, Place, mixing_flops, projection_flops
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.select.naive import top as naive_top
-from holdfast.losses import TERMS, Losses
+from holdfast.layers.losses import TERMS, Losses
 from holdfast.routing import Context, RouterCache, Routing, Score, Scores
 from holdfast.testing.subject import (
     STEEP,

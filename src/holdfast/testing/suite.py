@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import unknown
 from holdfast.routing import Router, create_router
-from holdfast.suggest import unknown
-from holdfast.testing import checks, declaration_checks, learning_checks, second_derivatives
+from holdfast.testing import checks, declaration_checks, learning_checks
 from holdfast.testing.subject import LeftOut, Reference, Subject
 
 CHECKS: dict[str, Callable[[Subject], str | None]] = {
@@ -32,7 +32,7 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "float32 routing": checks.float32_routing,
     "no inert coefficient": learning_checks.no_inert_coefficient,
     "no inert parameter": learning_checks.no_inert_parameter,
-    "second derivatives": second_derivatives.right_or_refused,
+    "second derivatives": learning_checks.right_or_refused,
     "activation checkpointing": learning_checks.activation_checkpointing,
     "compile": learning_checks.compile_whole,
 }

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, AttackWarning, corrupt, fgsm, pgd, spsa
 from holdfast.data import Images, ImageSet, Order, image_set
 from holdfast.hub import has_routers, trace
-from holdfast.metrics.accuracy import hits
-from holdfast.train.evaluation import routing_report
+from holdfast.metrics.tasks import hits
 from holdfast.train.recipe import Recipe
 from holdfast.train.task import Examples, Inputs, Measure, Task, first_experts
+from holdfast.train.text_task import routing_report
 
 ATTACK_SEED = 0
 BATCH = 64  # pictures in a forward

@@ -1,16 +1,54 @@
-"""Recipes: everything that makes a training run what it is, typed, from YAML. A key that nobody knows is an error."""
+"""Dataclasses from plain values, every one checked. An unknown key raises an error that names the nearest.
 
+Recipes: everything that makes a training run what it is, typed, from YAML. A key that nobody knows is an error.
+
+Routers as they enter a comparison, written as `smoe,similarity[causal=false,tau=2],symphony+smooth`.
+"""
+
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from holdfast.extras import require_extra
-from holdfast.hub.model_size import require_sane_numbers
-from holdfast.reading import MIB, depth_exceeds, read_text
-from holdfast.suggest import unknown
-from holdfast.train.typed import Amount, Count, Length, Pixels, Positive, Share, Steps, typed
+from holdfast.errors import require_extra, unknown
+from holdfast.files import MIB, depth_exceeds, read_text
+from holdfast.model_size import require_sane_numbers
+from holdfast.routing.plugins import plugins_of
+from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import Limits, check_value, split_routers
+
+Count = Annotated[int, Limits(0, math.inf, "a whole number from 0 up")]
+Positive = Annotated[int, Limits(1, math.inf, "a whole number above 0")]
+Length = Annotated[int, Limits(1, 2**24, "a whole number from 1 to 16,777,216")]
+Pixels = Annotated[int, Limits(1, 2**13, "a whole number from 1 to 8,192")]
+Steps = Annotated[int, Limits(1, 100_000, "a whole number from 1 to 100,000")]
+Amount = Annotated[float, Limits(0, math.inf, "a number from 0 up")]
+Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
+
+
+def typed(kind: Any, values: Any, path: str = "") -> Any:
+    """An instance of the dataclass `kind`; a ValueError names the first value that does not fit, by its path."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{path or 'it'} should be a section with keys, not {values!r}.")
+    hints, known = get_type_hints(kind, include_extras=True), {entry.name: entry for entry in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{_join(path, key)}: {unknown('key', str(key), known)}")
+    for name, entry in known.items():
+        if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
+            raise ValueError(f"{_join(path, name)} is missing.")
+    return kind(**{key: _fitting(hints[key], value, _join(path, key)) for key, value in values.items()})
+
+
+def _fitting(kind: Any, value: Any, path: str) -> Any:
+    return typed(kind, value, path) if is_dataclass(kind) else check_value(kind, value, path)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
 
 SHIPPED = "holdfast.train.recipes"
 LONGEST_TOKEN = 100  # letters of the word that an attack swaps in
@@ -177,3 +215,28 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ValueError(f"{key}: {section} is no section of a recipe.")
     values[last] = value
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A router as it enters a comparison."""
+
+    name: str  # for people
+    router: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    k: int | None = None  # another number of experts than the recipe's
+
+    def describe(self) -> dict[str, Any]:
+        """Return what must agree for results to be of this router: the code of its plugins too, where it has any."""
+        plugins = plugins_of(self.router)
+        return {**asdict(self), **({"plugins": plugins} if plugins else {})}
+
+
+def contenders(written: str) -> list[Contender]:
+    """Return the routers that commas separate; names and options are checked here."""
+    return [contender(part) for part in split_routers(written)]
+
+
+def contender(written: str) -> Contender:
+    """Return one router, under the name it is written as."""
+    return Contender(written, *REGISTRY.resolve(written))

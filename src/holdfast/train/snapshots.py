@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.hub import trace
 from holdfast.metrics import CoSelection
 from holdfast.routing import Router, Routing
-from holdfast.train.stored import read_sealed, write_sealed
+from holdfast.train.run_folder import read_sealed, write_sealed
 from holdfast.train.task import Inputs, forward
 
 COUNT = 5

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.data import Order
-from holdfast.hub.usable import require_known
+from holdfast.hub.tracing import require_known
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward

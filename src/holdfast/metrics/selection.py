@@ -1,0 +1,168 @@
+"""The co-selection graph: which experts are chosen together, and how well that connects them.
+
+Entropy of the gates: how undecided a router is.
+
+Instability: do tokens that share an expert in one layer still share one in the next?
+
+Load: how evenly tokens are spread over experts.
+
+How many experts a token uses, and what their weights sum to.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from holdfast.metrics.accumulator import Accumulator, kept, only_real
+from holdfast.routing import Routing
+from holdfast.routing.parts import shares
+
+
+@dataclass(frozen=True)
+class CoSelectionGraph:
+    counts: list[list[int]]  # E x E: tokens that chose both; on the diagonal, tokens that chose the expert
+    spectral_gap: float  # 0: the experts fall into groups that never meet; 1: no structure at all
+
+
+class CoSelection(Accumulator[CoSelectionGraph]):
+    """C = Z^T Z with Z (T,E) the 0/1 matrix of the selected sets (Symphony, Algorithm 1), and the spectral gap 1 - lambda_2.
+
+    lambda_2 is the second largest eigenvalue of the row-normalised counts D^-1 C, Symphony's graph, over the experts that
+    were chosen at all. It is similar to D^-1/2 C D^-1/2, so its eigenvalues are real, and lie in [0, 1] because C is a
+    product Z^T Z: lambda_2 is the rho of Symphony's Proposition 1. With one expert a token the graph is diagonal, the gap 0.
+    """
+
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        chosen = only_real(routing, token_mask).chosen.double()
+        self._add(counts=chosen.t() @ chosen, tokens=chosen.shape[0])
+
+    def result(self) -> CoSelectionGraph:
+        self._per("tokens")
+        counts = self._sums["counts"]
+        return CoSelectionGraph([[int(count) for count in row] for row in counts.tolist()], spectral_gap(counts))
+
+
+def spectral_gap(counts: Tensor) -> float:
+    """1 - lambda_2 of D^-1 C, for a symmetric `counts (E,E)` whose unused rows are 0; 1 where fewer than two are used."""
+    used = counts.diagonal() > 0
+    counts = counts[used][:, used].double()
+    if len(counts) < 2:
+        return 1.0
+    scale = counts.sum(1).rsqrt()
+    second = float(torch.linalg.eigvalsh(scale.unsqueeze(1) * counts * scale)[-2])
+    return min(1.0, max(0.0, 1 - second))
+
+
+class GateEntropy(Accumulator[float]):
+    """mean_t -sum_e g_te log g_te in nats, from 0 to log E, g the gates that selection read over their sum.
+
+    High entropy makes routes fluctuate (Mutual-Inform, section 3.3). A token whose gates are all 0 has entropy 0.
+    """
+
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        gates = shares(only_real(routing, token_mask).gates.double())
+        self._add(entropy=torch.special.entr(gates).sum(), tokens=gates.shape[0])
+
+    def result(self) -> float:
+        return self._mean("entropy")
+
+    def ratio(self, baseline: "GateEntropy") -> float:
+        """Entropy over that of a baseline's same layer (Mutual-Inform, Figure 2): below 1 is more decided."""
+        reference = baseline.result()
+        if reference == 0:
+            raise ValueError("the baseline's gates have entropy 0; there is no ratio to it.")
+        return self.result() / reference
+
+
+class LayerInstability(Accumulator[float]):
+    """mean_ij |Same_l[i,j] - Same_(l-1)[i,j]|, Same_l[i,j] = 1 if tokens i, j have the same first expert (ACMoE C.9).
+
+    From the joint counts N_ab of the tokens with first expert a in layer l-1 and b in layer l, never T x T:
+    (sum_a N_a.^2 + sum_b N_.b^2 - 2 sum_ab N_ab^2) / T^2. All tokens added form one set of pairs, also across batches.
+    Tokens that took no expert are alike: they form a group of their own.
+    """
+
+    def update(self, previous: Routing, routing: Routing, token_mask: Tensor | None = None) -> None:
+        """The same tokens in layer l-1 and in layer l."""
+        if previous.experts.shape[0] != routing.experts.shape[0]:
+            raise ValueError(
+                f"{previous.experts.shape[0]} tokens in one layer and {routing.experts.shape[0]} in the next; "
+                "instability needs the same tokens in both."
+            )
+        before, now = (kept(record.experts[:, 0], token_mask).to(routing.experts.device) for record in (previous, routing))
+        groups = [record.gates.shape[-1] + 1 for record in (previous, routing)]  # the last group took no expert
+        joint = torch.bincount(before * groups[1] + now, minlength=groups[0] * groups[1])
+        self._add(joint=joint.view(groups), tokens=now.shape[0])
+
+    def result(self) -> float:
+        tokens = self._per("tokens")
+        joint = self._sums["joint"]
+        pairs = joint.sum(1).square().sum() + joint.sum(0).square().sum() - 2 * joint.square().sum()
+        return float(pairs) / tokens**2
+
+
+@dataclass(frozen=True)
+class Load:
+    percent: list[float]  # of the tokens, that chose each expert; the sum is 100 times the experts per token
+    std: float  # of the percentages (ACMoE Table 6), 0 when even
+    cv: float  # std / mean (survey 5.2), which does not depend on how many experts a token uses
+    dead: list[int]  # experts that no token chose
+
+
+class ExpertLoad(Accumulator[Load]):
+    """c_e, how many tokens chose expert e, as percentages of the tokens; their standard deviation and CV; dead experts.
+
+    Both take the population's standard deviation: the experts are all there are. Nobody chosen at all has CV 0.
+    """
+
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        chosen = only_real(routing, token_mask).chosen
+        self._add(counts=chosen.sum(0), tokens=chosen.shape[0])
+
+    def result(self) -> Load:
+        tokens = self._per("tokens")
+        percent = 100 * self._sums["counts"] / tokens
+        std, mean = float(percent.std(correction=0)), float(percent.mean())
+        dead = (percent == 0).nonzero().flatten().tolist()
+        return Load(percent.tolist(), std, std / mean if mean > 0 else 0.0, dead)
+
+
+@dataclass(frozen=True)
+class ExpertCount:
+    mean: float
+    histogram: list[int]  # how many tokens used 0, 1, ..., E experts
+
+
+class ExpertsPerToken(Accumulator[ExpertCount]):
+    """mean_t |S_t|: what a token costs. k for top-k, more for smooth top-k, anything for top-p and ReLU."""
+
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        chosen = only_real(routing, token_mask).chosen
+        used = chosen.sum(1)
+        self._add(tokens=chosen.shape[0], used=used.sum(), histogram=torch.bincount(used, minlength=chosen.shape[1] + 1))
+
+    def result(self) -> ExpertCount:
+        return ExpertCount(self._mean("used"), [int(count) for count in self._sums["histogram"].tolist()])
+
+
+@dataclass(frozen=True)
+class WeightSum:
+    mean: float
+    std: float
+
+
+class WeightSums(Accumulator[WeightSum]):
+    """Mean and standard deviation over tokens of sum_e w_te: 1 and 0 where weights are renormalised.
+
+    A mean that drifts tells that a router scales its layer's output up or down.
+    """
+
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        sums = only_real(routing, token_mask).weights.double().sum(-1)
+        # Centred at 1, where sums usually are: squares of the distance lose no digits to a difference of large numbers.
+        self._add(tokens=sums.shape[0], excess=(sums - 1).sum(), squares=(sums - 1).square().sum())
+
+    def result(self) -> WeightSum:
+        excess = self._mean("excess")
+        return WeightSum(1 + excess, max(0.0, self._mean("squares") - excess**2) ** 0.5)

@@ -1,0 +1,150 @@
+"""How large a config's model is, asked before the model is built: a config may come from anywhere and ask for any number.
+
+First its numbers alone, which takes no time: a model of 100,000 layers takes minutes even without memory. Then the model is
+built on `meta`, and its size compared with that of the weights in the folder and with the memory of this machine.
+"""
+
+import copy
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.files import require_regular
+
+# Every module costs time to build, whatever its size. The largest models have about 200 layers, and 16,384 experts in each.
+COUNTS = {
+    re.compile(r"(^|_)(n_layer|layers?|depth|blocks|stages|stack|codebooks|quantizers|loops)$"): 1024,
+    re.compile(r"experts?(_num)?$"): 65_536,
+    re.compile(r"(labels|classes)$"): 1_000_000,
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the names that configs have for it
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+MOST_PARAMETERS = 10**15  # the largest models have a few 10^12
+MOST_PER_BYTE = 16  # parameters in a byte of a weight file: the most compact formats hold 8
+WEIGHTS = "*.safetensors"
+LONGEST_HEADER = 100_000_000  # bytes, of safetensors
+
+
+def require_sane_numbers(values: Mapping[str, Any], name: object) -> None:
+    """Refuse a config.json, as plain data, with numbers that no model has. It must be asked before a config is made of it:
+    a number of labels alone makes as many names.
+    """
+    for field, value in _numbers(values):
+        if abs(value) >= 2**63:
+            raise ValueError(f"{name}: its config says {field} is larger than 2^63, which no model has.")
+        for pattern, most in COUNTS.items():
+            if value > most and pattern.search(field):
+                raise ValueError(f"{name}: its config says {field} is {value:,}; at most {most:,} are built.")
+
+
+def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
+    """Every whole number of a config, with the name of its field; a list of types stands for its length."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if key not in ("id2label", "label2id"):  # their keys are not names of fields
+                yield from _numbers(entry, str(key))
+    elif isinstance(value, list):
+        if field.endswith("layer_types"):
+            yield "layers", len(value)
+        for entry in value:
+            yield from _numbers(entry, field)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield field, value
+
+
+def require_sane_choice(config: Any, name: object) -> None:
+    """Refuse a config whose tokens choose no expert, or more than there are."""
+    for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", {}))):
+        experts = _first_number(part, EXPERTS)
+        for field in CHOSEN:
+            chosen = _first_number(part, (field,))
+            if experts and chosen is not None and not 1 <= chosen <= experts:
+                raise ValueError(
+                    f"{name}: its config says {field} is {chosen}; it must be between 1 and its {experts} experts."
+                )
+
+
+def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if type(value) is int), None)
+
+
+def require_sane_size(folder: Path, kind: Any, config: Any, options: Mapping[str, Any]) -> None:
+    """Refuse a model that is larger than the weights in `folder` could fill, or than the memory it is to be loaded into."""
+    stored = stored_bytes(folder)
+    if stored is None:
+        return  # what is missing or broken, the loader names
+    count = parameters(kind, config)
+    if count is None:
+        return
+    require_filled(folder, count, stored)
+    if options.get("device_map") is not None or options.get("quantization_config") is not None:
+        return
+    dtype = getattr(torch, str(options.get("dtype") or options.get("torch_dtype")).removeprefix("torch."), None)
+    needed = count * dtype.itemsize if isinstance(dtype, torch.dtype) else stored
+    memory = memory_of_machine()
+    if memory is not None and needed > memory:
+        raise ValueError(
+            f"{folder} needs {in_gib(needed)} of memory, and this machine has {in_gib(memory)}; load it with "
+            "device_map='auto' and an offload folder (--device-map auto --offload FOLDER)."
+        )
+
+
+def require_filled(folder: object, count: int, stored: int) -> None:
+    """Refuse a config with many times more parameters than the weight files beside it can hold."""
+    if count > MOST_PER_BYTE * stored:
+        raise ValueError(
+            f"{folder}: its config describes a model of {count:,} parameters, but its weight files hold {stored:,} bytes: "
+            "they do not belong together."
+        )
+
+
+def parameters(kind: Any, config: Any) -> int | None:
+    """Return how many numbers a model has, built without memory; None where it cannot be built: the loader says why."""
+    from transformers.initialization import no_init_weights
+
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = kind(copy.deepcopy(config))
+    except Exception:  # sizes that do not go together fail wherever they meet first
+        return None
+    return count_parameters(model)
+
+
+def count_parameters(model: Any) -> int:
+    return sum(math.prod(tensor.shape) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def stored_bytes(folder: Path) -> int | None:
+    """Return the size of the safetensors in a folder; None where there are none, or one is only announced."""
+    sizes = [_weight_size(file) for file in sorted(folder.glob(WEIGHTS))]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known and len(known) == len(sizes) else None
+
+
+def _weight_size(file: Path) -> int | None:
+    """None for what is not the file itself, such as the pointer that git leaves without git-lfs."""
+    try:
+        size = require_regular(file)
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+    except (OSError, ValueError):
+        return None
+    return size if 0 < header <= min(LONGEST_HEADER, size - 8) else None
+
+
+def memory_of_machine() -> int | None:
+    """Return the bytes of memory that this machine has; None where it does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def in_gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

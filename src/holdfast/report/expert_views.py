@@ -1,0 +1,159 @@
+"""Expert graphs as they evolved (Symphony's paper, figure 4): the data of one heat map for each snapshot.
+
+A learned graph is Symphony's A, where a_jk is how much the score of expert k counts for expert j. Other routers have none;
+theirs is how often the tokens chose two experts together, each row as shares of its sum.
+
+
+Which expert took what (ACMoE's paper, figure 1): words and patches in the colours of their experts, as data for the page.
+
+The page's script builds the views, and sets strings only as text, never as markup.
+"""
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.report.stored_comparison import Cell, Picture, Results, Snapshots, TextView
+
+Graph = list[list[float | None]]
+
+SHOWN = 12  # snapshots at most; more heat maps nobody reads, and they make the page large
+MEANING = {
+    "learned": "the graph that {router} learnt: how much the score of a column's expert counts for the expert of the row",
+    "co-selection": "which experts {router} chose together: of all that tokens of a row's expert chose, the share "
+    "of the column's",
+}
+
+
+@dataclass(frozen=True)
+class Evolution:
+    router: int  # its place among the rows
+    caption: str
+    steps: list[int]
+    low: float  # ends of the colour scale, which all layers and snapshots share
+    high: float
+    layers: dict[str, list[Graph]]
+
+
+def evolutions(results: Results) -> list[Evolution]:
+    """Of the first seed of each router that has graphs."""
+    found = []
+    for place, row in enumerate(results.rows):
+        cell = results.first_seed_of(row.router, _has_graphs)
+        if cell and cell.snapshots:
+            found.append(_evolution(place, cell, cell.snapshots))
+    return found
+
+
+def _evolution(place: int, cell: Cell, snapshots: Snapshots) -> Evolution:
+    chosen = spread(len(snapshots.steps), SHOWN)
+    layers = {str(layer.layer): [_rounded(layer.graphs[at]) for at in chosen] for layer in snapshots.layers if layer.graphs}
+    entries = [
+        entry for graphs in layers.values() for graph in graphs for row in graph for entry in row if entry is not None
+    ]
+    meaning = MEANING[snapshots.graph].format(router=cell.router)
+    of_them = f"{len(chosen)} of {len(snapshots.steps)} snapshots" if len(chosen) < len(snapshots.steps) else "all snapshots"
+    return Evolution(
+        router=place,
+        caption=f"Seed {cell.seed}, {meaning}. Rows and columns are experts; {of_them} and all layers share one scale.",
+        steps=[snapshots.steps[at] for at in chosen],
+        low=min([0.0, *entries]),
+        high=max([0.0, *entries]) or 1.0,
+        layers=layers,
+    )
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Places among `count`, the first and the last always, and `most` at most."""
+    return list(range(count)) if count <= most else [round(at * (count - 1) / (most - 1)) for at in range(most)]
+
+
+def _rounded(graph: Sequence[Sequence[float | None]]) -> Graph:
+    return [[None if entry is None else round(entry, 3) for entry in row] for row in graph]
+
+
+def _has_graphs(cell: Cell) -> bool:
+    return cell.snapshots is not None and any(layer.graphs for layer in cell.snapshots.layers)
+
+
+# Far from each other, and from grey, the colour of the pictures under them.
+COLOURS = (
+    "#e6194b", "#3cb44b", "#ffd500", "#4363d8", "#f58231", "#911eb4", "#42d4f4", "#f032e6",
+    "#bfef45", "#f5a3bd", "#2f8f86", "#c9a6f7", "#9a6324", "#8c1c1c", "#8ff0b0", "#808000",
+)  # fmt: skip
+BORDERS = ("none", "dashed", "dotted", "double")  # these tell experts apart whose colours are the same
+
+Pixels = tuple[int, int, str]  # width, height, and base64 of a byte for each pixel, row by row
+
+
+@dataclass(frozen=True)
+class Views:
+    shown: list[dict[str, Any]]  # one for each router that has one
+    pixels: list[Pixels]  # routers are shown the same pictures, so these are kept once
+    experts: list[int]  # all that occur, for the legend
+    caption: str
+
+
+def views(results: Results) -> Views:
+    """Of the first seed of each router that has a view."""
+    cells = [results.first_seed_of(row.router, _has_a_view) for row in results.rows]
+    pixels = {pixels_of(picture): None for cell in cells if cell for picture in _pictures(cell)}
+    places = {found: place for place, found in enumerate(pixels)}
+    shown: list[dict[str, Any]] = []
+    for router, cell in enumerate(cells):
+        if cell and isinstance(cell.view, TextView):
+            shown.append({"router": router, "pieces": cell.view.pieces, "experts": cell.view.experts})
+        elif cell:
+            pictures = [
+                {**picture.model_dump(exclude={"pixels"}), "pixels": places[pixels_of(picture)]}
+                for picture in _pictures(cell)
+            ]
+            shown.append({"router": router, "pictures": pictures})
+    experts = {expert for cell in cells if cell for expert in _experts(cell)}
+    return Views(shown, list(pixels), sorted(experts), _caption([cell for cell in cells if cell]))
+
+
+def look(expert: int) -> str:
+    """The classes that give an expert its colour and its border; the page's script names them the same way."""
+    return f"expert-{expert % len(COLOURS)} border-{expert // len(COLOURS) % len(BORDERS)}"
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever can be read better: one of them always has a contrast above 4.5."""
+    return "#000000" if luminance(colour) > 0.179 else "#ffffff"
+
+
+def luminance(colour: str) -> float:
+    """As WCAG 2.1 defines it, from 0 to 1."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def pixels_of(picture: Picture) -> Pixels:
+    grey = bytes(round(255 * min(1.0, max(0.0, value))) for row in picture.pixels for value in row)
+    return len(picture.pixels[0]), len(picture.pixels), base64.b64encode(grey).decode()
+
+
+def _caption(cells: list[Cell]) -> str:
+    parts = {"piece of a test text" if isinstance(cell.view, TextView) else "patch of test pictures" for cell in cells}
+    seeds = sorted({cell.seed for cell in cells})
+    return (
+        f"The first expert of every {' and every '.join(sorted(parts))}, as of seed {', '.join(map(str, seeds))}. Experts "
+        "have no common names: one colour is one expert within a router and a layer, and says nothing about another's."
+    )
+
+
+def _has_a_view(cell: Cell) -> bool:
+    return cell.view is not None
+
+
+def _pictures(cell: Cell) -> list[Picture]:
+    return [] if cell.view is None or isinstance(cell.view, TextView) else cell.view.pictures
+
+
+def _experts(cell: Cell) -> Iterator[int]:
+    layered = [cell.view] if isinstance(cell.view, TextView) else _pictures(cell)
+    for layer in (layer for each in layered for layer in each.experts):
+        yield from layer

@@ -1,0 +1,97 @@
+"""What all pages share: themes, scripts, the templates' surroundings, and the rules for writing a page to a file."""
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import require_extra
+from holdfast.files import write_whole
+from holdfast.report.expert_views import BORDERS, COLOURS, ink_on
+from holdfast.report.stored_comparison import NAME
+
+PAGE = Path(__file__).parent / "page"  # templates, style and scripts
+SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one calls the others
+AUDIT = "audit.json"
+STORED = {NAME: "stored results", AUDIT: "a stored audit"}
+
+# Okabe and Ito's colours for the colour-blind, darkened or lightened until they can be read on their ground.
+THEMES: dict[str, dict[str, Any]] = {
+    "light": {
+        "ground": "#ffffff",
+        "raised": "#f4f5f7",
+        "ink": "#1b1f24",
+        "muted": "#59636e",
+        "line": "#d5dae0",
+        "heat": ["#f4f5f7", "#5aaee8", "#08306b"],
+        "routers": ["#0072b2", "#c44e00", "#00815e", "#b0558a", "#9a6a00", "#2f8fc4", "#5d5d5d", "#7a6f00"],
+    },
+    "dark": {
+        "ground": "#14171b",
+        "raised": "#1f242a",
+        "ink": "#e8eaed",
+        "muted": "#a3acb7",
+        "line": "#3a424c",
+        "heat": ["#1f242a", "#2a78b5", "#d8efff"],
+        "routers": ["#5aaee8", "#ff8f4a", "#2fc79a", "#e59bc8", "#f0b73c", "#9fdcff", "#b5b5b5", "#e6dc62"],
+    },
+}
+
+
+def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> Path:
+    """Whole or not at all, and over nothing that is there already unless forced; never over what pages are made from."""
+    if path.is_dir() or path.name in STORED:
+        what = "a folder" if path.is_dir() else f"the name of {STORED[path.name]}"
+        raise ValueError(f"{path} is {what}; name an .html file to write to.")
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link; remove it, or name another file.")
+    if path.exists() and not force:
+        raise ValueError(f"{path} exists; choose another file with --out, or overwrite it with --force.")
+    write_whole(path, page())
+    return path
+
+
+def filled(template: str, data: Mapping[str, Any], **values: Any) -> str:
+    """A page. All values are escaped; scripts run only if they are ours, by their checksums. `data` is what they draw."""
+    require_extra("writing a page", "jinja2", "plotly")
+    import jinja2
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "sort_keys": True, "separators": (",", ":")}
+    scripts = [get_plotlyjs(), *((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)]
+    assert not any("</script" in script.lower() or "\r" in script for script in scripts)
+    empty: dict[str, Any] = {"plots": {}, "graphs": [], "views": [], "pixels": []}
+    looks = {"colours": len(COLOURS), "borders": len(BORDERS)}
+    return templates.get_template(template).render(
+        data={**empty, **data, "themes": THEMES, "looks": looks},
+        themes=THEMES,
+        experts=[coloured(colour) for colour in COLOURS],
+        borders=BORDERS,
+        style=Markup((PAGE / "report.css").read_text(encoding="utf-8")),
+        scripts=[Markup(script) for script in scripts],
+        hashes=[f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}" for script in scripts],
+        **values,
+    )
+
+
+def coloured(colour: str) -> dict[str, str]:
+    """A ground, and what can be read on it."""
+    return {"colour": colour, "ink": ink_on(colour)}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """A tree as dotted names and words."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -1,0 +1,260 @@
+"""What `holdfast audit` stored, read back and checked. docs/audit.md explains every key."""
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from holdfast.files import LARGEST, read_bytes
+from holdfast.report.page_shell import AUDIT
+from holdfast.report.stored_comparison import Number
+
+if TYPE_CHECKING:
+    from holdfast.auditing import Finding
+
+
+class _Part(BaseModel):
+    """Numbers that findings are made from must be there; others may have broken, and are then None."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Skipped(_Part):
+    skipped: str
+
+
+def _kind(found: Any) -> str:
+    """Tells what was left out from what was found, so that a mistake in one is not told as one in the other."""
+    return "skipped" if isinstance(found, Skipped) or (isinstance(found, dict) and "skipped" in found) else "found"
+
+
+_IfSkipped = Annotated[Skipped, Tag("skipped")]
+
+
+class Radii(_Part):
+    """`counts` are of the tokens below all edges, between each two, and above all."""
+
+    kind: str
+    median: Number
+    below: float = Field(alias="below_0.001")
+    edges: list[float] = Field(min_length=2)
+    counts: list[NonNegativeInt]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.counts) != len(self.edges) + 1:
+            raise ValueError(f"needs {len(self.edges) + 1} counts for its {len(self.edges)} edges, has {len(self.counts)}")
+        if self.edges[0] <= 0 or any(high <= low for low, high in pairwise(self.edges)):
+            raise ValueError("needs edges above 0 that grow")
+        return self
+
+
+class Undecided(_Part):
+    share: float
+    decided_that_flip: int
+
+
+class Load(_Part):
+    percent: list[float] = Field(min_length=1)
+    cv: float
+    dead: list[int]
+
+
+class Strip(_Part):
+    width: float
+    share: float
+
+
+class NearTies(_Part):
+    strips: list[Strip]
+
+
+class Usage(_Part):
+    mean: float
+
+
+class CoSelection(_Part):
+    groups: int
+
+
+class Layer(_Part):
+    layer: NonNegativeInt
+    tokens: int
+    experts: PositiveInt
+    entropy: Number
+    entropy_share: float
+    load: Load
+    near_ties: NearTies
+    experts_per_token: Usage
+    co_selection: CoSelection
+    radius: Annotated[_IfSkipped | Annotated[Radii, Tag("found")], Discriminator(_kind)]
+    undecided: Annotated[_IfSkipped | Annotated[dict[str, Undecided], Tag("found")], Discriminator(_kind)]
+
+
+class Output(_Part):
+    total: Number
+    flip: Number
+    rest: Number
+
+
+class Loss(_Part):
+    change: Number
+
+
+class Changes(_Part):
+    flips: float
+    first_flips: Number
+    output: Output
+    prediction_flips: Number
+    loss: Loss | None
+
+
+class LayerChanges(_Part):
+    layer: NonNegativeInt
+    flips: float
+    weight_change: Number
+
+
+class Perturbed(_Part):
+    about: str
+    harmless: bool
+    skipped: str | None
+    layers: list[LayerChanges] = []
+    overall: Changes | None = None
+
+    @model_validator(mode="after")
+    def _ran(self) -> Self:
+        if self.skipped is None and (self.overall is None or not self.layers):
+            raise ValueError("was run, and needs layers and overall")
+        return self
+
+
+class AtRisk(_Part):
+    batch: int
+    layer: int
+    place: int
+    sequence: int | None
+    position: int | None
+    token: int | None
+    text: str | None
+    context: str | None
+    before: str | None = None
+    after: str | None = None
+    relative: Number
+    leaves: int
+    enters: int
+
+
+class Pair(_Part):
+    before: Number
+    after: Number
+
+
+class WhatIf(_Part):
+    router: str
+    cost: dict[str, Pair]
+    flips: dict[str, Pair]
+    flip_output: dict[str, Pair]
+    prediction_flips: dict[str, Pair]
+
+
+class View(_Part):
+    """The tokens of a text, and by layer the relative radius of each; None where it is infinite."""
+
+    pieces: list[str]
+    layers: dict[str, list[Number]]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if any(len(radii) != len(self.pieces) for radii in self.layers.values()):
+            raise ValueError("needs a radius for each piece in every layer")
+        return self
+
+
+class Audit(_Part):
+    status: str
+    model: dict[str, Any]
+    data: dict[str, Any]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    seconds: Number
+    overall: dict[str, Any]
+    layers: list[Layer] = Field(min_length=1)
+    perturbations: dict[str, Perturbed]
+    at_risk: list[AtRisk]
+    what_if: WhatIf | None
+    view: View | None = None
+
+    @model_validator(mode="after")
+    def _same_edges(self) -> Self:
+        if len({tuple(layer.radius.edges) for layer in self.layers if isinstance(layer.radius, Radii)}) > 1:
+            raise ValueError("needs the same edges of radii in all layers")
+        return self
+
+    @property
+    def title(self) -> str:
+        return str(self.model.get("name") or self.model.get("class") or "a model")
+
+    @property
+    def ran(self) -> dict[str, tuple[Perturbed, Changes]]:
+        return {
+            name: (one, one.overall)
+            for name, one in self.perturbations.items()
+            if one.skipped is None and one.overall is not None
+        }
+
+
+def read_audit(path: Path) -> dict[str, Any]:
+    """What is stored in a file, or in a folder that `holdfast audit` wrote to."""
+    path = path / AUDIT if path.is_dir() else path
+    try:
+        stored = json.loads(read_bytes(path, limit=LARGEST))
+    except OSError as problem:
+        raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{path} is damaged and no JSON ({problem}); audit the model again.") from None
+    return checked(stored, str(path))
+
+
+def checked(stored: Any, source: str = AUDIT) -> dict[str, Any]:
+    """Itself, or one sentence about the first thing that is wrong. `source` is what the sentence calls it."""
+    from holdfast.auditing.report import SCHEMA
+
+    if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
+        found = stored.get("schema") if isinstance(stored, Mapping) else None
+        raise ValueError(f"{source} is no audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
+    parse_audit(stored, source)
+    return dict(stored)
+
+
+def parse_audit(stored: Mapping[str, Any], source: str = AUDIT) -> Audit:
+    try:
+        return Audit.model_validate(stored)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise ValueError(f"{source} is damaged at {place}: {first['msg'].lower()}; audit the model again.") from None
+
+
+def findings(stored: Mapping[str, Any], source: str = AUDIT) -> "list[Finding]":
+    """What is wrong with the model, the most harmful first."""
+    from holdfast.auditing import AuditReport, diagnose
+
+    names = AuditReport.__dataclass_fields__
+    try:
+        return diagnose(AuditReport(**{name: value for name, value in stored.items() if name in names}))
+    except (KeyError, TypeError, ValueError) as problem:  # such as a perturbation that this version has never heard of
+        raise ValueError(f"{source} holds what this version does not know ({problem}); audit the model again.") from None
