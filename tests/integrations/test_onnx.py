@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from exported import RAGGED, build, layer_inputs, model_inputs, real_logits, trained_layer
-from tiers import quick_or_slow
 from torch import Tensor, nn
 
 import holdfast
@@ -14,7 +13,6 @@ pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX models are run by onnxruntime")
 
 LENGTHS = [(2, 12), (1, 7), (3, 20)]
-QUICK = ["smooth"]  # it leaves slots unused
 
 
 def session(module: nn.Module, inputs: dict[str, Tensor]) -> Any:
@@ -29,7 +27,8 @@ def run(onnx_model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
     return [torch.from_numpy(out) for out in onnx_model.run(None, {name: value.numpy() for name, value in inputs.items()})]
 
 
-@pytest.mark.parametrize("router", quick_or_slow(list(holdfast.list_routers()), QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("router", list(holdfast.list_routers()))
 def test_onnxruntime_computes_a_layer_as_torch_does(router: str) -> None:
     layer = trained_layer(router)
     onnx_model = session(layer, layer_inputs(2, 12))

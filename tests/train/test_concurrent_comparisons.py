@@ -23,7 +23,8 @@ STEPS = 6
 SMALL = {"training.steps": STEPS, "training.save_every": 2, "data.test_bytes": 800, "model.config.num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize(("rounds", "seed"), [(1, 3), pytest.param(10, 100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rounds", "seed"), [(1, 3), (10, 100)])
 def test_three_processes_on_one_folder_give_the_numbers_of_one(
     rounds: int, seed: int, tiny: Callable[..., Recipe], tmp_path: Path
 ) -> None:
