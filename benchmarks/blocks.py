@@ -49,7 +49,7 @@ SHAPES = {
 
 
 class Dense(nn.Module):
-    """One gated network with as many FLOPs a token as k experts."""
+    """One gated network with the same FLOPs per token as k experts."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Scatter(nn.Module):
 
 
 def transformers_block(ours: MoE, shape: Shape) -> nn.Module:
-    """transformers' block on our weights."""
+    """Return transformers' block with the weights of `ours`."""
     from transformers import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
@@ -135,7 +135,7 @@ def blocks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[dict[str, nn.
 
 
 def agree(results: dict[str, Tensor], tolerance: float) -> None:
-    """Plain top-k computes the same everywhere, or times mean nothing. Near-ties may fall otherwise: hence the median."""
+    """Exit unless all blocks with plain top-k compute the same; the median ignores near-ties, which may flip."""
     expected = results["smoe"]
     for name, out in results.items():
         error = (out - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)

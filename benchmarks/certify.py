@@ -1,4 +1,4 @@
-"""How tight certificates are: radii against the smallest flips that an attack finds; and what rounding alone really flips.
+"""Measure how tight certificates are: radii against the smallest flips that an attack finds, and what rounding alone flips.
 
     python benchmarks/certify.py                    # about two minutes on two cores
 
@@ -20,7 +20,7 @@ import holdfast
 from holdfast.attacks import attack_routes
 from holdfast.auditing import certify_model
 from holdfast.certificates import Certificates, Norm, certify, undecided
-from holdfast.hub import calls
+from holdfast.hub import router_calls
 from holdfast.routing import Attention, Context, Previous, Routing
 
 DIM, EXPERTS, K, SEQUENCES, LENGTH = 12, 8, 2, 4, 16
@@ -42,8 +42,8 @@ SUBJECTS: dict[str, tuple[str, dict[str, Any], Norm]] = {
 ROUNDED = [(512, "worst"), (4096, "worst"), (4096, "likely")]
 
 
-def surroundings(title: str) -> Context:
-    """What AC and token graphs look at."""
+def synthetic_context(title: str) -> Context:
+    """Return the context that `ac` and token graphs read."""
     previous = None
     if title == "ac":
         tokens = torch.randn(SEQUENCES, LENGTH, DIM) * (torch.rand(DIM) + 0.05)
@@ -60,8 +60,8 @@ def tightness(title: str, name: str, options: dict[str, Any], norm: Norm) -> dic
     torch.manual_seed(0)
     router = holdfast.create_router(name, dim=DIM, experts=EXPERTS, k=K, **options).train()
     for _ in range(6):
-        router(2 * torch.randn(SEQUENCES, LENGTH, DIM), surroundings(title))
-    tokens, context = 2 * torch.randn(SEQUENCES, LENGTH, DIM), surroundings(title)
+        router(2 * torch.randn(SEQUENCES, LENGTH, DIM), synthetic_context(title))
+    tokens, context = 2 * torch.randn(SEQUENCES, LENGTH, DIM), synthetic_context(title)
     router.eval()
     found = certify(router, tokens, context, norm=norm)
     joint = router.traits.sequence_aware
@@ -70,7 +70,7 @@ def tightness(title: str, name: str, options: dict[str, Any], norm: Norm) -> dic
 
 
 def family() -> dict[str, dict[str, Any]]:
-    """Sigmoid gates with a bias, in groups and not: deepseek_v3 as transformers computes it."""
+    """Measure sigmoid gates with a bias, with and without groups: deepseek_v3 as transformers computes it."""
     results = {}
     for title, groups in (("sigmoid with bias", 1), ("sigmoid with bias, in groups", 4)):
         torch.manual_seed(0)
@@ -86,11 +86,11 @@ def family() -> dict[str, dict[str, Any]]:
                 tensor.normal_(std=0.3)
         inputs = {"input_ids": torch.randint(1, 64, (SEQUENCES, LENGTH))}
         found = certify_model(model, [inputs]).layers[0].certificates
-        with torch.no_grad(), calls(model) as heard:
+        with torch.no_grad(), router_calls(model) as captured:
             model(**inputs)
         assert found is not None
-        tokens = heard[0].tokens.reshape(-1, DIM).float()
-        flips = smallest_flips(heard[0].route, tokens, found.radius, "l2", joint=False)
+        tokens = captured[0].tokens.reshape(-1, DIM).float()
+        flips = smallest_flips(captured[0].route, tokens, found.radius, "l2", joint=False)
         results[title] = summary(found, found.radius, flips, joint=False)
     return results
 
@@ -98,11 +98,11 @@ def family() -> dict[str, dict[str, Any]]:
 def smallest_flips(
     route: Callable[..., Routing], tokens: Tensor, radius: Tensor, norm: Norm, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """How far the attack had to go for each token, infinite where it found nothing; and whether any flip was inside."""
+    """Return the smallest flip of each token, infinite if none was found, and the share of flips inside the radius."""
     options |= {"norm": norm, "steps": 20, "pairs": 2, "candidates": 4, "rounds": 1, "check": False}
     inside = attack_routes(route, tokens, budget=radius.clamp_max(1e3), bisections=0, **options)
     distances = torch.full((radius.numel(),), torch.inf, dtype=torch.float64)
-    for times in (1.2, 3.0, 10.0, 100.0, 1000.0):  # an attack with a large budget does not look for small moves
+    for times in (1.2, 3.0, 10.0, 100.0, 1000.0):  # an attack with a large budget does not search for small perturbations
         found = attack_routes(route, tokens, budget=radius.clamp_max(1e3) * times + 1e-6, bisections=20, **options)
         distances = distances.minimum(found.distances.reshape(-1).double())
     return distances, torch.tensor(inside.rate)

@@ -1,8 +1,8 @@
-"""The papers' claims, checked with `holdfast.train.Comparison` on one GPU: enwik8 bytes and WikiText-2 words, three seeds.
+"""Check the papers' claims with `holdfast.train.Comparison` on one GPU: enwik8 bytes and WikiText-2 words, three seeds.
 
     PYTHONPATH=src python benchmarks/claims.py enwik8 --data DATA --out results/enwik8 --steps 1000 --jobs 10
 
-What is there already is not run again, so a list of routers can be run in parts. docs/results.md has what came out.
+Finished cells are not run again, so a list of routers can be run in parts. docs/results.md has the results.
 """
 
 import argparse
@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.train import Cell, Comparison, contenders, load_recipe
-from holdfast.train.recipe import Contender
+from holdfast.train import Cell, Comparison, load_recipe, parse_routers
+from holdfast.train.recipe import RouterChoice
 from holdfast.train.training import quiet
 
-# The slow ones first, so that none is left alone at the end.
+# The slow ones first, so that no slow one runs alone at the end.
 ROUTERS = "smoe,attention,similarity,similarity[causal=false],symphony+smooth,smooth,ac,symphony,xmoe"
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    # 6 layers, d 352, 64 x 512 bytes a step; a million bytes of the test text
+    # 6 layers, d 352, 64 x 512 bytes per step; a million bytes of the test text
     "enwik8": (
         "enwik8",
         {
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--routers", default=ROUTERS)
-    parser.add_argument("--top-3", action="store_true", help="add the baseline with three experts a token")
+    parser.add_argument("--top-3", action="store_true", help="add the baseline with three experts per token")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], help="key=value, further changes of the recipe")
@@ -54,9 +54,9 @@ def main() -> None:
     recipe = load_recipe(
         name, {**changes, "training.steps": given.steps, "training.save_every": max(1, given.steps // 4), **numbers}
     )
-    routers = contenders(given.routers)
+    routers = parse_routers(given.routers)
     if given.top_3:
-        routers.append(Contender("smoe, top 3", "smoe", k=3))
+        routers.append(RouterChoice("smoe, top 3", "smoe", k=3))
     comparison = Comparison(recipe, routers, given.seeds, given.out, data=given.data)
     begun = time.monotonic()
     last: dict[str, int] = {}
@@ -69,7 +69,7 @@ def main() -> None:
             print(f"{ticks[-1]:.0f} s, {cell.name}: step {steps}", flush=True)
 
     rows = comparison.finish(comparison.run(tell, jobs=given.jobs))
-    print(f"rate {sum(last.values()) / (ticks[-len(last) - 1] - ticks[0]):.2f} steps a second with {given.jobs} jobs")
+    print(f"rate {sum(last.values()) / (ticks[-len(last) - 1] - ticks[0]):.2f} steps per second with {given.jobs} jobs")
     print(f"all {time.monotonic() - begun:.0f} s")
     for row in rows:
         print(json.dumps({key: value for key, value in row.items() if key != "seeds"}))

@@ -1,4 +1,4 @@
-"""Where the demo's time goes on a CPU: some training steps of the recipe `tiny`, by module and by operation.
+"""Profile the demo on a CPU: some training steps of the recipe `tiny`, by module and by operation.
 
 python benchmarks/demo_profile.py [--router symphony] [--steps 20]
 """
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from holdfast.routing import Router
 from holdfast.train.recipe import load_recipe
 from holdfast.train.saved_model import make_task
-from holdfast.train.training import quiet, start
+from holdfast.train.training import build_model, quiet
 
 SHOWN = 12
 
@@ -27,7 +27,7 @@ def kind_of(name: str, module: nn.Module) -> str | None:
 
 
 def watch(model: nn.Module) -> dict[str, float]:
-    """Seconds of the forward by kind of module, to be filled."""
+    """Return the seconds of the forward by kind of module; hooks fill it."""
     spent: dict[str, float] = defaultdict(float)
     started: dict[nn.Module, float] = {}
     for name, module in model.named_modules():
@@ -48,7 +48,7 @@ def main() -> None:
     quiet()
     task: Any = make_task(load_recipe("tiny"))
     k = task.recipe.sparse.k
-    model = start(task, arguments.router, {}, seed=0, k=k).train()
+    model = build_model(task, arguments.router, {}, seed=0, k=k).train()
     examples = task.examples(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = examples.__getitems__(range(task.recipe.training.batch))
@@ -65,14 +65,14 @@ def main() -> None:
         for _ in range(arguments.steps):
             step()
     whole = time.perf_counter() - begin
-    print(f"{arguments.router}: {1e3 * whole / arguments.steps:.1f} ms a step, profiled; forwards of")
+    print(f"{arguments.router}: {1e3 * whole / arguments.steps:.1f} ms per step, profiled; forwards of")
     for kind, seconds in sorted(spent.items(), key=lambda entry: -entry[1]):
         print(f"  {kind:12} {seconds / whole:6.1%}")
     events = sorted(profiled.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total = sum(event.self_cpu_time_total for event in events)
     print("operations, of the time on the CPU")
     for event in events[:SHOWN]:
-        print(f"  {event.key:44} {event.self_cpu_time_total / total:6.1%}  {event.count // arguments.steps:5} a step")
+        print(f"  {event.key:44} {event.self_cpu_time_total / total:6.1%}  {event.count // arguments.steps:5} per step")
 
 
 if __name__ == "__main__":

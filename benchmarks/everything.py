@@ -1,4 +1,4 @@
-"""All benchmarks of speed and memory, one after the other, in one folder of results.
+"""Run all benchmarks of speed and memory sequentially, and write their results to one folder.
 
 python benchmarks/everything.py --out speed                     # on a CPU
 python benchmarks/everything.py --device cuda --out speed       # on a GPU
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="a folder for one JSON file each")
     parser.add_argument("--only", nargs="*", choices=ALL, default=ALL)
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     failed = []

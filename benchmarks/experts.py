@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def flop(self) -> float:
-        """Of forward and backward, gated."""
+        """FLOPs of forward and backward, with gated experts."""
         return 3 * 2.0 * self.tokens * self.k * 3 * self.dim * self.hidden
 
 
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def transformers_experts(ours: Experts, implementation: str) -> nn.Module:
-    """transformers' experts module on our parameters."""
+    """Return transformers' experts module with the parameters of `ours`."""
     from transformers import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
@@ -62,7 +62,7 @@ def transformers_experts(ours: Experts, implementation: str) -> nn.Module:
 
 
 def step(module: Callable[..., Tensor], tokens: Tensor, chosen: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
-    """One forward and backward; the output and every gradient."""
+    """Run one forward and backward; return the output and every gradient."""
     parameters = [tokens, weights, *getattr(module, "parameters", list)()]
     out = module(tokens, chosen, weights)
     return [out, *torch.autograd.grad(out, parameters, grad)]
@@ -80,7 +80,7 @@ def contestants(ours: Experts, device: str, loop: bool) -> dict[str, Callable[..
 
 
 def agree(results: dict[str, list[Tensor]], tolerance: float) -> None:
-    """Every contestant computes the same thing, or the times mean nothing."""
+    """Exit unless all contestants compute the same, because their times would not be comparable."""
     expected = results["holdfast"]
     for name, values in results.items():
         for ours, theirs in zip(expected, values, strict=True):
@@ -99,9 +99,9 @@ def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: in
     modules = contestants(ours, device, loop=device == "cpu")
 
     def inputs_of(contestant: str) -> tuple[Tensor, Tensor]:
-        # transformers' routers hand weights over in the model's dtype, ours in float32.
-        kept = weights if contestant.startswith("holdfast") else weights.to(dtype)
-        return chosen, kept.detach().requires_grad_()
+        # transformers' routers return weights in the model's dtype, Holdfast's in float32.
+        own_weights = weights if contestant.startswith("holdfast") else weights.to(dtype)
+        return chosen, own_weights.detach().requires_grad_()
 
     runs = {
         contestant: functools.partial(step, module, tokens, *inputs_of(contestant), grad)
@@ -122,7 +122,7 @@ def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: in
 
 
 def _ratios(times: dict[str, list[float]]) -> dict[str, float]:
-    """holdfast over each transformers path of its own kind: eager against eager, compiled against compiled."""
+    """Return holdfast's time over each transformers path: eager over eager, compiled over compiled."""
     return {
         name: median_ratio(times["holdfast compiled" if name.endswith("compiled") else "holdfast"], values)
         for name, values in times.items()

@@ -1,11 +1,11 @@
-"""How the cost of each router grows with the length of sequences, the number of experts and k: time and peak memory.
+"""Measure how the cost of each router grows with the length of sequences, the number of experts and k: time and peak memory.
 
     python benchmarks/growth.py --out growth.json                       # on a CPU, small
     python benchmarks/growth.py --device cuda --out growth.json         # on a GPU
-    python benchmarks/growth.py --plot growth.json --page growth.html   # draws what was measured
+    python benchmarks/growth.py --plot growth.json --page growth.html   # plots stored results
 
 The number of tokens is the same at every length. The slope is that of log time over log size between the last two sizes: 0
-where a router does not care, 1 where it grows linearly, 2 quadratically.
+if the cost does not grow, 1 if it grows linearly, 2 if quadratically.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from command import check, command, write
 from peak import peak_mib
-from routers import ROUTERS, SHAPES, Shape, Step, surroundings
+from routers import ROUTERS, SHAPES, Shape, Step, synthetic_context
 from timing import captured, time_in_turns
 from versions import versions
 
@@ -34,7 +34,7 @@ TITLES = {"length": "tokens of a sequence", "experts": "experts", "k": "k"}
 
 
 def sized(start: Shape, over: str, size: int) -> Shape:
-    """As many tokens at every length."""
+    """Return the shape with one size changed; the number of tokens is the same at every length."""
     if over != "length":
         return replace(start, **{over: size})
     return replace(start, length=size, sequences=start.sequences * start.length // size)
@@ -43,21 +43,21 @@ def sized(start: Shape, over: str, size: int) -> Shape:
 def measure(shape: Shape, device: str, rounds: int) -> dict[str, dict[str, float | None]]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    tokens, context = surroundings(shape, device, dtype)
+    tokens, context = synthetic_context(shape, device, dtype)
     runs = {}
     for title in NAMES:
         name, options = ROUTERS[title]
         options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
         router = holdfast.create_router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(device, dtype)
         runs[title] = Step(router, tokens, context, [one for one in router.parameters() if one.requires_grad])
-    # On a GPU what the kernels take; alone, a router waits for Python at any of these sizes.
+    # On a GPU measure the kernels only: at these sizes a router alone waits for Python.
     replays = {title: captured(run) for title, run in runs.items()} if device == "cuda" else runs
     times = time_in_turns(replays, device, rounds, 10 if device == "cuda" else 1)
     return {title: {"ms": statistics.median(times[title]), "mib": peak_mib(run, device)} for title, run in runs.items()}
 
 
 def slopes(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Of log time over log size, between the last two sizes."""
+    """Return the slope of log time over log size, between the last two sizes."""
     (small, before), (large, after) = list(found.items())[-2:]
     return {title: math.log(after[title]["ms"] / before[title]["ms"]) / math.log(int(large) / int(small)) for title in NAMES}
 
@@ -98,7 +98,7 @@ COLOURS = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e")
 def main() -> None:
     parser = command(__doc__, rounds=5)
     parser.add_argument("--plot", type=Path, help="draw these results instead of measuring")
-    parser.add_argument("--page", type=Path, default=Path("growth.html"), help="where to")
+    parser.add_argument("--page", type=Path, default=Path("growth.html"), help="the HTML file to write")
     arguments = parser.parse_args()
     if arguments.plot is not None:
         draw(json.loads(arguments.plot.read_text()), arguments.page)

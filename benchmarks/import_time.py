@@ -1,4 +1,4 @@
-"""What `import holdfast` adds to `import torch`: the median of several fresh processes, as a share of torch's own.
+"""Measure what `import holdfast` adds to `import torch`: the median of several fresh processes, as a share of torch's own.
 
 python benchmarks/import_time.py
 """

@@ -1,4 +1,4 @@
-"""What a sparsified model keeps for its backward on a GPU, against what `holdfast plan` says: bytes and their ratio.
+"""Measure what a sparsified model stores for its backward on a GPU, and compare it with `holdfast plan`: bytes and ratio.
 
     python benchmarks/memory.py
 
@@ -15,7 +15,7 @@ import transformers
 
 import holdfast
 from holdfast.planning import resources
-from holdfast.planning.outline import Setting, outline
+from holdfast.planning.model_shape import Setting, measure_shape
 
 SIZES = {
     "vocab_size": 32000,
@@ -37,7 +37,7 @@ def measure(router: str, checkpointing: bool) -> dict[str, float | str | bool]:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # gradients are there from now on
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # gradients exist from now on
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -45,7 +45,7 @@ def measure(router: str, checkpointing: bool) -> dict[str, float | str | bool]:
     kept = torch.cuda.memory_allocated() - before
     output.loss.backward()
     peak = torch.cuda.max_memory_allocated() - before
-    planned = resources.training(outline(model, Setting(SEQUENCE, 2)), BATCH * SEQUENCE, 2, checkpointing)
+    planned = resources.training_memory(measure_shape(model, Setting(SEQUENCE, 2)), BATCH * SEQUENCE, 2, checkpointing)
     del model, output
     gc.collect()
     return {
@@ -60,7 +60,7 @@ def measure(router: str, checkpointing: bool) -> dict[str, float | str | bool]:
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("this measures a GPU, and there is none.", file=sys.stderr)
+        print("this benchmark needs a GPU.", file=sys.stderr)
         return 2
     for checkpointing in (False, True):
         for router in ("smoe", "symphony", "similarity", "attention", "ac", "smooth"):

@@ -1,4 +1,4 @@
-"""Whole models: a training step and `generate` of a sparsified llama with each router, as ratios to `smoe` in the same run.
+"""Measure whole models: a training step and `generate` of a sparsified llama with each router, as ratios to `smoe`.
 
     python benchmarks/models.py                          # on a CPU: 2 layers, float32
     python benchmarks/models.py --device cuda            # on a GPU: 6 layers, d 2048, 32 experts, top 8, bf16 autocast
@@ -59,7 +59,7 @@ def model(shape: Shape, router: str, device: str) -> Any:
         made = transformers.AutoModelForCausalLM.from_config(config)
     losses = holdfast.Losses(balance=0.01)
     name, options = ROUTERS[router]
-    options = {key: value for key, value in options.items() if value is not None}  # a model knows how many heads it has
+    options = {key: value for key, value in options.items() if value is not None}  # a model passes its own number of heads
     return holdfast.sparsify(
         made, experts=shape.experts, k=shape.k, router=name, init="random", losses=losses, router_options=options
     )
@@ -90,14 +90,14 @@ def generator(made: Any, ids: Tensor) -> Callable[[], object]:
 
 
 def active(made: Any, ids: Tensor, device: str) -> float:
-    """Experts a token, over layers, in training mode."""
+    """Return the mean number of experts per token over layers, in training mode."""
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), holdfast.trace(made) as routes:
         made(input_ids=ids, use_cache=False)
         return statistics.fmean(float(routing.chosen.sum(1).float().mean()) for routing in routes)
 
 
 def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What was measured of each router, those of `smoe` from its turns with the first."""
+    """Return the measurements of each router; those of `smoe` come from its turns with the first router."""
     ids = torch.randint(1, shape.vocabulary, (shape.sequences, shape.length), device=device)
     plain = model(shape, "smoe", device)
     found: dict[str, dict[str, Any]] = {}
@@ -108,7 +108,7 @@ def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> d
         times = time_in_turns(steps, device, rounds, 3 if device == "cuda" else 1)
         used = {name: active(one, ids, device) for name, one in made.items()}
         peak = {name: peak_mib(run, device) for name, run in steps.items()}
-        spoken = time_in_turns(
+        generated = time_in_turns(
             {name: generator(one.eval(), ids[:, : shape.length // 4]) for name, one in made.items()}, device, 2
         )
         plain.train()
@@ -121,20 +121,20 @@ def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> d
                     "experts a token": used[name],
                     "speed over smoe": median_ratio(times["smoe"], times[name]),
                     "per active expert": median_ratio(times["smoe"], times[name]) * used[name] / used["smoe"],
-                    "ms a generated token": statistics.median(spoken[name]) / NEW_TOKENS,
-                    "generate: speed over smoe": median_ratio(spoken["smoe"], spoken[name]),
+                    "ms a generated token": statistics.median(generated[name]) / NEW_TOKENS,
+                    "generate: speed over smoe": median_ratio(generated["smoe"], generated[name]),
                 },
             )
             if name == title or title == routers[0]:
                 _print(name, found[name])
         del made, steps
-        gc.collect()  # a changed model refers to itself
+        gc.collect()  # a modified model has reference cycles
     return found
 
 
 def main() -> None:
     parser = command(__doc__, rounds=8)
-    parser.add_argument("--routers", nargs="*", default=NAMES[1:], help="which of them, beside smoe (default: all)")
+    parser.add_argument("--routers", nargs="*", default=NAMES[1:], help="routers besides smoe (default: all)")
     arguments = parser.parse_args()
     check(arguments)
     shape = SHAPES[arguments.device]
@@ -147,9 +147,9 @@ def main() -> None:
 def _print(title: str, figures: dict[str, Any]) -> None:
     memory = "" if figures["peak_mib"] is None else f"{figures['peak_mib']:7.0f} MiB"
     print(
-        f"  {title:22} {figures['ms a step']:8.2f} ms a step {memory}  {figures['speed over smoe']:.3f} of smoe's speed, "
+        f"  {title:22} {figures['ms a step']:8.2f} ms per step {memory}  {figures['speed over smoe']:.3f} of smoe's speed, "
         f"{figures['per active expert']:.3f} per active expert ({figures['experts a token']:.2f}); generate "
-        f"{figures['ms a generated token']:.2f} ms a token, {figures['generate: speed over smoe']:.2f} of smoe's speed",
+        f"{figures['ms a generated token']:.2f} ms per token, {figures['generate: speed over smoe']:.2f} of smoe's speed",
         flush=True,
     )
 

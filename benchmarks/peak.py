@@ -1,4 +1,4 @@
-"""How much memory a run takes."""
+"""Measure the peak memory of a run."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 
 def peak_mib(run: Callable[[], object], device: str) -> float | None:
-    """MiB above what was allocated before, at the highest point of one run; None where nobody counts."""
+    """Return the peak of one run in MiB, beyond what was allocated before; None on a CPU, where it is not measured."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Where the attention posterior of a trained model looks: how much at a token itself, at the first token, how widely.
+"""Measure the attention posterior of a trained model: its weight on the token itself, on the first token, and its spread.
 
 PYTHONPATH=src python benchmarks/posterior.py results/enwik8/cells/attention-seed0 --data DATA
 """
@@ -15,7 +15,7 @@ from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.routing import token_graph
 from holdfast.routing.token_graph import AttentionPosterior
 from holdfast.train import load_trained
-from holdfast.train.snapshots import routes_of
+from holdfast.train.snapshots import routings_of
 
 
 def weights_of(query: Tensor, key: Tensor, scale: float, causal: bool, second: SecondProduct, bias: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def main() -> None:
 
     token_graph.softmax_mix = watched  # type: ignore[attr-defined]
     with torch.no_grad():
-        routes_of(model, trained.task(given.data).probe())
+        routings_of(model, trained.task(given.data).probe())
     heads = [module.entropy.tolist() for module in model.modules() if isinstance(module, AttentionPosterior)]
     for layer, (figures, entropies) in enumerate(zip(found, heads, strict=True)):
         print(json.dumps({"layer": layer, **{k: round(v, 4) for k, v in figures.items()}}))

@@ -53,7 +53,7 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def surroundings(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Context]:
+def synthetic_context(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Context]:
     """Tokens, the attention before them and a previous MoE layer."""
     tokens = torch.randn(shape.sequences, shape.length, shape.dim, device=device, dtype=dtype)
     width = shape.dim // shape.heads
@@ -86,7 +86,7 @@ class Step:
 
 
 def experts_step(module: holdfast.Experts, tokens: Tensor, context: Context) -> Callable[[], object]:
-    """The experts on the choice of the previous layer: what routing is to be cheap beside."""
+    """Run the experts on the previous layer's selection: the cost that routing is compared with."""
     assert context.previous is not None
     rows = tokens.detach().flatten(0, 1).requires_grad_()
     chosen, weights = context.previous.routing.experts, context.previous.routing.weights.requires_grad_()
@@ -131,7 +131,7 @@ def measure(steps: Mapping[str, Step], shape: Shape, device: str, rounds: int) -
 
 def main() -> None:
     parser = command(__doc__, rounds=10)
-    parser.add_argument("--routers", nargs="*", help="which of them, beside smoe (default: all)")
+    parser.add_argument("--routers", nargs="*", help="routers besides smoe (default: all)")
     parser.add_argument("--compile", action="store_true", help="torch.compile each router")
     arguments = parser.parse_args()
     check(arguments)
@@ -139,7 +139,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 100  # the routers share one forward, and each compiles its own version of it
     shape = SHAPES[arguments.device]
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    tokens, context = surroundings(shape, arguments.device, dtype)
+    tokens, context = synthetic_context(shape, arguments.device, dtype)
     steps = {}
     for title, (name, options) in ROUTERS.items():
         if arguments.routers is not None and title not in ("smoe", *arguments.routers):

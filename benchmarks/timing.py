@@ -1,4 +1,4 @@
-"""Time several contestants in one run, turn about, so that a machine that slows down slows them all."""
+"""Time several contestants in turns, so that a machine that becomes slower affects them all equally."""
 
 import statistics
 import time
@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-BUSY = 10_000_000  # cycles that a GPU is kept busy while the host queues: about 6 ms
+BUSY = 10_000_000  # cycles that keep a GPU busy while the host queues work: about 6 ms
 
 
 def time_in_turns(
     contestants: Mapping[str, Callable[[], object]], device: str, rounds: int, queued: int = 1
 ) -> dict[str, list[float]]:
-    """Milliseconds of each contestant in each round, after two rounds of warm-up.
+    """Return the milliseconds of each contestant in each round, after two rounds of warm-up.
 
-    With `queued`, that many runs one after the other without waiting, and the time of one: what it costs in a busy queue.
+    `queued` runs are started without waiting for each other, and the time is that of one run.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 2):

@@ -113,7 +113,7 @@ def sparse(model: Any, router: str, batch: Mapping[str, Tensor], seed: int = 0) 
 
 @torch.no_grad()
 def experts_per_token(model: Any, batch: Mapping[str, Tensor]) -> float:
-    """How many experts a token uses, on average over layers: a model that stayed dense would pass any comparison."""
+    """Return the mean number of experts per token over layers: a model that stayed dense would pass any comparison."""
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten().bool()
     counts: list[float] = []
 
@@ -157,8 +157,8 @@ def measure_smollm2(text: str, routers: list[str], rounds: int, device: str, mos
         result[name] = found
         print(
             f"  {name:16} perplexity {found['perplexity']:.5f}, {found['over dense']:+.1e} of dense;"
-            f" a token's loss moves by at most {found['largest token difference']:.1e} nats,"
-            f" {found['experts per token']:.2f} experts a token",
+            f" a token's loss changes by at most {found['largest token difference']:.1e} nats,"
+            f" {found['experts per token']:.2f} experts per token",
             flush=True,
         )
     return result
@@ -182,7 +182,7 @@ def measure_minilm(text: str, routers: list[str], rounds: int, device: str) -> d
         used = experts_per_token(model, batch)
         name = f"{router}, seed {seed}"
         result[name] = {"largest distance": moved, "experts per token": used}
-        print(f"  {name:16} an embedding moves by at most {moved:.1e}, {used:.2f} experts a token")
+        print(f"  {name:16} an embedding changes by at most {moved:.1e}, {used:.2f} experts per token")
     return result
 
 

@@ -1,7 +1,7 @@
-"""The command `holdfast`: what it answers before the library is imported, which takes seconds.
+"""The command `holdfast`, without torch where possible: importing the library takes seconds.
 
-This module lies beside the package because `import holdfast` brings torch. It prints the list of commands and the version,
-suggests the nearest name for a mistyped command, and imports the library only for a command that exists.
+This module is outside the package because `import holdfast` imports torch. It prints the list of commands and the version,
+suggests the closest name for a misspelt command, and imports the library only to run a command.
 """
 
 import importlib.util
@@ -11,15 +11,15 @@ import types
 from pathlib import Path
 
 COMMANDS = {
-    "compare": "train routers side by side, attack them, and write a report",
+    "compare": "train routers under equal conditions, attack them, and write a report",
     "train": "train one model with one router, from a recipe",
     "evaluate": "score a saved model on clean and on attacked data",
     "attack": "attack a saved model with a budget of your choice",
-    "audit": "see how much of a model depends on near-ties",
-    "certify": "show how far router inputs may move before tokens change experts",
+    "audit": "measure how much of a model depends on near-ties",
+    "certify": "print radii up to which no perturbation flips a token",
     "plan": "count what a model with each router would cost, from its config",
-    "report": "write the HTML report of a finished comparison",
-    "routers": "list the routers, and show what each does with text",
+    "report": "render the HTML report of a finished comparison again",
+    "routers": "list the routers, and show how each one routes text",
     "run": "run another program with Holdfast imported",
 }
 # The packages of the extra `lab` that every command needs.
@@ -40,21 +40,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _answer(arguments: list[str]) -> int:
+    """Print the help, the version or an error, or run the command; return the exit code."""
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h"):
         print(help_text())
         return 0 if arguments else 2
     if name == "--version":
-        print(f"holdfast {_part('version').VERSION}")
+        print(f"holdfast {_load_module('version').VERSION}")
         return 0
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = ("--help", "--version") if kind == "option" else COMMANDS
-        print(f"holdfast: {_part('errors').unknown(kind, name, known)}", file=sys.stderr)
+        print(f"holdfast: {_load_module('errors').unknown(kind, name, known)}", file=sys.stderr)
         return 2
-    lacking = _part("errors").lacking(f"holdfast {name}", *NEEDED)
-    if lacking is not None:
-        print(f"holdfast: {lacking}", file=sys.stderr)
+    missing_extra_message = _load_module("errors").missing_extra_message(f"holdfast {name}", *NEEDED)
+    if missing_extra_message is not None:
+        print(f"holdfast: {missing_extra_message}", file=sys.stderr)
         return 2
     from holdfast.cli.main import main as run
 
@@ -66,7 +67,7 @@ def help_text() -> str:
     lines = [f"  {name:<10}{about}" for name, about in COMMANDS.items()]
     return "\n".join(
         [
-            f"holdfast {_part('version').VERSION}: mixture-of-experts routing that holds.",
+            f"holdfast {_load_module('version').VERSION}: mixture-of-experts routing that holds.",
             "",
             "usage: holdfast COMMAND [OPTIONS]",
             "",
@@ -77,8 +78,8 @@ def help_text() -> str:
     )
 
 
-def _part(name: str) -> types.ModuleType:
-    """Return a module of the package that imports nothing but the standard library, without importing the package."""
+def _load_module(name: str) -> types.ModuleType:
+    """Return a module of the package without importing the package; the module may import only the standard library."""
     package = importlib.util.find_spec("holdfast")
     assert package is not None and package.submodule_search_locations
     spec = importlib.util.spec_from_file_location(name, Path(package.submodule_search_locations[0], f"{name}.py"))

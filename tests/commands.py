@@ -1,4 +1,4 @@
-"""The type of the fixture that runs `holdfast` with these arguments, in as many columns."""
+"""The type of the fixture that runs `holdfast` with arguments, in a terminal of some width."""
 
 from subprocess import CompletedProcess
 from typing import Protocol

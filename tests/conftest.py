@@ -1,4 +1,4 @@
-"""One thread a worker: the tests run side by side on few cores, and small products are faster that way."""
+"""Settings for all tests. Each worker uses one thread: tests run in parallel, and small products are faster that way."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from tiers import mark_combinations
 hypothesis.settings.register_profile("no clocks", deadline=None)  # a slow machine is not a failure
 hypothesis.settings.load_profile("no clocks")
 
-# Compilers make many objects that go by themselves: to look for circles after every 700 took a tenth of all time.
+# Compilers make many objects without reference cycles: collecting after every 700 took a tenth of the time.
 gc.set_threshold(50_000, 20, 100)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -21,23 +21,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not select
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_combinations(items)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_no_garbage() -> None:
-    """What is imported by now stays: the collector, which accelerate starts for each training, need not look at it again."""
+    """Exclude imported objects from garbage collection, which accelerate starts for each training."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`holdfast` with these arguments, in this process: a fresh one imports for two to six seconds before it does a thing.
+    """Run `holdfast` with these arguments in this process: in a new one, the imports take two to six seconds.
 
-    That a process prints the same and ends with the same code, test_compare.py, test_plan.py and test_routers.py see.
+    test_compare.py, test_plan.py and test_routers.py check that a process prints the same and has the same exit code.
     """
     from holdfast_command import main
 
@@ -46,10 +46,10 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         capsys.readouterr()
         try:
             code: object = main(list(arguments))
-        except SystemExit as end:  # help ends so
+        except SystemExit as end:  # after --help
             code = end.code or 0
-        said = capsys.readouterr()
+        printed = capsys.readouterr()
         assert isinstance(code, int)
-        return CompletedProcess(arguments, code, said.out, said.err)
+        return CompletedProcess(arguments, code, printed.out, printed.err)
 
     return run

@@ -1,8 +1,8 @@
-"""Starts a script on several processes, as torchrun does, but forks them from one that has imported what takes seconds.
+"""Start a script on several processes, as torchrun does, but fork them from one that has done the slow imports.
 
 python fork_ranks.py PROCESSES SCRIPT ARGUMENT...
 
-What the script imports at its top is imported here first, so that its processes find it done.
+The imports at the top of the script are done here first, once for all processes.
 """
 
 import ast
@@ -18,7 +18,7 @@ from types import FrameType
 
 
 def run_in_a_fork(script: str, prepare: Callable[[], None] = lambda: None) -> int:
-    """The number of a new process that runs the script, with what `prepare` does first."""
+    """Call `prepare` and run the script in a new process; return its number."""
     if process := os.fork():
         return process
     code = 0
@@ -33,26 +33,26 @@ def run_in_a_fork(script: str, prepare: Callable[[], None] = lambda: None) -> in
     os._exit(code)
 
 
-def import_what_it_imports(script: str) -> None:
+def import_modules_of(script: str) -> None:
     statements = ast.parse(Path(script).read_text()).body
     imports = [statement for statement in statements if isinstance(statement, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module([*imports], type_ignores=[]), script, "exec"), {})
 
 
-def take_place(rank: int, processes: int, port: int) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    # The store is that of the process that forked: its port comes through a pipe once it is there.
+def set_rank(rank: int, processes: int, port: int) -> None:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    # The parent process has the store; it sends the port through a pipe when the store is ready.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.read(port, 8).decode(), TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 def main() -> int:
     processes = int(sys.argv[1])
     sys.argv = sys.argv[2:]
-    import_what_it_imports(sys.argv[0])
+    import_modules_of(sys.argv[0])
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    running: dict[int, int] = {}  # and where each reads its port
+    running: dict[int, int] = {}  # process to the pipe that its port is sent through
 
     def end(*_: int | FrameType | None) -> None:
         for process in running:
@@ -61,7 +61,7 @@ def main() -> int:
 
     for rank in range(processes):
         reading, writing = os.pipe()
-        running[run_in_a_fork(sys.argv[0], partial(take_place, rank, processes, reading))] = writing
+        running[run_in_a_fork(sys.argv[0], partial(set_rank, rank, processes, reading))] = writing
     signal.signal(signal.SIGTERM, end)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its thread starts after the forks
     for writing in running.values():

@@ -1,4 +1,4 @@
-"""Runs scripts one after the other, each in a process of its own that finds torch and transformers imported, holdfast not.
+"""Run scripts sequentially, each in its own process that has imported torch and transformers, but not holdfast.
 
 python fresh_processes.py SCRIPT...
 """

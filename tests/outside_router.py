@@ -1,4 +1,4 @@
-"""A router of one's own, outside the package: registered, certified and planned like those inside it."""
+"""A router outside the package, which is registered, certified and planned as those inside it."""
 
 import torch
 from torch import Tensor, nn
@@ -7,10 +7,10 @@ import holdfast
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.routing import Context, Score
 from holdfast.routing.bounds import gamma, unit
-from holdfast.routing.declarations import Cost, Order, Place, Values
+from holdfast.routing.declarations import Cost, LayerSizes, Order, Values
 
 
-@holdfast.register("distance", slot="score", about="minus half the squared distance to a centre", paper="this page")
+@holdfast.register("distance", stage="score", about="minus half the squared distance to a centre", paper="this page")
 class Distance(Score):
     """logit_e = -|x - c_e|^2 / (2 width^2)"""
 
@@ -34,13 +34,13 @@ class Distance(Score):
             matrix=centres / self.width**2,
             bias=-centres.square().sum(-1) / (2 * self.width**2),
             shifted=True,
-            rounding=lambda sizes: terms * (sizes + longest) ** 2 / self.width**2,
+            rounding=lambda lengths: terms * (lengths + longest) ** 2 / self.width**2,
         )
 
     def values(self, tokens: Tensor, context: Context) -> Values:
         return Values()  # the logits are these keys, up to that shift
 
-    def cost(self, place: Place) -> Cost:
+    def cost(self, sizes: LayerSizes) -> Cost:
         """For `plan`: one product with the centres, its two gradients, and the logits kept for them."""
-        forward = 2.0 * place.dim * place.experts
-        return Cost("score", forward, backward=2 * forward, kept=4 * place.experts)
+        forward = 2.0 * sizes.dim * sizes.experts
+        return Cost("score", forward, backward=2 * forward, kept=4 * sizes.experts)

@@ -1,4 +1,4 @@
-"""Scripts of the tests run by several processes, by torchrun or, which saves each the imports, as torchrun starts them."""
+"""Run scripts of the tests on several processes, with torchrun, or with `fork_ranks.py`, which imports only once."""
 
 import os
 import subprocess
@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 FORKED = Path(__file__).with_name("fork_ranks.py")
-PATIENCE = 240  # seconds; a collective that not every process runs waits for ever
+PATIENCE = 240  # seconds; a collective that not every process runs never returns
 
 
 def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float = PATIENCE, torchrun: bool = False) -> str:
-    """What a script prints, run by so many processes; it may import what lies beside it."""
+    """Run a script on several processes and return what it prints; it may import modules of its folder."""
     launch = [str(FORKED), str(processes)] if processes > 1 else []
     if torchrun:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]

@@ -1,11 +1,11 @@
-"""Every router, token by token and expert by expert, in the shape of the papers' equations. Tests only."""
+"""Naive references of all routers: loops over tokens and experts, in the shape of the papers' equations."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.select.naive import top
+from holdfast.kernels.select import top_reference as top
 from holdfast.routing import (
     Attention,
     AttentionPosterior,
@@ -79,7 +79,7 @@ def batch_spreads(score: Clustered, previous: Previous, context: Context) -> Ten
     return spreads
 
 
-def vouch(informer: ExpertGraph, gates: Tensor) -> Tensor:
+def mix_experts(informer: ExpertGraph, gates: Tensor) -> Tensor:
     """g_j = sum_k a_jk p_k."""
     graph = [[a if a >= informer.threshold else 0.0 for a in row] for row in informer.graph.tolist()]
     mixed = [
@@ -189,7 +189,7 @@ def relu(select: ReLU, key: Tensor, gates: Tensor, logits: Tensor, informed: boo
 def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
     """weights = softmax(logit_i + S(u_i)) over the experts with u_i > 0; the k best always, with S = 0.
 
-    Where only so many may be used, the strip ends at the next.
+    If a token may use at most `slots` experts, the strip ends at the next one.
     """
     order = top(key, key.shape[-1]).tolist()
     eps, c = select.eps(), logits[order[select.k - 1]].detach()
@@ -218,7 +218,7 @@ def gate(select: Selector, logits: Tensor) -> Tensor:
 
 
 def noise(module: nn.Module | None, tokens: Tensor, experts: int) -> list[Tensor] | None:
-    """The same random numbers as the fast path draws, one tensor for all tokens; scaled token by token below."""
+    """Return the random numbers that the router draws, one tensor for all tokens."""
     shape = (*tokens.shape[:2], experts)
     if isinstance(module, GaussianNoise):
         return list(torch.randn(shape).flatten(0, 1))
@@ -270,7 +270,7 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
 def inform(router: Router, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
     for informer in router.informers:
         if isinstance(informer, ExpertGraph):
-            gates = vouch(informer, gates)
+            gates = mix_experts(informer, gates)
         elif isinstance(informer, Similarity):
             gates = similar(informer, gates, tokens, context)
         else:

@@ -39,10 +39,10 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-STRANGERS = {"attacks", "metrics", "certificates"}  # these know records and protocols, never each other or a concrete model
+STRANGERS = {"attacks", "metrics", "certificates"}  # these import records and protocols, never each other or models
 NOT_FOR_STRANGERS = {"hub", "layers"}
 
-# These read what a part declares and never ask which class it is.
+# These read the declarations of a part and never its class.
 INSTRUMENTS = {"auditing", "certificates", "planning", "metrics", "hub", "attacks", "testing", "train", "cli", "report"}
 
 
@@ -161,7 +161,7 @@ def _asks_instance(node: ast.AST, parts: set[str]) -> Iterator[str]:
 
 
 def _is_routing(node: ast.AST) -> bool:
-    """Is it a module of routing, `holdfast.routing.scores` or `routing`?"""
+    """Return whether this is a module of routing, such as `holdfast.routing.scores`."""
     return "routing" in ast.unparse(node).split(".")
 
 

@@ -42,7 +42,7 @@ def held_by_a_dead_process(folder: Path) -> None:
         pass
 
 
-def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
+def test_a_second_process_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     with process(lambda: Lock(tmp_path / "run").attempt()) as number:
         owner = Lock(tmp_path / "run").attempt()
         assert owner is not None and owner.process == number
@@ -193,7 +193,7 @@ def test_of_many_that_take_over_a_stale_lock_one_at_a_time_gets_it(count: int, t
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "dangling link", "folder", "pipe"])
-def test_what_is_no_lock_file_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
+def test_something_that_is_not_a_lock_file_is_refused_and_not_changed(kind: str, tmp_path: Path) -> None:
     victim, place = tmp_path / "victim", tmp_path / "run" / ".lock-1"
     place.parent.mkdir()
     if kind == "link to a file":
@@ -220,7 +220,7 @@ def test_a_record_that_cannot_be_read_is_waited_for_and_then_taken_over(
     assert mine.attempt() is None
 
 
-def test_a_folder_that_cannot_be_written_gets_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/none")):
         with pytest.raises((ValueError, OSError), match=r"is a file; give a folder|cannot be written \(") as caught:

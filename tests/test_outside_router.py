@@ -17,14 +17,14 @@ from holdfast.planning import plan
 from holdfast.routing.presets import REGISTRY
 from holdfast.testing import CHECKS, check_router
 
-REGISTRY.remove("distance")  # importing the file registered it; only these tests are to see it
+REGISTRY.remove("distance")  # the import has registered it; only these tests may see it
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Any:
-    """Registered while these tests run only: others count the routers there are."""
-    holdfast.register("distance", slot="score", about="", paper="")(outside_router.Distance)
+    """Register the router only while these tests run: other tests count the registered routers."""
+    holdfast.register("distance", stage="score", about="", paper="")(outside_router.Distance)
     yield
     REGISTRY.remove("distance")
 
@@ -69,7 +69,7 @@ def test_it_is_planned_with_its_cost() -> None:
 
 
 def test_a_part_that_declares_no_cost_is_planned_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside_router.Distance, "cost", lambda self, place: None)
+    monkeypatch.setattr(outside_router.Distance, "cost", lambda self, sizes: None)
     (column,) = plan("mixtral", ["distance"], sizes=SIZES).columns
     assert "Distance: cost not declared" in column.about
     assert "score" not in column.forward.parts and column.router_parameters >= 2 * 64 * 8

@@ -10,7 +10,7 @@ import pytest
 
 import holdfast
 from holdfast import replacing
-from holdfast.replacing import replace_folder, restore
+from holdfast.replacing import recover_folder, replace_folder
 
 
 def write(text: str) -> Callable[[Path], None]:
@@ -68,14 +68,14 @@ def test_a_process_that_is_killed_while_it_replaces_a_folder_loses_nothing(
     killed_at(step, target, exchanges=exchanges)
     if exchanges:  # there is no moment without it
         assert target.is_dir()
-    assert restore(target)
+    assert recover_folder(target)
     assert (target / "file").read_text() == ("new" if step in ("after exchange", "after second rename") else "old")
     replace_folder(target, write("next"))
     assert (target / "file").read_text() == "next"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # the scratch folder of the dead process is gone
 
 
-def test_a_scratch_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+def test_a_scratch_folder_of_a_running_process_is_not_removed(tmp_path: Path) -> None:
     target = tmp_path / "model"
 
     def meanwhile(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_fails_leaves_the_old_folder_and_no_scratch(tmp_path: Path) -> None
 def test_a_link_in_place_of_a_scratch_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim" / "old").mkdir(parents=True)
     (tmp_path / ".model.saving-000000000000").symlink_to(tmp_path / "victim")
-    assert not restore(tmp_path / "model")
+    assert not recover_folder(tmp_path / "model")
     replace_folder(tmp_path / "model", write("new"))
     assert (tmp_path / "victim" / "old").is_dir() and (tmp_path / ".model.saving-000000000000").is_symlink()
 

@@ -12,5 +12,5 @@ def test_every_value_of_every_parameter_is_kept_in_few_cases() -> None:
     assert len(kept) == 4
 
 
-def test_of_one_parameter_all_cases_are_kept() -> None:
+def test_all_cases_of_one_parameter_are_kept() -> None:
     assert covering([["a"], ["b"], ["c"]]) == {0, 1, 2}

@@ -1,6 +1,6 @@
-"""Which tests `make test` runs; the others carry the marker `slow` and run with `make test-all`.
+"""Which tests `make test` runs; the others have the marker `slow` and run with `make test-all`.
 
-Of a test with several parameters `make test` runs a few cases in which each value of each parameter comes at least once; the
+Of a test with several parameters, `make test` runs a few cases that contain each value of each parameter at least once; the
 other combinations are slow. The marker `every_combination` keeps all of them. Other slow tests are marked where they are.
 """
 
@@ -19,7 +19,7 @@ def quick_or_slow(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
 
 
 def mark_combinations(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow all cases that `make test` does not need to meet each value of each parameter once."""
+    """Mark as slow all cases that are not needed to have each value of each parameter once."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "[" in item.nodeid and not item.get_closest_marker("slow") and not item.get_closest_marker("every_combination"):
@@ -33,7 +33,7 @@ def mark_combinations(items: Iterable[pytest.Item]) -> None:
 
 
 def covering(cases: Sequence[Sequence[str]]) -> set[int]:
-    """Return the numbers of few cases that hold every value at every place: first those in which all values are new."""
+    """Return the indices of a few cases that contain every value of every parameter: first those with only new values."""
     seen: set[tuple[int, str]] = set()
     keep: set[int] = set()
     for wanted in (all, any):

@@ -1,4 +1,4 @@
-"""Two small informers, one on each side: exact, causal, cached, blind to padding."""
+"""Two small informers, one on each side, that are causal, cacheable and ignore padding."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""`python -m holdfast` is `holdfast`; launchers that start modules need it."""
+"""Make `python -m holdfast` the same as `holdfast`, for launchers such as torchrun that start modules."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`compare`: routers trained side by side, attacked, measured, and a report of it."""
+"""`compare`: train several routers under equal conditions, attack each of them, and write a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.errors import require_extra
 
 if TYPE_CHECKING:
     from holdfast.report.stored_comparison import Results
-    from holdfast.train import Cell, Comparison, Contender, Recipe
+    from holdfast.train import Cell, Comparison, Recipe, RouterChoice
 
 ROUTERS = "smoe,symphony,similarity,ac,smooth"
 PAGE = "report.html"
@@ -33,16 +33,16 @@ def compare(
 ) -> Results:
     """Train several routers under equal conditions, attack each, write results.json and report.html, return the results.
 
-    routers        names with options in brackets, in one string joined by commas or one by one; the first is the baseline,
-                   unless the folder has one already
+    routers        names with options in brackets, as one string with commas or as a list; the first is the baseline,
+                   unless the folder already has one
     recipe         a shipped recipe, or the path of a .yaml file
-    seeds          how many times each router is trained, each time with other weights and another order of the data
-    out            the folder for everything that is written; a comparison in it that was interrupted continues
-    data           where named sources are looked for, if they are not to be fetched
-    changes        to the recipe, {"training.steps": 50}
-    match_compute  where a router uses more experts a token than the baseline, add the baseline with as many experts
-    jobs           how many models are trained at a time
-    progress       called with a cell (a router and a seed) and how many of its steps are done
+    seeds          number of times each router is trained, each time with other weights and another order of the data
+    out            the folder for all output; an interrupted comparison in it is resumed
+    data           the folder to search for named sources, instead of fetching them
+    changes        changes of the recipe, {"training.steps": 50}
+    match_compute  if a router uses more experts per token than the baseline, add the baseline with as many experts
+    jobs           number of models that are trained at the same time
+    progress       called with a cell (a router and a seed) and the number of its finished steps
 
     Example:
         results = holdfast.compare("smoe,smooth[budget=0.5]", seeds=1, out="runs/smooth", changes={"training.steps": 50})
@@ -51,9 +51,9 @@ def compare(
     require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "pydantic", "yaml")
     from holdfast.report import read_results
     from holdfast.train import load_recipe
-    from holdfast.train.recipe import contender, contenders
+    from holdfast.train.recipe import parse_router, parse_routers
 
-    chosen = contenders(routers) if isinstance(routers, str) else [contender(name) for name in routers]
+    chosen = parse_routers(routers) if isinstance(routers, str) else [parse_router(name) for name in routers]
     run_comparison(
         load_recipe(recipe, changes),
         chosen,
@@ -68,7 +68,7 @@ def compare(
 
 def run_comparison(
     recipe: Recipe,
-    routers: Sequence[Contender],
+    routers: Sequence[RouterChoice],
     seeds: int,
     folder: Path,
     *,
@@ -76,7 +76,7 @@ def run_comparison(
     match_compute: bool,
     run: Callable[[Comparison], list[dict[str, Any]]],
 ) -> tuple[Comparison, list[dict[str, Any]]]:
-    """Let `run` train the cells, publish results and report; return the last comparison and the rows of its table."""
+    """Train the cells with `run`, write results and report; return the last comparison and the rows of its table."""
     from holdfast.report import read_results, write_report
     from holdfast.train import Comparison
 
@@ -86,21 +86,22 @@ def run_comparison(
 
     comparison = Comparison(recipe, routers, seeds, folder, data=data)
     rows = finished(comparison)
-    if match_compute and (matched := equal_compute(rows, routers, recipe.sparse.experts)):
+    if match_compute and (matched := matched_baseline(rows, routers, recipe.sparse.experts)):
         comparison = Comparison(recipe, matched, seeds, folder, data=data)
         rows = finished(comparison)
     return comparison, rows
 
 
-def equal_compute(rows: Sequence[dict[str, Any]], known: Sequence[Contender], experts: int) -> list[Contender]:
-    """Return the baseline with as many experts a token as the router that uses most, if one uses more than the baseline."""
-    from holdfast.train.recipe import contender
-    from holdfast.train.summary import MORE, matched_name, uses_more
+def matched_baseline(rows: Sequence[dict[str, Any]], known: Sequence[RouterChoice], experts: int) -> list[RouterChoice]:
+    """Return the baseline with as many experts per token as the largest router, if that uses more than the baseline."""
+    from holdfast.train.recipe import parse_router
+    from holdfast.train.summary import COMPUTE_TOLERANCE, matched_name, uses_more_compute
 
     name = rows[0]["router"]
-    k = min(experts, max((math.ceil(row["experts_per_token"] - MORE) for row in rows if uses_more(row)), default=0))
+    larger = [math.ceil(row["experts_per_token"] - COMPUTE_TOLERANCE) for row in rows if uses_more_compute(row)]
+    k = min(experts, max(larger, default=0))
     matched = matched_name(name, k)
     if k <= rows[0]["experts_per_token"] or any(row["router"] == matched for row in rows):
         return []
-    baseline = next((one for one in known if one.name == name), None) or contender(name)
+    baseline = next((choice for choice in known if choice.name == name), None) or parse_router(name)
     return [replace(baseline, name=matched, k=k)]

@@ -1,12 +1,11 @@
-"""Files that may be hostile: only regular files of a sane size are read, and JSON only of sane depth.
+"""Read untrusted files safely, and write files atomically.
 
-A folder from the internet may hold a named pipe, which blocks whoever opens it, a link to a device without an end, or JSON
-that is nested deeper than Python's stack. Every file of such a folder is read, or checked before a library reads it, here.
+Reading: a folder from the internet may contain a named pipe, which blocks a process that opens it, a link to an endless
+device, or JSON that is nested deeper than Python's stack. Only regular files of limited size, and JSON of limited depth, are
+read.
 
-
-Files are written whole or not at all, and never through a symbolic link below the folder that is being written.
-
-A file is written to a fresh name beside its target and then renamed: a rename replaces a link, and does not follow it.
+Writing: a file is written under a new name beside its target and then renamed, so that it is never seen incomplete. A rename
+replaces a link and does not follow it; nothing is written through a symbolic link below the folder that is written.
 """
 
 import errno
@@ -22,9 +21,9 @@ from typing import Any
 
 MIB = 2**20
 SMALL = 16 * MIB  # the largest JSON of settings
-LARGE = 256 * MIB  # the largest file that lists words or weights
+LARGE = 256 * MIB  # the largest list of words or weights
 LARGEST = 1024 * MIB  # the largest stored results
-DEEPEST = 64  # levels of JSON; what libraries write has about ten
+DEEPEST = 64  # levels of JSON; files of libraries have about ten
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -35,15 +34,15 @@ KINDS = {
 
 
 def read_bytes(path: Path, *, limit: int = SMALL) -> bytes:
-    """Return the content of a regular file; `FileNotFoundError` where there is none, else a ValueError with one sentence."""
+    """Return the content of a regular file. Raise FileNotFoundError if there is none, ValueError if it cannot be read."""
     require_regular(path, limit=limit)
     try:
-        # The file may be replaced after the check: opening a pipe must not wait for a writer.
+        # The file may have been replaced after the check: opening a pipe must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError(f"{path} is not a regular file.")
-            data = file.read(limit + 1)  # files of /proc claim to be empty
+            data = file.read(limit + 1)  # the size is not reliable: that of files in /proc is 0
     except FileNotFoundError:
         raise
     except OSError as problem:
@@ -76,9 +75,9 @@ def read_json(path: Path, *, limit: int = SMALL, object_hook: Callable[[dict[str
 
 
 def require_regular(path: Path, *, limit: int | None = None, inside: Path | None = None) -> int:
-    """Raise unless `path` is a regular file of at most `limit` bytes; return its size.
+    """Raise ValueError unless `path` is a regular file of at most `limit` bytes; return its size.
 
-    inside      the folder that it must lie in, links followed
+    inside      the folder that must contain it, after links are followed
     """
     try:
         found = os.stat(path)
@@ -92,13 +91,13 @@ def require_regular(path: Path, *, limit: int | None = None, inside: Path | None
         raise ValueError(f"{path} is {kind}, not a regular file.")
     if limit is not None and found.st_size > limit:
         raise ValueError(_too_large(path, limit))
-    if inside is not None and not lies_inside(path, inside):
+    if inside is not None and not is_inside(path, inside):
         raise ValueError(f"{path} is a link to a file outside of its folder; put a copy of that file in its place.")
     return found.st_size
 
 
-def lies_inside(path: Path, folder: Path) -> bool:
-    """Whether `path`, with all links followed, lies in `folder` or among the files of the hub's cache that it belongs to."""
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether `path`, with all links followed, is in `folder`, or in the blobs of the hub's cache that `folder` is in."""
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
     roots = [root] if snapshots is None else [root, snapshots.parent / "blobs"]
@@ -106,7 +105,7 @@ def lies_inside(path: Path, folder: Path) -> bool:
 
 
 def depth_exceeds(value: Any, deepest: int) -> bool:
-    """Whether lists and dicts lie more than `deepest` levels inside each other."""
+    """Whether lists and dicts are nested more than `deepest` levels deep."""
     level = [value]
     for _ in range(deepest + 1):
         inner: list[Any] = []
@@ -129,12 +128,12 @@ def _too_deep(path: Path) -> str:
     return f"{path} is JSON nested more than {DEEPEST} levels deep: it is not read."
 
 
-PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # names that `write_whole` writes to first
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # temporary names of `write_atomically`
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, whose folder is made if it is not there."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically, and create its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
@@ -145,12 +144,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add `text` to the end of a file; a link in its place raises an OSError."""
+    """Append `text` to a file. Raise OSError if it is a link."""
     _write(path, os.O_APPEND, text)
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove files that processes which were killed did not write to their end; only the holder of its lock may call it."""
+    """Remove incomplete files of killed processes. Only the process that holds the folder's lock may call this."""
     for path in folder.glob(".*.*") if folder.is_dir() else ():
         if PARTIAL.fullmatch(path.name) and not path.is_dir():
             path.unlink(missing_ok=True)
@@ -163,14 +162,14 @@ def _write(path: Path, how: int, text: str) -> None:
 
 
 def require_no_links(path: Path, root: Path) -> None:
-    """Raise a ValueError where `path`, or a folder between it and `root`, is a symbolic link; `root` itself may be one."""
+    """Raise ValueError if `path`, or a folder between it and `root`, is a symbolic link; `root` itself may be one."""
     parts = path.relative_to(root).parts
     for length in range(1, len(parts) + 1):
         _require_no_link(root.joinpath(*parts[:length]), root)
 
 
 def require_no_links_inside(folder: Path, root: Path) -> None:
-    """Raise a ValueError where the way from `root` to `folder`, or anything in `folder`, is a symbolic link."""
+    """Raise ValueError if a folder from `root` to `folder`, or anything in `folder`, is a symbolic link."""
     require_no_links(folder, root)
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -178,7 +177,7 @@ def require_no_links_inside(folder: Path, root: Path) -> None:
 
 
 def remove_folder(folder: Path, root: Path) -> None:
-    """Delete a folder below `root` with all that is in it; a link raises a ValueError, and nothing is deleted."""
+    """Delete a folder below `root` with its content. If it is a link, raise ValueError and delete nothing."""
     require_no_links(folder, root)
     if folder.exists():
         shutil.rmtree(folder)  # deletes links inside and does not follow them

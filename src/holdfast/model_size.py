@@ -1,7 +1,8 @@
-"""How large a config's model is, asked before the model is built: a config may come from anywhere and ask for any number.
+"""Limit the size of a model before it is built: an untrusted config may have any number.
 
-First its numbers alone, which takes no time: a model of 100,000 layers takes minutes even without memory. Then the model is
-built on `meta`, and its size compared with that of the weights in the folder and with the memory of this machine.
+First the numbers of the config are checked, which takes no time: to build 100,000 layers takes minutes even on `meta`. Then
+the model is built on `meta`, and its size is compared with that of the weights in the folder and with the memory of this
+machine.
 """
 
 import copy
@@ -16,23 +17,24 @@ import torch
 
 from holdfast.files import require_regular
 
-# Every module costs time to build, whatever its size. The largest models have about 200 layers, and 16,384 experts in each.
+# Every module takes time to build, whatever its size. The largest models have about 200 layers, with 16,384 experts each.
 COUNTS = {
     re.compile(r"(^|_)(n_layer|layers?|depth|blocks|stages|stack|codebooks|quantizers|loops)$"): 1024,
     re.compile(r"experts?(_num)?$"): 65_536,
     re.compile(r"(labels|classes)$"): 1_000_000,
 }
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the names that configs have for it
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of the entry in configs
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 MOST_PARAMETERS = 10**15  # the largest models have a few 10^12
-MOST_PER_BYTE = 16  # parameters in a byte of a weight file: the most compact formats hold 8
+MOST_PER_BYTE = 16  # parameters in a byte of a weight file: the most compact formats have 8
 WEIGHTS = "*.safetensors"
 LONGEST_HEADER = 100_000_000  # bytes, of safetensors
 
 
 def require_sane_numbers(values: Mapping[str, Any], name: object) -> None:
-    """Refuse a config.json, as plain data, with numbers that no model has. It must be asked before a config is made of it:
-    a number of labels alone makes as many names.
+    """Raise ValueError if the content of a config.json has numbers that no model has.
+
+    Call it before a config is made from it: a config creates a name for each of its labels.
     """
     for field, value in _numbers(values):
         if abs(value) >= 2**63:
@@ -43,10 +45,10 @@ def require_sane_numbers(values: Mapping[str, Any], name: object) -> None:
 
 
 def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
-    """Every whole number of a config, with the name of its field; a list of types stands for its length."""
+    """Yield every integer of a config with the name of its field; for a list of layer types, its length."""
     if isinstance(value, dict):
         for key, entry in value.items():
-            if key not in ("id2label", "label2id"):  # their keys are not names of fields
+            if key not in ("id2label", "label2id"):  # their keys are labels, not fields
                 yield from _numbers(entry, str(key))
     elif isinstance(value, list):
         if field.endswith("layer_types"):
@@ -57,32 +59,32 @@ def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
         yield field, value
 
 
-def require_sane_choice(config: Any, name: object) -> None:
-    """Refuse a config whose tokens choose no expert, or more than there are."""
+def require_sane_top_k(config: Any, name: object) -> None:
+    """Raise ValueError if a config has fewer than 1 expert per token, or more than there are experts."""
     for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", {}))):
-        experts = _first_number(part, EXPERTS)
-        for field in CHOSEN:
-            chosen = _first_number(part, (field,))
+        experts = _first_int(part, EXPERTS)
+        for field in TOP_K:
+            chosen = _first_int(part, (field,))
             if experts and chosen is not None and not 1 <= chosen <= experts:
                 raise ValueError(
                     f"{name}: its config says {field} is {chosen}; it must be between 1 and its {experts} experts."
                 )
 
 
-def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
+def _first_int(config: Any, names: tuple[str, ...]) -> int | None:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if type(value) is int), None)
 
 
 def require_sane_size(folder: Path, kind: Any, config: Any, options: Mapping[str, Any]) -> None:
-    """Refuse a model that is larger than the weights in `folder` could fill, or than the memory it is to be loaded into."""
+    """Raise ValueError if a model is too large for the weights in `folder`, or for the memory of this machine."""
     stored = stored_bytes(folder)
     if stored is None:
-        return  # what is missing or broken, the loader names
-    count = parameters(kind, config)
+        return  # the loader reports what is missing or broken
+    count = meta_parameter_count(kind, config)
     if count is None:
         return
-    require_filled(folder, count, stored)
+    require_enough_weights(folder, count, stored)
     if options.get("device_map") is not None or options.get("quantization_config") is not None:
         return
     dtype = getattr(torch, str(options.get("dtype") or options.get("torch_dtype")).removeprefix("torch."), None)
@@ -95,40 +97,41 @@ def require_sane_size(folder: Path, kind: Any, config: Any, options: Mapping[str
         )
 
 
-def require_filled(folder: object, count: int, stored: int) -> None:
-    """Refuse a config with many times more parameters than the weight files beside it can hold."""
+def require_enough_weights(folder: object, count: int, stored: int) -> None:
+    """Raise ValueError if a config has more parameters than weight files of `stored` bytes can contain."""
     if count > MOST_PER_BYTE * stored:
         raise ValueError(
-            f"{folder}: its config describes a model of {count:,} parameters, but its weight files hold {stored:,} bytes: "
+            f"{folder}: its config describes a model of {count:,} parameters, but its weight files have {stored:,} bytes: "
             "they do not belong together."
         )
 
 
-def parameters(kind: Any, config: Any) -> int | None:
-    """Return how many numbers a model has, built without memory; None where it cannot be built: the loader says why."""
+def meta_parameter_count(kind: Any, config: Any) -> int | None:
+    """Return the size of a model built on `meta`; None if it cannot be built: the loader reports why."""
     from transformers.initialization import no_init_weights
 
     try:
         with torch.device("meta"), no_init_weights():
             model = kind(copy.deepcopy(config))
-    except Exception:  # sizes that do not go together fail wherever they meet first
+    except Exception:  # inconsistent sizes raise any kind of exception
         return None
     return count_parameters(model)
 
 
 def count_parameters(model: Any) -> int:
+    """Return the number of elements in parameters and buffers."""
     return sum(math.prod(tensor.shape) for tensor in (*model.parameters(), *model.buffers()))
 
 
 def stored_bytes(folder: Path) -> int | None:
-    """Return the size of the safetensors in a folder; None where there are none, or one is only announced."""
+    """Return the size of the safetensors in a folder; None if there are none, or one is not a real weight file."""
     sizes = [_weight_size(file) for file in sorted(folder.glob(WEIGHTS))]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
 
 
 def _weight_size(file: Path) -> int | None:
-    """None for what is not the file itself, such as the pointer that git leaves without git-lfs."""
+    """Return the size of a safetensors file; None if it is something else, such as a pointer of git-lfs."""
     try:
         size = require_regular(file)
         with file.open("rb") as stream:
@@ -139,7 +142,7 @@ def _weight_size(file: Path) -> int | None:
 
 
 def memory_of_machine() -> int | None:
-    """Return the bytes of memory that this machine has; None where it does not tell."""
+    """Return the memory of this machine in bytes; None if it is not known."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -147,4 +150,5 @@ def memory_of_machine() -> int | None:
 
 
 def in_gib(size: int) -> str:
+    """Return a number of bytes as text."""
     return f"{size / 2**30:,.1f} GiB"

@@ -1,9 +1,9 @@
-"""A folder is replaced by another one at once, or so that a process that is killed meanwhile loses neither.
+"""Replace a folder atomically, or at least so that neither the old nor the new folder is lost if the process is killed.
 
-The new folder is made inside a scratch folder beside the target, `.NAME.saving-...`, with a lock of the process that works
-on it. Where the kernel can exchange two folders (Linux, most local file systems), it does, and there is no moment without
-one. Elsewhere the old folder is first moved into the scratch folder: a process that is killed then leaves it there, and
-`restore` moves it back. Scratch folders of processes that are dead are removed by the next one that writes there.
+The new folder is written inside a scratch folder beside the target, `.NAME.saving-...`, with a lock of the writing process.
+If the kernel can exchange two folders (Linux, most local file systems), it does, and the target exists at every moment.
+Otherwise the old folder is first moved into the scratch folder: if the process is killed then, `recover_folder` moves it
+back. Scratch folders of dead processes are removed by the next process that writes there.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ HERE = -100  # AT_FDCWD: paths are relative to the working directory
 
 
 def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Put what `fill` writes into the folder it is given in the place of `target`, whole or not at all."""
+    """Replace `target` by the folder that `fill` writes. If `fill` raises, `target` is unchanged."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    restore(target)
-    _clean(target)
+    recover_folder(target)
+    _remove_stale_scratch(target)
     scratch = target.parent / f".{target.name}{SCRATCH}{secrets.token_hex(6)}"
     lock = Lock(scratch)
-    while lock.attempt() is not None:  # another process may clean up the folder before the lock is in it
+    while lock.attempt() is not None:  # another process may remove the folder before the lock is in it
         pass
     try:
         fill(scratch / NEW)
@@ -43,10 +43,10 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def restore(target: Path) -> bool:
-    """Whether the folder is there: moved back, where a process was killed while it replaced it."""
+def recover_folder(target: Path) -> bool:
+    """Move the old folder back if a process was killed while it replaced `target`; return whether `target` exists."""
     for scratch in _scratch_folders(target):
-        for _ in range(50):  # a process that runs is between two renames for a moment
+        for _ in range(50):  # a running process may be between its two renames for a moment
             if target.exists() or not (scratch / OLD).is_dir():
                 break
             if Lock(scratch).holder()[0] == "dead":
@@ -66,8 +66,8 @@ def _move_back(old: Path, target: Path) -> None:
         raise ValueError(f"a process was killed while it replaced {target}; the former folder is {old}, {reason}.") from None
 
 
-def _clean(target: Path) -> None:
-    """Remove scratch folders of dead processes."""
+def _remove_stale_scratch(target: Path) -> None:
+    """Remove the scratch folders of dead processes."""
     for scratch in _scratch_folders(target):
         lock = Lock(scratch)
         if (target.exists() or not (scratch / OLD).exists()) and lock.attempt() is None:
@@ -95,7 +95,7 @@ def _swap(scratch: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders at once; False where the system or the file system cannot."""
+    """Exchange two folders atomically; return False if the system or the file system cannot."""
     if sys.platform != "linux":
         return False
     try:

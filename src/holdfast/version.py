@@ -1,8 +1,10 @@
+"""Holdfast's version, and those of the packages that results depend on."""
+
 VERSION = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Of what figures depend on."""
+    """Return the versions of what results depend on, by name."""
     import platform
 
     import torch

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor
 
-from holdfast.attacks import CORRUPTIONS, corrupt, image_filters
-from holdfast.attacks.corruption_kinds import impulse_noise, motion_blur, plasma, shot_noise, zoom_blur
+from holdfast.attacks import CORRUPTIONS, corrupt, corruption_kinds
+from holdfast.attacks.corruption_kinds import cloud_noise, impulse_noise, motion_blur, shot_noise, zoom_blur
 
 WITHOUT_FILES = [name for name, corruption in CORRUPTIONS.items() if not corruption.files]
 # The severities after which the published settings do not go farther from the image. Elastic ones differ in kind (first the
@@ -166,13 +166,13 @@ def test_a_gaussian_blur_is_the_sum_it_stands_for() -> None:
                 for b, right in enumerate(weights):
                     at = image[0, 0, mirror(row + a - reach, 7), mirror(column + b - reach, 6)]
                     naive[row, column] += down * right * at / sum(weights) ** 2
-    torch.testing.assert_close(image_filters.blur(image, sigma)[0, 0], naive)
+    torch.testing.assert_close(corruption_kinds.blur(image, sigma)[0, 0], naive)
 
 
 def test_a_point_out_of_focus_becomes_a_disc() -> None:
     image = torch.zeros(1, 1, 21, 21)
     image[0, 0, 10, 10] = 1
-    blurred = image_filters.convolve(image, image_filters.disc(4, 0.1))[0, 0]
+    blurred = corruption_kinds.convolve(image, corruption_kinds.disc(4, 0.1))[0, 0]
     far = torch.hypot(*torch.meshgrid(torch.arange(21.0) - 10, torch.arange(21.0) - 10, indexing="ij"))
     inside = far <= 4
     torch.testing.assert_close(blurred, inside / inside.sum(), rtol=0, atol=1e-6)
@@ -181,7 +181,7 @@ def test_a_point_out_of_focus_becomes_a_disc() -> None:
 def test_motion_leaves_a_trail_in_its_direction() -> None:
     image = torch.zeros(2, 1, 41, 41)
     image[:, 0, 20, 20] = 1
-    trails = image_filters.smear(image, 6, 3.0, torch.tensor([0.0, 90.0]))
+    trails = corruption_kinds.smear(image, 6, 3.0, torch.tensor([0.0, 90.0]))
     torch.testing.assert_close(trails[0, 0], trails[1, 0].t(), rtol=0, atol=1e-5)
     trail = trails[0, 0]
     assert float(trail[20].sum()) == pytest.approx(1, abs=1e-4)  # nothing off the line
@@ -194,7 +194,7 @@ def test_motion_leaves_a_trail_in_its_direction() -> None:
 
 def test_zooming_is_about_the_middle() -> None:
     image = torch.rand(1, 1, 9, 9, generator=torch.Generator().manual_seed(0))
-    zoomed = image_filters.zoom(image, 2.0)
+    zoomed = corruption_kinds.zoom(image, 2.0)
     assert float(zoomed[0, 0, 4, 4]) == pytest.approx(float(image[0, 0, 4, 4]), abs=1e-6)
     torch.testing.assert_close(zoomed[0, 0, 0::2, 0::2], image[0, 0, 2:7, 2:7], rtol=0, atol=1e-5)
     torch.testing.assert_close(zoom_blur(image, [], 1.0, 0.01), image, rtol=0, atol=1e-5)
@@ -210,7 +210,7 @@ def test_glass_moves_pixels_without_losing_any() -> None:
 
 
 def test_clouds_are_rougher_when_small_scales_decay_less() -> None:
-    smooth, rough = (plasma(64, decay, sources(4), torch.zeros(())) for decay in (3.0, 1.4))
+    smooth, rough = (cloud_noise(64, decay, sources(4), torch.zeros(())) for decay in (3.0, 1.4))
     for clouds in (smooth, rough):
         assert clouds.shape == (4, 1, 64, 64) and float(clouds.min()) == 0 and float(clouds.max()) == 1
         assert not torch.equal(clouds[0], clouds[1])
@@ -226,7 +226,7 @@ def test_fog_keeps_the_brightest_value_of_an_image(small: Tensor) -> None:
 
 
 def test_the_noise_of_clouds_falls_by_the_square_of_the_decay_from_scale_to_scale() -> None:
-    clouds = plasma(256, 1.5, sources(8), torch.zeros((), dtype=torch.float64))[:, 0]
+    clouds = cloud_noise(256, 1.5, sources(8), torch.zeros((), dtype=torch.float64))[:, 0]
     spread = []
     for step in (4, 2):
         corners = clouds[:, ::step, ::step]

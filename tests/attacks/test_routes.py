@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from holdfast.attacks import AttackedRoutes, AttackWarning, attack_routes
-from holdfast.attacks.route_search import Readings
+from holdfast.attacks.route_search import RouteProbe
 from holdfast.attacks.threat import NORMS, Norm
 from holdfast.routing import Context, Cosine, Linear, Router, Routing, create_router
 
@@ -99,7 +99,7 @@ def test_the_nearest_plane_is_known_before_the_first_step(norm: Norm) -> None:
 def test_margins_are_read_where_selection_reads_them(name: str, by_logits: bool) -> None:
     """Logits where gates only follow them; gates after an informer, or where a threshold on them decides."""
     made, tokens = build(name)
-    assert Readings(made, tokens, None).by_logits == [by_logits]
+    assert RouteProbe(made, tokens, None).by_logits == [by_logits]
 
 
 @pytest.mark.parametrize("norm", NORMS)

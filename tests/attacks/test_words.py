@@ -144,7 +144,7 @@ def test_targets_left_clean_are_told_from_swapped_ones() -> None:
     assert attacked.realised_of_pieces == 3 / 6
     # Offsets as a subword tokeniser gives them: an empty one for a special token, a word in two halves, punctuation alone.
     spans = [(0, 0), (0, 1), (1, 3), (3, 4), (4, 8), (8, 14), (22, 25), (25, 26)]
-    assert attacked.touched(0, spans).tolist() == [False, True, True, False, True, False, True, False]
+    assert attacked.is_changed(0, spans).tolist() == [False, True, True, False, True, False, True, False]
 
 
 def test_an_attacked_set_is_written_once_and_read_back_whole(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_an_attacked_set_is_written_once_and_read_back_whole(tmp_path: Path) -> 
     attacked.save(tmp_path / "set.json")
     attacked.save(tmp_path / "set.json")  # the same again is no harm
     assert load_text(tmp_path / "set.json") == attacked
-    with pytest.raises(ValueError, match="attacked set"):
+    with pytest.raises(ValueError, match="other attacked texts"):
         swap_words([WIKI], rate=1.0).save(tmp_path / "set.json")
     (tmp_path / "set.json").write_text((tmp_path / "set.json").read_text().replace("Robert", "Rupert").replace("AAA", "BBB"))
     with pytest.raises(ValueError, match="checksum"):
@@ -231,7 +231,7 @@ def test_words_that_may_be_drawn_have_letters_only_and_are_no_stop_words() -> No
 def test_shared_tokens_are_the_untouched_characters_in_their_order(text: str, rate: float, token: str) -> None:
     attacked = swap_words(text, rate=rate, token=token)
     spans = [np.array([(at, at + 1) for at in range(len(one))]).reshape(-1, 2) for one in (text, attacked.texts[0])]
-    old, new = attacked.shared(0, *spans)
+    old, new = attacked.common_tokens(0, *spans)
     assert [text[at] for at in old] == [attacked.texts[0][at] for at in new]
     assert len(old) == len(text) - sum(end - start for (start, end), _ in attacked.changes[0])
     assert (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
@@ -243,5 +243,5 @@ def test_a_token_that_is_cut_otherwise_in_the_attacked_text_is_not_shared() -> N
     first, second = (len(attacked.texts[0].split()[place]) for place in (0, 1))
     comma = first + second  # the comma is the last character of the second piece
     after = np.array([[0, first], [first + 1, comma], [comma, comma + 1], [comma + 2, comma + 4], [comma + 4, comma + 6]])
-    old, new = attacked.shared(0, before, np.concatenate([after, [[comma + 6, comma + 6]]]))
+    old, new = attacked.common_tokens(0, before, np.concatenate([after, [[comma + 6, comma + 6]]]))
     assert (old.tolist(), new.tolist()) == ([2, 4], [2, 5])  # the comma and the end, not "blue" in two parts

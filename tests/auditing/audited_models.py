@@ -16,7 +16,7 @@ ALL = ("none", "noise", "routing", "model", "batch", "backend", "words", "typos"
 
 
 def batches(count: int = 2, *, vocabulary: int = 64, seed: int = 1) -> Iterator[dict[str, Tensor]]:
-    """Of three sequences, one of them padded."""
+    """Return batches of three sequences, one of them padded."""
     source = torch.Generator().manual_seed(seed)
     for _ in range(count):
         ids = torch.randint(3, vocabulary, (3, 17), generator=source)
@@ -31,7 +31,7 @@ def texts(count: int = 6, *, words: int = 14, seed: int = 3) -> list[str]:
 
 
 def tokenizer() -> Any:
-    """One token a word; a typo is an unknown word."""
+    """Return a tokenizer with one token per word; a typo is an unknown word."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -42,7 +42,7 @@ def tokenizer() -> Any:
 
 
 def constant() -> Any:
-    """A gpt_oss whose routers say the same about every token, with clear margins."""
+    """Return a gpt_oss model whose routers select the same experts for every token, with clear margins."""
     model = tiny("gpt_oss")
     with torch.no_grad():
         for module in model.modules():
@@ -53,7 +53,7 @@ def constant() -> Any:
 
 
 def sparse(router: str = "smoe", **options: Any) -> Any:
-    """A llama with experts that differ."""
+    """Return a sparsified llama with different experts."""
     model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router, **options)
     torch.manual_seed(4)
     with torch.no_grad():

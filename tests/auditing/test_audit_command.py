@@ -13,7 +13,7 @@ from auditing.audited_models import texts, tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 
-from holdfast.auditing import PERTURBATIONS, AuditReport, Settings, parse
+from holdfast.auditing import PERTURBATIONS, AuditReport, Settings, parse_condition
 from holdfast_command import main
 
 MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder, as anybody has one."""
+    """Save a model as a Hugging Face folder."""
     path = tmp_path_factory.mktemp("folder") / "model"
     tiny("mixtral").save_pretrained(path)
     tokenizer().save_pretrained(path)
@@ -45,7 +45,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_folder_is_audited_and_all_is_written(folder: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_is_audited_and_its_reports_are_written(folder: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     given = ["audit", str(folder), "--source", str(text), *QUICK, "--out", str(out)]
     assert main(given) == 0
@@ -55,7 +55,7 @@ def test_a_folder_is_audited_and_all_is_written(folder: Path, text: Path, tmp_pa
     assert report.data["source"]["checksum"] and report.model["name"] == str(folder) and report.data["tokens"] >= 96
     assert all(one["skipped"] is None for one in report.perturbations.values())
     for name in report.numbers():  # any of them may be asked for before an audit
-        parse(f"{name}>0").check(Settings(tuple(PERTURBATIONS), (0.01, 0.05)))
+        parse_condition(f"{name}>0").check(Settings(tuple(PERTURBATIONS), (0.01, 0.05)))
     assert main(given) == 2 and "--force" in capsys.readouterr().err
     (out / "audit.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
     assert main(given) == 2 and "audit.html" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_conditions_decide_the_exit_code(folder: Path, text: Path, capsys: Any) 
     assert main([*given, "--fail-if", "undecided.bf16>0.99", "flips.none>0"]) == 0
     assert main([*given, "--fail-if", "undecided.bf16>0.99", "entropy>0.001"]) == 1
     told = capsys.readouterr().err
-    assert "entropy > 0.001 holds" in told and "undecided.bf16" not in told and "Traceback" not in told
+    assert "entropy > 0.001 is true" in told and "undecided.bf16" not in told and "Traceback" not in told
 
 
 def test_two_audits_are_compared_without_a_model(folder: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
@@ -112,7 +112,7 @@ def test_two_audits_are_compared_without_a_model(folder: Path, text: Path, tmp_p
     assert "the same" in capsys.readouterr().out
 
 
-def test_an_interrupted_command_writes_what_it_has(
+def test_an_interrupted_command_writes_the_finished_batches(
     folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast.cli import audit as command
@@ -151,7 +151,7 @@ def test_an_interrupted_command_writes_what_it_has(
         (["--compare", "a.json", "b.json"], "a.json"),
     ],
 )
-def test_a_mistake_gets_one_sentence(
+def test_a_mistake_prints_a_one_line_error(
     arguments: list[str], says: str, folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -168,7 +168,7 @@ def test_a_mistake_gets_one_sentence(
 
 
 def _make(kind: str, path: Path, folder: Path) -> Path:
-    """What people point at by mistake."""
+    """Return a path of the kind, each a mistake that users make."""
     if kind == "EMPTY":
         path.with_suffix(".txt").write_text("")
         return path.with_suffix(".txt")
@@ -198,12 +198,12 @@ def _make(kind: str, path: Path, folder: Path) -> Path:
     return path
 
 
-def test_a_picture_model_is_audited(tmp_path: Path) -> None:
+def test_an_image_model_is_audited(tmp_path: Path) -> None:
     torch.manual_seed(0)
     out = tmp_path / "pictures"
     small = ["training.steps=2", "training.batch=8", "model.config.hidden_size=32", "sparse.hidden=32"]
     assert main(["train", "vmoe-tiny", "--router", "smoe", "--out", str(out), "--set", *small]) == 0
     assert main(["audit", str(out), "--perturb", "none,noise,batch", "--out", str(tmp_path / "audit")]) == 0
     report = AuditReport.load(tmp_path / "audit" / "audit.json")
-    assert report.overall["loss"] > 0 and report.perturbations["batch.left"]["skipped"].startswith("pictures ")
+    assert report.overall["loss"] > 0 and report.perturbations["batch.left"]["skipped"].startswith("images ")
     assert report.perturbations["batch.alone"]["overall"]["flips"] == 0

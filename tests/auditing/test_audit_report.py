@@ -1,4 +1,4 @@
-"""Reports are data: whole, repeatable, conditioned upon and compared. Interrupted, they say so."""
+"""Reports are data: complete, repeatable, comparable, and marked if the audit was interrupted."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from auditing.audited_models import batches, texts, tokenizer
 from tiny import tiny
 
 import holdfast
-from holdfast.auditing import AuditReport, audit, differences, parse
+from holdfast.auditing import AuditReport, audit, differences, parse_condition
 from holdfast_command import main
 
 
@@ -25,7 +25,7 @@ def test_the_public_call_is_the_audit() -> None:
     assert callable(holdfast.audit) and holdfast.audit is audit
 
 
-def test_a_report_survives_its_file(report: AuditReport, tmp_path: Path) -> None:
+def test_a_report_is_the_same_after_saving_and_loading(report: AuditReport, tmp_path: Path) -> None:
     path = report.save(tmp_path / "there" / "audit.json")
     assert AuditReport.load(path) == report
     stored = json.loads(path.read_text())
@@ -36,7 +36,7 @@ def test_a_report_survives_its_file(report: AuditReport, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 2}', '{"schema": 1}'])
-def test_a_file_that_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_report_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "audit.json").write_text(content)
     with pytest.raises(ValueError, match=r"audit\.json"):
         AuditReport.load(tmp_path / "audit.json")
@@ -52,7 +52,7 @@ EDITS: list[tuple[tuple[str, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("path", "value"), EDITS, ids=lambda part: str(part)[:20])
-def test_a_comparison_with_an_edited_file_gets_one_sentence(
+def test_a_comparison_with_an_edited_file_prints_a_one_line_error(
     path: tuple[str, ...], value: Any, report: AuditReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, edited = report.save(tmp_path / "whole.json"), tmp_path / "edited.json"
@@ -92,7 +92,7 @@ def test_two_audits_of_one_model_are_the_same(report: AuditReport) -> None:
     assert ours == theirs and differences(report, again) == []
 
 
-def test_the_checksum_is_of_the_data_and_of_nothing_else(report: AuditReport) -> None:
+def test_the_checksum_depends_only_on_the_data(report: AuditReport) -> None:
     options: dict[str, Any] = {"tokenizer": tokenizer(), "batch": 3, "perturb": ["none"]}
     assert audit(tiny("olmoe"), texts(), **options).data["checksum"] == report.data["checksum"]
     assert audit(tiny("olmoe"), [*texts(5), "the cat"], **options).data["checksum"] != report.data["checksum"]
@@ -100,10 +100,10 @@ def test_the_checksum_is_of_the_data_and_of_nothing_else(report: AuditReport) ->
 
 def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
     share = report.overall["undecided"]["bf16"]
-    assert parse(f"undecided.bf16 >= {share!r}").holds(report) == (True, share)
-    assert parse(f"undecided.bf16>{share!r}").holds(report)[0] is False
-    assert parse("flips.noise.0.05>0").holds(report)[0] and parse("flips.none<=0").holds(report)[0]
-    assert not parse("output.noise.0.05.flip < 1e-9").holds(report)[0]
+    assert parse_condition(f"undecided.bf16 >= {share!r}").holds(report) == (True, share)
+    assert parse_condition(f"undecided.bf16>{share!r}").holds(report)[0] is False
+    assert parse_condition("flips.noise.0.05>0").holds(report)[0] and parse_condition("flips.none<=0").holds(report)[0]
+    assert not parse_condition("output.noise.0.05.flip < 1e-9").holds(report)[0]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
         ("loss > 0", "loss"),
     ],
 )
-def test_a_wrong_condition_is_one_sentence(written: str, says: str, report: AuditReport) -> None:
+def test_a_wrong_condition_raises_a_one_line_error(written: str, says: str, report: AuditReport) -> None:
     report = replace(report, overall={**report.overall, "loss": None})
     with pytest.raises(ValueError, match=says):
-        parse(written).holds(report)
+        parse_condition(written).holds(report)
 
 
 def test_differences_are_those_of_the_overall_numbers(report: AuditReport) -> None:
@@ -158,7 +158,7 @@ def test_an_interruption_in_the_middle_of_a_batch_leaves_that_batch_out() -> Non
     assert found.overall == whole.overall and found.perturbations == whole.perturbations
 
 
-def test_an_interruption_before_anything_is_known_is_the_callers() -> None:
+def test_an_interruption_before_the_first_batch_is_raised() -> None:
     def at_once() -> Iterator[dict[str, Any]]:
         raise KeyboardInterrupt
         yield {}
@@ -168,7 +168,7 @@ def test_an_interruption_before_anything_is_known_is_the_callers() -> None:
 
 
 def test_batches_are_read_one_at_a_time() -> None:
-    """The next is not asked for before this one is done."""
+    """The next batch is read when the current one is finished."""
     log: list[str] = []
 
     def told() -> Iterator[dict[str, Any]]:
@@ -178,7 +178,9 @@ def test_batches_are_read_one_at_a_time() -> None:
 
     audit(tiny("mixtral"), told(), perturb=["none"], progress=lambda done, what: log.append(what))
     assert log == [
-        word for number in range(3) for word in (f"batch {number}", "the model as it is", "the same forward a second time")
+        word
+        for number in range(3)
+        for word in (f"batch {number}", "the unperturbed model", "the same forward a second time")
     ]
 
 
@@ -196,7 +198,7 @@ def test_long_texts_are_cut_and_every_token_is_seen() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "says"),
     [
-        ([], {}, "nothing"),
+        ([], {}, "no data"),
         (["", "  "], {"tokenizer": True}, "empty"),
         (["the cat"], {}, "tokenizer"),
         ("the cat", {}, "list"),
@@ -211,7 +213,7 @@ def test_long_texts_are_cut_and_every_token_is_seen() -> None:
         (None, {"tokenizer": 3}, "tokenizer"),
     ],
 )
-def test_a_mistake_is_one_sentence(given: Any, options: dict[str, Any], says: str) -> None:
+def test_a_mistake_raises_a_one_line_error(given: Any, options: dict[str, Any], says: str) -> None:
     if options.get("tokenizer") is True:
         options = {**options, "tokenizer": tokenizer()}
     with pytest.raises(ValueError, match=says) as raised:
@@ -219,7 +221,7 @@ def test_a_mistake_is_one_sentence(given: Any, options: dict[str, Any], says: st
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_a_dense_model_and_an_unknown_family_are_told_what_to_do() -> None:
+def test_a_dense_model_and_an_unknown_family_raise_helpful_errors() -> None:
     from tiny_dense import tiny_dense
 
     with pytest.raises(ValueError, match=r"holdfast\.sparsify"):

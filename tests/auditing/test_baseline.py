@@ -1,4 +1,4 @@
-"""The model as it is: certificates, rounding, tokens at risk, and what the metrics say already."""
+"""The unperturbed model: certificates, rounding, tokens at risk, and routing metrics."""
 
 import math
 
@@ -9,11 +9,11 @@ from tiny import tiny
 
 import holdfast
 from holdfast.auditing import audit
-from holdfast.auditing.baseline import Radii, groups
+from holdfast.auditing.baseline import RadiusHistogram, count_groups
 from holdfast.metrics import RoutingReport
 
 
-def test_no_token_called_decided_flips_and_a_share_of_the_undecided_does() -> None:
+def test_no_decided_token_flips_and_a_share_of_the_undecided_does() -> None:
     source = torch.Generator().manual_seed(2)
     many = [{"input_ids": torch.randint(3, 64, (12, 60), generator=source)}]
     flips = []
@@ -28,13 +28,13 @@ def test_no_token_called_decided_flips_and_a_share_of_the_undecided_does() -> No
 
 
 @pytest.mark.parametrize("router", ["smooth", "symphony", "smoe"])
-def test_no_token_called_decided_flips_with_our_routers(router: str) -> None:
+def test_no_decided_token_flips_with_holdfast_routers(router: str) -> None:
     found = audit(holdfast.reroute(tiny("olmoe"), router), batches(8), perturb=["none"])
     assert all(layer["undecided"]["bf16"]["decided_that_flip"] == 0 for layer in found.layers)
     assert found.overall["undecided"]["bf16"] > 0
 
 
-def test_the_layers_say_what_the_routing_report_says() -> None:
+def test_the_layers_contain_the_routing_report() -> None:
     model = tiny("olmoe")
     report = RoutingReport()
     with torch.no_grad(), holdfast.trace(model, each=report.each):
@@ -48,7 +48,7 @@ def test_the_layers_say_what_the_routing_report_says() -> None:
         assert mine["entropy_share"] == pytest.approx(theirs["entropy"] / math.log(8))
 
 
-def test_the_loss_is_the_models_own() -> None:
+def test_the_loss_equals_that_of_the_model() -> None:
     model, (batch,) = tiny("mixtral"), list(batches(1))
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     with torch.no_grad():
@@ -62,10 +62,10 @@ def test_the_loss_is_the_models_own() -> None:
 def test_the_histogram_of_radii_has_their_counts_median_and_low_share() -> None:
     radii = 10 ** (torch.randn(4000, generator=torch.Generator().manual_seed(0)).double() - 2)
     radii[:3], radii[3:5] = 0.0, torch.inf
-    whole, parts = Radii(), Radii()
+    whole, parts = RadiusHistogram(), RadiusHistogram()
     whole.update(radii)
     for part in radii.split(700):
-        other = Radii()
+        other = RadiusHistogram()
         other.update(part)
         parts.merge(other)
     found = whole.result()
@@ -102,13 +102,13 @@ def test_the_view_has_the_first_text_with_every_layers_radii() -> None:
     assert audit(tiny("mixtral"), batches(1), perturb=["none"]).view is None  # numbers, and nobody to read them
 
 
-def test_groups_of_experts_that_no_token_joins_are_counted() -> None:
-    assert groups([[4, 4, 0, 0], [4, 4, 0, 0], [0, 0, 2, 2], [0, 0, 2, 2]]) == 2
-    assert groups([[4, 2, 0], [2, 3, 1], [0, 1, 1]]) == 1
-    assert groups([[4, 0], [0, 0]]) == 1  # a dead expert is no group
+def test_groups_of_experts_that_no_token_connects_are_counted() -> None:
+    assert count_groups([[4, 4, 0, 0], [4, 4, 0, 0], [0, 0, 2, 2], [0, 0, 2, 2]]) == 2
+    assert count_groups([[4, 2, 0], [2, 3, 1], [0, 1, 1]]) == 1
+    assert count_groups([[4, 0], [0, 0]]) == 1  # a dead expert is no group
 
 
-def test_a_router_without_a_bound_says_so_and_the_audit_goes_on() -> None:
+def test_an_audit_continues_if_a_router_has_no_certificate() -> None:
     found = audit(sparse("xmoe+similarity"), batches(vocabulary=96), perturb=["noise"])
     skipped = [layer["radius"].get("skipped") for layer in found.layers]
     assert all(reason and "no certificate is known" in reason for reason in skipped) or not any(skipped)

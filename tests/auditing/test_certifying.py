@@ -1,4 +1,4 @@
-"""Certificates of whole models: what each layer's router was really given, in its own arithmetic."""
+"""Certificates of whole models, on the real inputs of each layer's router and in its own arithmetic."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tiny import EXTRA, tiny
 import holdfast
 from holdfast.auditing import certify_model
 from holdfast.certificates import Smoothing, certify
-from holdfast.hub import calls
+from holdfast.hub import router_calls
 from holdfast_command import main
 
 
@@ -24,7 +24,7 @@ def test_every_layer_of_every_family_is_certified(model_type: str) -> None:
     for layer in found.layers:
         whole = layer.certificates
         assert whole is not None and whole.radius.shape == (found.tokens,) and (whole.radius > 0).float().mean() > 0.9
-        assert set(layer.alarms) == {"bf16", "fp16"}
+        assert set(layer.undecided) == {"bf16", "fp16"}
     stored = found.summary()
     assert json.loads(json.dumps(stored, allow_nan=False)) == stored
     assert all(0 <= share <= 1 for layer in stored["layers"] for share in layer["share_at"].values())
@@ -34,7 +34,7 @@ def test_a_layers_certificates_are_those_of_its_router_and_its_tokens() -> None:
     model, inputs = sparse("symphony"), list(batches(1))
     for norm in ("l2", "linf"):
         found = certify_model(model, inputs, norm=norm)  # type: ignore[arg-type]
-        with calls(model) as heard:
+        with router_calls(model) as heard:
             model(**inputs[0])
         for layer, call in zip(found.layers, heard, strict=True):
             direct = certify(call.route, call.tokens, call.context, norm=norm)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def test_batches_are_joined_in_order_whatever_their_size() -> None:
         assert torch.allclose(one.certificates.radius, two.certificates.radius, rtol=1e-4, atol=1e-7)
 
 
-def test_where_no_bound_is_known_the_vote_is_certified_if_asked_for() -> None:
+def test_a_router_without_a_certificate_gets_a_vote_if_smoothing_is_given() -> None:
     model = holdfast.reroute(tiny("mixtral"), "similarity+remoe")
     refused = certify_model(model, batches(1))
     assert all(layer.certificates is None and "no certificate is known" in (layer.reason or "") for layer in refused.layers)
@@ -60,7 +60,7 @@ def test_where_no_bound_is_known_the_vote_is_certified_if_asked_for() -> None:
     assert all(layer["confidence"] == 0.99 and layer["certified"] > 0 for layer in found.summary()["layers"])
 
 
-def test_an_interruption_leaves_what_was_finished() -> None:
+def test_an_interruption_keeps_the_finished_batches() -> None:
     def some() -> Iterator[Any]:
         yield from batches(2)
         raise KeyboardInterrupt
@@ -104,7 +104,7 @@ def test_the_command_prints_a_table_and_writes_a_file(folder: Path, tmp_path: Pa
         (["--device-map", "nowhere"], "nowhere"),
     ],
 )
-def test_a_mistake_gets_one_sentence(more: list[str], says: str, folder: Path, capsys: Any) -> None:
+def test_a_mistake_prints_a_one_line_error(more: list[str], says: str, folder: Path, capsys: Any) -> None:
     assert main(given(folder, *more)) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith("holdfast: ") and says in told and "Traceback" not in told

@@ -1,4 +1,4 @@
-"""Findings name the layer that is ill, and what is worst comes first."""
+"""Findings name the faulty layer, and the worst comes first."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ def test_a_router_whose_rows_are_nearly_equal_is_the_first_finding(model_type: s
     first, *others = diagnose(audit(model, batches(6), perturb=WITHOUT_ATTACK))
     assert first.layer == layer and first.kind == "undecided" and first.severity == "severe"
     assert first.number > 0.8 and f"layer {layer}" in first.text and "undecided in bf16" in first.text
-    assert {"near-ties", "no opinion"} <= {finding.kind for finding in others if finding.layer == layer}
+    assert {"near-ties", "uniform"} <= {finding.kind for finding in others if finding.layer == layer}
 
 
 def test_a_dead_expert_and_the_uneven_load_are_found() -> None:
@@ -39,14 +39,14 @@ def test_a_dead_expert_and_the_uneven_load_are_found() -> None:
     assert found["dead experts", 1].number == 1 and ("dead experts", 0) not in found
 
 
-def test_too_few_tokens_bury_no_expert() -> None:
+def test_too_few_tokens_give_no_dead_expert() -> None:
     model = tiny("gpt_oss")
     with torch.no_grad():
         model.model.layers[1].mlp.router.bias[3] = -1e3
     assert ("dead experts", 1) not in kinds(audit(model, batches(1), perturb=["none"]))
 
 
-def test_a_collapsed_router_is_found_and_experts_that_never_meet() -> None:
+def test_a_collapsed_router_and_uneven_load_are_found() -> None:
     model = constant()
     with torch.no_grad():
         model.model.layers[2].mlp.router.bias.mul_(100)
@@ -55,7 +55,7 @@ def test_a_collapsed_router_is_found_and_experts_that_never_meet() -> None:
     assert found["uneven load", 0].number > 1
 
 
-def test_experts_that_no_token_joins_are_found() -> None:
+def test_groups_that_no_token_connects_are_found() -> None:
     model = tiny("gpt_oss")
     with torch.no_grad():  # pairs of equal rows: whoever takes one takes the other
         router = model.model.layers[0].mlp.router
@@ -75,7 +75,7 @@ def test_any_change_of_a_repeated_forward_comes_before_all_else() -> None:
     assert first.kind == "evaluation" and first.layer == 2
 
 
-def test_a_change_by_company_is_severe() -> None:
+def test_a_change_by_other_sequences_is_severe() -> None:
     from auditing.test_perturbations import Nosy
 
     model = tiny("mixtral")

@@ -1,4 +1,4 @@
-"""Models larger than memory: weights on a disk, fetched layer by layer by accelerate."""
+"""Models larger than memory, whose weights accelerate offloads to disk and loads layer by layer."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from holdfast_command import main
 
 
 def on_disk(model: Any, folder: Path) -> Any:
-    """The model saved, and loaded with room for a third of its weights."""
+    """Save the model and load it with memory for a third of its weights."""
     holdfast.save(model, folder / "model")
     room = sum(parameter.numel() * 4 for parameter in model.parameters()) // 3
     loaded = load(folder / "model", device_map="auto", max_memory={"cpu": room}, offload_folder=str(folder / "rest"))
@@ -30,7 +30,7 @@ def test_an_audit_of_a_model_on_disk_is_that_of_the_model_in_memory(model_type: 
     there = {name: parameter.device.type for name, parameter in away.named_parameters()}
     found, expected = audit(away, batches()), audit(model, batches())
     assert found.perturbations["model.bf16"]["skipped"] == (
-        "some weights are on disk; they cannot be held in another dtype meanwhile."
+        "some weights are offloaded to disk, so the model cannot be run in another dtype."
     )
     skipped = {name for name, one in found.perturbations.items() if one["skipped"]}
     assert skipped == {"model.bf16", "words", "typos"}
@@ -41,10 +41,8 @@ def test_an_audit_of_a_model_on_disk_is_that_of_the_model_in_memory(model_type: 
     assert again.numbers() == found.numbers()
 
 
-def test_the_commands_take_a_map_of_devices_and_a_folder_for_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same figures as without; this model fits, so nothing needs to go to the disk."""
+def test_the_commands_take_a_device_map_and_an_offload_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers are the same as without; this model fits, so nothing is offloaded."""
     tiny("mixtral").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "some.txt").write_text("\n".join(texts(40)))
@@ -58,7 +56,7 @@ def test_the_commands_take_a_map_of_devices_and_a_folder_for_the_rest(
 
 
 @pytest.mark.slow
-def test_a_sparsified_model_on_disk_is_certified_and_tried_with_another_router(tmp_path: Path) -> None:
+def test_a_sparsified_model_on_disk_is_certified_and_audited_with_another_router(tmp_path: Path) -> None:
     model = sparse("symphony")
     away = on_disk(model, tmp_path)
     for one, two in zip(certify_model(away, batches()).layers, certify_model(model, batches()).layers, strict=True):

@@ -1,4 +1,4 @@
-"""Perturbations change what they say and nothing else, compare the right tokens, and leave the model as it was."""
+"""Perturbations change only what they describe, compare the right tokens, and restore the model."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.attacks import swap_words
 from holdfast.auditing import AuditReport, audit
-from holdfast.auditing.perturbations import aligned
-from holdfast.auditing.subject import Reader
+from holdfast.auditing.model_and_data import TextEncoder
+from holdfast.auditing.perturbations import aligned_rows
 
 ROUTERS = ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"]
 
@@ -53,7 +53,7 @@ def test_a_model_in_bfloat16_is_compared_with_itself_in_float32(model_type: str)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_model_whose_routers_are_constant_flips_under_nothing() -> None:
+def test_a_model_with_constant_routers_never_flips() -> None:
     found = audit(constant(), texts(), tokenizer=tokenizer(), batch=3, noise=(0.01, 0.5), budget=0.5)
     assert len(ran(found)) == 13
     for name, one in ran(found).items():
@@ -65,7 +65,7 @@ def test_a_model_whose_routers_are_constant_flips_under_nothing() -> None:
 
 
 @pytest.mark.parametrize("router", quick_or_slow(ROUTERS, ["native", "symphony+similarity"]))
-def test_a_rerouted_model_is_audited_and_left_as_it_was(router: str) -> None:
+def test_a_rerouted_model_is_audited_and_unchanged(router: str) -> None:
     model = holdfast.reroute(tiny("olmoe"), router).train()
     kept, hooked, modes = state(model), hooks(model), [module.training for module in model.modules()]
     found = audit(model, batches())
@@ -76,10 +76,10 @@ def test_a_rerouted_model_is_audited_and_left_as_it_was(router: str) -> None:
     assert model.config._experts_implementation == tiny("olmoe").config._experts_implementation
 
 
-def test_a_sparsified_model_is_audited_and_says_why_there_is_no_other_backend() -> None:
+def test_a_sparsified_model_is_audited_without_another_backend() -> None:
     found = audit(sparse(), batches(vocabulary=96))
     assert "Holdfast's own" in found.perturbations["backend"]["skipped"]
-    assert "no texts" in found.perturbations["words"]["skipped"]
+    assert "not texts" in found.perturbations["words"]["skipped"]
     assert ran(found)["noise.0.05"]["overall"]["flips"] > 0
 
 
@@ -90,20 +90,20 @@ def test_other_kinds_of_models_are_audited_too(model_type: str) -> None:
     alone = ran(found)["batch.alone"]
     assert alone["overall"]["output"]["total"] < 1e-4 and alone["overall"]["loss"]["size"] < 1e-4
     if model_type in ("vit", "swin"):
-        assert found.perturbations["batch.left"]["skipped"].startswith("pictures ")
+        assert found.perturbations["batch.left"]["skipped"].startswith("images ")
     else:
         assert ran(found)["batch.left"]["overall"]["output"]["total"] < 1e-4
     assert found.overall["loss"] > 0
 
 
-def test_noise_has_the_length_it_says_and_is_the_same_again() -> None:
+def test_noise_has_the_given_length_and_is_repeatable() -> None:
     from holdfast.auditing.perturbations import Noise
 
     tokens = 3 * torch.randn(400, 64, generator=torch.Generator().manual_seed(0))
-    moved = Noise(0.05, seed=1)._moved(0, 0, tokens)
+    moved = Noise(0.05, seed=1)._perturbed_input(0, 0, tokens)
     assert ((moved - tokens).norm(dim=1) / tokens.norm(dim=1)).mean() == pytest.approx(0.05, rel=0.02)
-    assert torch.equal(moved, Noise(0.05, seed=1)._moved(0, 0, tokens))
-    for other in (Noise(0.05, seed=2)._moved(0, 0, tokens), Noise(0.05, 1)._moved(1, 0, tokens)):
+    assert torch.equal(moved, Noise(0.05, seed=1)._perturbed_input(0, 0, tokens))
+    for other in (Noise(0.05, seed=2)._perturbed_input(0, 0, tokens), Noise(0.05, 1)._perturbed_input(1, 0, tokens)):
         assert not torch.equal(moved, other)
     runs = [audit(tiny("mixtral"), batches(), perturb=["noise"], seed=seed).perturbations for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
@@ -120,7 +120,7 @@ class Nosy(nn.Module):
         return self.inner(tokens, experts, weights) + tokens.mean(0)
 
 
-def test_a_layer_that_depends_on_its_company_is_caught() -> None:
+def test_a_layer_that_depends_on_other_sequences_is_found() -> None:
     model = tiny("mixtral")
     model.model.layers[0].mlp.experts = Nosy(model.model.layers[0].mlp.experts)
     found = audit(model, batches(), perturb=["batch", "none"])
@@ -130,7 +130,7 @@ def test_a_layer_that_depends_on_its_company_is_caught() -> None:
         assert ran(found)[name]["layers"][0]["flips"] == 0 < ran(found)[name]["layers"][1]["flips"]
 
 
-def test_a_router_that_is_random_in_evaluation_is_caught() -> None:
+def test_a_router_that_is_random_in_evaluation_is_found() -> None:
     model = tiny("mixtral")
     model.model.layers[1].mlp.gate.register_forward_pre_hook(lambda module, given: (given[0] + torch.randn_like(given[0]),))
     found = audit(model, batches(), perturb="none")
@@ -138,8 +138,8 @@ def test_a_router_that_is_random_in_evaluation_is_caught() -> None:
     assert layers[0]["flips"] == 0 < layers[1]["flips"]
 
 
-def test_the_backend_really_is_another() -> None:
-    """Spied on: tiny models give the same numbers with both."""
+def test_the_backend_is_changed() -> None:
+    """Read from the config in a hook, because tiny models give the same numbers with both."""
     model = tiny("mixtral")
     seen: list[str] = []
     experts = model.model.layers[0].mlp.experts
@@ -148,7 +148,7 @@ def test_the_backend_really_is_another() -> None:
     assert seen == ["grouped_mm", "eager"] and model.config._experts_implementation == "grouped_mm"
 
 
-def test_a_perturbation_that_fails_says_why_and_leaves_the_model_as_it_was() -> None:
+def test_a_failing_perturbation_reports_why_and_restores_the_model() -> None:
     model = tiny("mixtral")
 
     def refuse(module: Any, given: tuple[Tensor, ...]) -> None:
@@ -163,12 +163,12 @@ def test_a_perturbation_that_fails_says_why_and_leaves_the_model_as_it_was() -> 
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
 
 
-def test_swapped_words_are_compared_by_the_tokens_left_alone() -> None:
-    reader = Reader(tokenizer())
+def test_swapped_words_are_compared_by_the_untouched_tokens() -> None:
+    reader = TextEncoder(tokenizer())
     before = reader.batch(0, texts(4), 64)
     attacked = swap_words(before.texts or (), rate=0.3, seed=0)
     after = reader.batch(0, attacked.texts, 64)
-    first, second = aligned(before, after, attacked)
+    first, second = aligned_rows(before, after, attacked)
     assert before.ids is not None and after.ids is not None
     assert torch.equal(before.ids.flatten()[first], after.ids.flatten()[second])
     words = [text.split() for text in attacked.texts]
@@ -176,34 +176,34 @@ def test_swapped_words_are_compared_by_the_tokens_left_alone() -> None:
     assert torch.equal(first, second)  # a token a word: each stays in its place
 
 
-def test_a_token_that_reads_otherwise_in_its_new_company_is_not_compared() -> None:
-    """Some tokenisers give the same characters another number after another word."""
-    reader = Reader(tokenizer())
+def test_a_token_with_another_id_in_the_new_text_is_not_compared() -> None:
+    """Some tokenizers give the same characters another id after another word."""
+    reader = TextEncoder(tokenizer())
     before = reader.batch(0, ["the cat sat on the mat"], 64)
     attacked = swap_words(before.texts or (), rate=1.0, seed=0, stop_words=("the", "on", "sat", "cat"))
     after = reader.batch(0, attacked.texts, 64)
     assert after.ids is not None
-    assert aligned(before, after, attacked)[0].tolist() == [0, 1, 2, 3, 4]
+    assert aligned_rows(before, after, attacked)[0].tolist() == [0, 1, 2, 3, 4]
     after.ids[0, 2] += 1
-    assert aligned(before, after, attacked)[0].tolist() == [0, 1, 3, 4]
+    assert aligned_rows(before, after, attacked)[0].tolist() == [0, 1, 3, 4]
 
 
-def test_alignment_moves_with_longer_replacements_and_bytes_of_one_character() -> None:
+def test_alignment_follows_longer_replacements_and_bytes_of_one_character() -> None:
     from holdfast.data import Bytes
 
-    reader = Reader(Bytes())
+    reader = TextEncoder(Bytes())
     before = reader.batch(0, ["the wonderful caf\u00e9 house", "a garden"], 64)
     attacked = swap_words(before.texts or (), rate=1.0, seed=0, stop_words=("the", "a", "caf\u00e9"))
     after = reader.batch(0, attacked.texts, 64)
-    first, second = aligned(before, after, attacked)
+    first, second = aligned_rows(before, after, attacked)
     assert before.ids is not None and after.ids is not None
     assert torch.equal(before.ids.flatten()[first], after.ids.flatten()[second])
     assert bytes(before.ids.flatten()[first].tolist()).decode() == "the  caf\u00e9 a "
     assert not torch.equal(first, second)
 
 
-def test_left_padding_moves_no_token() -> None:
-    """Rows are matched: against a wrong neighbour nearly all tokens would seem to flip."""
+def test_left_padding_flips_no_token() -> None:
+    """Rows are matched: compared with the wrong rows, nearly all tokens would seem to flip."""
     found = audit(tiny("qwen3_moe"), batches(), perturb=["batch"])
     for name in ("batch.alone", "batch.left", "batch.right"):
         assert ran(found)[name]["tokens"] == 2 * (17 + 11 + 17)
@@ -231,19 +231,18 @@ def test_every_name_is_run_by_default_and_names_are_checked() -> None:
         audit(tiny("mixtral"), batches(), perturb=["nois"])
 
 
-def test_losses_are_compared_where_the_same_token_is_to_be_predicted() -> None:
-    from holdfast.auditing.differences import Tally
-    from holdfast.auditing.observation import Observation, Predictions
-    from holdfast.auditing.subject import Audited
+def test_losses_are_compared_where_the_label_is_the_same() -> None:
+    from holdfast.auditing.forwards import ForwardComparison, Observation, Predictions
+    from holdfast.auditing.model_and_data import AuditedModel
 
     def said(best: list[int], nll: list[float], labels: list[int]) -> Observation:
         return Observation([], [], None, Predictions(torch.tensor(best), torch.tensor(nll), torch.tensor(labels), True), 1)
 
-    tally = Tally(Audited(tiny("mixtral")))
+    tally = ForwardComparison(AuditedModel(tiny("mixtral")))
     one, two = (
         said([1, 2, 3, 4], [1.0, 2.0, 3.0, 0.0], [5, 6, 7, -100]),
         said([1, 2, 3, 9], [1.5, 9.0, 2.0, 0.0], [5, 8, 7, -100]),
     )
-    tally._compare_predictions(one, two, None)
+    tally.compare_examples(one, two, None)
     assert tally.losses.tokens == 2 and tally.losses.result()["change"] == -0.25 and tally.losses.result()["size"] == 0.75
     assert tally.predictions.result() == 0.75

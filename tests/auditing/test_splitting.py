@@ -1,4 +1,4 @@
-"""The change of a layer's output is what flips cause plus the rest, as vectors, whatever the family or router."""
+"""The change of a layer's output is the flip part plus the rest, as vectors, for every family and router."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,26 +10,30 @@ from tiny import EXTRA, tiny
 from torch import Tensor
 
 import holdfast
-from holdfast.auditing.differences import kept_weights, split
-from holdfast.auditing.observation import Observation, observe
+from holdfast.auditing.forwards import Observation, held_weights, observe, split_change
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, from_batches
 from holdfast.auditing.perturbations import Noise
-from holdfast.auditing.subject import Audited, Sample, from_batches
 from holdfast.routing import Scores, Selection
 
 REROUTED = ["symphony", "smooth", "top-p", "remoe", "similarity", "xmoe+symphony", "ac"]
 
 
-def pair(model: Any, level: float = 0.2, inputs: Any = None) -> tuple[Audited, Observation, Observation, Sample]:
-    audited = Audited(model)
+def pair(model: Any, level: float = 0.2, inputs: Any = None) -> tuple[AuditedModel, Observation, Observation, AuditBatch]:
+    audited = AuditedModel(model)
     sample = next(from_batches(inputs or batches(1), audited))
     noise = Noise(level, seed=0)
     with torch.no_grad():
-        return audited, observe(audited, sample), observe(audited, sample, moved=lambda *it: noise._moved(0, *it)), sample
+        return (
+            audited,
+            observe(audited, sample),
+            observe(audited, sample, perturb_input=lambda *it: noise._perturbed_input(0, *it)),
+            sample,
+        )
 
 
-def forced(audited: Audited, layer: int, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """What the whole layer says to `tokens (B,N,d)` when its router is made to say `experts` and `weights`."""
-    site = audited.sites[layer]
+def forced(audited: AuditedModel, layer: int, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """Return the layer's output for `tokens (B,N,d)` when its router is forced to `experts` and `weights`."""
+    site = audited.moe_layers[layer]
     if site.family is None:
         router = audited.routes[layer]
         handle = router.register_forward_hook(lambda module, given, out: replace(out, experts=experts, weights=weights))
@@ -50,13 +54,13 @@ def forced(audited: Audited, layer: int, tokens: Tensor, experts: Tensor, weight
 def check(model: Any) -> int:
     audited, before, after, sample = pair(model)
     flipped = 0
-    for layer, site in enumerate(audited.sites):
+    for layer, site in enumerate(audited.moe_layers):
         one, two = before.layers[layer], after.layers[layer]
         rows = before.real(layer)
         with torch.no_grad():
-            change = split(site, one, two, (rows, rows))
+            change = split_change(site, one, two, (rows, rows))
             flips = (one.routing.chosen != two.routing.chosen).any(1)
-            weights = kept_weights(site, one.routing.experts, two.routing)
+            weights = held_weights(site, one.routing.experts, two.routing)
             shape = (sample.size, -1, two.tokens.shape[-1])
             there = forced(audited, layer, two.tokens.view(shape), two.routing.experts, two.routing.weights.to(two.weights))
             stayed = forced(audited, layer, two.tokens.view(shape), one.routing.experts, weights.to(two.weights))
@@ -91,35 +95,35 @@ def test_flips_and_the_rest_add_up_in_a_sparsified_model(router: str) -> None:
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
 def test_the_weights_of_an_unchanged_set_are_the_routers_own(model_type: str) -> None:
     audited, before, _, _ = pair(tiny(model_type))
-    for site, layer in zip(audited.sites, before.layers, strict=True):
-        assert torch.equal(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
+    for site, layer in zip(audited.moe_layers, before.layers, strict=True):
+        assert torch.equal(held_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
 
 
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
-def test_the_rule_of_every_family_weighs_as_its_gate_does(model_type: str) -> None:
-    """Computed from the scores alone: the live selection given is an empty one, so that nothing is taken from it."""
+def test_the_rule_of_every_family_gives_the_weights_of_its_gate(model_type: str) -> None:
+    """Computed from the scores alone: the selection passed to it is empty."""
     audited, before, _, _ = pair(tiny(model_type))
-    for site, layer in zip(audited.sites, before.layers, strict=True):
+    for site, layer in zip(audited.moe_layers, before.layers, strict=True):
         assert site.family is not None
         scale = 1.0 if site.family.scale is None else float(getattr(site.gate, site.family.scale))
-        live, scores = Selection.recorded(layer.routing, scale), Scores.recorded(layer.routing, informed=False)
+        live, scores = Selection.from_routing(layer.routing, scale), Scores.from_routing(layer.routing, informed=False)
         empty = live._replace(experts=torch.full_like(live.experts, scores.gates.shape[-1]))
         held = site.family.rule(site.gate).held_weights(live.experts, scores, empty)
         assert torch.allclose(held, live.weights, atol=1e-6)
 
 
 @pytest.mark.parametrize("router", [*REROUTED, "smoe"])
-def test_the_weights_of_an_unchanged_set_are_those_of_our_routers(router: str) -> None:
+def test_the_weights_of_an_unchanged_set_are_those_of_holdfast_routers(router: str) -> None:
     audited, before, _, _ = pair(holdfast.reroute(tiny("deepseek_v3" if router != "top-p" else "olmoe"), router))
-    for site, layer in zip(audited.sites, before.layers, strict=True):
-        assert torch.equal(kept_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
+    for site, layer in zip(audited.moe_layers, before.layers, strict=True):
+        assert torch.equal(held_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
 
 
-def test_the_kept_weights_of_mixtral_are_a_softmax_over_the_old_set() -> None:
+def test_the_held_weights_of_mixtral_are_a_softmax_over_the_held_set() -> None:
     audited, before, after, _ = pair(tiny("mixtral"))
-    for site, one, two in zip(audited.sites, before.layers, after.layers, strict=True):
+    for site, one, two in zip(audited.moe_layers, before.layers, after.layers, strict=True):
         expected = two.routing.logits.gather(1, one.routing.experts).softmax(-1)
-        assert torch.allclose(kept_weights(site, one.routing.experts, two.routing), expected, atol=1e-6)
+        assert torch.allclose(held_weights(site, one.routing.experts, two.routing), expected, atol=1e-6)
 
 
 def test_the_flip_part_of_a_smooth_router_vanishes_with_the_noise_and_that_of_top_k_does_not() -> None:
@@ -131,10 +135,10 @@ def test_the_flip_part_of_a_smooth_router_vanishes_with_the_noise_and_that_of_to
         many = torch.randint(3, 64, (32, 40), generator=torch.Generator().manual_seed(5))
         audited, before, after, _ = pair(model, level, [{"input_ids": many}])
         found = []
-        for layer, site in enumerate(audited.sites):
+        for layer, site in enumerate(audited.moe_layers):
             one, two = before.layers[layer], after.layers[layer]
             with torch.no_grad():
-                flip = split(site, one, two, (before.real(layer),) * 2).flip.norm(dim=1)
+                flip = split_change(site, one, two, (before.real(layer),) * 2).flip.norm(dim=1)
             found += [value / float(one.output.norm(dim=1).mean()) for value in flip.tolist() if value > 0]
         return max(found)
 

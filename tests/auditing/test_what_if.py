@@ -1,4 +1,4 @@
-"""What another router would change: measured, and the model is left as it was."""
+"""What another router would change is measured, and the model is restored."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def mixtral() -> Any:
 
 
 @pytest.mark.parametrize("make", [mixtral, sparse])
-def test_smooth_routes_lower_what_flips_do_and_the_model_is_restored(make: Any) -> None:
+def test_smooth_reduces_the_flip_part_and_the_model_is_restored(make: Any) -> None:
     """With a strip that is wide against the noise. The narrow one of an untrained model gains little: docs/audit.md."""
     model = make()
     kept, hooked, size = state(model), hooks(model), model.config.vocab_size
@@ -62,7 +62,7 @@ def test_a_model_that_was_rerouted_before_is_refused() -> None:
             what_if(model, batches(), "smooth")
 
 
-def test_an_unknown_router_is_told_before_anything_is_changed() -> None:
+def test_an_unknown_router_is_refused_before_any_change() -> None:
     model = tiny("mixtral")
     with pytest.raises(ValueError, match="smooth"):
         what_if(model, batches(1), "smoth", perturb=["none"])

@@ -1,4 +1,4 @@
-"""Routers to certify: each has seen a few batches, so that graphs, spreads and strips have learned something."""
+"""Routers to certify, each trained on a few batches, so that graphs, spreads and strips are not at their initial values."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +52,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def previous(batch: int, length: int, dim: int, clusters: int, seed: int) -> Previous:
-    """Another layer's tokens, in clusters that are tight in different features, and where they went."""
+    """Return the tokens and the routing of another layer, with clusters that are tight in different features."""
     source = generator(seed)
     logits = 2 * torch.randn(batch * length, clusters, generator=source)
     gates = logits.softmax(-1)
@@ -85,7 +85,7 @@ def context(name: str, batch: int, length: int, dim: int, experts: int, seed: in
 def build(
     name: str, *, dim: int = 12, batch: int = 4, length: int = 16, seed: int = 0, **sizes: int
 ) -> tuple[Router, Tensor, Context]:
-    """The router, tokens (batch,length,dim) and the context they come in."""
+    """Return the router, tokens (batch,length,dim) and their context."""
     kind, options, experts, k = ROUTERS[name]
     experts, k = sizes.get("experts", experts), sizes.get("k", k)
     torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def build(
 
 
 def grouped_sigmoid(experts: int, groups: int, kept: int, seed: int = 0, spread: float = 0.2) -> Rule:
-    """DeepSeek's rule, with a bias."""
+    """Return a gate with DeepSeek's rule and a bias."""
     bias = spread * torch.randn(experts, generator=generator(seed))
     owner = nn.Module()
     owner.register_buffer("e_score_correction_bias", bias)

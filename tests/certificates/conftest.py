@@ -1,4 +1,4 @@
-"""One thread: products here are small, and threads that wait for each other on a busy machine take ten times as long."""
+"""Run these tests in one thread: their products are small, and more threads are slower on a busy machine."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Certificates as the formulas say them: token by token, pair by pair, in float64 loops."""
+"""Naive certificates: the formulas token by token and pair by pair, in float64 loops."""
 
 import math
 
@@ -15,7 +15,7 @@ def dual_length(row: Tensor, norm: Norm) -> float:
 
 
 def effective_weights(router: Router, context: Context) -> list[Tensor]:
-    """For each token the matrix (E,d) whose rows' differences are the normals of its switching planes."""
+    """Return for each token the matrix (E,d); differences of its rows are the normals of the token's decision boundaries."""
     score = router.score
     base = score.base if isinstance(score, Clustered) else score
     assert isinstance(base, LinearScore)
@@ -38,7 +38,7 @@ def effective_weights(router: Router, context: Context) -> list[Tensor]:
 
 
 def plane_radii(weights: list[Tensor], bias: Tensor, tokens: Tensor, k: int, norm: Norm) -> tuple[list[float], list[Tensor]]:
-    """min over i in S, j not in S of (l_i - l_j) / |w_i - w_j|, and the normals of the planes where it is reached."""
+    """Return min over i in S, j not in S of (l_i - l_j) / |w_i - w_j|, and the normals of the nearest planes."""
     radii, normals = [], []
     for index, x in enumerate(tokens.double()):
         weight = weights[index % len(weights)]
@@ -61,7 +61,7 @@ def relu_radii(weight: Tensor, tokens: Tensor, norm: Norm) -> list[float]:
 
 
 def symphony_radii(graph: Tensor, weight: Tensor, tokens: Tensor, k: int) -> tuple[list[float], list[float]]:
-    """The two Lipschitz bounds in l2: pair by pair, and proposition 1."""
+    """Return the two Lipschitz bounds in l2: of each pair, and proposition 1."""
     experts = len(graph)
     centre = torch.eye(experts, dtype=torch.float64) - torch.full((experts, experts), 1 / experts, dtype=torch.float64)
     lipschitz = float(torch.linalg.matrix_norm(centre @ weight, ord=2)) / 2
@@ -78,7 +78,7 @@ def symphony_radii(graph: Tensor, weight: Tensor, tokens: Tensor, k: int) -> tup
 
 
 def mixed_radii(weight: Tensor, sequence: Tensor, gates: Tensor, k: int, tau: float) -> list[float]:
-    """Of similarity on its own tokens, in l2: the largest r with range (tanh(r D / 4) + tanh(change(r) / 2)) < margin."""
+    """Return the radius of similarity in l2: the largest r with range (tanh(r D / 4) + tanh(change(r) / 2)) < margin."""
     apart = max(float((one - other).norm()) for one in weight for other in weight)
     lengths = [float(x.norm()) for x in sequence.double()]
     radii = []
@@ -96,6 +96,6 @@ def mixed_radii(weight: Tensor, sequence: Tensor, gates: Tensor, k: int, tau: fl
 
 
 def nearest_flip(chosen: Tensor, distances: Tensor) -> float:
-    """Of points with their sets (P,E) and distances from the first one: how near the nearest with another set is."""
+    """Return the distance of the nearest point with another set, for points with sets (P,E); the first is the token."""
     other = distances[(chosen != chosen[0]).any(1)]
     return float(other.min()) if len(other) else math.inf

@@ -1,4 +1,4 @@
-"""Perturbations of every kind inside a radius, and whether one of them moves a token to another set."""
+"""Perturbations of every kind inside a radius, and whether one of them flips a token."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.attacks.threat import project
 from holdfast.certificates import Certificates, Gate, Norm
-from holdfast.certificates.subjects import ranks
+from holdfast.certificates.router_conditions import native_keys
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router
 
@@ -16,7 +16,7 @@ Sets = Callable[[Tensor], Tensor]  # tokens (..., d) to (T,E) bool
 
 
 def directions(tokens: Tensor, norm: Norm, count: int, seed: int = 0) -> Iterator[Tensor]:
-    """`count` perturbations of length 1 for each token: Gaussian, signs, a single feature, shrinking, growing."""
+    """Yield `count` perturbations of length 1 for each token: Gaussian, signs, a single feature, shrinking, growing."""
     source, shape = generator(seed), tokens.shape
     for number in range(count):
         kind = number % 4
@@ -33,30 +33,30 @@ def directions(tokens: Tensor, norm: Norm, count: int, seed: int = 0) -> Iterato
 
 
 def unit(rows: Tensor, norm: Norm) -> Tensor:
-    """Each row as long as 1, in the norm."""
+    """Return the rows normalised to length 1 in the norm."""
     length = rows.norm(dim=-1, keepdim=True) if norm == "l2" else rows.abs().amax(-1, keepdim=True)
     return rows / length.clamp_min(1e-300)
 
 
 def steepest(slopes: Tensor, norm: Norm) -> Tensor:
-    """The perturbation of length 1 that goes down fastest where a margin has these slopes."""
+    """Return the perturbation of length 1 that reduces a margin with these slopes fastest."""
     return -unit(slopes, norm) if norm == "l2" else -slopes.sign()
 
 
 def moved(tokens: Tensor, direction: Tensor, radius: Tensor, norm: Norm) -> Tensor:
-    """Tokens moved by the radius, or by what of it their dtype allows."""
+    """Return tokens perturbed by the radius, rounded to their dtype without leaving it."""
     there = (tokens.double() + direction * radius.unsqueeze(-1)).to(tokens.dtype)
     rows, width = radius.flatten(), tokens.shape[-1]
     return project(there.reshape(-1, width), tokens.reshape(-1, width), rows, norm).view(tokens.shape)
 
 
 def finite(radius: Tensor, tokens: Tensor) -> Tensor:
-    """Radii that can be walked: an infinite one is tried at a hundred times the token."""
+    """Return finite radii: an infinite one is probed at a hundred times the token's size."""
     return radius.minimum(100 * (tokens.double().abs().amax(-1) + 1))
 
 
 def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterator[Tensor]) -> tuple[int, int]:
-    """How many pairs of a token and a perturbation within its radius were tried, and how many changed its set."""
+    """Return the number of pairs of a token and a perturbation within its radius, and how many of them flipped."""
     with torch.no_grad():
         clean = sets(tokens)
         tried, changed, radius = 0, 0, finite(radius, tokens)
@@ -68,7 +68,7 @@ def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterato
 
 
 def sets_of(router: Router, context: Context | None = None, core: int | None = None) -> Sets:
-    """The sets of a router; of a smooth one, its `core` best experts."""
+    """Return a function to the selected sets of a router, or to its `core` best experts."""
 
     def sets(tokens: Tensor) -> Tensor:
         routing = router(tokens, context)
@@ -81,20 +81,20 @@ def sets_of(router: Router, context: Context | None = None, core: int | None = N
 
 
 def native(gate: Gate, dtype: torch.dtype = torch.float32) -> Sets:
-    """The sets of a gate as transformers would compute them, with its scores in `dtype`."""
+    """Return a function to the sets of a gate as transformers computes them, with scores in `dtype`."""
 
     def sets(tokens: Tensor) -> Tensor:
         bias = None if gate.bias is None else gate.bias.to(dtype)
         rows = tokens.reshape(-1, tokens.shape[-1]).to(dtype)
         logits = torch.nn.functional.linear(rows, gate.weight.to(dtype), bias).float()
-        sorted_by = logits.softmax(-1) if gate.rule is None else ranks(gate.rule, logits)
+        sorted_by = logits.softmax(-1) if gate.rule is None else native_keys(gate.rule, logits)
         return torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(sorted_by, gate.k), True)
 
     return sets
 
 
 def slopes(keys: Callable[[Tensor], Tensor], tokens: Tensor, found: Certificates) -> Tensor:
-    """The gradient, at each token, of the margin of its binding pair: one key minus the other, 0 for a threshold."""
+    """Return the gradient at each token of the margin of its closest pair: one key minus the other, 0 for a threshold."""
     rows = tokens.detach().clone().requires_grad_()
     with torch.enable_grad():
         table = torch.nn.functional.pad(keys(rows).double(), (0, 1))

@@ -1,4 +1,4 @@
-"""`certify` from outside: shapes, records, padding, and a sentence for each mistake."""
+"""The interface of `certify`: shapes, records, padding, and one-line errors."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import torch
 from certificates.certified_routers import build, generator
 from torch import Tensor
 
-from holdfast.certificates import Certificates, Gate, MajorityVote, NoBound, Smoothing, certify
+from holdfast.certificates import Certificates, Gate, MajorityVote, NoCertificate, Smoothing, certify
 from holdfast.routing import Context, Cosine, Linear, Router, RouterCache, Score, TopK, create_router
 
 
@@ -46,7 +46,7 @@ def test_certifying_changes_nothing_in_the_router() -> None:
         assert not any(parameter.grad is not None for parameter in made.parameters())
 
 
-def test_padding_is_certified_for_nothing_and_may_hold_anything() -> None:
+def test_padding_has_radius_zero_and_may_be_nan() -> None:
     made, tokens = plain(), torch.randn(2, 4, 6, generator=generator(0))
     real = torch.tensor([[True, True, True, False], [True, False, False, False]])
     wild = tokens.where(real.unsqueeze(-1), math.nan)
@@ -73,7 +73,7 @@ def test_the_summary_is_json_and_the_share_falls_with_the_radius() -> None:
     assert certify(made, tokens[:0], context).summary()["certified"] == 0.0
 
 
-def test_a_zero_token_has_no_relative_radius_to_speak_of() -> None:
+def test_a_zero_token_has_no_finite_relative_radius() -> None:
     score = Linear(2, 2, bias=True)
     with torch.no_grad():
         score.weight.copy_(torch.eye(2))
@@ -83,7 +83,7 @@ def test_a_zero_token_has_no_relative_radius_to_speak_of() -> None:
     assert found.relative.tolist() == [math.inf, 0.0]
 
 
-def test_real_numbers_and_float32_differ_by_what_rounding_takes_off() -> None:
+def test_the_float32_radius_is_smaller_by_rounding_errors() -> None:
     made, tokens, context = build("linear")
     exact, rounded = certify(made, tokens, context, arithmetic=None), certify(made, tokens, context)
     assert torch.equal(exact.radius, exact.distance) and torch.equal(exact.distance, rounded.distance)
@@ -92,7 +92,7 @@ def test_real_numbers_and_float32_differ_by_what_rounding_takes_off() -> None:
     assert likely.arithmetic == "float32, likely rounding"
 
 
-def test_a_growing_k_is_the_one_of_now() -> None:
+def test_a_growing_k_is_certified_at_its_current_value() -> None:
     torch.manual_seed(0)
     made = create_router("smoe-dropout", dim=6, experts=5, k=1).eval()
     tokens = torch.randn(20, 6)
@@ -113,9 +113,9 @@ class Distances(Score):
         return -tokens[..., :4].square()
 
 
-def test_a_router_without_a_bound_says_so_and_its_vote_is_certified() -> None:
+def test_a_router_without_a_certificate_is_refused_and_its_vote_is_certified() -> None:
     made, tokens = Router(Distances(), select=TopK(6, 4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
-    with pytest.raises(NoBound, match=r"Distances: it declares no order.*smoothing="):
+    with pytest.raises(NoCertificate, match=r"Distances: it declares no order.*smoothing="):
         certify(made, tokens)
     found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=60, selection=20, alpha=0.05))
     assert found.kind == "probabilistic" and (found.radius > 0).any()
@@ -123,7 +123,7 @@ def test_a_router_without_a_bound_says_so_and_its_vote_is_certified() -> None:
     assert exact.kind == "exact"  # a known bound comes first
 
 
-def test_a_router_that_does_not_do_what_its_parts_say_is_not_certified() -> None:
+def test_a_router_that_contradicts_its_declarations_is_refused() -> None:
     class Contrary(TopK):
         def forward(self, scores, tokens, context):  # type: ignore[no-untyped-def]
             flipped = type(scores)(-scores.logits, scores.gates, informed=False, raw=scores.raw)
@@ -134,7 +134,7 @@ def test_a_router_that_does_not_do_what_its_parts_say_is_not_certified() -> None
         certify(made, torch.randn(20, 6, generator=generator(0)))
 
 
-def test_a_cosine_of_nothing_is_certified_for_nothing() -> None:
+def test_a_zero_projection_has_radius_zero() -> None:
     made = Router(Cosine(6, 4), select=TopK(6, 4, 2)).eval()
     found = certify(made, torch.zeros(2, 6))
     assert found.radius.tolist() == [0.0, 0.0]
@@ -149,7 +149,7 @@ def test_records_are_frozen_and_hold_float64() -> None:
         found.kind = "exact"  # type: ignore[misc]
 
 
-def test_mistakes_get_a_sentence() -> None:
+def test_mistakes_raise_one_line_errors() -> None:
     made, tokens = plain(), torch.randn(4, 6)
     with pytest.raises(ValueError, match=r"'l_2'.*'l2'"):
         certify(made, tokens, norm="l_2")  # type: ignore[arg-type]

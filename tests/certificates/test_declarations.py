@@ -1,4 +1,4 @@
-"""Parts of a user's own: what they declare is certified and survives attack; what they do not declare is refused by name."""
+"""User-defined parts: declared ones are certified and survive attacks; undeclared ones are refused by name."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from certificates.probing import directions, probe, sets_of
 from torch import Tensor, nn
 
 from holdfast.attacks import attack_routes
-from holdfast.certificates import NORMS, NoBound, Norm, certify, rounding_errors
+from holdfast.certificates import NORMS, NoCertificate, Norm, certify, rounding_errors
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Informer, Linear, LinearScore, Router, Score, Scores, Selection, Selector, TopK, TopP
@@ -23,7 +23,7 @@ DIM, EXPERTS = 6, 5
 
 
 class Distance(Score):
-    """logit_e = -|x - c_e|^2 / 2: its differences are affine in x, itself it is not."""
+    """logit_e = -|x - c_e|^2 / 2: its differences are affine in x, the logit is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class WithinReach(Selector):
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         in_use = experts < EXPERTS
-        return live.where_chosen(experts, in_use.float() / in_use.sum(-1, keepdim=True).clamp_min(1))
+        return live.weights_if_same_set(experts, in_use.float() / in_use.sum(-1, keepdim=True).clamp_min(1))
 
 
 class DeclaredWithinReach(WithinReach):
@@ -121,7 +121,7 @@ def tokens_of(count: int = 40) -> Tensor:
 
 
 def survives(router: Router, tokens: Tensor, norm: Norm) -> float:
-    """The share of tokens with a radius, after random moves and an attack have tried to flip sets inside it."""
+    """Return the share of tokens with a radius, after random perturbations and an attack found no flip inside it."""
     found = certify(router, tokens, norm=norm)
     tried, flipped = probe(sets_of(router), tokens, found.radius, norm, directions(tokens, norm, 32))
     assert tried > 500 and flipped == 0
@@ -165,7 +165,7 @@ def test_a_declared_expert_graph_is_certified_and_the_radius_survives_attack() -
     torch.testing.assert_close(certify(made, tokens_of()).distance, expected, rtol=1e-5, atol=1e-9)
 
 
-def test_rounding_outside_of_the_product_is_taken_off_as_declared() -> None:
+def test_declared_rounding_outside_of_the_product_is_subtracted() -> None:
     made, tokens = Router(Distance(), select=TopK(DIM, EXPERTS, 2)).eval(), tokens_of()
     found = certify(made, tokens)
 
@@ -194,7 +194,7 @@ def test_rounding_outside_of_the_product_is_taken_off_as_declared() -> None:
     ids=["score", "values", "selector", "expert side", "negative graph", "token side", "shifted logits"],
 )
 def test_what_is_not_declared_is_refused_by_name(router: Router, message: str) -> None:
-    with pytest.raises(NoBound, match=message):
+    with pytest.raises(NoCertificate, match=message):
         certify(router.eval(), tokens_of().unsqueeze(0))
 
 
@@ -208,8 +208,8 @@ def test_an_order_alone_is_enough_for_the_best_logits() -> None:
 
 
 @pytest.mark.parametrize("gate", [SOFTMAX, SIGMOID, RELU, GateFunction("square", torch.square)], ids=lambda gate: gate.name)
-def test_the_declared_gate_function_decides_what_is_known(gate: GateFunction) -> None:
-    """It is read, not recognised: a softmax under another name is not certified."""
+def test_only_declared_gate_functions_are_certified(gate: GateFunction) -> None:
+    """The name decides: a softmax under another name is not certified."""
 
     class Best(Rule):
         def conditions(self, scores: Scores, k: int) -> Conditions:
@@ -225,15 +225,15 @@ def test_the_declared_gate_function_decides_what_is_known(gate: GateFunction) ->
     if gate.name in ("softmax", "sigmoid"):
         assert survives(made, tokens_of(), "l2") > 0.9
     else:
-        with pytest.raises(NoBound, match=r"TopK under the rule Best"):
+        with pytest.raises(NoCertificate, match=r"TopK under the rule Best"):
             certify(made, tokens_of())
     unnamed = replace(gate, name="mine")
     rule.gate = unnamed
-    with pytest.raises(NoBound, match="'mine'"):
+    with pytest.raises(NoCertificate, match="'mine'"):
         certify(made, tokens_of())
 
 
-def test_what_every_named_router_declares_is_what_its_forward_does() -> None:
+def test_every_named_router_declares_the_sets_of_its_forward() -> None:
     """The set that the declared conditions keep is the set that was chosen, or the declared core of it."""
     for name in ("linear", "bias", "xmoe", "ac", "remoe", "smooth", "symphony row", "top-p", "symphony+smooth"):
         made, tokens, context = build(name)

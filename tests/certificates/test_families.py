@@ -1,4 +1,4 @@
-"""The gates of Hugging Face families: plain weights and the family's rule are enough, and a rerouted gate is a Router."""
+"""Native gates of Hugging Face families are certified from weights and rule; a rerouted gate is certified as a Router."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ from torch import Tensor
 
 import holdfast
 from holdfast.certificates import NORMS, Gate, certify, undecided
-from holdfast.hub.families import record
-from holdfast.hub.layers import Site, sites
+from holdfast.hub.families import routing_from_gate
+from holdfast.hub.layers import MoELayerRef, moe_layers
 
 
-def plain(site: Site) -> Gate:
-    """What an audit hands over: weights, bias, rule, k."""
+def plain(site: MoELayerRef) -> Gate:
+    """Return the `Gate` that an audit makes: weights, bias, rule, k."""
     assert site.family is not None
     gate, family = site.gate, site.family
     bias = None if family.bias is None else getattr(gate, family.bias)
     return Gate(getattr(gate, family.weight), int(getattr(gate, "top_k", 2)), bias=bias, rule=family.rule(gate))
 
 
-def native_sets(site: Site, tokens: Tensor) -> Tensor:
+def native_sets(site: MoELayerRef, tokens: Tensor) -> Tensor:
     assert site.family is not None
     shaped = tokens.unsqueeze(0) if site.family.model_type in ("deepseek_v3", "glm4_moe") else tokens
-    return record(site.gate(shaped), site.family.rule(site.gate)).chosen
+    return routing_from_gate(site.gate(shaped), site.family.rule(site.gate)).chosen
 
 
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
-def test_no_perturbation_moves_a_native_gate_inside_its_radius(model_type: str) -> None:
-    site = sites(tiny(model_type))[-1]
+def test_no_perturbation_inside_the_radius_flips_a_native_gate(model_type: str) -> None:
+    site = moe_layers(tiny(model_type))[-1]
     with torch.no_grad():
         for name, buffer in site.gate.named_buffers():
             if "bias" in name:
@@ -52,20 +52,20 @@ def test_no_decided_token_flips_in_a_model_that_runs_in_bfloat16(model_type: str
     """These families score in the model's dtype."""
     model: Any = tiny(model_type)
     tokens = torch.randn(3000, 32, generator=generator(2)).bfloat16()
-    site = sites(model.bfloat16())[0]
+    site = moe_layers(model.bfloat16())[0]
     gate = plain(site)
     with torch.no_grad():
         short = native_sets(site, tokens)
         alarm = undecided(gate, tokens, torch.bfloat16)
-        long = native_sets(sites(model.float())[0], tokens.float())
+        long = native_sets(moe_layers(model.float())[0], tokens.float())
     flips = (short != long).any(1)
     assert flips.any() and not (flips & ~alarm).any() and alarm.float().mean() < 0.2
 
 
 @pytest.mark.parametrize("name", ["symphony", "smooth", "ac"])
-def test_a_rerouted_gate_is_certified_as_the_router_it_holds(name: str) -> None:
+def test_a_rerouted_gate_is_certified_as_its_router(name: str) -> None:
     model: Any = holdfast.reroute(tiny("deepseek_v3"), name)
-    router = sites(model)[-1].router
+    router = moe_layers(model)[-1].router
     assert router is not None
     found = certify(router.eval(), torch.randn(2, 9, 32, generator=generator(3)))
     assert found.radius.shape == (2, 9) and (found.radius > 0).any()

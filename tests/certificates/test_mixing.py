@@ -1,4 +1,4 @@
-"""Tokens that share their gates: what is certified when a whole sequence moves."""
+"""Tokens that share their gates: radii are valid when the whole sequence is perturbed."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from certificates.certified_routers import attention, build, generator
 from certificates.naive import mixed_radii
 
-from holdfast.certificates import NoBound, Smoothing, certify
+from holdfast.certificates import NoCertificate, Smoothing, certify
 from holdfast.routing import Context, Linear, Router, Similarity, TopK, create_router
 
 
@@ -32,7 +32,7 @@ def test_two_tokens_with_equal_weights_by_hand() -> None:
     assert found.distance.flatten().tolist() == pytest.approx([2 * math.atanh(mean / 2)] * 2, rel=1e-6)
 
 
-def test_distances_are_what_loops_say_for_every_sequence() -> None:
+def test_distances_equal_the_naive_ones_for_every_sequence() -> None:
     """Sequences of short and of long tokens: the longest of its own counts, not that of another."""
     made, tokens, _ = build("similarity", length=7)
     tokens = tokens * torch.tensor([0.1, 1.0, 3.0, 0.5]).view(4, 1, 1)
@@ -44,7 +44,7 @@ def test_distances_are_what_loops_say_for_every_sequence() -> None:
         torch.testing.assert_close(distances, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-12)
 
 
-def test_the_token_that_is_easiest_to_turn_counts_for_all() -> None:
+def test_the_most_sensitive_token_bounds_the_whole_sequence() -> None:
     """Of cosines the shortest projection turns fastest: with one in the sequence, the others are certified for less."""
     torch.manual_seed(0)
     made = create_router("xmoe+similarity", dim=12, experts=8, k=2).eval()
@@ -63,7 +63,7 @@ def test_an_inert_token_graph_is_the_plain_router() -> None:
     assert found.kind == "exact" and found.distance.flatten().tolist() == pytest.approx([0.6, 0.2])
 
 
-def test_moving_tokens_that_also_choose_whom_they_listen_to_is_certified_for_less() -> None:
+def test_radii_are_smaller_if_the_mixing_weights_depend_on_the_tokens() -> None:
     made, tokens, context = build("similarity attention")
     with_attention, without = certify(made, tokens, context), certify(made, tokens)
     assert without.radius.median() < with_attention.radius.median()
@@ -87,11 +87,11 @@ def test_longer_sequences_of_the_same_tokens_are_certified_alike() -> None:
     torch.testing.assert_close(certify(made, twice).distance[:, :16], certify(made, tokens).distance, rtol=1e-3, atol=1e-7)
 
 
-def test_gates_that_are_no_shares_have_no_bound_when_tokens_mix() -> None:
+def test_mixed_gates_that_are_not_a_softmax_are_refused() -> None:
     torch.manual_seed(0)
     made = create_router("similarity+remoe", dim=6, experts=4, k=2).eval()
     tokens = torch.randn(1, 5, 6, generator=generator(0))
-    with pytest.raises(NoBound, match="smoothing=Smoothing"):
+    with pytest.raises(NoCertificate, match="smoothing=Smoothing"):
         certify(made, tokens)
     found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=50, selection=20))
     assert found.kind == "probabilistic" and "majority vote" in found.about

@@ -31,7 +31,7 @@ def graph_of(made: Router) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["symphony row", "symphony conditional", "symphony sinkhorn", "symphony sparse"])
-def test_both_bounds_of_the_specification_are_what_loops_say(name: str) -> None:
+def test_both_lipschitz_bounds_equal_the_naive_ones(name: str) -> None:
     made, tokens, context = build(name, length=7)
     assert isinstance(made.score, Linear)
     found = certify(made, tokens, context)
@@ -44,7 +44,7 @@ def test_both_bounds_of_the_specification_are_what_loops_say(name: str) -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", SYMPHONIES)
-def test_ours_is_the_best_of_three_bounds(name: str, norm: Norm) -> None:
+def test_the_odds_bound_is_the_best_of_three(name: str, norm: Norm) -> None:
     made, tokens, context = build(name)
     found = certify(made, tokens, context, norm=norm)
     assert (found.bounds["proposition 1"] <= found.bounds["pairwise"] * (1 + 1e-9)).all()
@@ -75,7 +75,7 @@ def test_two_experts_with_a_graph_by_hand() -> None:
     assert found.margin.item() == pytest.approx(float(0.4 * gates[0] - 0.8 * gates[1]), rel=1e-6)
 
 
-def test_a_zero_graph_never_changes_and_a_dominated_expert_never_comes_in() -> None:
+def test_a_zero_graph_and_a_dominated_expert_have_infinite_radii() -> None:
     weight, tokens = torch.randn(3, 4, generator=generator(0)), torch.randn(6, 4, generator=generator(1))
     assert certify(with_graph(torch.zeros(3, 3), weight), tokens).distance.isinf().all()
     dominated = torch.tensor([[0.5, 0.5, 0.5], [0.1, 0.2, 0.3], [0.0, 0.1, 0.2]])
@@ -83,7 +83,7 @@ def test_a_zero_graph_never_changes_and_a_dominated_expert_never_comes_in() -> N
     assert found.distance.isinf().all() and (found.relative > 5).all()  # as far as float32 gates do not underflow
 
 
-def test_gates_that_underflow_are_certified_for_nothing() -> None:
+def test_gates_that_underflow_have_radius_zero() -> None:
     """Logits 300, 60 and 50 under the identity: in float32 the second and third gate are 0, and the index decides."""
     weight = torch.tensor([[0.5], [0.6], [3.0]])
     made = with_graph(torch.eye(3), weight, k=2)
@@ -144,7 +144,7 @@ def test_an_expert_that_is_alone_below_the_threshold_stays_while_it_is_the_best(
     assert found.distance.item() == pytest.approx(0.5, rel=1e-6) and found.pair.tolist() == [[0, 1]]
 
 
-def test_a_learned_threshold_is_the_one_that_counts() -> None:
+def test_a_learned_threshold_is_used() -> None:
     torch.manual_seed(0)
     made = create_router("top-p", dim=6, experts=5, p=0.1, learned=True).eval()
     assert isinstance(made.select, TopP) and made.select.learned_p is not None

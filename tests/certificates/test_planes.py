@@ -42,7 +42,7 @@ def test_a_bias_moves_the_plane_and_not_its_normal() -> None:
     assert found.distance.item() == pytest.approx(3 / 5) and found.pair.tolist() == [[1, 0]]
 
 
-def test_relu_switches_where_a_logit_is_zero() -> None:
+def test_relu_flips_where_a_logit_is_zero() -> None:
     """Experts with logits 6, -4 and 0: the third is not chosen, and any move upwards brings it in."""
     made = create_router("remoe", dim=2, experts=3, k=1).eval()
     with torch.no_grad():
@@ -86,14 +86,14 @@ def test_equal_experts_have_no_plane_between_them() -> None:
     assert far.distance.item() == math.inf and far.relative.item() > 1000
 
 
-def test_a_tie_is_certified_for_nothing() -> None:
+def test_a_tie_has_radius_zero() -> None:
     found = certify(by_hand([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, 2.0], [2.0, 2.0 + 1e-7]]))
     assert found.radius.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", SWAPPING)
-def test_distances_are_what_loops_say(name: str, norm: Norm) -> None:
+def test_distances_equal_the_naive_ones(name: str, norm: Norm) -> None:
     made, tokens, context = build(name, length=7)
     found = certify(made, tokens, context, norm=norm)
     k = made.select.k
@@ -107,7 +107,7 @@ def test_distances_are_what_loops_say(name: str, norm: Norm) -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", ["remoe", "xmoe+remoe"])
-def test_distances_of_relu_gates_are_what_loops_say(name: str, norm: Norm) -> None:
+def test_distances_of_relu_gates_equal_the_naive_ones(name: str, norm: Norm) -> None:
     made, tokens, context = build(name)
     found = certify(made, tokens, context, norm=norm)
     radii = relu_radii(effective_weights(made, context)[0], tokens.flatten(0, 1), norm)
@@ -115,7 +115,7 @@ def test_distances_of_relu_gates_are_what_loops_say(name: str, norm: Norm) -> No
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 12, 13])
-def test_every_k_is_what_loops_say(k: int) -> None:
+def test_every_k_equals_the_naive_one(k: int) -> None:
     made, tokens, context = build("bias", dim=7, batch=1, length=5, k=k)
     assert isinstance(made.score, Linear) and made.score.bias is not None
     radii, _ = plane_radii([made.score.weight.detach().double()], made.score.bias.detach(), tokens[0], k, "l2")
@@ -126,7 +126,7 @@ def test_every_k_is_what_loops_say(k: int) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", SWAPPING)
 def test_just_outside_an_exact_radius_every_set_changes(name: str, norm: Norm) -> None:
-    """1.001 times as far along the normal, in float32; of tokens that lose half of that to rounding it is not asked."""
+    """1.001 times the radius along the normal, in float32, for tokens that lose less than half of that to rounding."""
     made, tokens, context = build(name)
     found = certify(made, tokens, context, norm=norm)
     k = made.select.k
@@ -162,8 +162,8 @@ def set_of(logits: Tensor, k: int) -> Tensor:
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.topk(k, dim=1).indices, True)
 
 
-def test_nearly_equal_experts_are_told_apart_by_their_difference() -> None:
-    """A Gram matrix would say that they are 0 apart."""
+def test_nearly_equal_experts_are_separated() -> None:
+    """A distance computed from a Gram matrix would be 0."""
     weight = torch.randn(2, 50, dtype=torch.float64, generator=generator(1))
     weight[1] = weight[0] + 1e-11 * torch.randn(50, dtype=torch.float64, generator=generator(2))
     tokens = torch.randn(5, 50, dtype=torch.float64, generator=generator(3))
@@ -187,7 +187,7 @@ def test_memory_stays_small_for_many_tokens_and_experts(monkeypatch: pytest.Monk
     """Tokens are taken a few at a time, and the result does not depend on how many."""
     made, tokens, context = build("symphony+ac mixed", length=5)
     whole = certify(made, tokens, context)
-    monkeypatch.setattr("holdfast.certificates.subjects.MOST_ELEMENTS", 500)
+    monkeypatch.setattr("holdfast.certificates.router_conditions.MOST_ELEMENTS", 500)
     monkeypatch.setattr("holdfast.certificates.score_geometry.MOST_HELD", 1)
     parts = certify(made, tokens, context)
     torch.testing.assert_close(parts.radius, whole.radius, rtol=1e-9, atol=0)

@@ -11,9 +11,9 @@ from certificates.probing import native
 from certificates.test_odds import grid
 from torch import Tensor, nn
 
-from holdfast.certificates import NORMS, Gate, NoBound, Norm, certify
+from holdfast.certificates import NORMS, Gate, NoCertificate, Norm, certify
 from holdfast.routing import Router, Routing, Scores, create_router
-from holdfast.routing.conditions import best_groups, group_contests
+from holdfast.routing.conditions import best_groups, group_conditions
 from holdfast.routing.declarations import SIGMOID
 from holdfast.routing.selection import Rule, TopK
 
@@ -64,7 +64,7 @@ def test_without_bias_and_groups_the_planes_are_those_of_the_logits() -> None:
     assert (found.radius < found.distance).all() and (found.radius > 0.99 * plain.radius).float().mean() > 0.9
 
 
-def test_sigmoids_that_round_to_one_are_certified_for_nothing() -> None:
+def test_sigmoids_that_round_to_one_have_radius_zero() -> None:
     """Logits 30 and 20 are far apart, their float32 sigmoids are both 1."""
     weight = torch.tensor([[20.0], [30.0]])
     found = certify(Gate(weight, 1, rule=grouped_sigmoid(2, 1, 1, spread=0.0)), torch.tensor([[1.0], [0.1]]))
@@ -78,7 +78,7 @@ def test_the_conditions_of_groups_are_those_of_every_two_groups() -> None:
     assert kept.tolist() == [[True, True, False, False]]
     chosen = torch.zeros_like(keys, dtype=torch.bool)
     chosen[0, :2] = True
-    pairs = group_contests(keys, kept, chosen)
+    pairs = group_conditions(keys, kept, chosen)
     found = {
         (tuple(sorted(ahead)), tuple(sorted(behind)), way)
         for ahead, behind, way in zip(pairs.ahead[0].tolist(), pairs.behind[0].tolist(), pairs.way[0].tolist(), strict=True)
@@ -90,7 +90,7 @@ def test_the_conditions_of_groups_are_those_of_every_two_groups() -> None:
     assert found == expected and pairs.valid.all()
 
 
-def test_a_rule_that_ranks_in_a_way_we_do_not_know_is_refused() -> None:
+def test_a_rule_without_conditions_is_refused() -> None:
     class Odd(Rule):
         gate = SIGMOID
 
@@ -101,13 +101,13 @@ def test_a_rule_that_ranks_in_a_way_we_do_not_know_is_refused() -> None:
             return scores.gates.gather(-1, experts)
 
     tokens = torch.randn(3, 4)
-    with pytest.raises(NoBound, match=r"Odd.*conditions"):
+    with pytest.raises(NoCertificate, match=r"Odd.*conditions"):
         certify(Gate(torch.randn(5, 4), 2, rule=Odd()), tokens)
     lying = grouped_sigmoid(5, 1, 1)
     lying.ranks = lambda scores: scores.gates * 2  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="other experts than the router's parts declare"):
         certify(Gate(torch.randn(5, 4), 2, rule=lying), torch.randn(50, 4))
-    with pytest.raises(NoBound, match=r"GroupedSigmoid.*3 experts"):
+    with pytest.raises(NoCertificate, match=r"GroupedSigmoid.*3 experts"):
         certify(Gate(torch.randn(6, 4), 3, rule=grouped_sigmoid(6, 3, 1)), tokens)
 
 
@@ -148,7 +148,7 @@ def test_routers_under_the_rule_of_a_family_are_certified(name: str) -> None:
             assert torch.equal(core(made(moved)), clean)
 
 
-def test_the_rule_of_a_real_module_is_read() -> None:
+def test_the_rule_of_a_transformers_module_is_used() -> None:
     owner = nn.Module()
     owner.register_buffer("e_score_correction_bias", torch.tensor([0.1, 0.0, 0.2, 0.0]))
     for name, value in {"num_group": 2, "topk_group": 1, "norm_topk_prob": True}.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.attacks import attack_routes
 from holdfast.certificates import NORMS, Gate, Norm, certify
-from holdfast.certificates.subjects import ranks
+from holdfast.certificates.router_conditions import native_keys
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router, Routing, SmoothTopK
 from holdfast.routing.parts import TINY
@@ -60,8 +60,8 @@ def test_no_perturbation_inside_the_radius_changes_a_set(name: str, norm: Norm) 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_no_set_changes_when_a_whole_sequence_moves_by_the_radius(name: str, norm: Norm) -> None:
-    """All tokens of a sequence move as far as one of them may; those that may move further must hold too."""
+def test_no_token_flips_when_a_whole_sequence_is_perturbed_by_the_radius(name: str, norm: Norm) -> None:
+    """All tokens of a sequence are perturbed by the radius of one of them; tokens with a larger radius must not flip."""
     made, tokens, context = build(name)
     found = certify(made, tokens, context, norm=norm)
     sets, clean = sets_of(made, context), made(tokens, context).chosen
@@ -81,7 +81,7 @@ def test_no_set_changes_when_a_whole_sequence_moves_by_the_radius(name: str, nor
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", SIGMOIDS)
-def test_no_perturbation_moves_a_sigmoid_gate_with_bias_and_groups(name: str, norm: Norm) -> None:
+def test_no_perturbation_flips_a_sigmoid_gate_with_bias_and_groups(name: str, norm: Norm) -> None:
     gate, tokens = sigmoid_gate(**SIGMOIDS[name]), 2 * torch.randn(64, 12, generator=generator(3))
     found = certify(gate, tokens, norm=norm)
 
@@ -133,7 +133,7 @@ def test_no_attack_on_a_sigmoid_gate_succeeds_inside_the_radius(name: str) -> No
 
     def route(rows: Tensor) -> Routing:
         logits = rows @ gate.weight.t()
-        sorted_by = ranks(gate.rule, logits) if gate.rule is not None else logits
+        sorted_by = native_keys(gate.rule, logits) if gate.rule is not None else logits
         experts = top(sorted_by, gate.k)
         gates = torch.sigmoid(logits)
         return Routing(logits, gates, experts, gates.gather(1, experts), {})
@@ -150,7 +150,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["bias", "xmoe+ac", "symphony row", "top-p"])
-def test_radii_hold_for_tokens_and_weights_of_every_dtype(name: str, dtype: torch.dtype) -> None:
+def test_radii_are_sound_for_tokens_and_weights_of_every_dtype(name: str, dtype: torch.dtype) -> None:
     """Perturbed tokens are numbers of the dtype too."""
     made, tokens, context = build(name)
     made, tokens = made.to(dtype), tokens.to(dtype)
@@ -164,7 +164,7 @@ def test_radii_hold_for_tokens_and_weights_of_every_dtype(name: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_radii_hold_for_a_gate_that_computes_in_a_short_type(dtype: torch.dtype) -> None:
+def test_radii_are_sound_for_a_gate_that_computes_in_a_short_type(dtype: torch.dtype) -> None:
     source = generator(11)
     weight, bias = torch.randn(16, 40, generator=source).to(dtype) / 8, torch.randn(16, generator=source).to(dtype)
     tokens = torch.randn(400, 40, generator=source).to(dtype)
@@ -179,7 +179,7 @@ def test_radii_hold_for_a_gate_that_computes_in_a_short_type(dtype: torch.dtype)
         assert changed == 0
 
 
-def test_radii_hold_with_many_experts_and_any_k() -> None:
+def test_radii_are_sound_with_many_experts_and_any_k() -> None:
     """1,000 pairs each, at awkward sizes."""
     for name, experts, k in (
         ("linear", 64, 1),
@@ -198,7 +198,7 @@ def test_radii_hold_with_many_experts_and_any_k() -> None:
             assert changed == 0
 
 
-def test_likely_rounding_gives_larger_radii_that_still_hold() -> None:
+def test_likely_rounding_gives_larger_radii_that_are_still_sound() -> None:
     made, tokens, context = build("linear", dim=1500, batch=2)
     worst, likely = (certify(made, tokens, context, rounding=rounding) for rounding in ("worst", "likely"))
     assert (likely.radius >= worst.radius).all() and (likely.radius <= likely.distance).all()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.certificates import Gate, certify, rounding_errors, undecided
 from holdfast.certificates.arithmetic import likely_gamma
-from holdfast.routing import Context, SmoothTopK
+from holdfast.routing import Clustered, Context, SmoothTopK
 from holdfast.routing.bounds import gamma, unit
 
 SHORT = [torch.bfloat16, torch.float16]
@@ -33,7 +33,7 @@ def summed_in(dtype: torch.dtype, tokens: Tensor, weight: Tensor, backwards: boo
     return total.double()
 
 
-def test_units_and_gammas_are_those_of_the_book() -> None:
+def test_units_and_gammas_by_hand() -> None:
     assert unit(torch.float32) == 2.0**-24 and unit(torch.bfloat16) == 2.0**-8 and unit(torch.float16) == 2.0**-11
     assert gamma(3, 0.1) == pytest.approx(0.3 / 0.7) and gamma(256, 2.0**-8) == math.inf and gamma(300, 2.0**-8) == math.inf
     assert likely_gamma(4096, 2.0**-24) == pytest.approx(8 * 64 * 2.0**-24, rel=1e-3)
@@ -86,7 +86,7 @@ def test_products_summed_in_the_short_type_are_within_the_error_of_the_specifica
     assert (off <= errors).all() and (off / errors).max() > 0.005  # the worst case is far from the usual one
 
 
-def test_from_a_width_of_256_on_bfloat16_sums_of_bfloat16_say_nothing() -> None:
+def test_from_a_width_of_256_on_every_token_is_undecided_with_bfloat16_sums() -> None:
     for dim, vacuous in ((255, False), (256, True), (2000, True)):
         tokens, weight = example(4, dim, 6)
         gate = Gate(weight, 2)
@@ -101,7 +101,7 @@ def test_from_a_width_of_256_on_bfloat16_sums_of_bfloat16_say_nothing() -> None:
 def test_no_decided_token_flips_between_float32_and_a_short_type(
     dim: int, dtype: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
-    """And of the undecided ones a good share does: the alarm means something."""
+    """And a good share of the undecided tokens does flip."""
     flipped = called = 0
     for seed in range(4):
         tokens, weight = example(4000, dim, 32, seed)
@@ -149,7 +149,14 @@ def test_no_decided_token_flips_when_a_router_scores_in_a_short_type(
         return product(rows * factors.view_as(rows), weight)
 
     monkeypatch.setattr("holdfast.routing.parts.linear_float32", product)
+
+    def grouped(score: Clustered, rows: Tensor, weight: Tensor, *_: object) -> Tensor:
+        features = score.features(rows, context)
+        assert features is not None
+        return scaled(rows, *features, weight)
+
     monkeypatch.setattr("holdfast.routing.clustering.scaled_linear_float32", scaled)
+    monkeypatch.setattr(Clustered, "_grouped", grouped)
     flips = (clean != sets(tokens)).any(1)
     assert not (flips & ~alarm).any()
     assert alarm.float().mean() < (0.9 if name in ("xmoe+symphony", "attention") else 0.1)
@@ -167,7 +174,7 @@ def test_padding_is_never_undecided_and_shapes_are_those_of_the_tokens() -> None
     assert undecided(made, tokens[:0], torch.bfloat16).shape == (0, 16)
 
 
-def test_what_is_too_large_for_a_type_is_undecided() -> None:
+def test_an_overflow_of_the_dtype_is_undecided() -> None:
     gate = Gate(torch.tensor([[1.0], [2.0]]), 1)
     assert undecided(gate, torch.tensor([[1e5], [1.0]]), torch.float16).tolist() == [True, False]
     assert undecided(gate, torch.tensor([[1e5], [1.0]]), torch.bfloat16).tolist() == [False, False]
@@ -197,7 +204,7 @@ def test_a_bias_is_rounded_too() -> None:
         assert flips.any() and not (flips & ~alarm).any()
 
 
-def test_mistakes_get_a_sentence() -> None:
+def test_mistakes_raise_one_line_errors() -> None:
     gate, tokens = Gate(torch.eye(2), 1), torch.ones(1, 2)
     with pytest.raises(ValueError, match="floating-point"):
         undecided(gate, tokens, torch.int64)

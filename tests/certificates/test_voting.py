@@ -9,7 +9,7 @@ from torch import Tensor
 
 from holdfast.attacks import attack_routes
 from holdfast.certificates import MajorityVote, Smoothing, certify, certify_vote
-from holdfast.certificates.voting import majority, packed, unpacked
+from holdfast.certificates.voting import majority, pack_sets, unpack_sets
 from holdfast.routing import Context, Linear, Router, Routing, TopK, create_router
 
 
@@ -43,7 +43,7 @@ def test_the_bound_is_that_of_clopper_and_pearson() -> None:
     assert found.margin.item() == pytest.approx(2 * lowest - 1, rel=1e-6) and found.pair.tolist() == [[0, 1]]
 
 
-def test_an_unclear_vote_is_certified_for_nothing() -> None:
+def test_a_vote_without_a_clear_majority_has_radius_zero() -> None:
     found = certify_vote(MajorityVote(two_experts(), Smoothing(sigma=1.0, samples=50)), torch.tensor([[0.001, 0.0]]))
     assert found.radius.item() == 0 and found.margin.item() < 0
 
@@ -104,7 +104,7 @@ def test_the_vote_is_a_router_that_attacks_can_be_run_against() -> None:
     assert outside.rate > 0.5
 
 
-def test_the_vote_of_a_smooth_gate_is_what_most_samples_say() -> None:
+def test_the_vote_of_a_smooth_gate_is_the_set_of_most_samples() -> None:
     made, tokens, _ = build("linear", batch=1)
     vote = MajorityVote(made, Smoothing(sigma=0.2, samples=64))
     routing = vote(tokens)
@@ -120,7 +120,7 @@ def test_the_vote_of_a_smooth_gate_is_what_most_samples_say() -> None:
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
 
 
-def test_l_inf_is_the_l2_radius_over_the_root_of_what_can_move() -> None:
+def test_the_linf_radius_is_the_l2_radius_over_the_root_of_the_features() -> None:
     smoothing = Smoothing(sigma=0.5, samples=40, selection=10)
     made, tokens, _ = build("linear", batch=2)
     for router_, wide in ((made, 12), (build("similarity", batch=2)[0], 12 * 16)):
@@ -134,9 +134,9 @@ def test_l_inf_is_the_l2_radius_over_the_root_of_what_can_move() -> None:
 
 def test_sets_of_many_experts_are_packed_and_counted() -> None:
     sets = torch.rand(50, 150, generator=generator(0)) < 0.3
-    assert torch.equal(unpacked(packed(sets), 150), sets)
-    votes = torch.stack([packed(sets)] * 3 + [packed(~sets)] * 2)[torch.tensor([3, 0, 4, 1, 2])]
-    assert torch.equal(unpacked(majority(votes), 150), sets)
+    assert torch.equal(unpack_sets(pack_sets(sets), 150), sets)
+    votes = torch.stack([pack_sets(sets)] * 3 + [pack_sets(~sets)] * 2)[torch.tensor([3, 0, 4, 1, 2])]
+    assert torch.equal(unpack_sets(majority(votes), 150), sets)
     tie = torch.tensor([[[5]], [[3]], [[3]], [[5]], [[4]]])
     assert majority(tie).tolist() == [[3]]  # the first in order
 
@@ -150,7 +150,7 @@ def test_empty_sets_vote_too() -> None:
     assert not MajorityVote(made, Smoothing(sigma=0.1, samples=20))(-torch.ones(2, 4)).used.any()
 
 
-def test_mistakes_get_a_sentence() -> None:
+def test_mistakes_raise_one_line_errors() -> None:
     made = two_experts()
     with pytest.raises(ValueError, match=r"sigma.* -1"):
         Smoothing(sigma=-1.0)

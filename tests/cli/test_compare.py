@@ -14,10 +14,10 @@ from commands import Command
 from wording import mentions
 
 import holdfast
-from holdfast.comparing import equal_compute
+from holdfast.comparing import matched_baseline
 from holdfast.errors import MissingExtra
 from holdfast.report import read_results
-from holdfast.train.recipe import contenders
+from holdfast.train.recipe import parse_routers
 
 SMALL = [
     "training.steps=6",
@@ -102,16 +102,16 @@ def _changed(pair: str) -> tuple[str, int]:
 
 def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_uses_most() -> None:
     baseline = {"router": "smoe[noise=gumbel]", "experts_per_token": 2.0}
-    (known,) = contenders("smoe[noise=gumbel]")
+    (known,) = parse_routers("smoe[noise=gumbel]")
     for given in ([], [known]):  # the baseline may be from an earlier command
-        (found,) = equal_compute([baseline, row("smooth", 2.4), row("top-p", 3.6), row("ac", 2.0)], given, 8)
+        (found,) = matched_baseline([baseline, row("smooth", 2.4), row("top-p", 3.6), row("ac", 2.0)], given, 8)
         assert (found.name, found.k, found.router) == ("smoe[noise=gumbel], top 4", 4, "smoe")
         assert found.options == known.options
     matched = row("smoe[noise=gumbel], top 3", 3.0)
-    assert equal_compute([baseline, row("smooth", 2.4), matched], [known], 8) == []
-    assert equal_compute([baseline, row("ac", 2.0), row("remoe", 1.2), row("smooth", 2.001)], [known], 8) == []
-    assert equal_compute([baseline], [known], 8) == []
-    assert equal_compute([{"router": "smoe", "experts_per_token": 2.0}, row("top-p", 2.0001)], [], 2) == []
+    assert matched_baseline([baseline, row("smooth", 2.4), matched], [known], 8) == []
+    assert matched_baseline([baseline, row("ac", 2.0), row("remoe", 1.2), row("smooth", 2.001)], [known], 8) == []
+    assert matched_baseline([baseline], [known], 8) == []
+    assert matched_baseline([{"router": "smoe", "experts_per_token": 2.0}, row("top-p", 2.0001)], [], 2) == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ COMMANDS = [*FILES, *FOLDERS, ["report", "COMPARED"]]
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command with this --out. Its model does not exist, and no task may be made: the place is looked at first."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for module in ("single", "cells"):
+    for module in ("training", "comparison"):
         monkeypatch.setattr(f"holdfast.train.{module}.make_task", lambda *_: pytest.fail("the work has begun"))
 
     def call(arguments: list[str], out: Path) -> str:

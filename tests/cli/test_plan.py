@@ -21,7 +21,7 @@ SMALL = ("--set", *SIZES)
 def test_a_table_has_a_column_for_each_router(command: Command) -> None:
     done = command("plan", "llama", "--experts", "8", "--gpus", "8", "--tokens", "1e9", *SMALL, columns=120)
     assert done.returncode == 0, done.stderr
-    for name in ("smoe", "symphony", "similarity", "attention", "ac", "smooth", "training of 1 G tokens", "experts apart"):
+    for name in ("smoe", "symphony", "similarity", "attention", "ac", "smooth", "training of 1 G tokens", "expert parallel"):
         assert name in done.stdout
 
 

@@ -19,7 +19,7 @@ PLUGIN = """
 import holdfast
 from holdfast.routing import Linear
 
-@holdfast.register("doubled", slot="score", about="twice the linear score", paper="none")
+@holdfast.register("doubled", stage="score", about="twice the linear score", paper="none")
 class Doubled(Linear):
     def __init__(self, dim: int, experts: int, *, times: float = 2.0) -> None:
         super().__init__(dim, experts)

@@ -42,7 +42,7 @@ def test_the_same_seed_prints_the_same_table(command: Command) -> None:
         (["--route", "--names", "top-p+remoe"], "'top-p' and 'remoe'"),
         (["--route", "--k", "40"], "k is 40"),
         (["--route", "--experts", "0"], "experts is 0"),
-        (["--route", "--dim", "0"], "multiple of 4"),
+        (["--route", "--dim", "0"], "divisible by 4"),
         (["--route", "--sequences", "1000000"], "the text"),
     ],
 )
@@ -53,8 +53,10 @@ def test_a_mistake_is_one_sentence_and_no_traceback(arguments: list[str], says: 
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["routers", "--help"]])
-def test_help_has_an_example(arguments: list[str], command: Command) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "example"), [(["--help"], "holdfast compare"), (["routers", "--help"], "holdfast routers --route")]
+)
+def test_help_has_an_example(arguments: list[str], example: str, command: Command) -> None:
     done = command(*arguments, columns=160)
     assert done.returncode == 0
-    assert "holdfast routers --route" in done.stdout
+    assert example in done.stdout

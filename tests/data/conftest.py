@@ -1,4 +1,4 @@
-"""Where the real data lies, for the tests that want it."""
+"""The folder of the real data, for the tests that use them."""
 
 import os
 from pathlib import Path

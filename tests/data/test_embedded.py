@@ -1,4 +1,4 @@
-"""The English that Python carries."""
+"""The embedded text: the English in a Python installation."""
 
 import ast
 import gc
@@ -28,8 +28,8 @@ def test_it_has_the_language_reference_alone_too() -> None:
 
 
 @pytest.mark.slow
-def test_it_loads_in_a_few_seconds_and_leaves_the_collector_as_it_was() -> None:
-    """In processor time, because others may be at work on this machine."""
+def test_it_loads_in_a_few_seconds_and_restores_the_garbage_collector() -> None:
+    """Measured in processor time, because other programs may run on this machine."""
     assert gc.isenabled()
     text_sources._python_docs.cache_clear()
     start = time.process_time()
@@ -39,8 +39,8 @@ def test_it_loads_in_a_few_seconds_and_leaves_the_collector_as_it_was() -> None:
 
 
 @pytest.mark.slow
-def test_another_process_sees_the_same_and_imports_no_module_for_its_docstrings() -> None:
-    """Python's own hash differs between processes; nothing may hang on it. `antigravity` opens a browser, `this` prints."""
+def test_another_process_reads_the_same_and_imports_no_module_for_its_docstrings() -> None:
+    """Python's own hash differs between processes and must not matter. `antigravity` opens a browser, `this` prints."""
     code = "from holdfast.data import corpus; import sys; print(corpus('python-docs').checksum, *sys.modules)"
     command = [sys.executable, "-c", code]
     other = subprocess.run(command, check=True, capture_output=True, text=True, env={"PYTHONHASHSEED": "7"})
@@ -50,12 +50,12 @@ def test_another_process_sees_the_same_and_imports_no_module_for_its_docstrings(
     assert {"transformers", "datasets", "sklearn", "PIL"}.isdisjoint(loaded)  # the default needs none of them
 
 
-def test_neither_tests_nor_other_peoples_packages_are_in_it() -> None:
+def test_tests_and_vendored_packages_are_not_in_it() -> None:
     parts = {part for title in python_docs() for part in title.split("/")[1].split(".")}
     assert parts.isdisjoint({"test", "tests", "idlelib", "pip", "setuptools", "torch", "site-packages"})
 
 
-def test_docstrings_come_in_the_order_of_the_source_wherever_a_definition_hides() -> None:
+def test_docstrings_have_the_order_of_the_source_inside_statements_too() -> None:
     source = '''
 """one"""
 class A:
@@ -83,13 +83,16 @@ def nothing():
     assert list(text_sources.docstrings(ast.parse(source))) == expected
 
 
-def test_no_longer_paragraph_is_said_twice_and_headings_stay() -> None:
+def test_no_long_paragraph_occurs_twice_and_headings_stay() -> None:
     long = "a paragraph of nine words that is said twice"
     documents = [("a", f"Notes\n\n{long}"), ("b", f"Notes\n\n{long.replace(' ', '   ')}\n\nanother"), ("c", long)]
-    assert dict(text_sources.without_repetition(documents)) == {"a": f"Notes\n\n{long}\n", "b": "Notes\n\nanother\n"}
+    assert dict(text_sources.without_repeated_paragraphs(documents)) == {
+        "a": f"Notes\n\n{long}\n",
+        "b": "Notes\n\nanother\n",
+    }
 
 
-def test_test_documents_say_nothing_that_training_documents_say() -> None:
+def test_test_documents_share_no_long_paragraph_with_training_documents() -> None:
     source = corpus("python-docs")
     paragraphs = {
         split: {" ".join(p.split()) for document in source.splits[split] for p in document.text.split("\n\n")}
@@ -108,7 +111,7 @@ def test_the_splits_are_of_whole_documents_and_four_fifths_train() -> None:
     assert all(0.08 < source.count_words(split) / total < 0.13 for split in ("valid", "test"))
 
 
-def test_the_result_says_which_python() -> None:
+def test_the_description_names_the_python_version() -> None:
     record = corpus("python-docs").describe()
     assert sys.version.split()[0] in record["about"]
     assert len(record["checksum"]) == 64

@@ -1,4 +1,4 @@
-"""Pictures: the embedded digits, IDX files, folders."""
+"""Images: the embedded digits, IDX files, folders."""
 
 import gzip
 import lzma
@@ -24,7 +24,7 @@ def sizes(pictures: ImageSet) -> list[int]:
     return [len(pictures.images(split)) for split in ("train", "valid", "test")]
 
 
-def test_the_digits_look_like_themselves() -> None:
+def test_the_digits_have_their_labels() -> None:
     """The nearest mean of a class is right for nine in ten: pixels and labels belong together in every split."""
     pytest.importorskip("sklearn")
     digits = image_set("digits")
@@ -57,7 +57,7 @@ def write_idx(path: Path, values: np.ndarray[Any, Any], ending: str) -> None:
 
 
 def write_fashion(folder: Path, ending: str = "", joint: str = "-") -> np.ndarray[Any, Any]:
-    """20 and 6 pictures whose first pixel is their number and whose label is the number's last digit."""
+    """Write 20 and 6 images whose first pixel is their number and whose label is the number's last digit."""
     for part, count in (("train", 20), ("t10k", 6)):
         pictures = np.zeros((count, 28, 28), dtype=np.uint8)
         pictures[:, 0, 0] = np.arange(count)
@@ -93,7 +93,7 @@ def test_fashion_mnist_is_what_zalando_published() -> None:
     assert pixels.shape == (100, 1, 28, 28) and 0.2 < float(pixels.mean()) < 0.4
 
 
-def test_what_is_wrong_with_idx_files_is_a_sentence_that_names_them(tmp_path: Path) -> None:
+def test_wrong_idx_files_raise_an_error_that_names_them(tmp_path: Path) -> None:
     write_fashion(tmp_path / "fashion-mnist")
     images = tmp_path / "fashion-mnist" / "train-images-idx3-ubyte"
     right = images.read_bytes()
@@ -109,7 +109,7 @@ def test_what_is_wrong_with_idx_files_is_a_sentence_that_names_them(tmp_path: Pa
             image_set("fashion-mnist", folder=tmp_path)
     images.write_bytes(right)
     write_idx(tmp_path / "fashion-mnist" / "train-labels-idx1-ubyte", np.arange(20), "")
-    with pytest.raises(ValueError, match=r"labels.*train.*20 pictures"):
+    with pytest.raises(ValueError, match=r"labels.*train.*20 images"):
         image_set("fashion-mnist", folder=tmp_path)
     (tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte").unlink()
     write_fashion(tmp_path / "fashion-mnist")
@@ -118,8 +118,8 @@ def test_what_is_wrong_with_idx_files_is_a_sentence_that_names_them(tmp_path: Pa
         image_set("fashion-mnist", folder=tmp_path)
 
 
-def write_pictures(folder: Path, classes: str, count: int) -> None:
-    """Pictures 40x20, red on the left and blue on the right, with their class's number as the green of all."""
+def write_images(folder: Path, classes: str, count: int) -> None:
+    """Write images of 40x20, red on the left and blue on the right, with the number of their class as green."""
     from PIL import Image
 
     for number, name in enumerate(classes):
@@ -132,7 +132,7 @@ def write_pictures(folder: Path, classes: str, count: int) -> None:
 
 def test_an_image_folder_is_split_by_file(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    write_pictures(tmp_path, "abc", 10)
+    write_images(tmp_path, "abc", 10)
     (tmp_path / "a" / "notes.md").write_text("not a picture")
     pictures = image_set(tmp_path, size=10)
     assert pictures.classes == ("a", "b", "c") and sizes(pictures) == [24, 3, 3]
@@ -148,19 +148,19 @@ def test_an_image_folder_is_split_by_file(tmp_path: Path) -> None:
 
 def test_imagenets_layout_is_tested_on_val(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    write_pictures(tmp_path / "train", "ab", 10)
-    write_pictures(tmp_path / "val", "ab", 3)
+    write_images(tmp_path / "train", "ab", 10)
+    write_images(tmp_path / "val", "ab", 3)
     pictures = image_set(str(tmp_path), size=8)
     assert sizes(pictures) == [18, 2, 6]
-    write_pictures(tmp_path / "test", "b", 4)
+    write_images(tmp_path / "test", "b", 4)
     with_test = image_set(tmp_path, size=8)
     assert sizes(with_test) == [20, 6, 4] and with_test.images("test").labels.tolist() == [1] * 4
     assert with_test.checksum != pictures.checksum
 
 
-def test_pictures_are_decoded_when_asked_for(tmp_path: Path) -> None:
+def test_images_are_decoded_when_they_are_read(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    write_pictures(tmp_path, "ab", 5)
+    write_images(tmp_path, "ab", 5)
     for path in tmp_path.rglob("*.png"):
         path.write_bytes(b"no picture")
     images = image_set(tmp_path, size=8).images("train")
@@ -168,35 +168,35 @@ def test_pictures_are_decoded_when_asked_for(tmp_path: Path) -> None:
         images.pixels([0])
 
 
-def test_a_picture_that_would_start_another_program_is_refused(tmp_path: Path) -> None:
+def test_an_image_that_would_start_another_program_is_refused(tmp_path: Path) -> None:
     """Pillow runs Ghostscript on PostScript, whatever the file is called."""
     pytest.importorskip("PIL")
-    write_pictures(tmp_path, "ab", 5)
+    write_images(tmp_path, "ab", 5)
     for path in tmp_path.rglob("*.png"):
         path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
     with pytest.raises(ValueError, match="cannot identify"):
         image_set(tmp_path, size=8).images("train").pixels([0])
 
 
-def test_a_class_that_training_does_not_know_is_named(tmp_path: Path) -> None:
+def test_a_class_that_is_not_in_training_is_named(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    write_pictures(tmp_path / "train", "ab", 4)
-    write_pictures(tmp_path / "val", "abz", 2)
+    write_images(tmp_path / "train", "ab", 4)
+    write_images(tmp_path / "val", "abz", 2)
     with pytest.raises(ValueError, match=r"val.z.*class"):
         image_set(tmp_path)
 
 
-def test_folders_without_pictures_say_what_is_expected(tmp_path: Path) -> None:
+def test_folders_without_images_raise_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     with pytest.raises(ValueError, match="folder"):
         image_set(tmp_path)
     (tmp_path / "a").mkdir()
     with pytest.raises(ValueError, match="class"):
         image_set(tmp_path)
-    write_pictures(tmp_path, "a", 2)
-    with pytest.raises(ValueError, match="2 pictures"):
+    write_images(tmp_path, "a", 2)
+    with pytest.raises(ValueError, match="2 images"):
         image_set(tmp_path)
-    write_pictures(tmp_path / "train", "ab", 4)
+    write_images(tmp_path / "train", "ab", 4)
     with pytest.raises(ValueError, match=r"val.*test"):
         image_set(tmp_path)
     with pytest.raises(ValueError, match="folder"):

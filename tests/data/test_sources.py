@@ -1,4 +1,4 @@
-"""Text sources by name: the real ones where they are, small copies of their layout elsewhere, no network."""
+"""Text sources by name: the real ones if they are available, else small copies of their layout; no network."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def test_every_source_is_listed_with_a_line_of_its_own() -> None:
 
 
 def test_wikitext_2_has_exactly_the_published_tokens(shared: Path) -> None:
-    """And its published vocabulary of 33,278 words covers all of them: what is unknown is written so in the text."""
+    """Its published vocabulary of 33,278 words covers all of them: unknown words are written as <unk> in the text."""
     source = corpus("wikitext-2", folder=shared)
     assert [source.count_words(split) for split in source.splits] == [2_088_628, 217_646, 245_569]
     words = tokenizer(source)
@@ -91,7 +91,7 @@ def test_through_the_datasets_package_wikitext_is_the_same_lines(tmp_path: Path,
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     source = corpus("wikitext-2")
     for split, text in LINES.items():
-        words = Vocabulary([LINES["train"]], cut="lines")
+        words = Vocabulary([LINES["train"]], splitter="lines")
         assert words.stream(source.documents(split)).tolist() == words.encode(text).tolist()
     assert [source.count_words(split) for split in source.splits] == [12, 5, 7]
 
@@ -106,7 +106,7 @@ def c4(folder: Path, train: int = 5, valid: int = 4) -> None:
             write(folder / f"c4-{split}.0000{shard}-of-00002.json.gz", "".join(f"{row}\n" for row in part))
 
 
-def test_c4_is_streamed_and_its_validation_pages_take_turns(tmp_path: Path) -> None:
+def test_c4_is_streamed_and_its_validation_pages_alternate(tmp_path: Path) -> None:
     c4(tmp_path / "c4")
     source = corpus("c4", folder=tmp_path)
     titles = {split: [document.title for document in source.documents(split)] for split in source.splits}
@@ -116,8 +116,8 @@ def test_c4_is_streamed_and_its_validation_pages_take_turns(tmp_path: Path) -> N
     assert source.streamed and source.checksum is None
 
 
-def test_no_more_of_a_stream_is_read_than_is_asked_for(tmp_path: Path) -> None:
-    """The second shard is broken, and nobody notices who does not get there."""
+def test_no_more_of_a_stream_is_read_than_needed(tmp_path: Path) -> None:
+    """The second shard is damaged, which is an error only when it is read."""
     c4(tmp_path)
     (tmp_path / "c4-train.00001-of-00002.json.gz").write_bytes(b"not gzip")
     source = corpus("c4", folder=tmp_path)
@@ -137,7 +137,7 @@ def test_the_head_of_a_stream_has_an_end_a_checksum_and_a_vocabulary(tmp_path: P
     assert [len(list(head.documents(split))) for split in head.splits] == [2, 2, 2]
     assert head.checksum and head.checksum != source.head(1).checksum
     assert "ends" in tokenizer(head).decode(range(len(tokenizer(head))))
-    with pytest.raises(ValueError, match="are none"):
+    with pytest.raises(ValueError, match="documents is 0"):
         source.head(0)
 
 
@@ -153,7 +153,7 @@ def test_through_the_datasets_package_c4_is_streamed(tmp_path: Path, monkeypatch
     assert source.head(10).checksum == local.head(10).checksum
 
 
-def test_a_line_of_c4_that_is_no_page_is_named(tmp_path: Path) -> None:
+def test_a_wrong_line_of_c4_is_named(tmp_path: Path) -> None:
     c4(tmp_path)
     write(tmp_path / "c4-train.00000-of-00002.json.gz", '{"text": "fine"}\n{"url": "no text"}\n')
     with pytest.raises(ValueError, match=r"00000-of-00002\.json\.gz, line 2: .*JSON"):
@@ -206,13 +206,13 @@ def test_without_the_datasets_package_a_source_says_so(monkeypatch: pytest.Monke
         corpus("wikitext-2")
 
 
-def test_enwik8_without_a_folder_says_where_it_is_to_be_had() -> None:
+def test_enwik8_without_a_folder_says_where_to_get_it() -> None:
     with pytest.raises(ValueError, match="enwik8"):
         corpus("enwik8")
 
 
 @pytest.mark.parametrize("name", ["wikitext2", "pyton-docs", ""])
-def test_an_unknown_name_is_answered_with_the_nearest(name: str) -> None:
+def test_an_unknown_name_raises_and_suggests_the_closest(name: str) -> None:
     nearest = {
         "wikitext2": "did you mean 'wikitext-2'",
         "pyton-docs": "did you mean 'python-docs'",
@@ -228,6 +228,6 @@ def test_a_path_that_does_not_exist_is_not_taken_for_a_name(path: str | Path) ->
         corpus(path)
 
 
-def test_a_split_that_does_not_exist_is_answered_with_the_nearest() -> None:
+def test_an_unknown_split_raises_and_suggests_the_closest() -> None:
     with pytest.raises(ValueError, match=r"'vald'.*'valid'"):
         corpus("python-docs").documents("vald")

@@ -1,4 +1,4 @@
-"""Spans: where each token of the stream is in its document, and which of them an attack touched."""
+"""Spans: the place of each token in its document, and which tokens an attack changed."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.attacks import AttackedText, swap_words
 from holdfast.data import Bytes, Document, HubTokenizer, Tokenizer, Vocabulary
-from holdfast.data.documents import CUTS
+from holdfast.data.documents import WORD_SPLITTERS
 
 TEXTS = [  # the lower case of a dotted capital I is longer than the letter
     "The quick, brown fox isn't lazy.\n\nIt pays 3.14 in x_y\r\n",
@@ -22,8 +22,8 @@ LETTERS = "aBz\u0130\u00e9\u0301\u1e9e\u65e5\U0001f6423._'-, \t\r\n\x0b\x85\u202
 
 
 def whole(cut: str, *texts: str) -> Vocabulary:
-    """A vocabulary that knows every word of the texts."""
-    return Vocabulary(texts, cut=cut)
+    """Return a vocabulary with every word of the texts."""
+    return Vocabulary(texts, splitter=cut)
 
 
 def stream(tokenizer: Tokenizer, documents: list[Document]) -> list[int]:
@@ -32,7 +32,7 @@ def stream(tokenizer: Tokenizer, documents: list[Document]) -> list[int]:
 
 
 def placed(tokenizer: Tokenizer, documents: list[Document]) -> list[tuple[str, int, int]]:
-    """Every token's document and span, in the order of the stream."""
+    """Return the document and the span of every token, in the order of the stream."""
     return [
         (document.text, int(start), int(end))
         for place, document in enumerate(documents)
@@ -63,8 +63,8 @@ def hub(folder: Path, kind: str) -> HubTokenizer:
     return HubTokenizer(str(folder))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_words_span_is_where_it_was_read(cut: str) -> None:
+@pytest.mark.parametrize("cut", WORD_SPLITTERS)
+def test_the_span_of_a_word_is_its_place_in_the_text(cut: str) -> None:
     vocabulary = whole(cut, *TEXTS)
     tokens, spans = stream(vocabulary, DOCUMENTS), placed(vocabulary, DOCUMENTS)
     assert len(tokens) == len(spans) and len({text for text, _, _ in spans}) == (4 if cut == "words" else 3)
@@ -85,7 +85,7 @@ def test_a_words_span_is_where_it_was_read(cut: str) -> None:
 @given(st.lists(st.text(LETTERS, max_size=20), min_size=1, max_size=3))
 def test_words_and_spans_are_one_to_one_in_every_text(texts: list[str]) -> None:
     documents = [Document(str(place), text.encode()) for place, text in enumerate(texts)]
-    for cut in CUTS:
+    for cut in WORD_SPLITTERS:
         vocabulary = whole(cut, *texts)
         tokens, spans = stream(vocabulary, documents), placed(vocabulary, documents)
         assert len(tokens) == len(spans)
@@ -102,7 +102,7 @@ def test_words_and_spans_are_one_to_one_in_every_text(texts: list[str]) -> None:
 
 
 @given(st.lists(st.text(LETTERS, max_size=20), min_size=1, max_size=3))
-def test_a_bytes_span_is_its_character(texts: list[str]) -> None:
+def test_the_span_of_a_byte_is_its_character(texts: list[str]) -> None:
     documents = [Document(str(place), text.encode()) for place, text in enumerate(texts)]
     naive: list[tuple[str, int, int, int]] = []
     for place, text in enumerate(texts):
@@ -113,7 +113,7 @@ def test_a_bytes_span_is_its_character(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_a_hub_tokenisers_spans_are_where_its_tokens_were_read(kind: str, tmp_path: Path) -> None:
+def test_the_spans_of_a_hub_tokeniser_are_the_places_of_its_tokens(kind: str, tmp_path: Path) -> None:
     tokenizer = hub(tmp_path, kind)
     tokens, spans = stream(tokenizer, DOCUMENTS), placed(tokenizer, DOCUMENTS)
     assert len(tokens) == len(spans) > 25
@@ -134,7 +134,7 @@ def test_a_hub_tokenisers_spans_are_where_its_tokens_were_read(kind: str, tmp_pa
         assert all(letter.isspace() for place, letter in enumerate(document.text) if place not in covered)
 
 
-def test_a_slow_tokeniser_says_that_it_knows_no_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tokeniser_has_no_spans_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = hub(tmp_path, "words")
     monkeypatch.setattr(type(tokenizer.tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match="slow tokeniser"):
@@ -151,12 +151,12 @@ def attacked(*texts: str, rate: float = 0.5) -> AttackedText:
     st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore::holdfast.attacks.AttackWarning")
-def test_what_is_touched_is_what_overlaps_a_changed_word(text: str, spans: list[tuple[int, int]], clean: bool) -> None:
+def test_changed_tokens_are_those_that_overlap_a_changed_word(text: str, spans: list[tuple[int, int]], clean: bool) -> None:
     found = attacked(text)
     changed = [change.before if clean else change.after for change in found.changes[0]]
     naive = [any(start < end and start < right and left < end for left, right in changed) for start, end in spans]
-    assert found.touched(0, spans, clean=clean).tolist() == naive
-    assert found.touched(0, np.array(spans, dtype=np.int64).reshape(-1, 2), clean=clean).tolist() == naive
+    assert found.is_changed(0, spans, clean=clean).tolist() == naive
+    assert found.is_changed(0, np.array(spans, dtype=np.int64).reshape(-1, 2), clean=clean).tolist() == naive
 
 
 def kept(tokenizer: Tokenizer, attack: AttackedText, texts: list[str], *, clean: bool) -> list[int]:
@@ -164,7 +164,7 @@ def kept(tokenizer: Tokenizer, attack: AttackedText, texts: list[str], *, clean:
     touched = [
         bool(touched)
         for place, document in enumerate(documents)
-        for touched in attack.touched(place, tokenizer.spans(document, first=place == 0), clean=clean)
+        for touched in attack.is_changed(place, tokenizer.spans(document, first=place == 0), clean=clean)
     ]
     return [token for token, lost in zip(stream(tokenizer, documents), touched, strict=True) if not lost]
 
@@ -175,8 +175,8 @@ PIECES = ["a", "Bz", "\u0130", "\u00e9", "e\u0301", "\u65e5", "\U0001f642", *"3.
 
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=40).map("".join), min_size=1, max_size=2))
 @pytest.mark.filterwarnings("ignore::holdfast.attacks.AttackWarning")
-def test_what_an_attack_leaves_alone_is_the_same_in_both_texts(texts: list[str]) -> None:
-    """Word for word and byte for byte: a perplexity over it compares like with like."""
+def test_untouched_tokens_are_the_same_in_both_texts(texts: list[str]) -> None:
+    """Word for word and byte for byte, so that perplexities over them can be compared."""
     attack = attacked(*texts)
     for tokenizer in (whole("words", *texts, "AAA"), whole("lines", *texts, *attack.texts), Bytes()):
         before, after = (kept(tokenizer, attack, list(each), clean=each is texts) for each in (texts, attack.texts))

@@ -1,4 +1,4 @@
-"""Texts in tables: the column of texts is read, and nothing beside it."""
+"""Texts in tables: only the column of texts is read."""
 
 import csv
 import gzip
@@ -86,7 +86,7 @@ def test_a_column_can_be_named(tmp_path: Path) -> None:
         ("missing.csv", "", "missing.csv"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_one_sentence(name: str, content: str, says: str, tmp_path: Path) -> None:
+def test_a_wrong_table_raises_a_one_line_error(name: str, content: str, says: str, tmp_path: Path) -> None:
     if content:
         (tmp_path / name.partition(":")[0]).write_text(content)
     with pytest.raises(ValueError, match=says) as caught:

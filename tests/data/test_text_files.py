@@ -1,4 +1,4 @@
-"""Any text of the user's: files and folders, and what is wrong with them."""
+"""Texts of the user: files and folders, and errors in them."""
 
 import gzip
 import lzma
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.data import Corpus, Document, corpus
-from holdfast.data.documents import by_position, by_title, hold_out
+from holdfast.data.documents import hold_out, split_by_position, split_by_title
 
 
 def texts(source: Corpus) -> dict[str, str]:
@@ -36,7 +36,7 @@ def test_a_text_without_paragraphs_is_split_after_lines(tmp_path: Path) -> None:
 @given(st.lists(st.sampled_from([b"word ", b"\n", b"\n\n", b" \n", b"\r\n", "é".encode()])))
 def test_a_split_text_is_never_cut_inside_a_line_and_loses_nothing(pieces: list[bytes]) -> None:
     data = b"".join(pieces)
-    parts = by_position(data)
+    parts = split_by_position(data)
     if parts is not None:
         assert b"".join(parts) == data
         assert all(part.strip() for part in parts)
@@ -80,7 +80,7 @@ def test_packing_a_file_changes_neither_the_splits_nor_the_checksum(tmp_path: Pa
     assert corpus(tmp_path).checksum == checksum
 
 
-def test_a_file_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_exists_twice_is_an_error(tmp_path: Path) -> None:
     files = folder(tmp_path, 3)
     name = next(iter(files))
     with gzip.open(tmp_path / f"{name}.gz", "wb") as file:
@@ -131,7 +131,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_with_a_file_is_a_sentence_that_names_it(tmp_path: Path, wrong: str) -> None:
+def test_a_wrong_file_raises_an_error_that_names_it(tmp_path: Path, wrong: str) -> None:
     name, content, says = WRONG[wrong]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=says):
@@ -145,10 +145,10 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 1000), min_size=3, max_size=12))
 def test_titles_fill_three_splits_whatever_their_sizes(sizes: dict[str, int]) -> None:
-    splits = by_title(sizes)
+    splits = split_by_title(sizes)
     assert set(splits) == set(sizes)
     assert set(splits.values()) == {"train", "valid", "test"}
-    assert splits == by_title(dict(reversed(sizes.items())))
+    assert splits == split_by_title(dict(reversed(sizes.items())))
 
 
 @given(st.lists(st.text(max_size=3), min_size=2))
@@ -158,8 +158,8 @@ def test_holding_out_keeps_every_example_once(keys: list[str]) -> None:
     assert kept and held and kept == sorted(kept) and held == sorted(held)
 
 
-def test_too_few_to_split_is_one_clear_sentence() -> None:
+def test_too_few_examples_to_split_raise_an_error() -> None:
     with pytest.raises(ValueError, match="2 documents"):
-        by_title({"a": 1, "b": 1})
+        split_by_title({"a": 1, "b": 1})
     with pytest.raises(ValueError, match="held out"):
         hold_out(["a"])

@@ -1,4 +1,4 @@
-"""Tokenisers: words, bytes, and Hugging Face's; out and back, recorded and rebuilt."""
+"""Tokenisers: words, bytes, and Hugging Face's; encoded and decoded, recorded and rebuilt."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def source(**texts: str) -> Corpus:
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-pair tokeniser as a model's folder holds it."""
+    """Write a byte-pair tokeniser into a folder, as in the folder of a model."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -58,7 +58,7 @@ def every(hub_folder: Path) -> list[Tokenizer]:
     return [tokenizer(toy, "words"), tokenizer(toy, "lines"), tokenizer(toy, "bytes"), tokenizer(toy, hub_folder)]
 
 
-def test_words_are_lower_case_with_punctuation_apart() -> None:
+def test_words_are_lower_case_and_punctuation_marks_are_words() -> None:
     assert words("It's a Test, isn't_it?") == ["it", "'", "s", "a", "test", ",", "isn", "'", "t_it", "?"]
 
 
@@ -71,7 +71,7 @@ def test_a_vocabulary_keeps_the_most_frequent_words_and_breaks_ties_by_alphabet(
 
 
 def test_wikitexts_convention_is_spaces_and_an_end_for_every_line() -> None:
-    vocabulary = Vocabulary([" \n = A B = \n a <unk> . \n"], cut="lines")
+    vocabulary = Vocabulary([" \n = A B = \n a <unk> . \n"], splitter="lines")
     assert vocabulary.decode(range(2, len(vocabulary))) == "= . A B a"
     assert vocabulary.encode(" \n a <unk> = \nnew").tolist() == [1, 6, 0, 2, 1, 0, 1]
     assert vocabulary.encode("a").tolist() == vocabulary.encode("a\n").tolist() == [6, 1]
@@ -79,8 +79,8 @@ def test_wikitexts_convention_is_spaces_and_an_end_for_every_line() -> None:
 
 
 def test_lines_end_at_newlines_only() -> None:
-    """WikiText has separators in its text that `str.splitlines` would take for ends."""
-    assert Vocabulary(["a\x0bb\x85c\u2028d\re"], cut="lines").encode("a\x0bb\x85c\u2028d\re\n").tolist() == [
+    """WikiText contains separators that `str.splitlines` would treat as ends of lines."""
+    assert Vocabulary(["a\x0bb\x85c\u2028d\re"], splitter="lines").encode("a\x0bb\x85c\u2028d\re\n").tolist() == [
         2,
         3,
         4,
@@ -91,21 +91,21 @@ def test_lines_end_at_newlines_only() -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "bb", ",", "é", ".", "12", "x_y", "\n"])))
-def test_what_a_vocabulary_spells_it_reads_again(pieces: list[str]) -> None:
+def test_a_vocabulary_encodes_what_it_decodes(pieces: list[str]) -> None:
     for cut in ("words", "lines"):
-        vocabulary = Vocabulary(["a bb , é . 12 x_y"], cut=cut)
+        vocabulary = Vocabulary(["a bb , é . 12 x_y"], splitter=cut)
         ids = vocabulary.encode(" ".join(pieces))
         assert torch.equal(vocabulary.encode(vocabulary.decode(ids)), ids)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_bytes_spell_every_text(text: str) -> None:
+def test_bytes_encode_every_text(text: str) -> None:
     ids = Bytes().encode(text)
     assert Bytes().decode(ids) == text
     assert len(ids) == len(text.encode())
 
 
-def test_half_a_character_does_not_stop_the_spelling() -> None:
+def test_half_a_character_can_be_decoded() -> None:
     assert Bytes().decode(Bytes().encode("aé")[:2]) == "a\N{REPLACEMENT CHARACTER}"
 
 
@@ -128,7 +128,7 @@ def test_a_recorded_tokeniser_is_rebuilt_from_json(hub_folder: Path) -> None:
 def test_documents_are_one_sequence_with_ends_as_each_tokeniser_has_them(hub_folder: Path) -> None:
     documents = [Document("a", b"One two\nthree"), Document("b", b"two\n")]
     in_words, in_lines, in_bytes, of_hub = every(hub_folder)
-    in_words, in_lines = (Vocabulary(["one two three One"], cut=cut) for cut in ("words", "lines"))
+    in_words, in_lines = (Vocabulary(["one two three One"], splitter=cut) for cut in ("words", "lines"))
     assert in_words.decode(in_words.stream(documents)) == "one two three\ntwo\n"
     assert in_lines.decode(in_lines.stream(documents)) == "One two\nthree\ntwo\n"
     assert in_bytes.decode(in_bytes.stream(documents)) == "One two\nthree\ntwo\n"
@@ -152,8 +152,8 @@ def test_the_usual_tokeniser_of_a_text_is_its_own_and_words_are_those_of_trainin
     assert len(tokenizer(toy, size=4)) == 4
 
 
-def test_words_count_the_same_whatever_reads_them(hub_folder: Path) -> None:
-    """So exp(total nll / words) compares models of words and of pieces of words."""
+def test_the_number_of_words_does_not_depend_on_the_tokeniser(hub_folder: Path) -> None:
+    """So exp(total nll / words) can be compared between models of words and of subwords."""
     toy = source(train=TEXT, test=TEXT)
     by_words, by_pieces = tokenizer(toy, "words"), tokenizer(toy, hub_folder)
     assert toy.count_words("test") == len(by_words.stream(toy.documents("test")))
@@ -180,7 +180,7 @@ def test_a_hub_tokeniser_that_changed_is_not_taken_for_the_one_recorded(hub_fold
         tokenizer_from({**record, "place": str(tmp_path)})
 
 
-def test_a_tokeniser_that_brings_code_is_refused_and_its_code_not_run(hub_folder: Path, tmp_path: Path) -> None:
+def test_a_tokeniser_with_its_own_code_is_refused_and_not_executed(hub_folder: Path, tmp_path: Path) -> None:
     for file in hub_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -206,7 +206,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_clear_sentence(mistake: str) -> None:
+def test_a_mistake_raises_a_clear_error(mistake: str) -> None:
     options, says = MISTAKES[mistake]
     with pytest.raises(ValueError, match=says):
         tokenizer(source(train="a b"), **options)
@@ -225,9 +225,9 @@ def test_a_damaged_record_is_refused() -> None:
     with pytest.raises(ValueError, match="damaged"):
         tokenizer_from({"kind": "words", "words": ["a"]})
     with pytest.raises(ValueError, match=r"'wrds'.*'words'"):
-        Vocabulary(["a"], cut="wrds")
+        Vocabulary(["a"], splitter="wrds")
 
 
-def test_a_document_that_is_not_text_names_itself() -> None:
+def test_a_document_that_is_not_text_is_named() -> None:
     with pytest.raises(ValueError, match=r"odd.*UTF-8"):
         _ = Document("odd", b"\xff").text

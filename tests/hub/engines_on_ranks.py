@@ -163,7 +163,7 @@ def by_hand(rank: int, world: int) -> dict[str, Tensor]:
 
 
 def second_derivatives(rank: int, world: int) -> tuple[float, str]:
-    """How far those of tokens and slot weights are from those of experts in one place; what those of experts are told."""
+    """Return how far gradients of tokens and slot weights differ from those with experts on one rank, and an error text."""
     found, said = [], ""
     for spread in (False, True):
         torch.manual_seed(0)
@@ -201,7 +201,7 @@ def compiled(rank: int) -> list[Tensor]:
 
 
 def refusals(folder: Path, world: int) -> dict[str, str]:
-    """What wrong use is told."""
+    """Return the error messages for wrong use."""
     mesh = mesh_of(world)
     spread = holdfast.shard_experts(built("llama", ("smoe",)), mesh)
     sharded = built("llama", ("smoe",))

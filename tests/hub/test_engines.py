@@ -62,7 +62,7 @@ def assert_follows_one(what: str, case: Any, ranks: list[dict[str, Any]], folder
                 assert torch.equal(rank[part][name], ranks[0][part][name]), f"{what}: {name} differs between processes"
     if case[0] == "DDP":
         return
-    loaded = holdfast.load(folder)  # weights that were spread over processes, from one folder
+    loaded = holdfast.load(folder)  # weights that were sharded over ranks, from one folder
     contents = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     for name, value in {**ranks[0]["parameters"], **ranks[0]["state"]}.items():
         assert torch.equal(contents[name], value), f"{what}: {name}, loaded"
@@ -80,6 +80,6 @@ def assert_experts_agree(ranks: list[dict[str, torch.Tensor]]) -> None:
                 assert torch.equal(rank[name], ranks[0][name])
 
 
-def test_experts_are_spread_over_a_process_group_only() -> None:
+def test_sharding_experts_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match=re.escape("start with torchrun and call torch.distributed.init_process_group")):
         holdfast.shard_experts(holdfast.Experts(4, 4, 4), None)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import holdfast
 from holdfast.routing import RouterCache, Routing
-from holdfast.testing.subject import STEEP
+from holdfast.testing.router_under_test import STEEP
 
 # Every sequence-aware router at least once, alone and with everything else a router can have.
 AWARE = ("similarity", "attention")
@@ -149,7 +149,7 @@ def test_cached_generation_equals_uncached(kind: str, router: str) -> None:
     assert apart.max() < 1e-3 and (best - second > 10 * apart).all()  # or else a near-tie chose: take other seeds
     assert all(len(set(tokens.tolist())) > 3 for tokens in cached.sequences[:, PROMPT:])
 
-    written = cached.sequences[:, :-1]  # the last token is fed to nobody
+    written = cached.sequences[:, :-1]  # the last token is not an input of any forward
     whole = torch.cat([mask, mask.new_ones(4, STEPS - 1)], dim=1)
     in_one, full = full_forward(model, written, whole)
     torch.testing.assert_close(logits, in_one[:, PROMPT - 1 :], rtol=0, atol=1e-3)
@@ -410,11 +410,11 @@ def test_a_cache_from_before_rerouting_is_refused(router: str) -> None:
     model = tiny("mixtral")
     past = filled(model)
     holdfast.reroute(model, router)
-    with pytest.raises(ValueError, match="seen 0"):
+    with pytest.raises(ValueError, match="rows for 0"):
         model(input_ids=IDS[:, 6:7], past_key_values=past)
     past = filled(model)
     holdfast.reroute(model, "symphony+similarity")
-    with pytest.raises(ValueError, match="seen 0"):
+    with pytest.raises(ValueError, match="rows for 0"):
         model(input_ids=IDS[:, 6:7], past_key_values=past)
     past = filled(model)
     holdfast.restore(model)(input_ids=IDS[:, 6:7], past_key_values=past)  # the family's own rule needs no rows

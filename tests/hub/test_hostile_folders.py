@@ -20,7 +20,7 @@ from tiny import tiny
 import holdfast
 from holdfast.files import DEEPEST
 from holdfast.hub.folder_files import write_manifest
-from holdfast.train.run_folder import seal
+from holdfast.train.run_folder import write_checkpoint_manifest
 from holdfast_command import main
 
 SMALL = ["training.steps=4", "training.batch=4", "training.save_every=2", "data.length=16", "data.vocabulary=200"]
@@ -284,7 +284,7 @@ def _resumed(edit: Edit, made: dict[str, Path], tmp_path: Path, capsys: Any) -> 
     shutil.copytree(tmp_path / "outside", out / "training" / "outside")
     edit(checkpoint)
     with contextlib.suppress(OSError):  # a link to itself has no size
-        seal(checkpoint)
+        write_checkpoint_manifest(checkpoint)
     capsys.readouterr()
     code = main(_training(out, made["text.txt"]))
     told: str = capsys.readouterr().err
@@ -516,7 +516,7 @@ def test_a_page_is_not_made_of_a_pipe_or_of_deep_results(tmp_path: Path, refused
 
 
 def test_labels_and_other_json_of_a_folder_may_be_many(made: dict[str, Path], tmp_path: Path) -> None:
-    """A label may be called like a field of a config, and a folder may hold files that nobody reads."""
+    """A label may have the name of a config field, and a folder may contain files that no library reads."""
     folder = tmp_path / "plain"
     shutil.copytree(made["plain"], folder)
     config(label2id={"layers": 5000, "stack": 5001}, id2label={"5000": "layers", "5001": "stack"})(folder)

@@ -14,10 +14,10 @@ from torch import Tensor
 import holdfast
 from holdfast.auditing import certify_model
 from holdfast.hub import MOE_FAMILIES
-from holdfast.hub.engines import _experts
-from holdfast.hub.layers import sites
+from holdfast.hub.engines import _expert_modules
+from holdfast.hub.layers import moe_layers
 from holdfast.hub.replacements import ReroutedGate
-from holdfast.planning.skeleton import read_config
+from holdfast.planning.meta_model import read_config
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS).index_put((torch.tensor([1, 1]), torch.tensor([0, 1])), torch.tensor(0))
@@ -42,7 +42,7 @@ def test_the_native_router_is_bit_identical_in_every_layer(family: str, backend:
     model.set_experts_implementation(backend)
     before, tokens = logits(model), generated(model)
     holdfast.reroute(model, "native")
-    assert [isinstance(site.gate, ReroutedGate) for site in sites(model)] == [True] * 3
+    assert [isinstance(moe_layer.gate, ReroutedGate) for moe_layer in moe_layers(model)] == [True] * 3
     assert torch.equal(logits(model), before)
     assert torch.equal(generated(model), tokens)
 
@@ -53,7 +53,7 @@ def test_routers_of_single_tokens_act_in_every_layer_and_come_out_again(family: 
     model = tiny(family)
     before = logits(model)
     holdfast.reroute(model, router)
-    assert all(site.router is not None for site in sites(model))
+    assert all(moe_layer.router is not None for moe_layer in moe_layers(model))
     after = logits(model)
     if router in ("smoe", "symphony", "ac"):
         torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
@@ -76,7 +76,7 @@ def test_a_layer_without_attention_learns_from_real_tokens_only(family: str) -> 
         model = holdfast.reroute(tiny(family), "ac+symphony+smooth", losses=holdfast.Losses(balance=0.1)).train()
         out = model(input_ids=IDS.where(MASK.bool(), torch.tensor(filler)), attention_mask=MASK, labels=labels)
         out.loss.backward()
-        first = sites(model)[0]
+        first = moe_layers(model)[0]
         assert first.router is not None
         states.append([*first.router.buffers(), first.gate.weight.grad])
     for one, other in zip(*states, strict=True):
@@ -98,10 +98,10 @@ def test_routers_that_look_at_other_tokens_are_for_layers_with_attention(family:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_router_that_sees_later_tokens_takes_no_tokens_after_a_state(family: str) -> None:
-    with pytest.warns(UserWarning, match="tokens after"):
+    with pytest.warns(UserWarning, match="later tokens"):
         model = holdfast.reroute(tiny(family), "ac", stats="batch", layers=[1])
     first = model(input_ids=IDS, use_cache=True)
-    with pytest.raises(ValueError, match="one after the other"):
+    with pytest.raises(ValueError, match="KV cache"):
         model(input_ids=IDS[:, :1], past_key_values=first.past_key_values)
 
 
@@ -111,7 +111,7 @@ def test_every_layer_is_audited_certified_and_found_for_sharding(family: str) ->
     batch = {"input_ids": IDS, "attention_mask": MASK}
     assert len(holdfast.audit(model, [batch], perturb=()).layers) == 3
     assert len(certify_model(model, [batch]).layers) == 3
-    assert len(_experts(model)) == 3
+    assert len(_expert_modules(model)) == 3
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -119,7 +119,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "trace": lambda model: holdfast.trace(model).__enter__(),
     "audit": lambda model: holdfast.audit(model, [{"input_ids": IDS}]),
     "certify": lambda model: certify_model(model, [{"input_ids": IDS}]),
-    "shard_experts": _experts,
+    "shard_experts": _expert_modules,
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import holdfast
 from holdfast import Losses, Routing
 from holdfast.hub.families import MOE_FAMILIES
-from holdfast.hub.layers import sites
+from holdfast.hub.layers import moe_layers
 
 LOSSES = Losses(balance=0.3, z=0.1)
 REROUTED = ["mixtral", "olmoe", "qwen2_moe", "deepseek_v3", "gpt_oss", "phimoe", "granitemoe"]
@@ -137,8 +137,8 @@ def test_without_labels_the_losses_are_an_output_of_their_own(family: str) -> No
     assert float(out.router_loss.detach()) == pytest.approx(overheard.total / 2)
     assert torch.equal(out.logits, without(**batch).logits) and torch.equal(first, out.logits)
     out.router_loss.backward()
-    found: list[Any] = sites(with_losses)
-    gates = [site.gate.weight if family == "mixtral" else site.block.router.score.weight for site in found]
+    found: list[Any] = moe_layers(with_losses)
+    gates = [moe_layer.gate.weight if family == "mixtral" else moe_layer.block.router.score.weight for moe_layer in found]
     assert len(gates) == 3 and all(gate.grad.norm() > 0 for gate in gates)
 
 
@@ -172,7 +172,7 @@ def test_the_losses_reach_every_gate(router: str) -> None:
     for losses in (None, Losses(balance=1.0), Losses(z=1.0)):
         model = holdfast.reroute(tiny("mixtral"), router, losses=losses).train()
         loss_of(model, batch).backward()
-        by_losses.append([site.gate.weight.grad for site in sites(model)])
+        by_losses.append([moe_layer.gate.weight.grad for moe_layer in moe_layers(model)])
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert len(by_losses[one]) == 3
         for ours, theirs in zip(by_losses[one], by_losses[other], strict=True):
@@ -193,7 +193,7 @@ def test_router_logits_and_aux_loss_are_still_there_for_the_asking(family: str, 
 
 
 def with_own_balance(family: str) -> Any:
-    """A model that trains with the family's balance loss, loud enough to be heard."""
+    """Return a model that trains with the family's balance loss, with a coefficient large enough to be measured."""
     model = tiny(family)
     model.config.output_router_logits = True
     model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.25

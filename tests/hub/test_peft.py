@@ -10,7 +10,7 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.layers import sites
+from holdfast.hub.layers import moe_layers
 from holdfast.hub.replacements import ReroutedGate
 
 peft = pytest.importorskip("peft")
@@ -61,12 +61,12 @@ def test_adapters_of_a_rerouted_model_train_and_merge(targets: list[str], tmp_pa
     unmerged = logits(wrapped)
     merged = wrapped.merge_and_unload()
     torch.testing.assert_close(logits(merged), unmerged, atol=1e-4, rtol=1e-4)
-    assert all(isinstance(site.gate, ReroutedGate) for site in sites(merged))
+    assert all(isinstance(moe_layer.gate, ReroutedGate) for moe_layer in moe_layers(merged))
     moved = {name for name, parameter in merged.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {name for name in before if any(target in name for target in targets)}
     loaded = holdfast.load(holdfast.save(merged, tmp_path / "saved"))
     assert torch.equal(logits(loaded), logits(merged))
-    width = [site.router.get_buffer("select.width") for site in sites(loaded) if site.router is not None]
+    width = [moe_layer.router.get_buffer("select.width") for moe_layer in moe_layers(loaded) if moe_layer.router is not None]
     assert len(set(map(float, width))) == 3, "the strips have learned nothing"
 
 

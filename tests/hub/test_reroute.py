@@ -14,7 +14,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import sites
+from holdfast.hub.layers import moe_layers
 from holdfast.hub.replacements import ReroutedGate
 
 FAMILIES = sorted(EXTRA)
@@ -51,7 +51,7 @@ def test_the_native_router_is_bit_identical(family: str, backend: str) -> None:
     model.set_experts_implementation(backend)
     before, tokens = logits(model), generated(model)
     holdfast.reroute(model, "native")
-    assert all(isinstance(site.gate, ReroutedGate) for site in sites(model))
+    assert all(isinstance(moe_layer.gate, ReroutedGate) for moe_layer in moe_layers(model))
     assert torch.equal(logits(model), before)
     assert torch.equal(generated(model), tokens)
 
@@ -59,8 +59,8 @@ def test_the_native_router_is_bit_identical(family: str, backend: str) -> None:
 def test_a_tie_between_groups_of_experts_goes_to_the_lower_one() -> None:
     model = tiny("deepseek_v3", n_routed_experts=64, n_group=16, topk_group=4, num_experts_per_tok=4)
     holdfast.reroute(model, "smoe")
-    for site in sites(model):
-        torch.nn.init.zeros_(site.gate.weight)
+    for moe_layer in moe_layers(model):
+        torch.nn.init.zeros_(moe_layer.gate.weight)
     with holdfast.trace(model) as routes:
         logits(model)
     assert all(torch.equal(routing.experts, torch.arange(4).expand_as(routing.experts)) for routing in routes)
@@ -101,14 +101,14 @@ def test_neutral_routers_start_from_the_checkpoints_own_outputs(family: str, rou
 @pytest.mark.parametrize(("family", "router"), quick_or_slow(PAIRS, [PAIRS[number] for number in covering(PAIRS)]))
 def test_routers_train_save_load_and_are_taken_out_again(family: str, router: str, tmp_path: Path) -> None:
     model = tiny(family)
-    gates = {site.name: site.gate.weight.detach().clone() for site in sites(model)}
+    gates = {moe_layer.name: moe_layer.gate.weight.detach().clone() for moe_layer in moe_layers(model)}
     before = logits(model)
     holdfast.reroute(model, router, losses=holdfast.Losses(balance=0.1))
     model.train()
     model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
-    for site in sites(model):
-        learning = [site.gate.weight] if site.gate.weight.requires_grad else []
-        learning += [parameter for parameter in site.gate.holdfast.parameters() if parameter.requires_grad]
+    for moe_layer in moe_layers(model):
+        learning = [moe_layer.gate.weight] if moe_layer.gate.weight.requires_grad else []
+        learning += [parameter for parameter in moe_layer.gate.holdfast.parameters() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in learning]
         assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
         learns = any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
@@ -126,7 +126,7 @@ def test_routers_train_save_load_and_are_taken_out_again(family: str, router: st
         fresh = dict(tiny(family).named_parameters())
         for name, parameter in model.named_parameters():
             parameter.copy_(fresh[name])
-    assert all(torch.equal(site.gate.weight, gates[site.name]) for site in sites(model))
+    assert all(torch.equal(moe_layer.gate.weight, gates[moe_layer.name]) for moe_layer in moe_layers(model))
     assert torch.equal(logits(model), before)
 
 
@@ -175,10 +175,10 @@ def naive_experts(module: Any, tokens: Tensor, experts: Tensor, weights: Tensor)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_our_experts_function_with_unused_slots_equals_a_loop(family: str) -> None:
     """Outputs and every gradient; the native functions raise at the sentinel, or give garbage gradients."""
-    module = sites(holdfast.reroute(tiny(family), "smooth"))[0].experts
+    module = moe_layers(holdfast.reroute(tiny(family), "smooth"))[0].experts
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(13, 32, generator=generator, requires_grad=True)
-    experts = torch.stack([torch.randperm(9, generator=generator)[:5] for _ in range(13)])  # 8 is nobody
+    experts = torch.stack([torch.randperm(9, generator=generator)[:5] for _ in range(13)])  # 8 is an unused slot
     weights = torch.rand(13, 5, generator=generator).masked_fill(experts == 8, 0.0).requires_grad_()
     leaves = [tokens, weights, *module.parameters()]
     results = []
@@ -212,14 +212,16 @@ def test_the_gates_own_weights_learn_and_keep_their_names() -> None:
     assert not any("score" in name for name in names)  # no copy of it anywhere
 
 
-def test_a_score_of_another_kind_leaves_the_checkpoints_weights_alone() -> None:
+def test_a_score_of_another_kind_does_not_change_the_checkpoints_weights() -> None:
     model = holdfast.reroute(tiny("mixtral"), "xmoe")
-    assert not any(site.gate.weight.requires_grad for site in sites(model))
-    assert all(parameter.requires_grad for site in sites(model) for parameter in site.gate.holdfast.parameters())
+    assert not any(moe_layer.gate.weight.requires_grad for moe_layer in moe_layers(model))
+    assert all(
+        parameter.requires_grad for moe_layer in moe_layers(model) for parameter in moe_layer.gate.holdfast.parameters()
+    )
     holdfast.reroute(model, "smoe")
-    assert all(site.gate.weight.requires_grad for site in sites(model))
+    assert all(moe_layer.gate.weight.requires_grad for moe_layer in moe_layers(model))
     holdfast.restore(holdfast.reroute(model, "xmoe"))
-    assert all(site.gate.weight.requires_grad for site in sites(model))
+    assert all(moe_layer.gate.weight.requires_grad for moe_layer in moe_layers(model))
 
 
 def test_another_k_and_only_some_layers() -> None:
@@ -233,17 +235,17 @@ def test_another_k_and_only_some_layers() -> None:
     assert [routing.experts.shape[1] for routing in routes] == [3, 2, 2]
 
 
-def test_a_router_that_reads_the_previous_layer_hears_a_native_one() -> None:
+def test_a_router_that_reads_the_previous_layer_gets_the_routing_of_a_native_one() -> None:
     """AC on the last layer only: the layer before it is untouched in what it does, and its choices are the clusters."""
     model = tiny("mixtral")
     before = logits(model)
     holdfast.reroute(model, "ac", layers=[2])
     torch.testing.assert_close(logits(model), before, atol=1e-4, rtol=1e-4)
-    spreads = sites(model)[2].gate.holdfast.score.spreads
+    spreads = moe_layers(model)[2].gate.holdfast.score.spreads
     model.train()
     model(input_ids=IDS.repeat(8, 1))
     model.eval()
-    assert (spreads != 1).any()  # it has learned clusters from what the native layer chose
+    assert (spreads != 1).any()  # it has statistics of clusters from the selection of the native layer
     assert (logits(model) - before).abs().max() > 1e-3
 
 
@@ -275,7 +277,7 @@ def test_rerouting_again_replaces_the_router() -> None:
     for router in ("smooth", "similarity", "attention", "symphony"):
         holdfast.reroute(model, router)
     torch.testing.assert_close(logits(model), before, atol=1e-4, rtol=1e-4)
-    assert not any(hasattr(site.neighbours.attention, "listener") for site in sites(model))
+    assert not any(hasattr(moe_layer.layer_modules.attention, "listener") for moe_layer in moe_layers(model))
     assert logits(holdfast.restore(model)).equal(before)
 
 
@@ -284,8 +286,8 @@ def test_a_copy_of_a_rerouted_model_is_a_model_of_its_own() -> None:
     before = logits(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        for site in sites(other):
-            site.gate.weight.normal_()
+        for moe_layer in moe_layers(other):
+            moe_layer.gate.weight.normal_()
     assert (logits(other) - before).abs().max() > 1e-2
     assert torch.equal(logits(model), before)
     holdfast.restore(other)
@@ -294,7 +296,12 @@ def test_a_copy_of_a_rerouted_model_is_a_model_of_its_own() -> None:
 
 def test_a_model_in_bf16_is_routed_in_float32_and_keeps_its_state_so() -> None:
     model = holdfast.reroute(tiny("mixtral").to(torch.bfloat16), "symphony+smooth")
-    state = [buffer for site in sites(model) for buffer in site.gate.holdfast.buffers() if buffer.is_floating_point()]
+    state = [
+        buffer
+        for moe_layer in moe_layers(model)
+        for buffer in moe_layer.gate.holdfast.buffers()
+        if buffer.is_floating_point()
+    ]
     assert state and all(buffer.dtype == torch.float32 for buffer in state)
     with holdfast.trace(model) as routes:
         out = logits(model)
@@ -323,7 +330,7 @@ def test_a_model_loaded_with_a_device_map_is_rerouted_too(family: str, tmp_path:
     """Accelerate's hooks hide a class's forward: a swap by class alone silently does nothing."""
     tiny(family).save_pretrained(tmp_path / "plain")
     model = offloaded(tmp_path, family)
-    assert any(site.gate.weight.is_meta for site in sites(model))
+    assert any(moe_layer.gate.weight.is_meta for moe_layer in moe_layers(model))
     before = logits(model)
     torch.testing.assert_close(before, logits(tiny(family)))
     holdfast.reroute(model, "native")
@@ -354,7 +361,7 @@ def test_a_sparsified_model_is_rerouted_and_restored(router: str) -> None:
         holdfast.restore(model)
 
 
-def test_mistakes_get_one_sentence() -> None:
+def test_mistakes_raise_a_one_line_error() -> None:
     model = tiny("mixtral")
     before, names = logits(model), sorted(model.state_dict())
     mistakes: list[tuple[Any, str]] = [
@@ -385,12 +392,12 @@ def test_mistakes_get_one_sentence() -> None:
 def test_a_broken_checkpoint_is_refused() -> None:
     model = tiny("mixtral")
     with torch.no_grad():
-        sites(model)[1].gate.weight[0, 0] = torch.nan
+        moe_layers(model)[1].gate.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate.*NaN"):
         holdfast.reroute(model, "smooth")
 
 
-def test_an_unsupported_family_says_what_is_missing() -> None:
+def test_an_unsupported_family_raises_an_error_with_advice() -> None:
     import transformers
 
     config = transformers.JambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
@@ -401,13 +408,13 @@ def test_an_unsupported_family_says_what_is_missing() -> None:
 
 
 def test_a_gate_whose_forward_another_library_replaced_is_refused() -> None:
-    """On the instance, where our class would not be asked: as transformers 5.17 does to spread experts."""
+    """Set on the instance, so that the class's forward never runs: as transformers 5.17 does to shard experts."""
     model = tiny("mixtral")
     gate = model.model.layers[1].mlp.gate
     gate.forward = gate.forward
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp.*forward"):
         holdfast.reroute(model, "symphony")
-    assert not any(isinstance(site.gate, ReroutedGate) for site in sites(model))
+    assert not any(isinstance(moe_layer.gate, ReroutedGate) for moe_layer in moe_layers(model))
 
 
 def test_unused_slots_are_refused_where_another_library_dispatches_tokens() -> None:
@@ -455,7 +462,7 @@ def test_a_model_made_on_meta_starts_as_one_made_in_memory(kind: str, router: st
     assert not any((parameter == 7).all() for parameter in model.parameters())
 
 
-def test_init_weights_leaves_a_router_that_has_learned_alone() -> None:
+def test_init_weights_does_not_change_a_router_that_has_learned() -> None:
     model = holdfast.reroute(tiny("mixtral"), "ac+symphony+smooth").train()
     for _ in range(2):
         model(input_ids=IDS, attention_mask=MASK)

@@ -10,7 +10,7 @@ from tiny_dense import CONFIGS, LAYERS, inputs, outputs, tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.layers import sites
+from holdfast.hub.layers import moe_layers
 from holdfast.hub.replacements import SparseLayer
 
 FAMILIES = sorted(CONFIGS)
@@ -36,7 +36,7 @@ def test_copied_experts_compute_what_the_dense_model_did(family: str, router: st
 
 @pytest.mark.parametrize("router", ["attention", "ac", "ac+symphony+attention+smooth"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "swin"])
-def test_routers_that_read_their_surroundings_start_from_the_dense_model_too(family: str, router: str) -> None:
+def test_routers_that_read_their_context_start_from_the_dense_model_too(family: str, router: str) -> None:
     model, batch = tiny_dense(family), inputs(family)
     with torch.no_grad():
         before = outputs(model, batch)
@@ -189,14 +189,14 @@ def test_nothing_of_a_forward_is_kept_in_evaluation() -> None:
     for router in ("attention", "ac"):
         model, batch = holdfast.sparsify(tiny_dense("llama"), experts=4, router=router), inputs("llama")
         outputs(model, batch)
-        for site in sites(model):
-            around: Any = site.block.surroundings
-            heard = around._under_way.notes.heard
-            assert heard.query is None and heard.output is None and around.record is None
-            assert around.ledger.token_ids is None
+        for moe_layer in moe_layers(model):
+            capture: Any = moe_layer.block.context_capture
+            captured = capture._current.state.attention
+            assert captured.query is None and captured.output is None and capture.routed is None
+            assert capture.collector.token_ids is None
 
 
-def test_windowed_attention_gets_one_sentence() -> None:
+def test_windowed_attention_raises_a_one_line_error() -> None:
     with pytest.raises(ValueError, match=r"windows.*similarity"):
         holdfast.sparsify(tiny_dense("swin"), experts=4, router="attention")
     with pytest.raises(ValueError, match="widths"):
@@ -205,7 +205,7 @@ def test_windowed_attention_gets_one_sentence() -> None:
     assert outputs(model, inputs("swin")).isfinite().all()
 
 
-def test_mistakes_get_one_sentence_and_change_nothing() -> None:
+def test_mistakes_raise_a_one_line_error_and_change_nothing() -> None:
     model = tiny_dense("llama")
     names = sorted(model.state_dict())
     chunked = tiny_dense("bert")
@@ -258,7 +258,7 @@ def test_a_router_that_asks_for_token_ids_gets_them() -> None:
     from holdfast.routing import Context, Score
     from holdfast.routing.presets import REGISTRY
 
-    @holdfast.register("by-number", slot="score", about="the token's number modulo the experts", paper="a test")
+    @holdfast.register("by-number", stage="score", about="the token's number modulo the experts", paper="a test")
     class ByNumber(Score):
         reads = ("token_ids",)
 

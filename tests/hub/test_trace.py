@@ -142,7 +142,7 @@ def test_all_steps_of_a_beam_search_are_the_routes_of_the_beams_that_it_followed
         torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-4)
 
 
-def test_only_what_was_asked_for_is_kept() -> None:
+def test_only_requested_steps_are_kept() -> None:
     model = tiny("mixtral")
     with holdfast.trace(model) as routes:
         model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, min_new_tokens=4)

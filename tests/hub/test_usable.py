@@ -5,7 +5,7 @@ import torch
 from tiny import tiny
 
 from holdfast.auditing import audit, certify_model
-from holdfast.hub.tracing import require_finite, require_known, require_room
+from holdfast.hub.tracing import require_finite, require_known_tokens, require_positions
 
 IDS = torch.arange(3, 15).view(1, 12)
 
@@ -29,7 +29,7 @@ def test_large_weights_are_finite_though_their_sum_is_not() -> None:
     require_finite(model)
 
 
-def test_products_that_overflow_are_one_sentence_too() -> None:
+def test_products_that_overflow_raise_a_one_line_error_too() -> None:
     model = tiny("mixtral")
     with torch.no_grad():
         model.model.layers[0].post_attention_layernorm.weight.fill_(3e38)
@@ -39,9 +39,9 @@ def test_products_that_overflow_are_one_sentence_too() -> None:
 
 def test_tokens_and_positions_end_where_the_model_does() -> None:
     model = tiny("mixtral")
-    require_known(model, torch.tensor([0, 63]))
-    require_room(model, 128)
+    require_known_tokens(model, torch.tensor([0, 63]))
+    require_positions(model, 128)
     with pytest.raises(ValueError, match=r"64.*64"):
-        require_known(model, torch.tensor([64]))
+        require_known_tokens(model, torch.tensor([64]))
     with pytest.raises(ValueError, match=r"129.*128"):
-        require_room(model, 129)
+        require_positions(model, 129)

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sparsified": ("llama", "ac+symphony+attention+smooth", {}),
     "rerouted": ("mixtral", "symphony+smooth", {"gradient_accumulation_steps": 2}),
     "rerouted, checkpointed": ("mixtral", "ac+similarity", {"gradient_checkpointing": True}),
-    "experts spread": ("mixtral", "symphony+smooth", {"max_grad_norm": 0.5}),  # which the norm exceeds
+    "experts sharded": ("mixtral", "symphony+smooth", {"max_grad_norm": 0.5}),  # which the norm exceeds
 }
 
 
@@ -38,7 +38,7 @@ def train(case: str, folder: Path, world: int) -> dict[str, Any]:
     # Plain descent: Adam would blow the last bit of a gradient that is nearly 0 up to a whole step.
     options = {**options, "optim": "sgd", "learning_rate": 0.1, "save_steps": HALF}
     options["per_device_train_batch_size"] = BATCH // world
-    model, spread = changed(family, router), case == "experts spread"
+    model, spread = changed(family, router), case == "experts sharded"
     if spread and world > 1:
         holdfast.shard_experts(model, init_device_mesh("cpu", (world,)))
     run = trainer(model, folder, save_strategy="no" if spread else "steps", **options)

@@ -14,7 +14,7 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.layers import sites
+from holdfast.hub.layers import moe_layers
 
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 
@@ -52,7 +52,7 @@ def logits(model: Any) -> Tensor:
 def state(model: Any) -> dict[str, Tensor]:
     """What routers have learnt, copied."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    routers = {site.name: site.router for site in sites(model) if site.router is not None}
+    routers = {moe_layer.name: moe_layer.router for moe_layer in moe_layers(model) if moe_layer.router is not None}
     return {f"{name}.{key}": value.clone() for name, router in routers.items() for key, value in router.state_dict().items()}
 
 

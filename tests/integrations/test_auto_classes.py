@@ -17,7 +17,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast.hub.folder_files import write_manifest
-from holdfast.hub.model_classes import ChangedConfig, ChangedModel
+from holdfast.hub.model_classes import ModifiedConfig, ModifiedModel
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 AUTO = {
@@ -42,7 +42,7 @@ def changed(model_type: str, router: str = "symphony+smooth") -> Any:
 
 
 def is_changed(model: Any) -> bool:
-    return isinstance(model, ChangedModel)
+    return isinstance(model, ModifiedModel)
 
 
 def batch(model_type: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_the_auto_class_and_the_familys_own_class_open_the_saved_model(model_typ
     folder = holdfast.save(model, tmp_path / "out")
     auto = getattr(transformers, AUTO.get(model_type, "AutoModelForCausalLM"))
     own = getattr(transformers, type(model).__name__)
-    assert not issubclass(own, ChangedModel)
+    assert not issubclass(own, ModifiedModel)
     for kind in (auto, own):
         loaded = kind.from_pretrained(folder)
         assert type(loaded) is type(model) and type(loaded.config) is type(model.config) and not loaded.training
@@ -134,7 +134,7 @@ def test_options_reach_the_model_and_its_config(opens: str, kept: Path) -> None:
 
 def test_the_config_alone_is_the_familys(kept: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(kept / "mixtral", vocab_size=99)
-    assert isinstance(config, transformers.MixtralConfig) and ChangedConfig in type(config).__mro__
+    assert isinstance(config, transformers.MixtralConfig) and ModifiedConfig in type(config).__mro__
     assert config.vocab_size == 99 and config.hidden_size == 32 and config.model_type == "mixtral"
     own = transformers.MixtralConfig.from_pretrained(kept / "mixtral")
     assert own.hidden_size == 32 and own.num_hidden_layers == 3
@@ -175,7 +175,7 @@ def test_the_base_model_is_that_of_the_saved_one(opens: str, kept: Path) -> None
 
 
 @pytest.mark.parametrize("opens", ["AutoModelForSequenceClassification", "MixtralForSequenceClassification"])
-def test_another_head_starts_anew_and_transformers_says_so(
+def test_another_head_is_initialised_with_a_warning_of_transformers(
     opens: str, kept: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers.utils.logging.get_logger("transformers"), "propagate", True)

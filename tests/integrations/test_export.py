@@ -124,7 +124,7 @@ def test_exported_keys_order_numbers_as_top_does() -> None:
                 assert torch.equal(exported_keys(values).topk(k).indices, top(values, k))
 
 
-def test_a_router_cannot_be_traced_and_says_what_to_do() -> None:
+def test_tracing_a_router_raises_an_error_with_advice() -> None:
     router = holdfast.create_router("smooth", dim=8, experts=4).eval()
     with pytest.raises(ValueError, match=r"torch\.export\.export"):
         torch.jit.trace(router, (torch.randn(2, 5, 8),))

@@ -44,7 +44,7 @@ def reference(family: str, router: str, batches: list[dict[str, Tensor]], scale:
             module.register_forward_hook(lambda _, given, routing: seen.append(routing.loss))
     for batch in batches:
         seen: list[Tensor] = []
-        model.__dict__["_holdfast"].ledger.collect = lambda routing, weights, *_: weights  # nothing is added by itself
+        model.__dict__["_holdfast"].collector.collect = lambda routing, weights, *_: weights  # nothing is added by itself
         out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         ((cross_entropy(out, batch["labels"]) + torch.stack(seen).sum()) * scale / len(batches)).backward()
     return gradients(model)
@@ -287,7 +287,7 @@ def test_without_losses_a_request_gets_the_balance_of_what_was_selected(router: 
         assert_same(model, gradients(bare))
 
 
-def test_a_sparsified_config_says_what_trainers_look_for_and_a_restored_one_does_not(tmp_path: Any) -> None:
+def test_a_sparsified_config_has_the_entries_that_trainers_read_and_a_restored_one_does_not(tmp_path: Any) -> None:
     model = model_of("llama", "smoe")
     config = model.config
     assert (config.num_experts, config.num_experts_per_tok, config.router_aux_loss_coef) == (8, 2, 1.0)
@@ -328,7 +328,7 @@ def test_the_callback_reads_the_scaler_and_the_last_parts_of_an_epoch(accumulate
     for step in range(8):
         state = SimpleNamespace(global_step=step, max_steps=8)
         callback.on_step_begin(arguments, state, None, model=model, optimizer=optimizer, train_dataloader=range(10))
-        scales.append(model.__dict__["_holdfast"].ledger.loss_scale)
+        scales.append(model.__dict__["_holdfast"].collector.loss_scale)
     # Ten batches by three: the fourth update of an epoch has one.
     assert scales == [512.0] * 8 if accumulated == 1 else scales == pytest.approx(([512 / 3] * 3 + [512.0]) * 2)
 
@@ -415,7 +415,7 @@ def test_a_tuple_with_router_logits_holds_the_values_of_the_named_outputs(
                 torch.testing.assert_close(value, named[name])
 
 
-def test_layers_that_keep_their_router_count_in_a_balance_loss_that_is_asked_for() -> None:
+def test_layers_that_keep_their_router_count_in_a_requested_balance_loss() -> None:
     """`smoe` starts from the checkpoint's own routes, so it does not matter which layers have it."""
     batch, found = text(), []
     for layers in ("all", "last:1", [0]):
@@ -437,7 +437,7 @@ def test_layers_that_keep_their_router_count_in_a_balance_loss_that_is_asked_for
 
 @pytest.mark.parametrize("layers", ["all", "last:1"])
 @pytest.mark.parametrize("router", ["smoe", "symphony+smooth", "ac"])
-def test_activation_checkpointing_recomputes_a_balance_loss_that_was_asked_for(router: str, layers: str) -> None:
+def test_activation_checkpointing_recomputes_a_requested_balance_loss(router: str, layers: str) -> None:
     """TRL's defaults, on a model that was rerouted without losses; a forward without gradients, as of DPO, in between."""
     batch, found = text(), []
     for checkpointed in (False, True):

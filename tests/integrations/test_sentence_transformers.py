@@ -69,7 +69,7 @@ def test_router_losses_train_as_if_added_by_hand(router: str, parts: int, tmp_pa
     assert scores and all(not torch.allclose(found[name], without[name], atol=1e-5) for name in scores)
 
 
-def test_without_the_callback_one_is_told(tmp_path: Path) -> None:
+def test_without_the_callback_there_is_a_warning(tmp_path: Path) -> None:
     model = encoder("smoe", LOSSES, tmp_path / "model")
     with pytest.warns(UserWarning, match="trainer_callback"):
         trainer(model, tmp_path / "run", []).train()

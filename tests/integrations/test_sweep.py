@@ -26,7 +26,7 @@ from tiny import tiny
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.hub.tracing import calls
+from holdfast.hub.tracing import router_calls
 
 IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 COMPILED_FURTHER = ("smooth", "attention")  # by AOT autograd too, which is slower
@@ -151,7 +151,7 @@ def as_float32(thing: Any) -> Any:
 
 def bf16(router: str, folder: Path) -> None:
     model = made(router).to(torch.bfloat16)
-    with holdfast.trace(model) as routes, calls(model) as asked:
+    with holdfast.trace(model) as routes, router_calls(model) as asked:
         out = logits(model)
     assert out.dtype == torch.bfloat16 and out.isfinite().all()
     for routing, call in zip(routes, asked, strict=True):

@@ -19,7 +19,7 @@ datasets = pytest.importorskip("datasets")
 
 LOSSES = holdfast.Losses(balance=0.3, z=0.1)
 CASES = [("mixtral", "smoe"), ("deepseek_v3", "symphony+smooth"), ("llama", "smooth"), ("gpt2", "symphony")]
-WAYS = {  # what TRL is told about its own coefficient, and whether our callback is there
+WAYS = {  # TRL's own coefficient, and whether our callback is used
     "asks for aux_loss": (None, False),
     "does not ask, with our callback": (0.0, True),
 }

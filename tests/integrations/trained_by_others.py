@@ -34,7 +34,7 @@ def sentence(seed: int, length: int) -> str:
 def losses_by_hand(model: Any, losses: holdfast.Losses) -> list[Tensor]:
     """The list that each router's loss goes to from now on, with its graph; nothing is added to any gradient by itself."""
     seen: list[Tensor] = []
-    model.__dict__["_holdfast"].ledger.collect = lambda routing, weights, *_: weights
+    model.__dict__["_holdfast"].collector.collect = lambda routing, weights, *_: weights
     for module in model.modules():
         if isinstance(module, holdfast.Router):
             module.losses = losses

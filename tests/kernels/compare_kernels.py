@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from holdfast.kernels.dispatch import GLUS, dispatch
-from holdfast.kernels.dispatch import naive as naive_dispatch
+from holdfast.kernels.dispatch import GLUS, combine_rows_reference, dispatch
 from holdfast.kernels.dispatch import triton as dispatch_triton
 from holdfast.kernels.finite import triton as finite_triton
 from holdfast.kernels.grouped import naive as naive_grouped
@@ -35,16 +34,16 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     used = int(plan.used)
     x = torch.randn(tokens, dim).to(dtype)
     rows = torch.randn(tokens * slots, hidden).to(dtype)
-    rows[used:] = torch.nan  # nobody may read these
+    rows[used:] = torch.nan  # unused rows: reading one would give NaN
     weight = torch.randn(experts, hidden, dim).to(dtype)
     weights = torch.rand(tokens, slots)
 
     gathered = dispatch_triton.gather(x.to(device), plan.slots, plan.used, tokens * slots)[:used]
     close(gathered, x[plan.order[:used].cpu() // slots], dtype)
     combined = dispatch_triton.combine(rows.to(device), plan.slots, weights.to(device), plan.used)
-    close(combined, naive_dispatch.combine(rows, plan.slots.cpu(), weights, used), dtype)
+    close(combined, combine_rows_reference(rows, plan.slots.cpu(), weights, used), dtype)
     plain = dispatch_triton.combine(rows.to(device), plan.slots, None, plan.used)
-    close(plain, naive_dispatch.combine(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
+    close(plain, combine_rows_reference(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
 
     other, grad = torch.randn_like(rows), torch.randn_like(rows)
     order = plan.order[:used].cpu()

@@ -97,7 +97,7 @@ def compare(case: Case, device: str, types: PartTypes) -> None:
         gradients["query"] = gradients["query"] + gradients["key"]
 
     given = {name: leaf.clone() for name, leaf in leaves.items()}
-    if real is not None:  # what padding holds reaches nobody
+    if real is not None:  # values of padding must not reach the result
         for name in ("value",) if case.shared else ("key", "value", "second key"):
             if name in given:
                 given[name][~real] = torch.nan

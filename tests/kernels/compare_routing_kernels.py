@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.kernels.clusters import TILE
 from holdfast.kernels.clusters import triton as clusters_triton
 from holdfast.kernels.fp32_linear import triton as fp32_linear_triton
-from holdfast.kernels.select import WEIGHINGS, Weighing, naive
+from holdfast.kernels.select import WEIGHINGS, Weighing, top_reference
 from holdfast.kernels.select import triton as select_triton
 from holdfast.kernels.statistics import midpoint
 from holdfast.kernels.statistics import triton as statistics_triton
@@ -136,7 +136,7 @@ def spreads(device: str, due: bool) -> None:
     state = [part.spreads, part.get_buffer("staged_deviations"), part.get_buffer("staged_counts")]
     got, deviations, counts = (each.clone().to(device) for each in state)
     clusters_triton.update_spreads(got, deviations, counts, torch.tensor(due, device=device), MEMORY, FEWEST_TOKENS)
-    part.absorb_where(torch.tensor(due))
+    part.update_state_where(torch.tensor(due))
     close(got, part.spreads, 1e-7)
 
 
@@ -156,7 +156,7 @@ def means(device: str, tokens: float, seen: bool, due: bool, empty: bool) -> Non
         mean, known, taught, number = (each.clone().to(device) for each in before)
         memory = ENTROPY_MEMORY if is_sum else WIDTH_MEMORY
         statistics_triton.update_running_mean(mean, known, taught, number, torch.tensor(due, device=device), memory, is_sum)
-        part.absorb_where(torch.tensor(due))
+        part.update_state_where(torch.tensor(due))
         close(mean.view(-1), state.view(-1), 1e-6)
         same(known, is_set(part.get_buffer("seen")))
 
@@ -203,7 +203,7 @@ def choices(device: str, experts: int, k: int, how: Weighing, informed: bool, ep
     close(slopes, slope, steep, terms)
     if eps is not None:
         levels = scores.logits.detach()
-        best = naive.top(primary.detach(), experts)
+        best = top_reference(primary.detach(), experts)
         expected = (levels.gather(1, best[:, k - 1 : k]) - levels).scatter(1, best[:, :k], torch.inf)
         expected = expected.scatter(1, best[:, most:], torch.inf)
         assert torch.allclose(gaps.cpu().nan_to_num(), expected.nan_to_num(), atol=1e-5)
@@ -212,7 +212,8 @@ def choices(device: str, experts: int, k: int, how: Weighing, informed: bool, ep
 def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     logits = awkward_logits(150, experts)
     real = torch.rand(150) < 0.7
-    chosen = torch.zeros(150, experts).scatter(1, naive.top(logits, k), 1.0) * (real if padded else 1 + 0 * real)[:, None]
+    chosen = torch.zeros(150, experts).scatter(1, top_reference(logits, k), 1.0)
+    chosen = chosen * real[:, None] if padded else chosen
     part = tl.bfloat16 if device == "cuda" else tl.float32
     got = select_triton.count_pairs(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64, part)
     same(got.sum(0), chosen.t() @ chosen)
@@ -240,12 +241,12 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
         assert name not in found, name
         found[name] = partial(what, device, *given, **named)
 
-    halves = [torch.float16, torch.bfloat16]
-    for dtype, (width, dim) in itertools.product(halves, ((5, 100), (140, 128))):
+    short_dtypes = [torch.float16, torch.bfloat16]
+    for dtype, (width, dim) in itertools.product(short_dtypes, ((5, 100), (140, 128))):
         for weight_dtype in (dtype, torch.float32):
             add(products, dtype, weight_dtype, width, dim)
     add(one_token_at_a_time)
-    for dtype, padded in itertools.product(halves, (False, True)):
+    for dtype, padded in itertools.product(short_dtypes, (False, True)):
         add(clusters, dtype, torch.float32 if padded else dtype, padded)
     for due in (False, True):
         add(spreads, due)

@@ -40,7 +40,7 @@ def test_no_caller_asks_whether_a_kernel_applies() -> None:
         "from holdfast.kernels import fp32_linear\nif fp32_linear.has_linear_kernel(x, w): pass",
     ],
 )
-def test_a_question_would_be_found(source: str) -> None:
+def test_the_check_finds_a_caller_that_asks(source: str) -> None:
     assert list(asked(source))
 
 

@@ -21,7 +21,7 @@ def check(layer: str, found: bool, event: Event) -> finite._Check:
     return finite._Check(event, torch.tensor(int(found)), encode_name(layer))  # type: ignore[arg-type]
 
 
-def test_the_first_bad_layer_is_named_and_those_after_it_are_waited_for_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_layer_with_nan_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Event(False)
     checks = [check("first", False, Event(True)), check("second", True, Event(True)), check("third", True, late)]
     monkeypatch.setattr(finite, "_in_flight", type(finite._in_flight)(checks))
@@ -50,6 +50,6 @@ def test_a_gpu_reports_at_one_of_the_next_checks_and_not_before(bad: float) -> N
         require_finite(good, good, layer, None)
     real = torch.ones(2, 300, dtype=torch.bool, device="cuda")
     real[1, 299] = False
-    for _ in range(2):  # what padding holds is nobody's
+    for _ in range(2):  # values of padding are not checked
         require_finite(scores, good, layer, real)
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ def add(value: torch.Tensor, given: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_comes_after_a_join_sees_what_was_done_beside(device: str) -> None:
+def test_work_after_waiting_sees_the_results_of_the_side_stream(device: str) -> None:
     value, given = torch.zeros(3, device=device), torch.ones(3, device=device)
 
     def work() -> None:
@@ -35,7 +35,7 @@ def test_what_comes_after_a_join_sees_what_was_done_beside(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_work_returns_is_there_after_the_join(device: str) -> None:
+def test_results_of_the_side_stream_are_ready_after_waiting(device: str) -> None:
     given = torch.ones(3, device=device)
 
     def work() -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_what_work_returns_is_there_after_the_join(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_that_work_reads_is_let_go_at_the_join_and_not_before(device: str) -> None:
+def test_memory_that_side_work_reads_is_released_after_waiting(device: str) -> None:
     value, given = torch.zeros(3, device=device), torch.ones(3, device=device)
     alive = weakref.ref(given)
     on_side_stream(value, partial(add, value, given))

@@ -19,7 +19,7 @@ def test_the_selected_number_is_the_sorted_one(numbers: list[tuple[float, bool]]
 
 
 @given(numbers=st.lists(st.floats(0, 100, width=32), min_size=1, max_size=60), below=st.integers(0, 70))
-def test_as_many_numbers_as_wanted_lie_below_the_midpoint(numbers: list[float], below: int) -> None:
+def test_the_wanted_number_of_values_is_below_the_midpoint(numbers: list[float], below: int) -> None:
     values = torch.tensor([numbers, [torch.inf] * len(numbers)]).t()
     middle = midpoint(values, None, torch.tensor(below), lambda x: x)
     ranked = sorted(numbers)

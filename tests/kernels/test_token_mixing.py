@@ -80,7 +80,7 @@ def test_entropies_of_some_blocks_are_those_among_all(causal: bool, rows: int) -
         torch.testing.assert_close(attention_entropy(query, key, **given, step=step), some)
 
 
-def test_a_gradient_that_nobody_asks_for_changes_no_other() -> None:
+def test_a_gradient_that_is_not_needed_changes_no_other() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, QUERIES, 5), torch.randn(2, KEYS, 5)
     value = torch.rand(2, KEYS, 3, requires_grad=True)

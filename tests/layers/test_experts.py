@@ -90,7 +90,7 @@ def test_every_variant_equals_the_naive_loop_with_ragged_slots(
     torch.manual_seed(0)
     module = Experts(60, 20, 6, activation=activation, gated=gated, bias=bias, device=device, dtype=dtype)
     chosen, weights = choose(63, 6, 4, unused=0.4, device=device)
-    chosen[chosen == 2] = 6  # nobody chooses expert 2
+    chosen[chosen == 2] = 6  # no token selects expert 2
     weights = weights.where(chosen < 6, 0.0)
     assert_equal_to_naive(module, torch.randn(63, 60, device=device, dtype=dtype), chosen, weights)
 
@@ -119,7 +119,7 @@ def test_no_slot_used_at_all_gives_zero_and_zero_gradients(bias: bool, device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_expert_nobody_chose_gets_a_zero_gradient(device: str) -> None:
+def test_an_expert_that_no_token_selected_gets_a_zero_gradient(device: str) -> None:
     module = Experts(16, 8, 4, bias=True, device=device, dtype=torch.bfloat16)
     tokens = torch.randn(7, 16, device=device, dtype=torch.bfloat16)
     module(tokens, torch.tensor([[0, 3]] * 7, device=device), torch.ones(7, 2, device=device)).sum().backward()

@@ -20,7 +20,7 @@ from holdfast.kernels.grouped import naive as naive_grouped
 from holdfast.kernels.select import WEIGHINGS, _weigh_reference
 from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.kernels.token_mixing import naive as naive_token_mixing
-from holdfast.testing.subject import Subject
+from holdfast.testing.router_under_test import RouterUnderTest
 
 Function = Callable[..., Tensor]
 
@@ -92,14 +92,14 @@ OPERATORS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_of_an_operator(name: str) -> None:
+def test_second_derivatives_of_an_operator(name: str) -> None:
     function, plain, shapes = OPERATORS[name]
     generator = torch.Generator().manual_seed(0)
     assert_same(function, plain, [torch.randn(shape, generator=generator) for shape in shapes])
 
 
 @pytest.mark.parametrize("how", WEIGHINGS)
-def test_what_the_choosing_kernel_is_differentiated_as(how: str) -> None:
+def test_the_reference_of_the_selection_kernel_equals_its_weights(how: str) -> None:
     """The kernel runs on a GPU; this is its second derivative there. The strip's own path is the specification."""
     torch.manual_seed(0)
     scores = torch.randn(5, 6)
@@ -127,7 +127,7 @@ def layers(name: str, device: str = "cpu") -> tuple[Function, Function, list[Ten
     torch.manual_seed(0)
     options = {"heads": 2} if "attention" in name else {}
     router = holdfast.create_router(name, dim=12, experts=5, **options)
-    subject = Subject(router.train()).warm_up(2)
+    subject = RouterUnderTest(router.train()).warm_up(2)
     module = MoE(subject.build().eval(), Experts(12, 6, 5))
     tokens = 2 * subject.tokens(1, 6)
     context = subject.context(tokens, causal=True)
@@ -153,7 +153,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", holdfast.list_routers())
-def test_of_a_whole_layer(name: str, device: str) -> None:
+def test_second_derivatives_of_a_layer(name: str, device: str) -> None:
     run, plain, inputs = layers(name, device)
     got, expected = along(run, inputs), along(plain, [value.double() for value in inputs])
     largest = max(float(value.norm()) for value in expected)
@@ -166,7 +166,7 @@ def pairs() -> list[str]:
     for pair in itertools.combinations(holdfast.list_routers(), 2):
         try:
             holdfast.create_router("+".join(pair), dim=12, experts=5, **({"heads": 2} if "attention" in pair else {}))
-        except ValueError:  # both claim one slot
+        except ValueError:  # both replace one stage
             continue
         found.append("+".join(pair))
     return found
@@ -175,8 +175,8 @@ def pairs() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", pairs())
-def test_of_a_layer_with_two_names(name: str, device: str) -> None:
-    test_of_a_whole_layer(name, device)
+def test_second_derivatives_of_a_layer_with_two_router_names(name: str, device: str) -> None:
+    test_second_derivatives_of_a_layer(name, device)
 
 
 def test_a_refusal_comes_when_it_is_differentiated() -> None:

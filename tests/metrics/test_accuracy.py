@@ -25,13 +25,13 @@ def test_the_target_is_a_hit_if_it_is_among_the_first_k_in_order_ties_to_the_low
 def test_accuracy_is_the_share_of_hits(k: int) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(3, 21, 10), torch.randint(0, 10, (3, 21))
-    hits = [
+    in_top_k = [
         target in row.argsort(descending=True)[:k]
         for row, target in zip(logits.view(63, 10), targets.flatten().tolist(), strict=True)
     ]
     metric = Accuracy(k)
     metric.update(logits, targets)
-    assert metric.result() == pytest.approx(sum(hits) / 63)
+    assert metric.result() == pytest.approx(sum(in_top_k) / 63)
 
 
 @pytest.mark.parametrize("k", [1, 2])

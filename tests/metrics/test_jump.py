@@ -6,7 +6,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Experts, MoE, Routing
-from holdfast.metrics import jump, jumps, nearest_switch
+from holdfast.metrics import jump, jumps, nearest_flip
 
 DIM, EXPERTS = 16, 8
 
@@ -33,7 +33,7 @@ def measure(moe: MoE, x: Tensor, k: int | None = None) -> tuple[Tensor, Tensor]:
 def test_the_nearest_plane_is_that_of_the_closest_pair(k: int) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(EXPERTS, DIM).double(), torch.randn(EXPERTS).double(), tokens().double()
-    switch = nearest_switch(x, weight, k, bias)
+    switch = nearest_flip(x, weight, k, bias)
     for t, token in enumerate(x):
         logits = [float(token @ w + b) for w, b in zip(weight, bias, strict=True)]
         chosen = sorted(range(EXPERTS), key=lambda e: -logits[e])[:k]
@@ -107,7 +107,7 @@ def test_the_difference_of_top_k_does_not_go_away_with_the_step() -> None:
 def test_a_linear_map_has_no_jump_and_one_that_jumps_has_its_height() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(EXPERTS, DIM), tokens()
-    switch = nearest_switch(x, weight, 1)
+    switch = nearest_flip(x, weight, 1)
     smooth = jumps(lambda at: 3 * at, switch)
     torch.testing.assert_close(smooth.limit, torch.zeros(40).double(), atol=1e-5, rtol=0)
     step = jumps(lambda at: at + 5.0 * (at @ weight.t()).argmax(-1, keepdim=True), switch)
@@ -131,7 +131,7 @@ def test_what_has_no_switching_plane_is_one_clear_sentence() -> None:
     with pytest.raises(ValueError, match="positive"):
         jump(smoe.router, lambda at: at, x, steps=(1e-3, 1e-2))
     with pytest.raises(ValueError, match="equal"):
-        nearest_switch(x, torch.ones(4, DIM), 2)
+        nearest_flip(x, torch.ones(4, DIM), 2)
 
     def reordered(at: Tensor) -> Routing:
         routing = smoe.router(at)
@@ -142,5 +142,5 @@ def test_what_has_no_switching_plane_is_one_clear_sentence() -> None:
         return Routing(routing.logits, routing.gates, routing.logits.argsort(-1)[:, :2], routing.weights)
 
     jump(reordered, lambda at: at, x)  # in another order, the same sets
-    with pytest.raises(ValueError, match=r"\b2 best"):
+    with pytest.raises(ValueError, match=r"\b2 largest"):
         jump(perverse, lambda at: at, x)

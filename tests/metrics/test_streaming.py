@@ -140,7 +140,7 @@ def test_merged_parts_equal_one_run(name: str) -> None:
 def test_asking_for_a_result_of_nothing_is_one_clear_sentence(name: str) -> None:
     data, real = whole().padded()
     for metric in (CASES[name][0](), measured(name, (data, torch.zeros_like(real)))):
-        with pytest.raises(ValueError, match=r"seen|nothing"):
+        with pytest.raises(ValueError, match=r"has (no|0)\b|nothing"):
             metric.result()
 
 
@@ -180,7 +180,7 @@ def test_a_gpu_gives_the_results_of_a_cpu_wherever_the_padding_is(name: str) -> 
 
 
 def test_metrics_of_different_kinds_or_settings_do_not_merge() -> None:
-    with pytest.raises(ValueError, match=r"Accuracy.*Perplexity"):
+    with pytest.raises(ValueError, match=r"Perplexity.*Accuracy"):
         metrics.Accuracy().merge(metrics.Perplexity())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="settings"):
         metrics.Accuracy(1).merge(metrics.Accuracy(5))

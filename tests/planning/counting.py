@@ -1,4 +1,4 @@
-"""What a real model does, counted: its matrix products."""
+"""Count the FLOPs of real models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from holdfast.testing.declaration_checks import counting
 
 
 def products(work: Callable[[], Any]) -> int:
-    """FLOPs of the matrix products of `work`, without those of rotary positions, which are the same for any sequence."""
+    """Return the FLOPs of the matrix products of `work`, without those of rotary positions, which no plan counts."""
     with counting() as counter:
         work()
     counts = counter.get_flop_counts()

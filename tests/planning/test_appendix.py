@@ -3,15 +3,15 @@
 import pytest
 
 from holdfast.planning import plan, symphony_by_the_paper, symphony_here
-from holdfast.planning.outline import Setting, outline
+from holdfast.planning.meta_model import Change, Choice, build_on_meta, read_config
+from holdfast.planning.model_shape import Setting, measure_shape
 from holdfast.planning.planning import Workload
-from holdfast.planning.skeleton import Change, Choice, planned, read_config
 
 DEEPSEEK = {"layers": 58, "experts": 256, "tokens": 4096}
 MIB, BINARY_GIGA = 2**20, 2**30
 
 
-def test_the_papers_figures() -> None:
+def test_the_numbers_of_the_paper() -> None:
     paper = symphony_by_the_paper(**DEEPSEEK, k=8)
     assert paper.inference_bytes / MIB == 14.5
     assert paper.training_bytes / MIB == 39.875
@@ -19,10 +19,10 @@ def test_the_papers_figures() -> None:
     assert round(paper.training_operations / BINARY_GIGA, 2) == 14.51
 
 
-def test_ours_is_what_the_planned_model_has() -> None:
+def test_symphony_here_equals_the_planned_model() -> None:
     here = symphony_here(**DEEPSEEK)
     config = read_config("deepseek_v3")
-    shape = outline(planned(config, Choice("symphony", "symphony"), Change()), Setting(4096))
+    shape = measure_shape(build_on_meta(config, Choice("symphony", "symphony"), Change()), Setting(4096))
     graphs = [cost for sparse in shape.sparse for cost in sparse.costs if cost.part == "expert graph"]
     assert len(graphs) == 58
     assert shape.state == here.inference_bytes == here.training_bytes

@@ -1,4 +1,4 @@
-"""What GPUs send: routers' sums and what experts exchange as measured, the rest by the formulas of a ring."""
+"""What GPUs send: router sums and expert exchanges as measured, the rest by the formulas of a ring."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,16 @@ from ranks import on_ranks
 from tiny_dense import tiny_dense
 
 import holdfast
-from holdfast.planning import resources
-from holdfast.planning.outline import Setting, outline
-from holdfast.planning.resources import layouts, reduced, row, sums, sums_again, visited
+from holdfast.planning.model_shape import Setting, measure_shape
+from holdfast.planning.resources import (
+    all_reduce_bytes,
+    exchanged_bytes,
+    layouts,
+    mean_other_ranks,
+    recomputed_statistics_bytes,
+    statistics_bytes,
+    training_memory,
+)
 
 
 def sparse(router: str = "smoe", **options: Any) -> Any:
@@ -30,26 +37,26 @@ def sparse(router: str = "smoe", **options: Any) -> Any:
     ids=str,
 )
 def test_routers_sum_what_is_planned(router: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a forward, and in its recomputation: what they learn once only."""
+    """In a forward and in its recomputation, in which routers update no state."""
     model = sparse(router, **options)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sent: list[int] = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: sent.append(value.nbytes))
-    shape, ids = outline(model, Setting(12, 4)), torch.arange(3, 27).view(2, 12)
+    shape, ids = measure_shape(model, Setting(12, 4)), torch.arange(3, 27).view(2, 12)
     loss = model(input_ids=ids, labels=ids).loss
-    assert sum(sent) == sums(shape)
+    assert sum(sent) == statistics_bytes(shape)
     sent.clear()
     loss.backward()
-    assert sum(sent) == sums_again(shape)
-    assert (sums_again(shape) > 0) == bool(options)
+    assert sum(sent) == recomputed_statistics_bytes(shape)
+    assert (recomputed_statistics_bytes(shape) > 0) == bool(options)
 
 
 def spread(gpus: int, router: str = "smoe", checkpointing: bool = False) -> dict[str, Any]:
-    shape = outline(sparse(router), Setting(12, 2))
-    held = resources.training(shape, 24, 2, checkpointing)
-    found = layouts(shape, held, gpus=gpus, tokens=24, number=2, checkpointing=checkpointing)
+    shape = measure_shape(sparse(router), Setting(12, 2))
+    held = training_memory(shape, 24, 2, checkpointing)
+    found = layouts(shape, held, gpus=gpus, tokens=24, number_bytes=2, checkpointing=checkpointing)
     return {"shape": shape, "memory": held, **{layout.name: layout for layout in found}}
 
 
@@ -69,7 +76,7 @@ def test_ddp_reduces_gradients_and_fsdp_gathers_weights_twice() -> None:
     assert at["fsdp"].gathered == 2 * 2 * max(layer.parameters for layer in at["shape"].layers)
 
 
-def test_experts_apart_exchange_rows_there_and_back_forward_and_backward() -> None:
+def test_expert_parallelism_sends_tokens_out_and_back_in_forward_and_backward() -> None:
     at = spread(4)
     other = 3 * (1 - 15 / 28)  # of 3 GPUs those with one of k = 2 experts: 1 - C(6,2) / C(8,2)
     assert at["expert"].exchanged == pytest.approx(24 * 3 * other * (4 * 32 * 2 + 16 * 2))  # tokens, layers, d, bytes, k
@@ -86,37 +93,37 @@ def test_more_gpus_than_experts_hold_copies_of_them() -> None:
 
 
 @pytest.mark.parametrize(("experts", "used", "processes"), [(8, 2, 2), (8, 4, 2), (12, 5, 4), (6, 6, 3), (16, 2.5, 8)])
-def test_how_many_processes_a_token_visits(experts: int, used: float, processes: int) -> None:
+def test_the_mean_number_of_other_ranks_equals_a_simulation(experts: int, used: float, processes: int) -> None:
     random = torch.Generator().manual_seed(0)
     draws = 200_000
     order = torch.rand(draws, experts, generator=random).argsort(1)
     number = int(used) + (torch.rand(draws, 1, generator=random) < used % 1).int()
     owner = (order // (experts // processes)).where(torch.arange(experts) < number, 0)  # at home
     others = sum((owner == process).any(1).double().mean() for process in range(1, processes))
-    assert visited(experts, used, processes) == pytest.approx(float(others), abs=0.01)
+    assert mean_other_ranks(experts, used, processes) == pytest.approx(float(others), abs=0.01)
 
 
-def test_a_token_visits_no_process_where_all_experts_are_at_home() -> None:
-    assert visited(8, 2, 1) == 0
+def test_a_single_rank_sends_no_token() -> None:
+    assert mean_other_ranks(8, 2, 1) == 0
 
 
 @pytest.mark.slow
-def test_two_processes_exchange_what_is_planned() -> None:
-    """What a row carries to the byte; how many there are, as far as routers that just began choose uniformly."""
+def test_two_ranks_exchange_what_is_planned() -> None:
+    """Bytes per token exactly; the number of tokens as far as untrained routers select uniformly."""
     script = Path(exchanges_on_ranks.__file__)
     found = json.loads(on_ranks(script).splitlines()[-1])
     sequences, length = exchanges_on_ranks.SIZE
     for case in exchanges_on_ranks.CASES:
-        shape = outline(exchanges_on_ranks.built(case), Setting(length, 4))
+        shape = measure_shape(exchanges_on_ranks.built(case), Setting(length, 4))
         layers = [layer for layer in shape.layers if layer.sparse is not None]
         for checkpointing in (False, True):
             rows, size = found[f"{case}, checkpointed" if checkpointing else case]
-            each = {row(layer, 4, checkpointing) for layer in layers}
+            each = {exchanged_bytes(layer, 4, checkpointing) for layer in layers}
             assert [size / rows] == list(each), (case, checkpointing)
-            held = resources.training(shape, sequences * length, 4, checkpointing)
-            apart = layouts(shape, held, gpus=2, tokens=sequences * length, number=4, checkpointing=checkpointing)[2]
+            held = training_memory(shape, sequences * length, 4, checkpointing)
+            apart = layouts(shape, held, gpus=2, tokens=sequences * length, number_bytes=4, checkpointing=checkpointing)[2]
             assert size / 2 == pytest.approx(apart.exchanged, rel=0.05), (case, checkpointing)
 
 
-def test_a_ring() -> None:
-    assert reduced(100.0, 1) == 0 and reduced(100.0, 2) == 100
+def test_a_ring_all_reduce() -> None:
+    assert all_reduce_bytes(100.0, 1) == 0 and all_reduce_bytes(100.0, 2) == 100

@@ -9,21 +9,21 @@ from tiny import EXTRA, tiny
 from tiny_dense import inputs, tiny_dense
 
 import holdfast
-from holdfast.planning import flops
-from holdfast.planning.outline import Setting, outline
+from holdfast.planning.model_shape import Setting, measure_shape
+from holdfast.planning.resources import forward_flops, training_flops
 
 ROUTERS = ("smoe", "switch", "xmoe", "symphony", "similarity", "attention", "ac", "xmoe+ac", "symphony+similarity")
 SIZE = (2, 12)
 
 
 def eager(model: Any) -> Any:
-    """With attention as two products, as which the counter knows it."""
+    """Set eager attention, two products that the counter counts."""
     model.set_attn_implementation("eager")
     return model
 
 
 def square(sequence: int = SIZE[1]) -> Setting:
-    return Setting(sequence, number=4, triangle=False)
+    return Setting(sequence, number_bytes=4, causal_half=False)
 
 
 def batch() -> dict[str, Any]:
@@ -44,12 +44,12 @@ def count_training(model: Any, given: dict[str, Any]) -> int:
 @pytest.mark.parametrize("router", ROUTERS)
 def test_the_forward_of_a_sparsified_llama(router: str) -> None:
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router)
-    expected = flops.forward(outline(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square()), square()).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected + once(model, router), rel=1e-12)
 
 
 def once(model: Any, router: str) -> float:
-    """What is made once a forward, in every layer, and not counted: W^T W of one head of the attention."""
+    """Return the FLOPs that run once per forward and that a plan does not count: W^T W of one attention head per layer."""
     config = model.config
     width = config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers * 2.0 * config.hidden_size * width**2 if router == "attention" else 0.0
@@ -59,28 +59,28 @@ def once(model: Any, router: str) -> float:
 def test_a_training_step_of_a_sparsified_llama(router: str) -> None:
     options: dict[str, Any] = {"k_final": 2} if router == "smoe-dropout" else {}
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router, **options)
-    expected = flops.training(outline(model, square()), square()).total * 24
+    expected = training_flops(measure_shape(model, square()), square()).total * 24
     assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
 
 @pytest.mark.parametrize("options", [{"rank": 4}, {"strength": 0.0}], ids=str)
 def test_options_of_similarity(options: dict[str, Any]) -> None:
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="similarity", **options)
-    expected = flops.training(outline(model, square()), square()).total * 24
+    expected = training_flops(measure_shape(model, square()), square()).total * 24
     assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_learned_noise_is_a_second_score_in_training() -> None:
     options = {"noise": "gaussian"}
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="smoe", router_options=options)
-    expected = flops.training(outline(model, square()), square()).total * 24
+    expected = training_flops(measure_shape(model, square()), square()).total * 24
     assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_checkpointing_runs_every_layer_once_more() -> None:
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="symphony")
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    expected = flops.training(outline(model, square()), square(), checkpointing=True).total * 24
+    expected = training_flops(measure_shape(model, square()), square(), checkpointing=True).total * 24
     counted = count_training(model, batch())
     # A recomputation stops at the last tensor that the backward needs, so that a layer's last product is not run again.
     assert 0.9 * expected < counted <= expected
@@ -95,8 +95,8 @@ def test_checkpointing_runs_every_layer_once_more() -> None:
     ],
     ids=str,
 )
-def test_a_recomputation_learns_nothing(router: str, options: dict[str, Any]) -> None:
-    """Whatever it leaves out of a layer's end it leaves out with every router: what a router adds to smoe is exact."""
+def test_a_recomputation_updates_no_state(router: str, options: dict[str, Any]) -> None:
+    """The recomputation skips the same end of a layer for every router, so what a router adds to smoe is exact."""
     counted, planned = [], []
     for name, given in (("smoe", {}), (router, options)):
         for again in (False, True):
@@ -105,7 +105,7 @@ def test_a_recomputation_learns_nothing(router: str, options: dict[str, Any]) ->
             if again:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             counted.append(count_training(model, batch()) - (3 + again) * once(model, name))
-            planned.append(flops.training(outline(model, square()), square(), checkpointing=again).total * 24)
+            planned.append(training_flops(measure_shape(model, square()), square(), checkpointing=again).total * 24)
     (plain, plain_again, other, other_again), (smoe, smoe_again, its, its_again) = counted, planned
     assert other_again - other - (plain_again - plain) == pytest.approx(its_again - its - (smoe_again - smoe), abs=1e-3)
 
@@ -113,20 +113,20 @@ def test_a_recomputation_learns_nothing(router: str, options: dict[str, Any]) ->
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "phi3", "bert"])
 def test_the_forward_of_dense_families(model_type: str) -> None:
     model = holdfast.sparsify(eager(tiny_dense(model_type)), experts=4, k=2, router="symphony", layers="alternate")
-    expected = flops.forward(outline(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square()), square()).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_training_step_with_biases() -> None:
     model = holdfast.sparsify(eager(tiny_dense("gpt2")), experts=4, k=2, router="ac")
-    expected = flops.training(outline(model, square()), square()).total * 24
+    expected = training_flops(measure_shape(model, square()), square()).total * 24
     assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_forward_of_a_model_of_pictures() -> None:
+def test_the_forward_of_an_image_model() -> None:
     model = holdfast.sparsify(eager(tiny_dense("vit")), experts=4, k=2, router="similarity")
     setting = square(17)
-    expected = flops.forward(outline(model, setting), setting).total * 2 * 17
+    expected = forward_flops(measure_shape(model, setting), setting).total * 2 * 17
     assert count_forward(model, {"pixel_values": inputs("vit")["pixel_values"]}) == pytest.approx(expected, rel=1e-12)
 
 
@@ -136,25 +136,25 @@ def test_the_forward_of_moe_families(model_type: str, router: str) -> None:
     model = eager(tiny(model_type))
     model.set_experts_implementation("eager")
     holdfast.reroute(model, router)
-    expected = flops.forward(outline(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square()), square()).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_smooth_uses_its_budget_on_average() -> None:
-    """The one number of these that data decide: trained on a batch, the strip holds the budget on it."""
+    """The only number here that depends on data: after training on a batch, the strip uses the budget on it."""
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="smooth", budget=1.0).train()
     given = batch()
     model(**given)
-    expected = flops.forward(outline(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square()), square()).total * 24
     assert count_forward(model.eval(), given) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_window_hides_what_is_further_back() -> None:
+def test_a_window_limits_the_attended_tokens() -> None:
     model = tiny("mixtral")
     model.config.sliding_window = 5
-    seen = outline(model, Setting(12)).layers[0].attention.keys
+    seen = measure_shape(model, Setting(12)).layers[0].attention.keys
     assert seen == sum(min(token + 1, 5) for token in range(12)) / 12
 
 
 def test_causal_attention_counts_the_half_it_needs() -> None:
-    assert outline(tiny("olmoe"), Setting(12)).layers[0].attention.keys == sum(range(1, 13)) / 12
+    assert measure_shape(tiny("olmoe"), Setting(12)).layers[0].attention.keys == sum(range(1, 13)) / 12

@@ -1,4 +1,4 @@
-"""Bytes: exact where they are counted, near where they are estimated."""
+"""Memory: exact where it is counted, close where it is estimated."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +10,8 @@ from tiny import tiny
 from tiny_dense import tiny_dense
 
 import holdfast
-from holdfast.planning import resources
-from holdfast.planning.outline import Setting, outline
+from holdfast.planning.model_shape import Setting, measure_shape
+from holdfast.planning.resources import activation_bytes, inference_memory, training_memory
 from holdfast.routing import RouterCache
 
 TOKENS = 24
@@ -27,7 +27,7 @@ def test_weights_gradients_and_the_optimizers_moments() -> None:
     model(input_ids=ids(), labels=ids()).loss.backward()
     optimizer.step()
     states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    planned = resources.training(outline(model, Setting(12, 4)), TOKENS, 4)
+    planned = training_memory(measure_shape(model, Setting(12, 4)), TOKENS, 4)
     assert planned.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert planned.gradients == sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
     assert planned.moments == sum(state.nbytes for state in states)
@@ -35,16 +35,16 @@ def test_weights_gradients_and_the_optimizers_moments() -> None:
 
 
 def test_shorter_weights_have_a_master_copy() -> None:
-    shape = outline(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 2))
-    planned = resources.training(shape, TOKENS, 2)
+    shape = measure_shape(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 2))
+    planned = training_memory(shape, TOKENS, 2)
     assert (planned.weights, planned.master) == (2 * shape.parameters, 4 * shape.parameters)
     assert planned.held == 16 * shape.parameters
 
 
 def test_a_gate_that_is_not_used_has_no_gradient() -> None:
-    shape = outline(holdfast.reroute(tiny("olmoe"), "xmoe"), Setting(12, 4))
+    shape = measure_shape(holdfast.reroute(tiny("olmoe"), "xmoe"), Setting(12, 4))
     assert shape.parameters - shape.trained == 3 * 8 * 32
-    assert resources.training(shape, TOKENS, 4).gradients == 4 * shape.trained
+    assert training_memory(shape, TOKENS, 4).gradients == 4 * shape.trained
 
 
 @pytest.mark.parametrize("model_type", ["olmoe", "deepseek_v3", "gpt_oss"])
@@ -53,18 +53,18 @@ def test_the_kv_cache(model_type: str) -> None:
     with torch.no_grad():
         cache = model(input_ids=ids(), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert resources.inference(outline(model, Setting(12, 4)), TOKENS, 4).cache == held
+    assert inference_memory(measure_shape(model, Setting(12, 4)), TOKENS, 4).cache == held
 
 
 @pytest.mark.parametrize("router", ["smoe", "similarity", "attention"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_routers_keep_while_decoding(router: str, dtype: torch.dtype) -> None:
+def test_router_caches_while_decoding(router: str, dtype: torch.dtype) -> None:
     model = holdfast.sparsify(tiny_dense("llama").to(dtype), experts=8, k=2, router=router)
     with torch.no_grad():
         cache = model(input_ids=ids(), use_cache=True).past_key_values
     rows = [row for layer in cache.layers for row in _rows(getattr(layer, "router_rows", None))]
     number = dtype.itemsize
-    assert resources.inference(outline(model, Setting(12, number)), TOKENS, number).router_cache == sum(
+    assert inference_memory(measure_shape(model, Setting(12, number)), TOKENS, number).router_cache == sum(
         r.nbytes for r in rows
     )
 
@@ -80,8 +80,8 @@ def _values(cache: RouterCache) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("router", ["smoe", "symphony", "similarity", "attention", "ac"])
-def test_activations_are_near_what_autograd_keeps(router: str) -> None:
-    """On a CPU, where the activation between an expert's maps keeps more than our kernel does; a GPU's are in the docs."""
+def test_activations_are_close_to_what_autograd_saves(router: str) -> None:
+    """On a CPU, where an expert's activation saves more than the GPU kernel; docs/scaling.md has GPU measurements."""
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=256,
@@ -92,7 +92,7 @@ def test_activations_are_near_what_autograd_keeps(router: str) -> None:
     )
     torch.manual_seed(0)
     model = holdfast.sparsify(transformers.LlamaForCausalLM(config).bfloat16(), experts=8, k=2, router=router).train()
-    planned = resources.training(outline(model, Setting(64, 2)), 128, 2).activations
+    planned = training_memory(measure_shape(model, Setting(64, 2)), 128, 2).activations
     assert planned == pytest.approx(_kept(model, ids(64, 64)), rel=0.2)
 
 
@@ -109,14 +109,14 @@ def _kept(model: Any, given: torch.Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in own)
 
 
-def test_checkpointing_keeps_one_layer_and_the_inputs_of_all() -> None:
-    shape = outline(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 4))
-    assert resources.activations(shape, 4, True) < resources.activations(shape, 4, False)
+def test_checkpointing_saves_one_layer_and_the_inputs_of_all() -> None:
+    shape = measure_shape(holdfast.sparsify(tiny_dense("llama"), experts=8, k=2), Setting(12, 4))
+    assert activation_bytes(shape, 4, True) < activation_bytes(shape, 4, False)
 
 
-def test_a_ragged_router_makes_room_for_every_expert() -> None:
+def test_a_ragged_router_reserves_memory_for_every_expert() -> None:
     def kept(router: str) -> float:
         model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router)
-        return resources.activations(outline(model, Setting(12, 4)), 4, checkpointing=False)
+        return activation_bytes(measure_shape(model, Setting(12, 4)), 4, checkpointing=False)
 
     assert kept("smooth") - kept("smoe") > 3 * (8 - 2) * 3 * 48 * 4

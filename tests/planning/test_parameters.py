@@ -1,4 +1,4 @@
-"""Parameters and state: what is planned on `meta` is what `sparsify` and `reroute` make of real models."""
+"""Parameters and state: a plan on `meta` equals real models after `sparsify` and `reroute`."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from tiny_dense import CLASSES, CONFIGS, tiny_dense
 from torch import nn
 
 import holdfast
-from holdfast.hub.layers import sites
-from holdfast.planning.outline import Outline, Setting, outline
-from holdfast.planning.skeleton import Change, Choice, planned, read_config
+from holdfast.hub.layers import moe_layers
+from holdfast.planning.meta_model import Change, Choice, build_on_meta, read_config
+from holdfast.planning.model_shape import ModelShape, Setting, measure_shape
 
 DENSE = ("llama", "qwen3", "phi3", "gpt2", "bert", "vit")
 COMBINED = ("symphony+similarity", "xmoe+ac+smooth")
 
 
 def counted(model: nn.Module) -> tuple[int, int, int]:
-    """(parameters, trained, bytes of state), plainly."""
+    """Return (parameters, trained, bytes of state) of a real model."""
     routers = [module for module in model.modules() if isinstance(module, holdfast.Router)]
     state = {name: buffer for router in routers for name, buffer in _named(router)}
     return (
@@ -28,12 +28,12 @@ def counted(model: nn.Module) -> tuple[int, int, int]:
 
 
 def _named(router: holdfast.Router) -> list[tuple[str, Any]]:
-    """What a checkpoint would hold of a router beside its parameters."""
+    """Return the bytes that a checkpoint stores for a router in addition to its parameters."""
     parameters = {name for name, _ in router.named_parameters()}
     return [(f"{id(router)}.{name}", value) for name, value in router.state_dict().items() if name not in parameters]
 
 
-def measures(shape: Outline) -> tuple[int, int, int]:
+def measures(shape: ModelShape) -> tuple[int, int, int]:
     return shape.parameters, shape.trained, shape.state
 
 
@@ -43,7 +43,7 @@ def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
     sizes = {name: size for name, size in CONFIGS[model_type].items() if size is not None}
     config = read_config(model_type, {**sizes, "architectures": [CLASSES[model_type]]})
     model = holdfast.sparsify(tiny_dense(model_type), experts=8, k=2, router=router, layers="last:2")
-    shape = outline(planned(config, Choice(router, router), Change(8, 2, "last:2")), Setting(16))
+    shape = measure_shape(build_on_meta(config, Choice(router, router), Change(8, 2, "last:2")), Setting(16))
     assert measures(shape) == counted(model)
 
 
@@ -52,15 +52,15 @@ def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
 def test_an_moe_family_with_every_router(model_type: str, router: str) -> None:
     config = read_config(model_type, {**SMALL, **EXTRA[model_type]})
     model = holdfast.reroute(tiny(model_type), router)
-    shape = outline(planned(config, Choice(router, router), Change()), Setting(16))
+    shape = measure_shape(build_on_meta(config, Choice(router, router), Change()), Setting(16))
     assert measures(shape) == counted(model)
-    assert len(shape.sparse) == len(sites(model))
+    assert len(shape.sparse) == len(moe_layers(model))
 
 
 def test_options_of_a_router_count() -> None:
     config = read_config("llama", CONFIGS["llama"])
     model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="similarity", rank=4)
-    shape = outline(planned(config, Choice("r", "similarity", {"rank": 4}), Change(8, 2)), Setting(16))
+    shape = measure_shape(build_on_meta(config, Choice("r", "similarity", {"rank": 4}), Change(8, 2)), Setting(16))
     assert measures(shape) == counted(model)
     assert shape.router_parameters == 3 * (8 * 32 + 4 * 32)
 
@@ -68,24 +68,26 @@ def test_options_of_a_router_count() -> None:
 def test_a_wider_expert() -> None:
     config = read_config("llama", CONFIGS["llama"])
     model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="smoe", hidden=64, init="random")
-    assert measures(outline(planned(config, Choice("r", "smoe"), Change(8, 2, hidden=64)), Setting(16))) == counted(model)
+    assert measures(
+        measure_shape(build_on_meta(config, Choice("r", "smoe"), Change(8, 2, hidden=64)), Setting(16))
+    ) == counted(model)
 
 
-def test_a_folder_of_ours_is_rerouted(tmp_path: Any) -> None:
-    """Its config says how it was sparsified; nothing but that file is read."""
+def test_a_saved_holdfast_folder_is_rerouted(tmp_path: Any) -> None:
+    """Its config describes how it was sparsified; only that file is read."""
     model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="smoe", layers="alternate")
     holdfast.save(model, tmp_path / "saved")
     for file in (tmp_path / "saved").iterdir():
         if file.name != "config.json":
             file.unlink()
     config = read_config(str(tmp_path / "saved"))
-    shape = outline(planned(config, Choice("r", "symphony"), Change()), Setting(16))
+    shape = measure_shape(build_on_meta(config, Choice("r", "symphony"), Change()), Setting(16))
     assert measures(shape) == counted(holdfast.reroute(model, "symphony"))
 
 
-def test_active_parameters_leave_out_idle_experts() -> None:
+def test_active_parameters_exclude_unused_experts() -> None:
     model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="smoe")
-    shape = outline(model, Setting(16))
+    shape = measure_shape(model, Setting(16))
     one = 3 * 32 * 48
     assert shape.expert_parameters == 3 * 8 * one
     assert shape.active_parameters() == shape.parameters - 3 * 6 * one

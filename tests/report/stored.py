@@ -23,7 +23,7 @@ def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) ->
                 "attack": {"rate": 0.025},
             },
             "data": {"name": "python-docs", "checksum": "744f2cda"},
-            "measure": {"name": "perplexity", "long": "perplexity a token", "attack": "a swap of 1.5% of its words"},
+            "measure": {"name": "perplexity", "long": "perplexity per token", "attack": "a swap of 1.5% of its words"},
             "attack": {"attack": "word swap", "changed": 439, "checksum": "a334100e", "flags": []},
         },
         "versions": {"holdfast": "0.1.0", "torch": "2.13.7", "transformers": "5.22.9", "Python": "3.11.7"},

@@ -107,7 +107,7 @@ def test_a_layer_can_be_chosen(browser: Any) -> None:
 
 def test_it_prints_light_and_within_the_page(browser: Any) -> None:
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
-    look = "const plot = document.getElementById('plot-flips')._fullLayout; return [plot.paper_bgcolor, plot.width]"
-    assert browser.execute_script(look) == ["#ffffff", 660]
+    read_layout = "const plot = document.getElementById('plot-flips')._fullLayout; return [plot.paper_bgcolor, plot.width]"
+    assert browser.execute_script(read_layout) == ["#ffffff", 660]
     browser.execute_script("dispatchEvent(new Event('afterprint'))")
     assert browser.get_log("browser") == []

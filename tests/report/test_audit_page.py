@@ -58,7 +58,7 @@ def page() -> Tags:
         "3.10%",
         "+0.2500",
         "there are no texts, only inputs.",
-        "With the router smooth instead, untrained",
+        "What if: the router smooth",
         "8.373",
         "experts per token",
         "2.10%",
@@ -149,7 +149,7 @@ def test_a_layer_without_a_certificate_says_why_and_has_no_radii() -> None:
     assert [trace["meta"]["layer"] for trace in bars] == ["all", "1"] and lines[0]["x"] == [1]
     page = Tags(render_audit(stored))
     columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
-    assert columns.count("no certificate, because") == columns.count("undecided in bf16") == 2
+    assert columns.count("why no certificate") == columns.count("undecided in bf16") == 2
     assert "no bound is known." in page.text
 
 

@@ -163,8 +163,8 @@ def test_a_name_is_shown_as_it_is_written(browser: Any) -> None:
 
 def test_it_prints_light_and_within_the_page(browser: Any) -> None:
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
-    look = "const plot = document.getElementById('plot-{}')._fullLayout; return [plot.paper_bgcolor, plot.width]"
-    plots = [look.format("training"), look.format("graph")]
+    read_layout = "const plot = document.getElementById('plot-{}')._fullLayout; return [plot.paper_bgcolor, plot.width]"
+    plots = [read_layout.format("training"), read_layout.format("graph")]
     assert [browser.execute_script(plot) for plot in plots] == [["#ffffff", 660]] * 2
     browser.execute_script("dispatchEvent(new Event('afterprint'))")
     ground = browser.execute_script("return getComputedStyle(document.documentElement).getPropertyValue('--ground')")

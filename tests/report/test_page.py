@@ -15,7 +15,7 @@ from report.tags import Tags
 
 from holdfast.report import read_results, render, write_report
 from holdfast.report.comparison_page import MARKS, SCRIPTS, THEMES
-from holdfast.report.plot_data import SYMBOLS, WIDTH, folded
+from holdfast.report.plot_data import SYMBOLS, WIDTH, wrapped_label
 from holdfast.report.plots import POINTS, plots
 from holdfast.report.stored_comparison import parse
 
@@ -34,7 +34,7 @@ def page() -> Tags:
 @pytest.mark.parametrize(
     "value",
     [
-        "smooth lowered the perplexity by 3.12 (95% interval 1.62 to 4.62), using 2.40 experts a token instead of 2.00",
+        "smooth lowered the perplexity by 3.12 (95% interval 1.62 to 4.62), using 2.40 experts per token instead of 2.00",
         "ac made no difference that 3 seeds can show",
         "46,240",
         "184.50",
@@ -89,7 +89,7 @@ def test_results_of_pictures_do_not_talk_of_words() -> None:
 
 def test_results_as_they_were_once_stored_give_the_same_figures() -> None:
     old, new = page_of(stored_once()), page_of(stored())
-    for title in ("Every attack", "The expert graph as it evolved", "Which expert took what", "Fluctuation", "Consistency"):
+    for title in ("Every attack", "The expert graph during training", "Tokens by expert", "Fluctuation", "Consistency"):
         assert title in new.text and title not in old.text
     for value in ("3.12", "184.50", "191.25", "187.62", "744f2cda", "untouched words"):
         assert value in old.text
@@ -112,9 +112,9 @@ def test_rows_have_the_same_columns_although_routers_differ() -> None:
         for layer in cell["clean"]["routing"]["layers"]:
             layer["near_ties"]["strips"] = []
     page = page_of(content)
-    assert page.text.count("tokens within 0.01 of a tie") == 1
+    assert page.text.count("near-ties (0.01)") == 1
     columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
-    assert columns.count("tokens within 0.01 of a tie") == 3
+    assert columns.count("near-ties (0.01)") == 3
 
 
 def test_every_plot_is_there_with_every_router() -> None:
@@ -148,10 +148,10 @@ def test_a_long_training_curve_is_thinned_by_means() -> None:
 
 
 def test_long_names_are_folded_between_words_and_nothing_is_lost() -> None:
-    assert folded("smooth, attacked") == "smooth, attacked"
-    assert folded("symphony+similarity, top 3, clean") == "symphony+similarity, <br>top 3, clean"
+    assert wrapped_label("smooth, attacked") == "smooth, attacked"
+    assert wrapped_label("symphony+similarity, top 3, clean") == "symphony+similarity, <br>top 3, clean"
     for name in (EVIL, "a" * 50, " + ,, + a", "attention-posterior+smooth"):
-        lines = folded(name).split("<br>")
+        lines = wrapped_label(name).split("<br>")
         assert html.unescape("".join(lines)) == name
         assert all(len(html.unescape(line).rstrip()) <= WIDTH for line in lines)
 
@@ -260,7 +260,7 @@ def without(content: dict[str, Any], *path: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "damaged"),
         (json.dumps({**stored(), "rows": []}), "at rows"),
         (json.dumps(without(stored(), "cells", 1, "clean", "routing")), "at cells.1.clean.routing"),

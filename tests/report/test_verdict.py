@@ -5,8 +5,9 @@ import re
 from report.stored import stored, stored_costs, stored_pictures
 from wording import mentions
 
+from holdfast.report.comparison_page import verdict
+from holdfast.report.page_shell import listed
 from holdfast.report.stored_comparison import parse
-from holdfast.report.verdict import listed, verdict
 
 
 def test_a_change_is_said_with_its_interval_and_its_price() -> None:

@@ -9,7 +9,7 @@ import pytest
 from report.stored import PIECES, stored, stored_once, stored_pictures
 
 from holdfast.report import render
-from holdfast.report.expert_views import BORDERS, COLOURS, ink_on, look, luminance, views
+from holdfast.report.expert_views import BORDERS, COLOURS, css_classes, luminance, text_colour_on, views
 from holdfast.report.stored_comparison import parse
 
 EVIL = [
@@ -75,14 +75,14 @@ def test_pieces_travel_as_data_and_nothing_of_them_is_markup() -> None:
 
 
 def test_experts_of_one_colour_have_another_border() -> None:
-    looks = [look(expert) for expert in range(len(COLOURS) * len(BORDERS))]
+    looks = [css_classes(expert) for expert in range(len(COLOURS) * len(BORDERS))]
     assert len(set(looks)) == len(looks)
-    assert look(3) == "expert-3 border-0" and look(19) == "expert-3 border-1"
+    assert css_classes(3) == "expert-3 border-0" and css_classes(19) == "expert-3 border-1"
 
 
 @pytest.mark.parametrize("colour", COLOURS)
 def test_words_can_be_read_on_the_colour_of_their_expert(colour: str) -> None:
-    dark, light = sorted((luminance(colour), luminance(ink_on(colour))))
+    dark, light = sorted((luminance(colour), luminance(text_colour_on(colour))))
     assert (light + 0.05) / (dark + 0.05) > 4.5
 
 

@@ -61,7 +61,7 @@ def test_equal_spreads_give_the_base_router_to_the_bit(name: str) -> None:
     assert torch.equal(got.experts, expected.experts)
 
 
-def test_the_first_layer_and_skipped_ones_are_plain() -> None:
+def test_the_first_layer_and_skipped_layers_use_the_base_score() -> None:
     torch.manual_seed(0)
     tokens, first = torch.randn(2, 10, 16), torch.randint(0, 4, (20,))
     context = Context(previous=previous(torch.randn(2, 10, 16) * torch.arange(16), first))
@@ -73,7 +73,7 @@ def test_the_first_layer_and_skipped_ones_are_plain() -> None:
         assert torch.equal(score(tokens, Context()), score.base(tokens, Context()))
 
 
-def test_a_token_without_a_previous_expert_is_scored_plainly() -> None:
+def test_a_token_without_a_previous_expert_gets_the_base_score() -> None:
     torch.manual_seed(0)
     score = Clustered(6, 4, base=Linear(6, 4)).eval()
     score.spreads.copy_(torch.rand(4, 6) + 0.1)
@@ -96,7 +96,7 @@ def test_mixing_averages_the_scales_by_the_previous_gates() -> None:
     torch.testing.assert_close(score(tokens, Context(previous=Previous(tokens, routing))), expected)
 
 
-def test_batch_statistics_deny_the_traits_they_have_not() -> None:
+def test_batch_statistics_do_not_declare_batch_invariance() -> None:
     traits = holdfast.create_router("ac", dim=8, experts=4, stats="batch").traits
     assert not (traits.causal or traits.batch_invariant or traits.cacheable)
     assert holdfast.create_router("ac", dim=8, experts=4).traits.batch_invariant

@@ -10,7 +10,7 @@ from torch import Tensor
 import holdfast
 from holdfast import Context, Routing
 from holdfast.routing import Attention, RouterCache
-from holdfast.testing.subject import STEEP, differing
+from holdfast.testing.router_under_test import STEEP, differing
 
 DIM, HEADS, KEY_HEADS, EXPERTS = 16, 4, 2, 8
 ROUTERS: dict[str, dict[str, Any]] = {

@@ -53,7 +53,7 @@ def test_the_graph_follows_algorithm_1(init: str, normalize: str, decay: bool) -
     start = graph.graph.clone()
     batches = [torch.randn(2, 5, 6) for _ in range(4)]
     for logits in batches:
-        logits[..., 4] = -10  # nobody chooses expert 4
+        logits[..., 4] = -10  # no token selects expert 4
     real = torch.ones(2, 5, dtype=torch.bool)
     real[1, 3:] = False
     learned = learn(graph, batches, real)
@@ -124,7 +124,7 @@ def test_with_k_1_and_identity_init_symphony_is_the_plain_router() -> None:
     torch.testing.assert_close(symphony.eval().informers[0].get_buffer("graph"), torch.eye(6))
 
 
-def test_a_zero_graph_is_silent_for_one_batch_and_nothing_is_nan() -> None:
+def test_a_zero_graph_gives_zero_weights_for_one_batch_and_no_nan() -> None:
     torch.manual_seed(0)
     layer = holdfast.MoE(holdfast.create_router("symphony", dim=16, experts=6), holdfast.Experts(16, 8, 6))
     layer.router.losses = holdfast.Losses(balance=1.0, importance=1.0, load=1.0, z=1.0, entropy=1.0)
@@ -137,7 +137,7 @@ def test_a_zero_graph_is_silent_for_one_batch_and_nothing_is_nan() -> None:
 
 
 @pytest.mark.parametrize("noise", [{"noise": "gaussian", "noise_std": 0.0}, {"noise": "gumbel"}])
-def test_noise_keeps_the_sum_of_the_gates_and_a_zero_graph_silent(noise: dict[str, Any]) -> None:
+def test_noise_keeps_the_sum_of_the_gates_also_of_a_zero_graph(noise: dict[str, Any]) -> None:
     torch.manual_seed(0)
     router, tokens = holdfast.create_router("symphony", dim=16, experts=6, **noise), torch.randn(2, 40, 16)
     assert torch.equal(router(tokens).weights, torch.zeros(80, 2))

@@ -91,7 +91,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_what_stands_in_padding_changes_nothing(name: str) -> None:
+def test_values_in_padding_change_nothing(name: str) -> None:
     expected = outcome(name, 0.0)
     assert (expected["tokens 1"][~REAL] == 0).all()
     assert_same(outcome(name, torch.nan), expected)
@@ -100,7 +100,7 @@ def test_what_stands_in_padding_changes_nothing(name: str) -> None:
 @on_gpu
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", ROUTERS)
-def test_nor_in_the_kernels_of_a_gpu(name: str, bad: str) -> None:
+def test_values_in_padding_change_nothing_on_a_gpu(name: str, bad: str) -> None:
     """Sums there may be taken in another order."""
     got, expected = outcome(name, BAD[bad], device="cuda"), outcome(name, 0.0, device="cuda")
     assert got.keys() == expected.keys()
@@ -111,18 +111,18 @@ def test_nor_in_the_kernels_of_a_gpu(name: str, bad: str) -> None:
 
 @pytest.mark.parametrize("bad", [name for name in BAD if name != "NaN"])
 @pytest.mark.parametrize("name", ["symphony with similarity", "attention on xmoe", "ac, mixed", "smooth", "remoe"])
-def test_be_it_infinite_or_huge(name: str, bad: str) -> None:
+def test_infinite_and_huge_padding_changes_nothing(name: str, bad: str) -> None:
     assert_same(outcome(name, BAD[bad]), outcome(name, 0.0))
 
 
 @pytest.mark.parametrize("name", ["similarity", "attention", "ac, mixed", "smooth"])
-def test_nor_in_evaluation_with_gradients(name: str) -> None:
+def test_values_in_padding_change_nothing_in_evaluation_with_gradients(name: str) -> None:
     """As attacks take them."""
     assert_same(outcome(name, torch.nan, training=False), outcome(name, 0.0, training=False))
 
 
 @pytest.mark.slow
-def test_nor_in_a_compiled_layer() -> None:
+def test_values_in_padding_change_nothing_in_a_compiled_layer() -> None:
     torch.compiler.reset()
     got, expected = outcome("symphony with similarity", torch.nan, compiled=True), outcome("symphony with similarity", 0.0)
     for key, value in expected.items():
@@ -131,7 +131,7 @@ def test_nor_in_a_compiled_layer() -> None:
 
 @pytest.mark.parametrize("name", holdfast.list_routers())
 def test_a_gradient_of_nan_from_padding_stops_at_the_router(name: str) -> None:
-    """Experts that are not ours send it back: the derivative of a slot's weight is that expert's output."""
+    """Experts of other libraries return a gradient of NaN: the derivative of a slot's weight is that expert's output."""
     router = layer(name).router
     tokens = torch.randn(*REAL.shape, DIM, requires_grad=True)
     context = replace(context_for(tokens.detach(), EXPERTS), token_mask=REAL)

@@ -39,7 +39,7 @@ def test_the_promised_names_are_there_with_a_line_each() -> None:
         ("smoe+xmoe", Cosine, TopK),
     ],
 )
-def test_names_fill_the_slots_they_claim(name: str, score: type, select: type) -> None:
+def test_names_replace_the_stages_they_list(name: str, score: type, select: type) -> None:
     built = holdfast.create_router(name, dim=8, experts=4)
     assert (type(built.score), type(built.select)) == (score, select)
 
@@ -86,16 +86,16 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
         ("xmoe+topp", {}, "unknown router 'topp': did you mean 'top-p'"),
         ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, remoe"),
         ("", {}, "unknown router ''"),
-        (None, {}, "a router is named by a string, such as"),
+        (None, {}, "the name of a router is a string"),
         ("similarity[rank=4", {}, "is not a router"),
         ("similarity[rank=4]+", {}, "unknown router ''"),
         ("similarity[rank=4]", {"rank": 4}, "the option rank is given twice, in 'similarity.rank=4.' and by keyword"),
         ("similarity[tau=2]+smooth[tau=3]", {}, "gives the option tau twice"),
         ("similarity[rank=1.5]+smooth", {}, "the option rank is 1.5, not a whole number or empty"),
         ("smoe[k=1]", {}, "unknown option 'k'"),
-        ("top-p+remoe", {}, "'top-p' and 'remoe' both claim the select slot"),
-        ("xmoe+smoe-dropout", {}, "'xmoe' and 'smoe-dropout' both claim the score slot"),
-        ("xmoe+xmoe", {}, "'xmoe' and 'xmoe' both claim"),
+        ("top-p+remoe", {}, "'top-p' and 'remoe' both replace the stage 'select'"),
+        ("xmoe+smoe-dropout", {}, "'xmoe' and 'smoe-dropout' both replace the stage 'score'"),
+        ("xmoe+xmoe", {}, "'xmoe' and 'xmoe' both replace"),
         ("smoe", {"k": 5}, "k is 5; it must be between 1 and the number of experts, 4"),
         ("smoe", {"k": 0}, "k is 0; it must be between 1"),
         ("top-p", {"k": 5}, "k is 5"),
@@ -114,20 +114,20 @@ def test_mistakes_are_one_clear_sentence(name: str, options: dict[str, int], say
 
 
 def test_a_new_part_joins_the_grammar(scratch_name: str) -> None:
-    @holdfast.register(scratch_name, slot="score", about="twice the linear score", paper="nobody")
+    @holdfast.register(scratch_name, stage="score", about="twice the linear score", paper="none")
     class Twice(Linear):
         pass
 
     built = holdfast.create_router("scratch+top-p", dim=8, experts=4, p=0.3)
     assert type(built.score) is Twice and isinstance(built.select, TopP)
-    assert holdfast.list_routers()["scratch"] == "twice the linear score (nobody)"
+    assert holdfast.list_routers()["scratch"] == "twice the linear score (none)"
 
 
-def test_a_name_can_fill_several_slots(scratch_name: str) -> None:
+def test_a_name_can_replace_several_stages(scratch_name: str) -> None:
     """As `smoe-dropout` does; the parts are imported when first used, and the slots are taken."""
     holdfast.register(
         scratch_name,
-        slot="score",
+        stage="score",
         also={"select": "holdfast.routing.selection:TopK"},
         about="frozen scores, k grows",
         paper="a test",
@@ -136,10 +136,10 @@ def test_a_name_can_fill_several_slots(scratch_name: str) -> None:
     built, same = (holdfast.create_router(name, dim=8, experts=4) for name in (scratch_name, "smoe-dropout"))
     assert [type(part) for part in built.parts] == [type(part) for part in same.parts]
     assert isinstance(built.select, TopK) and built.select.slots == 4
-    with pytest.raises(ValueError, match="both claim the select slot"):
+    with pytest.raises(ValueError, match="both replace the stage 'select'"):
         holdfast.create_router(f"{scratch_name}+top-p", dim=8, experts=4)
     with pytest.raises(ValueError, match="again in `also`"):
-        holdfast.register("twice", slot="score", also={"score": Linear}, about="", paper="")(Frozen)
+        holdfast.register("twice", stage="score", also={"score": Linear}, about="", paper="")(Frozen)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
@@ -154,7 +154,7 @@ def test_routers_can_be_built_without_memory_and_keep_their_name(name: str) -> N
 
 def test_a_clash_of_names_raises() -> None:
     with pytest.raises(ValueError, match="'smoe'"):
-        holdfast.register("smoe", slot="score", about="", paper="")(Linear)
+        holdfast.register("smoe", stage="score", about="", paper="")(Linear)
 
 
 @pytest.mark.parametrize("name", ["", "a+b", " a", "a[b", "a,b", "a@1"])
@@ -163,6 +163,6 @@ def test_a_name_that_the_grammar_could_not_read_is_refused(name: str) -> None:
         Registry().add(Preset(name, "", ""))
 
 
-def test_an_unknown_slot_suggests_the_nearest() -> None:
+def test_an_unknown_stage_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'scores'.*'score'"):
         Preset("new", "", "", {"scores": Score})

@@ -11,7 +11,7 @@ import holdfast
 from holdfast import Context, MoE
 from holdfast.kernels import fp32_linear, select
 from holdfast.routing import Attention, Previous, Routing
-from holdfast.testing.subject import STEEP, differing
+from holdfast.testing.router_under_test import STEEP, differing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

@@ -175,12 +175,12 @@ def test_bad_options_are_one_clear_sentence(build: object, says: str) -> None:
         build()  # type: ignore[operator]
 
 
-def test_a_router_needs_a_selector_and_at_most_one_informer_a_side() -> None:
+def test_a_router_needs_a_selector_and_at_most_one_informer_on_each_side() -> None:
     import toy_parts
 
     from holdfast.routing import Linear
 
-    with pytest.raises(ValueError, match="FixedGraph where a Selector belongs"):
+    with pytest.raises(ValueError, match="expected a Selector"):
         Router(Linear(4, 3), toy_parts.FixedGraph(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 informers on the expert side"):
         Router(Linear(4, 3), TopK(4, 3, 1), (toy_parts.FixedGraph(3), toy_parts.FixedGraph(3)))

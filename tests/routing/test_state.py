@@ -26,13 +26,13 @@ class Counter(Informer, StatefulPart):
         self.register_buffer("count", torch.zeros(()))
         self.register_statistics(tokens=torch.zeros(()))
 
-    def absorb(self) -> dict[str, Tensor]:
+    def new_state(self) -> dict[str, Tensor]:
         return {"count": self.count + self.get_buffer("staged_tokens")}
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         used = self.count.clone()
         if self.training:
-            self.stage(tokens=sum_over_ranks(torch.tensor(float(tokens.shape[0] * tokens.shape[1]))))
+            self.stage_statistics(tokens=sum_over_ranks(torch.tensor(float(tokens.shape[0] * tokens.shape[1]))))
         return gates + used
 
 

@@ -195,7 +195,7 @@ def test_the_running_entropy_is_that_of_the_attention_and_the_lowest_head_is_tak
     torch.testing.assert_close(informer.entropy, 0.9 * means[0] + 0.1 * means[1])
 
 
-def test_of_long_sequences_some_blocks_of_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entropies_of_long_sequences_use_some_blocks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 2, 300, 4), torch.randn(2, 2, 300, 4)
     given = Attention(query, key, key, torch.nn.Linear(8, 12), torch.randn(2, 300, 12))
@@ -210,7 +210,7 @@ def test_of_long_sequences_some_blocks_of_tokens_are_looked_at(monkeypatch: pyte
     torch.testing.assert_close(informer.entropy, torch.special.entr(weights).sum(-1).transpose(1, 2)[seen].mean(0))
 
 
-def test_the_non_causal_reading_denies_the_traits_it_has_not() -> None:
+def test_the_non_causal_option_does_not_declare_causality() -> None:
     traits = holdfast.create_router("similarity", dim=8, experts=4, causal=False).traits
     assert not traits.causal and not traits.cacheable and traits.batch_invariant and traits.sequence_aware
 

@@ -1,4 +1,4 @@
-"""Runs so small that a cell takes a second."""
+"""Fixtures: runs so small that a cell takes a second."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ PICTURES = {
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Several at once wait for each other on a busy machine, and small products gain nothing from them."""
+    """Use one thread: on a busy machine several threads wait for each other, and small products are not faster with more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +59,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(text: Path) -> Callable[..., Recipe]:
-    """A recipe of text, with changes by their path."""
+    """Return a text recipe, with changes by their path."""
 
     def recipe(changes: dict[str, Any] | None = None) -> Recipe:
         return load_recipe("tiny", {**TEXT, "data.source": str(text), **(changes or {})})
@@ -69,7 +69,7 @@ def tiny(text: Path) -> Callable[..., Recipe]:
 
 @pytest.fixture(scope="session")
 def digits() -> Callable[..., Recipe]:
-    """A recipe of pictures, with changes by their path."""
+    """Return an image recipe, with changes by their path."""
 
     def recipe(changes: dict[str, Any] | None = None) -> Recipe:
         return load_recipe("vmoe-tiny", {**PICTURES, **(changes or {})})

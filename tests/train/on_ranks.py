@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.train import load_recipe, make_task, start
+from holdfast.train import build_model, load_recipe, make_task
 from holdfast.train.training import own_process_group, train
 
 if __name__ == "__main__":
@@ -17,6 +17,6 @@ if __name__ == "__main__":
     task = make_task(recipe)
     with own_process_group():
         for router in sys.argv[3:]:
-            model = start(task, router, {}, seed=0)
+            model = build_model(task, router, {}, seed=0)
             train(model, task, folder / router, seed=0, k=recipe.sparse.k)
             torch.save(model.eval().state_dict(), folder / f"{router}.{os.environ['RANK']}.pt")

@@ -1,4 +1,4 @@
-"""Routers compared: equal conditions, resumable, the same numbers every time."""
+"""Comparisons: equal conditions, resumable, the same numbers every time."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.routing.expert_graph import ExpertGraph
-from holdfast.train import Comparison, Contender, Recipe, contenders, make_task, start
+from holdfast.train import Comparison, Recipe, RouterChoice, build_model, make_task, parse_routers
 from holdfast.train.text_task import TextTask
 
 
@@ -18,8 +18,8 @@ def as_text(results: list[dict[str, Any]]) -> str:
 
 
 def test_a_comparison_gives_the_same_numbers_every_time(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    first = Comparison(tiny(), contenders("smoe,symphony+smooth"), 2, tmp_path / "a").run()
-    second = Comparison(tiny(), contenders("smoe,symphony+smooth"), 2, tmp_path / "b").run()
+    first = Comparison(tiny(), parse_routers("smoe,symphony+smooth"), 2, tmp_path / "a").run()
+    second = Comparison(tiny(), parse_routers("smoe,symphony+smooth"), 2, tmp_path / "b").run()
     assert as_text(first) == as_text(second)
     assert [(result["router"], result["seed"]) for result in first] == [
         ("smoe", 0),
@@ -32,7 +32,7 @@ def test_a_comparison_gives_the_same_numbers_every_time(tiny: Callable[..., Reci
 def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(
     tiny: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    comparison = Comparison(tiny(), contenders("smoe,similarity,ac"), 1, tmp_path / "run")
+    comparison = Comparison(tiny(), parse_routers("smoe,similarity,ac"), 1, tmp_path / "run")
     results = comparison.run()
     task = comparison.task
     assert isinstance(task, TextTask)
@@ -45,12 +45,12 @@ def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(
 def test_a_router_of_strength_zero_reproduces_the_baselines_curve_exactly(
     tiny: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    plain = [Contender("smoe", "smoe")]
+    plain = [RouterChoice("smoe", "smoe")]
     silent = [
-        Contender("similarity, silent", "similarity", {"strength": 0.0}),
-        Contender("attention, silent", "attention", {"strength": 0.0}),
-        Contender("ac, skipped", "ac", {"skip": 9}),
-        Contender("smooth, no budget", "smooth", {"budget": 0.0}),
+        RouterChoice("similarity, silent", "similarity", {"strength": 0.0}),
+        RouterChoice("attention, silent", "attention", {"strength": 0.0}),
+        RouterChoice("ac, skipped", "ac", {"skip": 9}),
+        RouterChoice("smooth, no budget", "smooth", {"budget": 0.0}),
     ]
     results = Comparison(tiny(), plain + silent, 1, tmp_path / "run").run()
     for result in results[1:]:
@@ -59,39 +59,39 @@ def test_a_router_of_strength_zero_reproduces_the_baselines_curve_exactly(
 
 
 def test_an_attack_at_rate_zero_changes_nothing(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    (result,) = Comparison(tiny({"attack.rate": 0.0}), contenders("smooth"), 1, tmp_path / "run").run()
+    (result,) = Comparison(tiny({"attack.rate": 0.0}), parse_routers("smooth"), 1, tmp_path / "run").run()
     assert result["attacked"]["nll"] == result["clean"]["nll"]
-    (attacked,) = Comparison(tiny(), contenders("smooth"), 1, tmp_path / "other").run()
+    (attacked,) = Comparison(tiny(), parse_routers("smooth"), 1, tmp_path / "other").run()
     assert attacked["attacked"]["nll"] != attacked["clean"]["nll"]
 
 
-def test_what_routers_have_in_common_starts_equal(tiny: Callable[..., Recipe]) -> None:
+def test_weights_that_routers_have_in_common_start_equal(tiny: Callable[..., Recipe]) -> None:
     task = make_task(tiny())
-    models = {name: start(task, name, {}, seed=3) for name in ("smoe", "ac", "symphony+smooth", "xmoe")}
+    models = {name: build_model(task, name, {}, seed=3) for name in ("smoe", "ac", "symphony+smooth", "xmoe")}
     plain = dict(models["smoe"].named_parameters())
     for name, model in models.items():
         for key, parameter in model.named_parameters():
             twin = plain.get(key.replace(".score.base.", ".score."))
             assert twin is None or torch.equal(parameter, twin), (name, key)
-    other = dict(start(task, "smoe", {}, seed=4).named_parameters())
+    other = dict(build_model(task, "smoe", {}, seed=4).named_parameters())
     assert not torch.equal(plain["model.layers.0.mlp.experts.down_proj"], other["model.layers.0.mlp.experts.down_proj"])
     assert not torch.equal(plain["model.layers.0.mlp.router.score.weight"], other["model.layers.0.mlp.router.score.weight"])
 
 
 def test_a_finished_cell_is_not_run_again_and_a_new_router_joins(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Comparison(tiny(), contenders("smoe"), 1, folder).run()
+    Comparison(tiny(), parse_routers("smoe"), 1, folder).run()
     (result,) = (folder / "cells").glob("*/result.json")
     before = result.stat().st_mtime_ns
-    results = Comparison(tiny(), contenders("smoe,smooth"), 1, folder).run()
+    results = Comparison(tiny(), parse_routers("smoe,smooth"), 1, folder).run()
     assert result.stat().st_mtime_ns == before
     assert [result["router"] for result in results] == ["smoe", "smooth"]
 
 
-def test_a_router_named_alone_joins_those_that_are_there(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    first = Comparison(tiny({"training.steps": 4}), contenders("smooth,smoe"), 1, tmp_path / "run")
+def test_a_router_run_later_joins_the_finished_ones(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    first = Comparison(tiny({"training.steps": 4}), parse_routers("smooth,smoe"), 1, tmp_path / "run")
     alone = first.finish(first.run())
-    later = Comparison(tiny({"training.steps": 4}), contenders("ac"), 2, tmp_path / "run")
+    later = Comparison(tiny({"training.steps": 4}), parse_routers("ac"), 2, tmp_path / "run")
     rows = later.finish(later.run())
     assert [row["router"] for row in rows] == ["smooth", "smoe", "ac"] and rows[:2] == alone
     assert rows[2]["seeds"] == [0, 1] and rows[2]["clean, difference"]["seeds"] == 1
@@ -102,30 +102,30 @@ def test_a_router_named_alone_joins_those_that_are_there(tiny: Callable[..., Rec
         first.finish(first.run())
 
 
-def test_folders_and_routers_that_do_not_fit_get_one_sentence(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_wrong_folders_and_routers_raise_a_one_line_error(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Comparison(tiny(), contenders("smoe"), 1, folder).run()
+    Comparison(tiny(), parse_routers("smoe"), 1, folder).run()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note.txt").write_text("mine")
     (tmp_path / "empty.txt").write_text("")
     mistakes = [
         (
-            lambda: Comparison(tiny({"training.steps": 13}), contenders("smoe"), 1, folder),
+            lambda: Comparison(tiny({"training.steps": 13}), parse_routers("smoe"), 1, folder),
             "another run",
         ),
-        (lambda: Comparison(tiny(), contenders("smoe"), 1, tmp_path / "full"), "full"),
-        (lambda: Comparison(tiny(), contenders("smoe,smoe"), 1, tmp_path / "x"), "once"),
+        (lambda: Comparison(tiny(), parse_routers("smoe"), 1, tmp_path / "full"), "full"),
+        (lambda: Comparison(tiny(), parse_routers("smoe,smoe"), 1, tmp_path / "x"), "once"),
         (lambda: Comparison(tiny(), [], 1, tmp_path / "x"), "none"),
-        (lambda: Comparison(tiny(), contenders("smoe"), 0, tmp_path / "x"), "seeds is 0"),
-        (lambda: Comparison(tiny(), [Contender("smoe", "smoe", k=3)], 1, folder).run(), "other options"),
-        (lambda: Comparison(tiny(), [Contender("smoth", "smoth")], 1, tmp_path / "x").run(), "smooth"),
-        (lambda: Comparison(tiny(), contenders("smoe"), 1, tmp_path / "x").run(jobs=0), "jobs is 0"),
+        (lambda: Comparison(tiny(), parse_routers("smoe"), 0, tmp_path / "x"), "seeds is 0"),
+        (lambda: Comparison(tiny(), [RouterChoice("smoe", "smoe", k=3)], 1, folder).run(), "other options"),
+        (lambda: Comparison(tiny(), [RouterChoice("smoth", "smoth")], 1, tmp_path / "x").run(), "smooth"),
+        (lambda: Comparison(tiny(), parse_routers("smoe"), 1, tmp_path / "x").run(jobs=0), "jobs is 0"),
         (
-            lambda: Comparison(tiny({"data.source": str(tmp_path / "empty.txt")}), contenders("smoe"), 1, tmp_path / "x"),
+            lambda: Comparison(tiny({"data.source": str(tmp_path / "empty.txt")}), parse_routers("smoe"), 1, tmp_path / "x"),
             "empty",
         ),
         (
-            lambda: Comparison(tiny({"data.source": str(tmp_path / "none.txt")}), contenders("smoe"), 1, tmp_path / "x"),
+            lambda: Comparison(tiny({"data.source": str(tmp_path / "none.txt")}), parse_routers("smoe"), 1, tmp_path / "x"),
             "none.txt",
         ),
     ]
@@ -136,17 +136,17 @@ def test_folders_and_routers_that_do_not_fit_get_one_sentence(tiny: Callable[...
         assert not (tmp_path / "x").exists()
 
 
-def test_options_reach_the_router_whatever_sparsify_calls_its_own(tiny: Callable[..., Recipe]) -> None:
-    """`init` and `noise` are names of options of sparsify too."""
+def test_options_reach_the_router_even_if_sparsify_has_the_same_names(tiny: Callable[..., Recipe]) -> None:
+    """`init` and `noise` are also options of sparsify."""
     task = make_task(tiny())
     graphs = {}
     for written in ("symphony", "symphony[init=identity]"):
-        (entrant,) = contenders(written)
-        model = start(task, entrant.router, entrant.options, seed=0)
+        (entrant,) = parse_routers(written)
+        model = build_model(task, entrant.router, entrant.options, seed=0)
         graphs[written] = next(module.graph for module in model.modules() if isinstance(module, ExpertGraph))
     assert torch.equal(graphs["symphony[init=identity]"], torch.eye(8)) and not graphs["symphony"].any()
-    (entrant,) = contenders("smoe[noise=gumbel]")
-    noisy = start(task, entrant.router, entrant.options, seed=0).train()
+    (entrant,) = parse_routers("smoe[noise=gumbel]")
+    noisy = build_model(task, entrant.router, entrant.options, seed=0).train()
     ids = torch.arange(16).view(1, 16)
     with torch.no_grad():
         assert not torch.equal(noisy(input_ids=ids).logits, noisy(input_ids=ids).logits)

@@ -17,7 +17,7 @@ import yaml
 from wording import mentions
 
 from holdfast.locking import Lock
-from holdfast.train import Comparison, Recipe, contenders
+from holdfast.train import Comparison, Recipe, parse_routers
 
 STEPS = 6
 SMALL = {"training.steps": STEPS, "training.save_every": 2, "data.test_bytes": 800, "model.config.num_hidden_layers": 1}
@@ -50,12 +50,12 @@ def test_three_processes_on_one_folder_give_the_numbers_of_one(
         assert not list(folder.rglob(".*.saving-*"))
 
 
-def test_a_process_says_whom_it_waits_for_and_then_reads_the_result(
+def test_a_process_logs_which_process_it_waits_for_and_reads_its_result(
     tiny: Callable[..., Recipe], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And meanwhile it trains a cell that is free."""
+    """It trains a free cell in the meantime."""
     few = {**SMALL, "training.steps": 2}
-    clean = Comparison(tiny(few), contenders("smoe,ac"), 1, tmp_path / "clean").run()
+    clean = Comparison(tiny(few), parse_routers("smoe,ac"), 1, tmp_path / "clean").run()
     lock = Lock(tmp_path / "run" / "cells" / "smoe-seed0")
     shutil.copytree(tmp_path / "clean", tmp_path / "run", ignore=shutil.ignore_patterns("cells"))
     assert lock.attempt() is None
@@ -71,7 +71,7 @@ def test_a_process_says_whom_it_waits_for_and_then_reads_the_result(
     other = threading.Thread(target=finish)
     other.start()
     done: list[tuple[str, int]] = []
-    found = Comparison(tiny(few), contenders("smoe,ac"), 1, tmp_path / "run").run(
+    found = Comparison(tiny(few), parse_routers("smoe,ac"), 1, tmp_path / "run").run(
         lambda cell, steps: done.append((cell.name, steps))
     )
     other.join()
@@ -82,5 +82,5 @@ def test_a_process_says_whom_it_waits_for_and_then_reads_the_result(
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """Everything that was found; no clock is read."""
+    """Return all results as text; they contain no times."""
     return dict(json.loads((folder / "results.json").read_text()))

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is never gone on from, a damaged file gets one sentence, and no link leads out of a run folder."""
+"""Damaged run folders: damaged checkpoints are skipped, damaged files raise one line, no link leads out of the folder."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from commands import Command
 from tiers import quick_or_slow
 
 from holdfast.locking import LockLostError
-from holdfast.train import Cell, Comparison, Recipe, contenders
-from holdfast.train.comparison import STORED, joined
-from holdfast.train.run_folder import flaw, seal, write_json, write_sealed
+from holdfast.train import Cell, Comparison, Recipe, parse_routers
+from holdfast.train.comparison import STORED, merge_results
+from holdfast.train.run_folder import find_damage, write_checkpoint_manifest, write_json, write_with_checksum
 
 SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}
 CELL = "smoe-seed0"
@@ -40,7 +40,7 @@ def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str
 
 @pytest.fixture(scope="module")
 def interrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was stopped after step 5, with the checkpoints 2 and 4."""
+    """Return the folder of a run that was stopped after step 5, with the checkpoints 2 and 4."""
 
     def stop(cell: Cell, steps: int) -> None:
         if steps == 5:
@@ -48,7 +48,7 @@ def interrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(Interrupted):
-        Comparison(recipe, contenders("smoe"), 1, folder).run(stop)
+        Comparison(recipe, parse_routers("smoe"), 1, folder).run(stop)
     names = sorted(path.name for path in folder.glob("cells/*/training/checkpoint-*"))
     assert names == ["checkpoint-2", "checkpoint-4"]
     return folder
@@ -62,7 +62,7 @@ def folder(interrupted: Path, tmp_path: Path) -> Path:
 
 def run(recipe: Recipe, folder: Path, told: list[int] | None = None) -> list[dict[str, Any]]:
     steps = [] if told is None else told
-    return Comparison(recipe, contenders("smoe"), 1, folder).run(lambda cell, done: steps.append(done))
+    return Comparison(recipe, parse_routers("smoe"), 1, folder).run(lambda cell, done: steps.append(done))
 
 
 def as_text(results: list[dict[str, Any]]) -> str:
@@ -86,11 +86,11 @@ def cut(path: Path) -> None:
 
 
 def another_best(checkpoint: Path) -> None:
-    """A manifest that agrees with the files, and a state that names a best checkpoint which is not there."""
+    """Write a manifest that agrees with the files, and a state that names a best checkpoint that does not exist."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "best_global_step": 3}))
     (checkpoint / "checkpoint.json").unlink()
-    seal(checkpoint)
+    write_checkpoint_manifest(checkpoint)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -104,8 +104,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no random state": (lambda path: (path / "rng_state.pth").unlink(), "rng_state.pth is missing"),
     "half a state": (lambda path: cut(path / "trainer_state.json"), "trainer_state.json is not the file"),
     "half the weights": (lambda path: cut(path / "model.safetensors"), "model.safetensors is not the file"),
-    "no manifest": (lambda path: (path / "checkpoint.json").unlink(), "was not written to its end"),
-    "half a manifest": (lambda path: cut(path / "checkpoint.json"), "was not written to its end"),
+    "no manifest": (lambda path: (path / "checkpoint.json").unlink(), "was not written completely"),
+    "half a manifest": (lambda path: cut(path / "checkpoint.json"), "was not written completely"),
     "a file too many": (lambda path: (path / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong to it"),
     "a best that is not there": (another_best, "the best checkpoint, checkpoint-3, has no readable"),
     "no snapshot": (
@@ -121,7 +121,7 @@ QUICK = ["a flipped bit in the weights", "no optimizer", "a best that is not the
 
 
 @pytest.mark.parametrize("damage", quick_or_slow(DAMAGE, QUICK))
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(
     damage: str, recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil, reason = DAMAGE[damage]
@@ -134,29 +134,29 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     assert "checkpoint-4" in said and re.search(reason, said)
 
 
-def test_every_damage_is_seen(interrupted: Path, tmp_path: Path) -> None:
-    """All of the above, without training; and whole checkpoints are whole."""
+def test_every_damage_is_found(interrupted: Path, tmp_path: Path) -> None:
+    """Check all of the above without training; complete checkpoints have no damage."""
     for number, (damage, (spoil, _)) in enumerate(DAMAGE.items()):
         place = tmp_path / str(number)
         shutil.copytree(interrupted / "cells" / CELL / "training", place)
-        assert flaw(place / "checkpoint-4") is None
+        assert find_damage(place / "checkpoint-4") is None
         spoil(place / "checkpoint-4")
-        assert (flaw(place / "checkpoint-4") is not None) == ("snapshot" not in damage), damage
-        assert flaw(place / "checkpoint-2") is None
+        assert (find_damage(place / "checkpoint-4") is not None) == ("snapshot" not in damage), damage
+        assert find_damage(place / "checkpoint-2") is None
 
 
-def test_with_no_whole_checkpoint_a_run_begins_again_and_says_so(
+def test_without_a_complete_checkpoint_a_run_starts_again_and_warns(
     recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for checkpoint in (folder / "cells" / CELL / "training").glob("checkpoint-*"):
         flip_a_bit(checkpoint / "optimizer.pt")
     steps: list[int] = []
     assert as_text(run(recipe, folder, steps)) == undisturbed
-    assert steps[0] == 0 and caplog.records[0].getMessage().endswith("; beginning again.")
+    assert steps[0] == 0 and caplog.records[0].getMessage().endswith("; starting from the first step.")
 
 
-def test_an_optimizer_that_is_no_tensor_file_gets_one_sentence_and_runs_nothing(recipe: Recipe, folder: Path) -> None:
-    """With a manifest that agrees: nothing is unpickled but tensors."""
+def test_an_optimizer_that_is_no_tensor_file_raises_and_is_not_executed(recipe: Recipe, folder: Path) -> None:
+    """The manifest agrees with the files, and still only tensors are unpickled."""
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -166,31 +166,31 @@ def test_an_optimizer_that_is_no_tensor_file_gets_one_sentence_and_runs_nothing(
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         shutil.copy(checkpoint / name, folder / "whole")
         (checkpoint / name).write_bytes(pickle.dumps(Evil()))
-        seal(checkpoint)
-        with pytest.raises(ValueError, match=r"checkpoint-4 .*\(.*\).*remove") as caught:
+        write_checkpoint_manifest(checkpoint)
+        with pytest.raises(ValueError, match=r"checkpoint-4 .*\(.*\).*delete") as caught:
             run(recipe, folder)
         assert "\n" not in str(caught.value) and not (folder / "ran").exists()
         shutil.copy(folder / "whole", checkpoint / name)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '"text"', "[" * 100_000, '{"router": "ac", "seed": 0}'])
-def test_a_damaged_result_is_done_again(
+def test_the_cell_of_a_damaged_result_is_trained_again(
     content: str, recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "cells" / CELL / "result.json").write_text(content)
-    assert Comparison(recipe, contenders("smoe"), 1, folder).stored(Cell(contenders("smoe")[0], 0)) is None
+    assert Comparison(recipe, parse_routers("smoe"), 1, folder).stored(Cell(parse_routers("smoe")[0], 0)) is None
     if content == "{":
         assert as_text(run(recipe, folder)) == undisturbed
         assert "result.json is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["another figure", "a named pipe", "unknown options"])
-def test_a_result_that_is_not_the_one_that_was_stored_is_not_believed(damage: str, recipe: Recipe, folder: Path) -> None:
+def test_a_changed_result_is_not_accepted(damage: str, recipe: Recipe, folder: Path) -> None:
     result, router = (folder / "cells" / CELL / name for name in ("result.json", "router.json"))
-    cell = Cell(contenders("smoe")[0], 0)
-    write_json(router, asdict(cell.contender))
-    write_sealed(result, {**dict.fromkeys(STORED), "router": "smoe", "seed": 0, "clean": {"figure": 70.5}})
-    comparison = Comparison(recipe, contenders("smoe"), 1, folder)
+    cell = Cell(parse_routers("smoe")[0], 0)
+    write_json(router, asdict(cell.choice))
+    write_with_checksum(result, {**dict.fromkeys(STORED), "router": "smoe", "seed": 0, "clean": {"figure": 70.5}})
+    comparison = Comparison(recipe, parse_routers("smoe"), 1, folder)
     assert comparison.stored(cell) is not None
     if damage == "another figure":
         result.write_text(result.read_text().replace("70.5", "60.5"))
@@ -202,16 +202,16 @@ def test_a_result_that_is_not_the_one_that_was_stored_is_not_believed(damage: st
     assert comparison.stored(cell) is None
     if damage != "unknown options":
         with pytest.raises(ValueError, match=r"result\.json.*remove .*seed0"):
-            joined(folder, [])
+            merge_results(folder, [])
 
 
-def test_results_that_are_nested_too_deep_are_written_anew(tmp_path: Path) -> None:
+def test_results_that_are_nested_too_deep_are_written_again(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("[" * 100_000)
-    assert joined(tmp_path, [{"router": "smoe", "seed": 0}]) == [{"router": "smoe", "seed": 0}]
+    assert merge_results(tmp_path, [{"router": "smoe", "seed": 0}]) == [{"router": "smoe", "seed": 0}]
 
 
 @pytest.mark.parametrize("name", ["run.json", f"cells/{CELL}/router.json"])
-def test_torn_files_get_one_sentence_with_the_folders_name(name: str, recipe: Recipe, folder: Path) -> None:
+def test_incomplete_files_raise_an_error_that_names_the_folder(name: str, recipe: Recipe, folder: Path) -> None:
     for content in ("{", "\0\0\0\0", "[" * 100_000, "{}"):
         (folder / name).write_text(content)
         with pytest.raises(ValueError, match="run") as caught:
@@ -251,7 +251,7 @@ PLACES = [
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Every file and link below a folder."""
+    """Return every file and link below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
 
@@ -276,7 +276,7 @@ def test_a_link_in_a_run_folder_is_refused_and_nothing_is_touched(
 
 
 def test_train_refuses_links_with_exit_code_2(recipe: Recipe, tmp_path: Path, command: Command) -> None:
-    """And the folder that is named by the user may be a link."""
+    """The folder that the user names may be a link."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))
     (tmp_path / "real").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "real")
@@ -295,7 +295,7 @@ def test_train_refuses_links_with_exit_code_2(recipe: Recipe, tmp_path: Path, co
 
 def test_results_and_pages_are_not_written_over_links(recipe: Recipe, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
-    comparison = Comparison(recipe, contenders("smoe"), 1, folder)
+    comparison = Comparison(recipe, parse_routers("smoe"), 1, folder)
     results = comparison.run()
     (folder / "results.json").symlink_to(tmp_path / "victim")
     with pytest.raises(ValueError, match=r"results\.json is a symbolic link"):
@@ -303,8 +303,8 @@ def test_results_and_pages_are_not_written_over_links(recipe: Recipe, folder: Pa
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_a_process_that_lost_its_lock_writes_no_more(recipe: Recipe, folder: Path) -> None:
-    """As one that was stopped on another machine for so long that its cell was taken over."""
+def test_a_process_that_lost_its_lock_stops_writing(recipe: Recipe, folder: Path) -> None:
+    """Simulate a process that was stopped for so long that another machine took over its cell."""
     seen: dict[str, Any] = {}
 
     def taken_over(cell: Cell, steps: int) -> None:
@@ -314,5 +314,5 @@ def test_a_process_that_lost_its_lock_writes_no_more(recipe: Recipe, folder: Pat
             seen.update(contents(folder))
 
     with pytest.raises(LockLostError, match=f"{CELL} .*another process"):
-        Comparison(recipe, contenders("smoe"), 1, folder).run(taken_over)
+        Comparison(recipe, parse_routers("smoe"), 1, folder).run(taken_over)
     assert seen and contents(folder) == seen

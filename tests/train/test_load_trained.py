@@ -1,4 +1,4 @@
-"""A trained model is tried again to the same scores, from the folder of its cell or of its model."""
+"""A trained model is evaluated again to the same scores, from the folder of its cell or of its model."""
 
 import json
 import shutil
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.metrics.report import plain
-from holdfast.train import Comparison, Recipe, contenders, load_trained
+from holdfast.metrics.report import without_nan
+from holdfast.train import Comparison, Recipe, load_trained, parse_routers
 from holdfast.train.saved_model import is_trained
 
 
@@ -23,18 +23,18 @@ def cells(
     by_bytes = tiny({**few, "data.tokens": "bytes", "data.test_bytes": 1500})
     pictures = digits({**few, "attack.examples": 8, "attack.steps": 1})
     for name, recipe in (("text", text), ("bytes", by_bytes), ("pictures", pictures)):
-        Comparison(recipe, contenders("symphony+smooth[beta=0.5]"), 1, folder / name).run()
+        Comparison(recipe, parse_routers("symphony+smooth[beta=0.5]"), 1, folder / name).run()
     return {name: folder / name / "cells" / "symphony+smooth[beta=0.5]-seed0" for name in ("text", "bytes", "pictures")}
 
 
 @pytest.mark.parametrize("kind", ["text", "bytes", "pictures"])
-def test_stored_scores_are_found_again_to_the_last_digit(kind: str, cells: dict[str, Path], text: Path) -> None:
+def test_stored_scores_are_reproduced_exactly(kind: str, cells: dict[str, Path], text: Path) -> None:
     stored = json.loads((cells[kind] / "result.json").read_text())
     for folder in (cells[kind], cells[kind] / "model"):
         assert is_trained(folder)
         trained = load_trained(folder)
         task = trained.task(source=None if kind == "pictures" else str(text))
-        scores = json.loads(json.dumps(plain(task.score(trained.model))))
+        scores = json.loads(json.dumps(without_nan(task.score(trained.model))))
         assert scores == {key: stored[key] for key in ("clean", "attacked", "trials")}
 
 
@@ -44,14 +44,14 @@ def test_a_model_is_found_from_inside_its_folder(cells: dict[str, Path], monkeyp
         assert load_trained(Path(".")).recipe.task == "text"
 
 
-def test_the_tokeniser_is_the_models_own_whatever_the_text_has_become(
+def test_the_tokeniser_is_the_models_own_even_if_the_text_has_changed(
     tiny: Callable[..., Recipe], tmp_path: Path, text: Path
 ) -> None:
-    """The words of a source may change; the numbers a model knows them by may not."""
+    """The words of a source may change; their numbers in the model must not."""
     source = tmp_path / "text.txt"
     source.write_text(text.read_text())
     recipe = tiny({"data.source": str(source), "training.steps": 1})
-    Comparison(recipe, contenders("smoe"), 1, tmp_path / "run").run()
+    Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run()
     before = load_trained(tmp_path / "run" / "cells" / "smoe-seed0").task(source=str(source)).state()
     source.write_text("Other words altogether.\n\n" * 900)
     trained = load_trained(tmp_path / "run" / "cells" / "smoe-seed0")
@@ -80,7 +80,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_record_gets_one_sentence(damage: str, cells: dict[str, Path], tmp_path: Path, text: Path) -> None:
+def test_a_damaged_record_raises_a_one_line_error(damage: str, cells: dict[str, Path], tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "cell"
     folder.mkdir()
     shutil.copytree(cells["text"] / "model", folder / "model")

@@ -18,7 +18,7 @@ def test_a_group_that_was_started_inside_is_destroyed(tmp_path: Path) -> None:
     assert not distributed.is_initialized()
 
 
-def test_also_after_an_error(tmp_path: Path) -> None:
+def test_a_group_is_destroyed_after_an_error_too(tmp_path: Path) -> None:
     @own_process_group()
     def train() -> None:
         begin(tmp_path)
@@ -29,7 +29,7 @@ def test_also_after_an_error(tmp_path: Path) -> None:
     assert not distributed.is_initialized()
 
 
-def test_a_group_of_others_stays(tmp_path: Path) -> None:
+def test_a_group_that_was_started_before_stays(tmp_path: Path) -> None:
     begin(tmp_path)
     try:
         with own_process_group():

@@ -1,4 +1,4 @@
-"""Recipes: what ships is valid, what is changed is checked, what is wrong gets one sentence."""
+"""Recipes: shipped recipes are valid, changes are checked, and mistakes raise a one-line error."""
 
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_a_shipped_recipe_is_valid_and_says_what_it_is(name: str) -> None:
     assert recipe.sparse.k <= recipe.sparse.experts
 
 
-def test_the_papers_figures_are_in_their_recipes() -> None:
+def test_the_numbers_of_the_papers_are_in_their_recipes() -> None:
     small, medium = load_recipe("switch-small"), load_recipe("switch-medium")
     assert [small.model.config[key] for key in ("n_layer", "n_embd", "n_head", "resid_pdrop")] == [3, 128, 8, 0.7]
     assert [medium.model.config[key] for key in ("n_layer", "n_embd", "n_head", "resid_pdrop")] == [6, 352, 8, 0.1]
@@ -50,7 +50,7 @@ def test_values_are_changed_by_their_path() -> None:
         recipe.about = "changed in place"  # type: ignore[misc]
 
 
-def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
+def test_mistakes_raise_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("about: [")
     (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -76,7 +76,7 @@ def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_recipe_of_ones_own_is_a_file(tmp_path: Path) -> None:
+def test_a_recipe_can_be_a_file_of_the_user(tmp_path: Path) -> None:
     import yaml
 
     path = tmp_path / "mine.yaml"

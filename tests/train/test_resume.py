@@ -1,4 +1,4 @@
-"""Runs that are interrupted at any moment go on to the same numbers."""
+"""Runs that are interrupted at any moment resume to the same numbers."""
 
 import errno
 import json
@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from wording import mentions
 
 import holdfast.files
-from holdfast.train import Cell, Comparison, Recipe, contenders, load_recipe
-from holdfast.train.run_folder import checkpoints, flaw, last_whole, seal
+from holdfast.train import Cell, Comparison, Recipe, load_recipe, parse_routers
+from holdfast.train.run_folder import checkpoints, find_damage, newest_complete, write_checkpoint_manifest
 
 ROUTER = "symphony+smooth[beta=0.8]"  # with state of its own, and a name that a pattern of paths would trip over
 
@@ -37,7 +37,7 @@ def recipe(tiny: Callable[..., Recipe]) -> Recipe:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path_factory.mktemp("whole") / "run").run())
+    return as_text(Comparison(recipe, parse_routers(ROUTER), 1, tmp_path_factory.mktemp("whole") / "run").run())
 
 
 def as_text(results: list[dict[str, Any]]) -> str:
@@ -53,21 +53,19 @@ def stop_at(step: int) -> Callable[[Cell, int], None]:
 
 
 def interrupt(recipe: Recipe, folder: Path, step: int) -> Path:
-    """Run until a step has begun to be told of; returns the folder of the training."""
+    """Run until the progress of a step is reported; return the folder of the training."""
     with pytest.raises(Interrupted):
-        Comparison(recipe, contenders(ROUTER), 1, folder).run(stop_at(step))
+        Comparison(recipe, parse_routers(ROUTER), 1, folder).run(stop_at(step))
     return folder / "cells" / f"{ROUTER}-seed0" / "training"
 
 
 @pytest.mark.parametrize("step", [0, 3, 4, 5, 10, 12])
-def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
-    step: int, recipe: Recipe, undisturbed: str, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_resumes_to_the_same_numbers(step: int, recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
     training = interrupt(recipe, tmp_path, step)
-    begun = last_whole(training)[0]
+    begun = newest_complete(training)[0]
     assert (begun.name if begun else None) == {5: "checkpoint-4", 10: "checkpoint-8", 12: "checkpoint-8"}.get(step)
     steps: list[int] = []
-    again = Comparison(recipe, contenders(ROUTER), 1, tmp_path).run(lambda cell, done: steps.append(done))
+    again = Comparison(recipe, parse_routers(ROUTER), 1, tmp_path).run(lambda cell, done: steps.append(done))
     assert as_text(again) == undisturbed
     assert steps == list(range({5: 4, 10: 8, 12: 8}.get(step, 0), 13))  # no step is done again that was saved
     lines = [json.loads(line) for line in (training / "log.jsonl").read_text().splitlines()]
@@ -83,52 +81,50 @@ TORN: dict[str, dict[str, int]] = {  # which files are how long; the others are 
 
 
 @pytest.mark.parametrize("damage", TORN)
-def test_a_checkpoint_that_was_torn_when_the_run_was_killed_is_passed_over(
-    damage: str, recipe: Recipe, undisturbed: str, tmp_path: Path
-) -> None:
+def test_an_incomplete_checkpoint_is_skipped(damage: str, recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
     training = interrupt(recipe, tmp_path, 12)
     (training / "checkpoint-12").mkdir()
     for name, length in TORN[damage].items():
         (training / "checkpoint-12" / name).write_bytes((training / "checkpoint-8" / name).read_bytes()[:length])
-    assert last_whole(training)[0] == training / "checkpoint-8"
-    assert as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path).run()) == undisturbed
+    assert newest_complete(training)[0] == training / "checkpoint-8"
+    assert as_text(Comparison(recipe, parse_routers(ROUTER), 1, tmp_path).run()) == undisturbed
 
 
-def test_with_nothing_but_a_torn_checkpoint_a_run_begins_anew(recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
+def test_with_only_an_incomplete_checkpoint_a_run_starts_again(recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
     training = interrupt(recipe, tmp_path, 5)
     (training / "checkpoint-4" / "trainer_state.json").write_text("{")
-    assert last_whole(training)[0] is None
-    assert as_text(Comparison(recipe, contenders(ROUTER), 1, tmp_path).run()) == undisturbed
+    assert newest_complete(training)[0] is None
+    assert as_text(Comparison(recipe, parse_routers(ROUTER), 1, tmp_path).run()) == undisturbed
 
 
 def sealed(checkpoint: Path) -> Path:
-    """What counts as a whole checkpoint."""
+    """Write the files of a complete checkpoint."""
     checkpoint.mkdir()
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (checkpoint / name).write_text(name)
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": int(checkpoint.name.split("-")[1])}))
-    seal(checkpoint)
+    write_checkpoint_manifest(checkpoint)
     return checkpoint
 
 
-def test_the_newest_whole_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
-    assert last_whole(tmp_path / "none") == (None, [])
+def test_the_newest_complete_checkpoint_is_found_by_its_number(tmp_path: Path) -> None:
+    assert newest_complete(tmp_path / "none") == (None, [])
     for name in ("checkpoint-4", "checkpoint-10"):
         sealed(tmp_path / name)
     for name in ("checkpoint-x", "checkpoint-", "other-99"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12").write_text("a file")
-    found, reasons = last_whole(tmp_path)
+    found, reasons = newest_complete(tmp_path)
     assert found == tmp_path / "checkpoint-10"
     assert len(reasons) == 1 and mentions(reasons[0], str(tmp_path / "checkpoint-11"), "checkpoint.json")
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_numbers(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """SIGKILL in the middle of a cell, after a checkpoint and a snapshot."""
     code = (
         "import sys; from pathlib import Path; from holdfast.train import *;"
-        "Comparison(load_recipe(sys.argv[1]), contenders('symphony+smooth'), 1, Path(sys.argv[2])).run()"
+        "Comparison(load_recipe(sys.argv[1]), parse_routers('symphony+smooth'), 1, Path(sys.argv[2])).run()"
     )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny({"training.steps": 40, "training.save_every": 6}).describe()))
     folder = tmp_path / "killed"
@@ -146,8 +142,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tiny: Callable[..., R
         run.wait()
     assert list(folder.glob("cells/*/training/checkpoint-*")) and not list(folder.glob("cells/*/result.json"))
     own = load_recipe(str(tmp_path / "recipe.yaml"))
-    continued = Comparison(own, contenders("symphony+smooth"), 1, folder).run()
-    assert as_text(continued) == as_text(Comparison(own, contenders("symphony+smooth"), 1, tmp_path / "whole").run())
+    continued = Comparison(own, parse_routers("symphony+smooth"), 1, folder).run()
+    assert as_text(continued) == as_text(Comparison(own, parse_routers("symphony+smooth"), 1, tmp_path / "whole").run())
 
 
 def full() -> OSError:
@@ -156,7 +152,7 @@ def full() -> OSError:
 
 @contextmanager
 def full_disk(where: str) -> Iterator[None]:
-    """Half of what is written arrives, then the disk is full: as Python, torch and safetensors say it."""
+    """Simulate a full disk after half of a write, with the errors of Python, torch and safetensors."""
     import transformers
 
     calls: dict[str, int] = {}
@@ -212,18 +208,18 @@ FULL += ["the model", "task.json", "result.json"]
 @pytest.fixture(scope="module")
 def finished(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
-    Comparison(recipe, contenders("smoe"), 1, folder).run()
+    Comparison(recipe, parse_routers("smoe"), 1, folder).run()
     return folder
 
 
 @pytest.mark.parametrize("where", FULL)
-def test_a_full_disk_is_one_clear_error_that_costs_nothing_that_was_finished(
+def test_a_full_disk_raises_one_error_and_keeps_finished_work(
     where: str, recipe: Recipe, undisturbed: str, finished: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    routers = contenders(f"smoe,{ROUTER}")
+    routers = parse_routers(f"smoe,{ROUTER}")
     with full_disk(where), pytest.raises(OSError, match=r"No space left|could not be written .* is the disk full") as caught:
         Comparison(recipe, routers, 1, folder).run()
     assert "\n" not in str(caught.value)
@@ -234,11 +230,11 @@ def test_a_full_disk_is_one_clear_error_that_costs_nothing_that_was_finished(
         json.loads(path.read_text())
     left = [path.name for path in cell.rglob("*")]
     assert not [name for name in left if name.startswith(".")]
-    assert all(flaw(checkpoint) is None for checkpoint in checkpoints(cell / "training"))
+    assert all(find_damage(checkpoint) is None for checkpoint in checkpoints(cell / "training"))
     assert ("model" in left) == (where in ("task.json", "result.json"))
     again = Comparison(recipe, routers, 1, folder).run()
     assert as_text(again[1:]) == undisturbed
-    assert as_text(again[:1]) == as_text(Comparison(recipe, contenders("smoe"), 1, finished).run())
+    assert as_text(again[:1]) == as_text(Comparison(recipe, parse_routers("smoe"), 1, finished).run())
     lines = (cell / "training" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == again[1]["log"]
 
@@ -248,7 +244,7 @@ def test_a_full_disk_while_the_summary_is_written_leaves_the_old_one(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    comparison = Comparison(recipe, contenders("smoe"), 1, folder)
+    comparison = Comparison(recipe, parse_routers("smoe"), 1, folder)
     rows = comparison.finish(comparison.run())
     before = (folder / "results.json").read_bytes()
     write = holdfast.files._write

@@ -1,4 +1,4 @@
-"""Routes watched while a model trains: the watching changes nothing, and what is seen is what a naive look sees."""
+"""Snapshots: taking them does not change training, and they equal a naive recording."""
 
 import copy
 import json
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from holdfast.hub import trace
 from holdfast.routing import ExpertGraph
-from holdfast.train import Recipe, Task, make_task, start
-from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routes_of, snapshot_steps, take_snapshot
+from holdfast.train import Recipe, Task, build_model, make_task
+from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routings_of, snapshot_steps, take_snapshot
 from holdfast.train.training import train
 
 
 def contents(model: Any) -> dict[str, Tensor]:
-    """Parameters and buffers; statistics that were committed are scratch."""
+    """Return parameters and buffers, without statistics that were already committed."""
     named = {**dict(model.eval().named_parameters()), **dict(model.named_buffers())}
     return {name: value.detach().clone() for name, value in named.items() if "staged_" not in name}
 
@@ -28,9 +28,9 @@ def contents(model: Any) -> dict[str, Tensor]:
 def test_taking_snapshots_does_not_change_training(
     router: str, tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout on, whose random numbers nothing may draw from in between."""
+    """Dropout is on: a snapshot must not draw random numbers in between."""
     task = make_task(tiny({"model.config.attention_dropout": 0.3, "training.steps": 6}))
-    watched, unwatched = (start(task, router, {}, seed=0) for _ in range(2))
+    watched, unwatched = (build_model(task, router, {}, seed=0) for _ in range(2))
     log = train(watched, task, tmp_path / "watched", seed=0, k=2)
     monkeypatch.setattr("holdfast.train.training.take_snapshot", lambda *_: None)
     assert train(unwatched, task, tmp_path / "unwatched", seed=0, k=2) == log
@@ -40,17 +40,17 @@ def test_taking_snapshots_does_not_change_training(
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
-def test_the_dropout_of_that_test_is_on(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_dropout_is_on_in_the_test_above(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     logs = []
     for share in (0.0, 0.3):
         task = make_task(tiny({"model.config.attention_dropout": share, "training.steps": 2}))
-        logs.append(train(start(task, "smoe", {}, seed=0), task, tmp_path / str(share), seed=0, k=2))
+        logs.append(train(build_model(task, "smoe", {}, seed=0), task, tmp_path / str(share), seed=0, k=2))
     assert logs[0] != logs[1]
 
 
 @pytest.fixture(scope="module")
 def seen(tiny: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Task, list[Any], Path]]:
-    """Of each router: its task, the model as it was at each snapshot, and the folder of the snapshots."""
+    """Return for each router its task, the model at each snapshot, and the folder of the snapshots."""
     found = {}
     for router in ("smoe", "symphony", "smooth"):
         folder = tmp_path_factory.mktemp(router)
@@ -63,13 +63,13 @@ def seen(tiny: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) 
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("holdfast.train.training.take_snapshot", note)
-            models.append(train(start(task, router, {}, seed=0), task, folder, seed=0, k=2) and None)
+            models.append(train(build_model(task, router, {}, seed=0), task, folder, seed=0, k=2) and None)
         found[router] = (task, [model for model in models if model is not None], folder / "snapshots")
     return found
 
 
 def real_experts(model: Any, task: Task) -> list[list[list[int]]]:
-    """Of each layer, the experts of every token that is no padding, the heaviest first."""
+    """Return for each layer the experts of every real token, the one with the largest weight first."""
     probe = task.probe()
     real = probe["attention_mask"].flatten().tolist()
     assert 0 < sum(real) < len(real)  # the last block is padded
@@ -106,7 +106,7 @@ def test_fluctuation_is_the_share_of_tokens_whose_set_changed(
 
 
 @pytest.mark.parametrize("router", ["smoe", "smooth"])
-def test_without_a_learned_graph_it_is_which_experts_were_chosen_together(
+def test_without_a_learned_graph_the_graph_is_the_co_selection(
     router: str, seen: dict[str, tuple[Task, list[Any], Path]]
 ) -> None:
     task, models, folder = seen[router]
@@ -137,7 +137,7 @@ def test_symphonys_graph_is_the_one_it_learned(seen: dict[str, tuple[Task, list[
     assert first != last and any(value > 0 for row in last for value in row)
 
 
-def test_consistency_is_1_without_noise_and_less_the_louder_it_is(
+def test_consistency_is_1_without_noise_and_falls_with_more_noise(
     seen: dict[str, tuple[Task, list[Any], Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for task, models, _ in seen.values():
@@ -151,7 +151,7 @@ def test_consistency_is_1_without_noise_and_less_the_louder_it_is(
         assert consistency(models[-1], task.probe(), 2)["layers"] == shares[3.0]  # the noise is the same every time
 
 
-def test_noise_is_so_long_compared_to_each_embedding_and_is_taken_off_again(
+def test_noise_is_relative_to_each_embedding_and_is_removed_afterwards(
     seen: dict[str, tuple[Task, list[Any], Path]],
 ) -> None:
     task, models, _ = seen["smoe"]
@@ -168,18 +168,18 @@ def test_noise_is_so_long_compared_to_each_embedding_and_is_taken_off_again(
     torch.testing.assert_close((noisy - plain).norm(dim=-1), 0.05 * plain.norm(dim=-1), rtol=1e-4, atol=1e-6)
 
 
-def test_a_look_leaves_the_model_in_its_mode(seen: dict[str, tuple[Task, list[Any], Path]]) -> None:
+def test_reading_the_routing_keeps_the_mode_of_the_model(seen: dict[str, tuple[Task, list[Any], Path]]) -> None:
     task, models, _ = seen["symphony"]
     for mode in (True, False):
         model = copy.deepcopy(models[-1]).train(mode)
         before = contents(copy.deepcopy(model))
-        routes_of(model, task.probe())
+        routings_of(model, task.probe())
         assert model.training is mode and all(module.training is mode for module in model.modules())
         after = contents(model)
         assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_snapshots_are_spread_over_the_steps_and_the_last_is_among_them() -> None:
+def test_snapshots_are_evenly_spaced_and_include_the_last_step() -> None:
     assert snapshot_steps(1) == [1]
     assert snapshot_steps(3) == [1, 2, 3]
     assert snapshot_steps(60_000) == [12_000, 24_000, 36_000, 48_000, 60_000]

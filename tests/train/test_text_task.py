@@ -1,4 +1,4 @@
-"""A text to be tried on: which targets an attack leaves alone, and every token scored once."""
+"""Text tasks: which targets an attack leaves untouched, and that every token is scored once."""
 
 import math
 from collections.abc import Callable
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from holdfast.data import python_topics
-from holdfast.data.documents import CUTS
-from holdfast.train import Comparison, Recipe, contenders, start
-from holdfast.train.text_task import TextTask, Trial, score_text
+from holdfast.data.documents import WORD_SPLITTERS
+from holdfast.train import Comparison, Recipe, build_model, parse_routers
+from holdfast.train.text_task import ScoredText, TextTask, score_text
 from holdfast.train.training import train
 
-CUTS_AND_BYTES = [*CUTS, "bytes"]
+CUTS_AND_BYTES = [*WORD_SPLITTERS, "bytes"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several documents, some of them in every split."""
+    """Return a folder of several documents, some of them in every split."""
     folder = tmp_path_factory.mktemp("texts")
     for number, text in enumerate(list(python_topics().values())[:24]):
         (folder / f"{number:02d}.txt").write_text(f"Caf\u00e9 \u0130zmir {number} \U0001f642.\n{text[:3000]}")
@@ -33,14 +33,14 @@ def task(tiny: Callable[..., Recipe], folder: Path, tokens: str, **changes: Any)
 
 
 def words(texts: list[str], cut: str) -> list[str]:
-    """What a model of words predicts, an end after each document or line."""
+    """Return what a word-level model predicts, with an end after each document or line."""
     if cut == "words":
-        return [word for text in texts for word in [*CUTS[cut].line(text), "<eos>"]]
+        return [word for text in texts for word in [*WORD_SPLITTERS[cut].line(text), "<eos>"]]
     return [word for text in texts for line in text.splitlines(keepends=True) for word in [*line.split(), "<eos>"]]
 
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
-def test_the_same_words_are_kept_in_the_clean_text_and_in_the_attacked_one(
+def test_the_untouched_words_are_the_same_in_the_clean_and_the_attacked_text(
     tokens: str, tiny: Callable[..., Recipe], folder: Path
 ) -> None:
     own = task(tiny, folder, tokens)
@@ -49,28 +49,28 @@ def test_the_same_words_are_kept_in_the_clean_text_and_in_the_attacked_one(
     kept = []
     for trial, texts in ((own.clean, before), (own.attacked, list(own.attack.texts))):
         pieces = list("\n".join(texts).encode()) if tokens == "bytes" else words(texts, tokens)
-        assert len(pieces) == len(trial.kept) == len(trial.blocks.tokens)
-        kept.append([piece for piece, stays in zip(pieces, trial.kept.tolist(), strict=True) if stays])
+        assert len(pieces) == len(trial.untouched) == len(trial.blocks.tokens)
+        kept.append([piece for piece, stays in zip(pieces, trial.untouched.tolist(), strict=True) if stays])
         assert trial.bytes == sum(len(text.encode()) for text in texts)
     assert kept[0] == kept[1]
-    lost = (~own.clean.kept).sum() / len(own.clean.kept)
+    lost = (~own.clean.untouched).sum() / len(own.clean.untouched)
     assert 0.02 < lost < 0.5  # a fifth of the words that are no stop words
 
 
-def test_the_words_that_are_lost_are_the_changed_ones(tiny: Callable[..., Recipe], folder: Path) -> None:
+def test_only_changed_words_are_not_untouched(tiny: Callable[..., Recipe], folder: Path) -> None:
     own = task(tiny, folder, "words", **{"attack.token": "AAA"})
     texts = list(own.attack.texts)
-    lost = [word for word, stays in zip(words(texts, "words"), own.attacked.kept.tolist(), strict=True) if not stays]
+    lost = [word for word, stays in zip(words(texts, "words"), own.attacked.untouched.tolist(), strict=True) if not stays]
     assert sum(word.count("aaa") for word in lost) == own.attack.changed
     assert lost == [word for word in words(texts, "words") if "aaa" in word]  # "__aaa__" too
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", WORD_SPLITTERS)
 def test_words_are_swapped_for_words_of_the_vocabulary(cut: str, tiny: Callable[..., Recipe], folder: Path) -> None:
     own = task(tiny, folder, cut, **{"data.vocabulary": 300})
     before, after = own.clean.blocks.tokens, own.attacked.blocks.tokens
-    assert len(before) == len(after) and torch.equal(own.clean.kept, own.attacked.kept)
-    lost = ~own.attacked.kept
+    assert len(before) == len(after) and torch.equal(own.clean.untouched, own.attacked.untouched)
+    lost = ~own.attacked.untouched
     assert int(lost.sum()) == own.attack.changed > 50
     assert bool((after[lost] > 1).all()) and bool((after != before)[lost].all())  # 0 and 1 are no words
     assert "vocabulary" in own.measure.attack
@@ -80,16 +80,16 @@ def test_a_generic_token_outside_the_vocabulary_is_unknown_and_that_is_why_it_is
     tiny: Callable[..., Recipe], folder: Path
 ) -> None:
     own = task(tiny, folder, "words", **{"data.vocabulary": 300, "attack.token": "AAA"})
-    assert not own.attacked.blocks.tokens[~own.attacked.kept].any()
+    assert not own.attacked.blocks.tokens[~own.attacked.untouched].any()
     assert own.measure.attack.endswith(" AAA")
 
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
-def test_the_cost_is_that_of_a_naive_loop_over_the_words_left_alone(
+def test_the_cost_is_that_of_a_naive_loop_over_the_untouched_words(
     tokens: str, tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
 ) -> None:
     own = task(tiny, folder, tokens, **{"data.test_bytes": 4000, "data.vocabulary": 200})
-    model = start(own, "smoe", {}, seed=0)
+    model = build_model(own, "smoe", {}, seed=0)
     train(model, own, tmp_path, seed=0, k=2)
     found = own.score(model)
     for cost, trials in (
@@ -105,11 +105,11 @@ def test_the_cost_is_that_of_a_naive_loop_over_the_words_left_alone(
 
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
-def test_at_rate_0_every_token_is_kept_and_both_figures_are_one(
+def test_at_rate_0_every_token_is_untouched_and_both_perplexities_are_equal(
     tokens: str, tiny: Callable[..., Recipe], folder: Path
 ) -> None:
     own = task(tiny, folder, tokens, **{"attack.rate": 0.0, "data.test_bytes": 2500})
-    model = start(own, "smooth", {}, seed=0)
+    model = build_model(own, "smooth", {}, seed=0)
     found = own.score(model)
     assert "trials" not in found
     for name in ("clean", "attacked"):
@@ -118,22 +118,22 @@ def test_at_rate_0_every_token_is_kept_and_both_figures_are_one(
 
 
 @torch.no_grad()
-def naive(model: Any, trial: Trial) -> tuple[list[float], list[bool]]:
-    """The negative log-likelihood of each token but the first, block by block, and whether it is kept."""
+def naive(model: Any, trial: ScoredText) -> tuple[list[float], list[bool]]:
+    """Return the negative log-likelihood of each token but the first, block by block, and whether it is untouched."""
     tokens, length = trial.blocks.tokens.long(), trial.blocks.length
     found: list[float] = []
     for first in range(0, len(tokens) - 1, length):
         block = tokens[first : first + length + 1]
         logits: Tensor = model.eval()(input_ids=block[None, :-1], use_cache=False).logits
         found += [-float(row.log_softmax(-1)[target]) for row, target in zip(logits[0].double(), block[1:], strict=True)]
-    return found, trial.kept.tolist()[1:]
+    return found, trial.untouched.tolist()[1:]
 
 
-def test_figures_are_those_of_a_naive_loop_over_the_tokens(
+def test_perplexities_are_those_of_a_naive_loop_over_the_tokens(
     tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
 ) -> None:
     own = task(tiny, folder, "words", **{"data.test_bytes": 4000, "data.vocabulary": 200})
-    model = start(own, "symphony+smooth", {}, seed=0)
+    model = build_model(own, "symphony+smooth", {}, seed=0)
     train(model, own, tmp_path, seed=0, k=2)  # of an untrained one all targets are equally hard
     scores = own.score(model)
     for trial, score in (
@@ -151,20 +151,20 @@ def test_figures_are_those_of_a_naive_loop_over_the_tokens(
     assert abs(scores["clean"]["figure"] / scores["clean"]["figure_of_kept"] - 1) > 1e-3
 
 
-def test_batches_of_any_size_give_the_same_figures(
+def test_batches_of_any_size_give_the_same_perplexities(
     tiny: Callable[..., Recipe], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = task(tiny, folder, "words", **{"data.test_bytes": 4000, "data.vocabulary": 200})
-    model = start(own, "similarity", {}, seed=0)
+    model = build_model(own, "similarity", {}, seed=0)
     usual = score_text(model, own.attacked)
-    monkeypatch.setattr("holdfast.train.text_task.TOKENS", {"cpu": 40})
+    monkeypatch.setattr("holdfast.train.text_task.TOKENS_PER_BATCH", {"cpu": 40})
     few = score_text(model, own.attacked)
     assert (few["tokens"], few["kept_tokens"]) == (usual["tokens"], usual["kept_tokens"])
     assert [few[key] for key in ("figure", "figure_of_kept")] == pytest.approx([usual["figure"], usual["figure_of_kept"]])
 
 
 @pytest.mark.parametrize("limit", [700, 2900, 3100, 5000])
-def test_only_so_many_bytes_are_tested_cut_after_a_line(limit: int, tiny: Callable[..., Recipe], folder: Path) -> None:
+def test_test_bytes_limits_the_test_text_after_a_line(limit: int, tiny: Callable[..., Recipe], folder: Path) -> None:
     whole = [document.data for document in task(tiny, folder, "words")._test]
     own = task(tiny, folder, "words", **{"data.test_bytes": limit})
     cut = [document.data for document in own._test]
@@ -176,7 +176,7 @@ def test_only_so_many_bytes_are_tested_cut_after_a_line(limit: int, tiny: Callab
     next_line = next(line for data in rest for line in data.splitlines(keepends=True))
     assert 0 < size <= limit < size + len(next_line)
     texts = [data.decode() for data in cut]
-    score = score_text(start(own, "smoe", {}, seed=0), own.clean)
+    score = score_text(build_model(own, "smoe", {}, seed=0), own.clean)
     assert score["tokens"] == len(words(texts, "words")) - 1
     assert own.clean.bytes == size
     assert [each.data for each in task(tiny, folder, "words", **{"data.test_bytes": sum(map(len, whole))})._test] == whole
@@ -188,7 +188,7 @@ def test_the_view_shows_the_pieces_of_the_text_and_an_expert_of_each_layer_for_e
     own = task(
         tiny, folder, "words", **{"data.length": 40, "data.test_bytes": 150, "model.config.max_position_embeddings": 64}
     )
-    view = own.view(start(own, "smoe", {}, seed=0).eval())
+    view = own.view(build_model(own, "smoe", {}, seed=0).eval())
     expected = words([document.text for document in own._test], "words")
     count = len(expected) - 1 if len(expected) <= 40 else 40
     known = set(own.tokenizer.describe()["words"])
@@ -198,7 +198,7 @@ def test_the_view_shows_the_pieces_of_the_text_and_an_expert_of_each_layer_for_e
     assert all(0 <= expert < 8 for layer in view["experts"] for expert in layer)
 
 
-def test_a_text_that_fills_no_block_gets_one_sentence_and_leaves_no_folder(
+def test_a_text_that_fills_no_block_raises_and_creates_no_folder(
     tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
 ) -> None:
     mistakes: list[tuple[dict[str, Any], str]] = [
@@ -212,6 +212,6 @@ def test_a_text_that_fills_no_block_gets_one_sentence_and_leaves_no_folder(
     for changes, sentence in mistakes:
         own = tiny({"data.source": str(folder), "model.config.max_position_embeddings": 2_500, **changes})
         with pytest.raises(ValueError, match=sentence) as caught:
-            Comparison(own, contenders("smoe"), 1, tmp_path / "run").run()
+            Comparison(own, parse_routers("smoe"), 1, tmp_path / "run").run()
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "run").exists()

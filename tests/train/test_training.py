@@ -1,4 +1,4 @@
-"""Training: what a recipe says is what is done, no knob is inert, the best checkpoint is kept, two processes are one."""
+"""Training: every option of a recipe has an effect, the best checkpoint is kept, two ranks train as one."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import Tensor
 
 from holdfast.hub import load
-from holdfast.train import Cell, Comparison, Recipe, Task, contenders, make_task, start
+from holdfast.train import Cell, Comparison, Recipe, Task, build_model, make_task, parse_routers
 from holdfast.train.training import train
 
 ROUTERS = ("smoe", "symphony", "similarity", "attention", "ac", "smooth")
@@ -22,17 +22,17 @@ Log = list[dict[str, float]]
 
 def trained(recipe: Recipe, folder: Path, router: str = "smoe") -> tuple[Any, Log]:
     task = make_task(recipe)
-    model = start(task, router, {}, seed=0)
+    model = build_model(task, router, {}, seed=0)
     return model, train(model, task, folder, seed=0, k=recipe.sparse.k)
 
 
 def test_the_balance_coefficient_is_inert_in_no_router_of_a_comparison(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    """The papers' own code never switches it on."""
+    """The papers' own code never uses it."""
     found = {}
     for balance in (0.0, 0.3):
         few = {"training.steps": 3, "training.warmup": 0, "training.learning_rate": 0.01, "data.test_bytes": 800}
         comparison = Comparison(
-            tiny({**few, "sparse.balance": balance}), contenders(",".join(ROUTERS)), 1, tmp_path / str(balance)
+            tiny({**few, "sparse.balance": balance}), parse_routers(",".join(ROUTERS)), 1, tmp_path / str(balance)
         )
         found[balance] = {result["router"]: result for result in comparison.run()}
     for router in ROUTERS:
@@ -67,14 +67,14 @@ def test_no_knob_of_training_is_inert(tiny: Callable[..., Recipe], tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["text", "pictures"])
-def test_training_sees_the_batches_that_are_told_by_their_hash(
+def test_training_uses_the_batches_of_the_recorded_hashes(
     kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """In their order, each of its micro-batches once: what every router of a comparison sees."""
+    """In order, each micro-batch once: the same for every router of a comparison."""
     few = {"training.steps": 4, "training.batch": 6, "training.accumulate": 2}
     task = make_task(tiny(few) if kind == "text" else digits(few))
     name = "input_ids" if kind == "text" else "pixel_values"
-    model, seen = start(task, "smoe", {}, seed=1), list[Tensor]()
+    model, seen = build_model(task, "smoe", {}, seed=1), list[Tensor]()
 
     def note(module: Any, inputs: Any, named: dict[str, Tensor]) -> None:
         if module.training:
@@ -91,7 +91,7 @@ def test_training_sees_the_batches_that_are_told_by_their_hash(
 
 
 def test_micro_batches_add_up_to_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Without the balance loss, which is of each micro-batch."""
+    """The balance loss is off, because it is computed per micro-batch."""
     few = {"training.steps": 4, "training.warmup": 0, "sparse.balance": 0.0}
     _, whole = trained(tiny({**few, "training.batch": 8}), tmp_path / "whole")
     _, parts = trained(tiny({**few, "training.batch": 2, "training.accumulate": 4}), tmp_path / "parts")
@@ -106,7 +106,7 @@ def test_the_learning_rate_warms_up_and_stays(tiny: Callable[..., Recipe], tmp_p
 
 
 @pytest.mark.parametrize("kind", ["text", "pictures"])
-def test_bf16_trains_on_a_cpu_with_finite_figures(
+def test_bf16_trains_on_a_cpu_with_finite_losses(
     kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     few = {
@@ -117,7 +117,7 @@ def test_bf16_trains_on_a_cpu_with_finite_figures(
         "attack.steps": 1,
     }
     recipe = tiny(few) if kind == "text" else digits(few)
-    for result in Comparison(recipe, contenders("smoe,ac+symphony+smooth,similarity"), 1, tmp_path / "run").run():
+    for result in Comparison(recipe, parse_routers("smoe,ac+symphony+smooth,similarity"), 1, tmp_path / "run").run():
         figures = [line[key] for line in result["log"] for key in ("loss", "grad_norm")]
         figures += [result[trial]["figure"] for trial in ("clean", "attacked")]
         assert all(math.isfinite(figure) for figure in figures)
@@ -125,7 +125,7 @@ def test_bf16_trains_on_a_cpu_with_finite_figures(
 
 
 def rising(tiny: Callable[..., Recipe], **changes: Any) -> Recipe:
-    """A learning rate that grows until the loss rises."""
+    """Return a recipe whose learning rate grows until the loss rises."""
     usual = {"training.learning_rate": 3.0, "training.warmup": 12, "training.keep": "best", "training.save_every": 3}
     return tiny({**usual, **changes})
 
@@ -135,7 +135,7 @@ def held_out(log: Log) -> dict[int, float]:
 
 
 def loss_on(task: Task, model: Any) -> float:
-    """Of the held-out blocks, one after the other."""
+    """Return the loss on the held-out blocks, one by one."""
     held: Any = task.validation()
     losses = []
     with torch.no_grad():
@@ -173,9 +173,9 @@ class Interrupted(BaseException):
 
 @pytest.mark.parametrize("step", [7, 13])
 def test_the_best_checkpoint_survives_an_interruption(step: int, tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    """In the middle, and when all steps are done: only the best checkpoint is left then."""
+    """Interrupt in the middle, and after all steps, when only the best checkpoint is left."""
     recipe = rising(tiny, **{"model.config.attention_dropout": 0.2})
-    whole = Comparison(recipe, contenders("symphony+smooth"), 1, tmp_path / "whole").run()
+    whole = Comparison(recipe, parse_routers("symphony+smooth"), 1, tmp_path / "whole").run()
 
     def stop(cell: Cell, steps: int) -> None:
         if steps == step:
@@ -187,14 +187,14 @@ def test_the_best_checkpoint_survives_an_interruption(step: int, tiny: Callable[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdfast.train.comparison.save_trained", stop_saving)
         with pytest.raises(Interrupted):
-            Comparison(recipe, contenders("symphony+smooth"), 1, tmp_path / "run").run(stop)
+            Comparison(recipe, parse_routers("symphony+smooth"), 1, tmp_path / "run").run(stop)
     left = sorted(path.name for path in tmp_path.glob("run/cells/*/training/checkpoint-*"))
     assert left == (["checkpoint-3"] if step == 13 else ["checkpoint-3", "checkpoint-6"])
-    again = Comparison(recipe, contenders("symphony+smooth"), 1, tmp_path / "run").run()
+    again = Comparison(recipe, parse_routers("symphony+smooth"), 1, tmp_path / "run").run()
     assert json.dumps(again, sort_keys=True) == json.dumps(whole, sort_keys=True)
 
 
-def test_the_best_of_pictures_is_kept_too(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_the_best_checkpoint_on_images_is_kept_too(digits: Callable[..., Recipe], tmp_path: Path) -> None:
     changes = {"training.keep": "best", "training.learning_rate": 0.2, "training.steps": 8, "training.save_every": 2}
     model, log = trained(digits(changes), tmp_path)
     losses = held_out(log)
@@ -204,7 +204,7 @@ def test_the_best_of_pictures_is_kept_too(digits: Callable[..., Recipe], tmp_pat
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
 
 
-def test_a_batch_that_does_not_part_among_the_processes_gets_one_sentence(
+def test_a_batch_that_cannot_be_split_over_the_ranks_raises_an_error(
     tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -217,8 +217,8 @@ RANKS = ("symphony",)
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_with_the_whole_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Under torchrun. Logs and snapshots are written once."""
+def test_two_ranks_train_as_one_with_the_whole_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Run under torchrun; logs and snapshots are written once."""
     changes = {"training.steps": 6, "training.save_every": 3, "training.warmup": 0}
     recipe = tiny({**changes, "training.accumulate": 2})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))

@@ -1,4 +1,4 @@
-"""The vision recipes with their own tables of layers, on small pictures in narrow models."""
+"""The vision recipes with their own lists of sparse layers, on small images in narrow models."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from holdfast.hub import trace
-from holdfast.train import Recipe, load_recipe, make_task, start
-from holdfast.train.picture_task import PictureTask
+from holdfast.train import Recipe, build_model, load_recipe, make_task
+from holdfast.train.image_task import ImageTask
 from holdfast.train.training import train
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ SIDES = {"swin-moe": [4, 2], "vmoe": [2]}  # patches a side at the sparse layers
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise of three colours, in train/CLASS and val/CLASS as ImageNet lies."""
+    """Write noise of three colours into train/CLASS and val/CLASS, the layout of ImageNet."""
     from PIL import Image
 
     folder, source = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
@@ -59,8 +59,8 @@ def small(name: str, folder: Path, **changes: Any) -> Recipe:
 @pytest.mark.parametrize("name", SMALL)
 def test_the_papers_layers_are_sparse_and_a_step_of_training_works(name: str, folder: Path, tmp_path: Path) -> None:
     task = make_task(small(name, folder))
-    assert isinstance(task, PictureTask) and task.pictures.classes == ("blue", "green", "red")
-    model = start(task, "smoe", {}, seed=0)
+    assert isinstance(task, ImageTask) and task.image_set.classes == ("blue", "green", "red")
+    model = build_model(task, "smoe", {}, seed=0)
     probe = task.probe()
     assert probe["pixel_values"].shape == (12, 3, 32, 32)
     with torch.no_grad(), trace(model.eval()) as routes:
@@ -79,9 +79,9 @@ def test_the_papers_layers_are_sparse_and_a_step_of_training_works(name: str, fo
         assert [len(layer) for layer in shown["experts"]] == [side * side] * len(SPARSE[name])
 
 
-def test_of_a_later_stage_each_larger_patch_covers_the_smaller_ones_beneath(folder: Path) -> None:
+def test_a_patch_of_a_later_stage_covers_the_smaller_patches_below_it(folder: Path) -> None:
     task = make_task(small("swin-moe", folder))
-    model = start(task, "smoe", {}, seed=0).eval()
+    model = build_model(task, "smoe", {}, seed=0).eval()
     shown = task.view(model)["pictures"][0]["experts"]
     with torch.no_grad(), trace(model) as routes:
         model(pixel_values=task.probe()["pixel_values"][:1])
@@ -91,11 +91,11 @@ def test_of_a_later_stage_each_larger_patch_covers_the_smaller_ones_beneath(fold
     assert shown[9] == [late[2 * (row // 2) + column // 2] for row in range(4) for column in range(4)]
 
 
-def test_attacked_and_watched_pictures_are_of_every_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.picture_task.WATCHED", 6)
+def test_attacked_and_probed_images_are_of_every_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.image_task.PROBE_IMAGES", 6)
     task = make_task(small("vmoe", folder, **{"attack.examples": 3}))
-    assert isinstance(task, PictureTask)
-    labels = task.pictures.images("test").labels
+    assert isinstance(task, ImageTask)
+    labels = task.image_set.images("test").labels
     assert labels.tolist() == sorted(labels.tolist())
     assert set(labels[task._attacked_numbers()].tolist()) == {0, 1, 2}
     watched = task.probe()["pixel_values"].mean((2, 3)).argmax(1)
@@ -103,6 +103,6 @@ def test_attacked_and_watched_pictures_are_of_every_class(folder: Path, monkeypa
     assert task.describe()["attack"]["examples"] == 3
 
 
-def test_pictures_that_are_not_there_get_one_sentence(tmp_path: Path) -> None:
+def test_missing_images_raise_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="folder"):
         make_task(small("vmoe", tmp_path / "none"))

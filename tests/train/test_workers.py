@@ -1,4 +1,4 @@
-"""Cells side by side: the numbers of one after the other, and a cell that fails takes no other with it."""
+"""Parallel cells: they give the numbers of sequential ones, and a failing cell does not stop the others."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.train import Comparison, Contender, Recipe, contenders
+from holdfast.train import Comparison, Recipe, RouterChoice, parse_routers
 
 STEPS = 3
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """As on a machine with two cores."""
+    """Simulate a machine with two cores."""
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -28,14 +28,14 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
-def test_side_by_side_gives_the_numbers_of_one_after_the_other(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    """In a model so large that threads would round differently, and beside a cell that fails."""
+def test_parallel_cells_give_the_numbers_of_sequential_ones(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The model is so large that more threads would round differently; another cell fails."""
     large = {"model.config.hidden_size": 64, "model.config.intermediate_size": 64, "sparse.hidden": 64, "data.length": 64}
     recipe = tiny({**large, "training.batch": 16, "training.steps": STEPS, "data.vocabulary": 2000})
-    folder, routers = tmp_path / "jobs", contenders("smoe,symphony+smooth")
+    folder, routers = tmp_path / "jobs", parse_routers("smoe,symphony+smooth")
     told: list[tuple[str, int]] = []
     with pytest.raises(ValueError, match=r"tau.* -1") as caught:
-        Comparison(recipe, [*routers, Contender("broken", "similarity", {"tau": -1.0})], 1, folder).run(
+        Comparison(recipe, [*routers, RouterChoice("broken", "similarity", {"tau": -1.0})], 1, folder).run(
             lambda cell, steps: told.append((cell.name, steps)), jobs=2
         )
     assert "\n" not in str(caught.value)
@@ -54,32 +54,32 @@ def test_finished_cells_need_no_workers(
     tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny({"training.steps": 1})
-    first = Comparison(recipe, contenders("smoe"), 1, tmp_path / "run").run()
+    first = Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run()
 
     def started(*_: Any) -> None:
         raise AssertionError("a finished cell was trained again")
 
-    monkeypatch.setattr("holdfast.train.comparison._train", started)
-    assert Comparison(recipe, contenders("smoe"), 1, tmp_path / "run").run(jobs=2) == first
+    monkeypatch.setattr("holdfast.train.comparison._train_in_worker", started)
+    assert Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run(jobs=2) == first
 
 
-def test_a_worker_that_is_killed_gets_one_sentence(
+def test_a_killed_worker_raises_a_one_line_error(
     tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.train.comparison._train", kill_this_process)
-    comparison = Comparison(tiny({"training.steps": 1}), contenders("smoe"), 1, tmp_path / "run")
+    monkeypatch.setattr("holdfast.train.comparison._train_in_worker", kill_this_process)
+    comparison = Comparison(tiny({"training.steps": 1}), parse_routers("smoe"), 1, tmp_path / "run")
     with pytest.raises(OSError, match=r"memory.*--jobs"):
         comparison.run(jobs=2)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked for in /proc")
 def test_workers_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    """They would stay for ever, with the memory that they hold."""
+    """Otherwise they would keep their memory forever."""
     program = (
-        "from holdfast.train import workers\n"
+        "from holdfast.train import comparison\n"
         "from multiprocessing import get_context\n"
         "import os, signal, time\n"
-        "def wait(): workers._end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)\n"
+        "def wait(): comparison._end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)\n"
         "if __name__ == '__main__':\n"
         "    process = get_context('spawn').Process(target=wait, daemon=True)\n"
         "    process.start()\n"

@@ -1,12 +1,12 @@
-"""Attacks: on words, pixels and routes. They know records and callables, never a concrete model.
+"""Attacks on words, pixels and routing. They take records and callables, never a concrete model.
 
-Every result is a frozen record with its budget, seed, what was realised, and flags that say when not to trust it; its
-`summary()` is what to store as JSON.
+Every result is a frozen record with its budget, its seed, what the attack realised, and flags that say when not to trust
+it. Store its `summary()` as JSON.
 
-    text      swap_words, misspell                  how many words really changed, and which
+    text      swap_words, misspell                  the result says which words changed
     inputs    fgsm, pgd, spsa, worst_of             images in [0,1], or embeddings with bounds=None
-    images    corrupt                               fifteen common corruptions; frost needs photographs from elsewhere
-    routes    attack_routes                         the smallest move that sends a token to other experts
+    images    corrupt                               fifteen common corruptions; frost needs photographs that are not shipped
+    routing   attack_routes                         the smallest perturbation that flips a token
 """
 
 from holdfast.attacks.corruptions import CORRUPTIONS as CORRUPTIONS

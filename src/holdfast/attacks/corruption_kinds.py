@@ -1,14 +1,12 @@
-"""Noise: of electronics, of too little light, of broken pixels.
+"""The fifteen kinds of image corruption in torch, and the filters that they use.
 
-Blurs: out of focus, through frosted glass, in motion, while zooming.
+    noise       gaussian_noise, shot_noise, impulse_noise
+    blur        defocus_blur, glass_blur, motion_blur, zoom_blur
+    weather     snow, frost, fog, brightness
+    digital     contrast, elastic_transform, pixelate, jpeg_compression
 
-What software does to images: contrast, stretching, pixelation. JPEG has a file of its own.
-
-Weather: snow, frost, fog, bright sun.
-
-JPEG's loss in plain torch: 8-bit YCbCr, half the colour resolution, 8 x 8 cosine transforms, quantised (ITU-T T.81).
-
-Only what loses information is computed; the lossless rest of the format changes nothing.
+Each function takes `images (B,C,H,W)` in [0,1], one random generator per image, and the settings of a severity. The caller
+clamps the result to [0,1].
 """
 
 import math
@@ -18,51 +16,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.attacks.image_filters import blur, convolve, disc, pixel_grid, sample, smear, zoom
 from holdfast.attacks.threat import draw
 
-Sources = list[torch.Generator]  # one for each image
+FAINT = 1e-3  # taps of a filter below this share of its largest are skipped
+
+Sources = list[torch.Generator]  # one generator per image
 
 
 def gaussian_noise(images: Tensor, sources: Sources, scale: float) -> Tensor:
-    """x + scale n, n normal."""
+    """Return x + scale n with normal n."""
     return images + scale * draw(lambda source: torch.randn(images.shape[1:], generator=source), sources, images)
 
 
 def shot_noise(images: Tensor, sources: Sources, photons: float) -> Tensor:
-    """Poisson(photons x) / photons: light comes in grains."""
+    """Return Poisson(photons x) / photons, the noise of a sensor that counts photons."""
     means = (images.float() * photons).cpu()
     counts = [torch.poisson(mean, generator=source) for mean, source in zip(means, sources, strict=True)]
     return torch.stack(counts).to(images) / photons
 
 
 def impulse_noise(images: Tensor, sources: Sources, share: float) -> Tensor:
-    """Each value is 0 or 1, with probability share / 2 each."""
+    """Set each value to 0 or to 1, with probability share / 2 each."""
     chance = draw(lambda source: torch.rand(images.shape[1:], generator=source), sources, images)
     salted = images.masked_fill(chance < share / 2, 1.0)
     return salted.masked_fill(chance > 1 - share / 2, 0.0)
 
 
 def defocus_blur(images: Tensor, sources: Sources, radius: float, smooth: float) -> Tensor:
-    """A disc for each point."""
+    """Spread each point over a disc."""
     return convolve(images, disc(radius, smooth))
 
 
 def glass_blur(images: Tensor, sources: Sources, sigma: float, reach: int, rounds: int) -> Tensor:
-    """Blur, swap each pixel with one at most `reach` away, `rounds` times over, blur again.
+    """Blur, swap each pixel with one at most `reach` away, `rounds` times, and blur again.
 
-    The published code means to swap and copies instead, because two views of one array cannot be exchanged that way;
-    this swaps.
+    The published code intends to swap but copies, because two views of one array cannot be exchanged by assignment; this
+    function swaps.
     """
     height, width = images.shape[-2:]
-    orders = torch.stack([torch.tensor(_shuffled(height, width, reach, rounds, source)) for source in sources])
+    orders = torch.stack([torch.tensor(_shuffled_positions(height, width, reach, rounds, source)) for source in sources])
     shuffled = blur(images, sigma).flatten(2)
     shuffled = shuffled.gather(2, orders.to(images.device).unsqueeze(1).expand_as(shuffled))
     return blur(shuffled.view_as(images), sigma)
 
 
-def _shuffled(height: int, width: int, reach: int, rounds: int, source: torch.Generator) -> list[int]:
-    """Which pixel ends up where, as positions in a flat image. One swap after the other: a pixel can travel far."""
+def _shuffled_positions(height: int, width: int, reach: int, rounds: int, source: torch.Generator) -> list[int]:
+    """Return the source position of each pixel of a flat image. Swaps are sequential, so a pixel can move far."""
     random = Random(int(torch.randint(2**62, (), generator=source))).random
     order = list(range(height * width))
     choices = 2 * reach + 1
@@ -76,27 +75,27 @@ def _shuffled(height: int, width: int, reach: int, rounds: int, source: torch.Ge
 
 
 def motion_blur(images: Tensor, sources: Sources, radius: float, sigma: float) -> Tensor:
-    """A trail in a direction between -45 and 45 degrees."""
+    """Smear along a direction between -45 and 45 degrees."""
     angles = draw(lambda source: torch.rand((), generator=source) * 90 - 45, sources, images)
     return smear(images, radius, sigma, angles)
 
 
 def zoom_blur(images: Tensor, sources: Sources, most: float, step: float) -> Tensor:
-    """The mean of the image and of its enlargements by 1, 1 + step, ... up to `most`."""
+    """Return the mean of the image and of its enlargements by 1, 1 + step, ... up to `most`."""
     factors = [1 + step * number for number in range(round((most - 1) / step) + 1)]
     return (images + sum(zoom(images, factor) for factor in factors)) / (len(factors) + 1)
 
 
 def contrast(images: Tensor, sources: Sources, share: float) -> Tensor:
-    """Each channel drawn towards its mean."""
+    """Scale each channel's distance from its mean by `share`."""
     means = images.mean((2, 3), keepdim=True)
     return (images - means) * share + means
 
 
 def elastic_transform(images: Tensor, sources: Sources, stretch: float, sigma: float, jitter: float) -> Tensor:
-    """An affine map that moves three points by up to `jitter` pixels, and a smooth random displacement (Simard et al. 2003).
+    """Apply an affine map that moves three points by up to `jitter` pixels, and a smooth displacement (Simard et al. 2003).
 
-    The displacement is uniform noise, blurred by sigma and multiplied by `stretch`. Both in one interpolation.
+    The displacement is uniform noise, blurred by sigma and multiplied by `stretch`. One interpolation applies both.
     """
     height, width = images.shape[-2:]
     rows, columns = pixel_grid(images)
@@ -112,31 +111,31 @@ def elastic_transform(images: Tensor, sources: Sources, stretch: float, sigma: f
         ]
     ).to(images)
     moves = draw(lambda source: torch.rand((3, 2), generator=source) * 2 - 1, sources, images) * jitter
-    # Points with a 1 appended, times the (3,2) matrix of the map, are where they came from.
+    # A point with a 1 appended, times the (3,2) matrix, is its source.
     matrix = torch.linalg.solve(points.double(), (points[:, :2] + moves).double()).to(images)[:, None, None]
-    sources_ = rows.unsqueeze(-1) * matrix[..., 0, :] + columns.unsqueeze(-1) * matrix[..., 1, :] + matrix[..., 2, :]
-    return sample(images, sources_[..., 0], sources_[..., 1])
+    origins = rows.unsqueeze(-1) * matrix[..., 0, :] + columns.unsqueeze(-1) * matrix[..., 1, :] + matrix[..., 2, :]
+    return sample(images, origins[..., 0], origins[..., 1])
 
 
 def pixelate(images: Tensor, sources: Sources, share: float) -> Tensor:
-    """Each pixel becomes the mean of those whose centres are in its cell, with `share` as many cells as pixels along a side.
+    """Replace each pixel by the mean of its cell; a side has `share` times as many cells as pixels.
 
-    This is what shrinking and enlarging with a box filter does.
+    This equals shrinking and enlarging with a box filter.
     """
-    down, across = (_same_cell(size, max(int(size * share), 1), images) for size in images.shape[-2:])
+    down, across = (_cell_mean_matrix(size, max(int(size * share), 1), images) for size in images.shape[-2:])
     return down @ images @ across.t()
 
 
-def _same_cell(size: int, cells: int, like: Tensor) -> Tensor:
-    """(size,size): averages over the cell that a pixel is in."""
+def _cell_mean_matrix(size: int, cells: int, like: Tensor) -> Tensor:
+    """Return the matrix (size,size) that averages over the cell of each pixel."""
     cell = ((2 * torch.arange(size) + 1) * cells).div(2 * size, rounding_mode="floor")
     together = (cell.unsqueeze(1) == cell).float()
     return (together / together.sum(1, keepdim=True)).to(like)
 
 
-GREY = (0.299, 0.587, 0.114)  # what red, green and blue contribute to brightness
+GREY = (0.299, 0.587, 0.114)  # contributions of red, green and blue to brightness
 NO_FROST = (
-    "frost needs photographs of frost, which are not ours to ship: frost1.png to frost6.jpg, in the folder "
+    "frost needs photographs of frost, which cannot be shipped with Holdfast: frost1.png to frost6.jpg, in the folder "
     "ImageNet-C/create_c of the GitHub repository hendrycks/robustness. Load them as a tensor (photographs, channels, "
     "height, width) with values from 0 to 1, at least as large as the images, and pass it as frost=..."
 )
@@ -153,7 +152,7 @@ def snow(
     sigma: float,
     keep: float,
 ) -> Tensor:
-    """Flakes are enlarged noise above `least`, driven by wind; the scene behind them whitens."""
+    """Add flakes, which are enlarged noise above `least`, smeared by wind; whiten the scene behind them."""
     height, width = images.shape[-2:]
     noise = draw(lambda source: torch.randn((1, height, width), generator=source), sources, images)
     flakes = zoom(mean + spread * noise, size)
@@ -165,7 +164,7 @@ def snow(
 
 
 def frost(images: Tensor, sources: Sources, keep: float, cover: float, photographs: Tensor | None) -> Tensor:
-    """keep x + cover f, f a random part of a random photograph of frost."""
+    """Return keep x + cover f, where f is a random part of a random photograph of frost."""
     if photographs is None:
         raise ValueError(NO_FROST)
     height, width = images.shape[-2:]
@@ -185,16 +184,16 @@ def frost(images: Tensor, sources: Sources, keep: float, cover: float, photograp
 
 
 def fog(images: Tensor, sources: Sources, thickness: float, decay: float) -> Tensor:
-    """(x + thickness plasma) max / (max + thickness), max the image's largest value: clouds added, brightness kept."""
+    """Return (x + thickness clouds) max / (max + thickness), max the largest value, so that brightness stays."""
     brightest = images.amax((1, 2, 3), keepdim=True)
-    clouds = plasma(max(images.shape[-2:]), decay, sources, images)[..., : images.shape[-2], : images.shape[-1]]
+    clouds = cloud_noise(max(images.shape[-2:]), decay, sources, images)[..., : images.shape[-2], : images.shape[-1]]
     return (images + thickness * clouds) * brightest / (brightest + thickness)
 
 
-def plasma(least: int, decay: float, sources: Sources, like: Tensor) -> Tensor:
-    """(B,1,S,S) between 0 and 1, S the next power of two: clouds by diamond-square midpoint displacement on a torus.
+def cloud_noise(least: int, decay: float, sources: Sources, like: Tensor) -> Tensor:
+    """Return clouds (B,1,S,S) between 0 and 1, S the next power of two, by the diamond-square algorithm on a torus.
 
-    Points halfway between known ones are their mean plus noise, whose amplitude falls by decay^2 from scale to scale.
+    A point halfway between known ones is their mean plus noise, whose amplitude falls by decay^2 from scale to scale.
     """
     size = 1 << max(least - 1, 1).bit_length()
     field = torch.zeros(len(sources), size, size, dtype=torch.float64)
@@ -218,20 +217,20 @@ def _noise(points: int, sources: Sources) -> Tensor:
 
 
 def brightness(images: Tensor, sources: Sources, more: float) -> Tensor:
-    """The V of HSV raised by `more`, hue and saturation kept: all channels are scaled by V' / V, and black becomes grey."""
+    """Raise V of HSV by `more`, at the same hue and saturation: scale all channels by V' / V; black becomes grey."""
     value = images.amax(1, keepdim=True)
     raised = (value + more).clamp(0, 1)
     return torch.where(value > 0, images * (raised / value.clamp_min(1e-8)), raised)
 
 
 def grey(images: Tensor) -> Tensor:
-    """(B,1,H,W)"""
+    """Return the brightness (B,1,H,W)."""
     if images.shape[1] == 1:
         return images
     return (images * torch.tensor(GREY).to(images).view(1, 3, 1, 1)).sum(1, keepdim=True)
 
 
-# Annex K of the standard: the steps of brightness and of colour, for quality 50.
+# Annex K of ITU-T T.81: quantisation steps of brightness and of colour, for quality 50.
 LUMINANCE = (
     (16, 11, 10, 16, 24, 40, 51, 61),
     (12, 12, 14, 19, 26, 58, 60, 55),
@@ -254,44 +253,138 @@ TO_RGB = ((1.0, 0.0, 1.402), (1.0, -0.344136, -0.714136), (1.0, 1.772, 0.0))
 
 
 def jpeg_compression(images: Tensor, sources: Sources, quality: float) -> Tensor:
-    """What is left of the images after a JPEG of this quality, 1 to 100; the result has 8 bits a value, like a JPEG."""
+    """Return the images after JPEG compression of this quality, 1 to 100; values have 8 bits.
+
+    Only the lossy steps of ITU-T T.81 are computed: 8-bit YCbCr, half the colour resolution, quantised 8 x 8 cosine
+    transforms. The lossless coding of the format changes no value.
+    """
     height, width = images.shape[-2:]
     pixels = (images * 255).round()
     if images.shape[1] == 1:
-        return _through_blocks(pixels - 128, _steps(LUMINANCE, quality), height, width).add(128).round().clamp(0, 255) / 255
-    planes = _turned(pixels, TO_YCBCR)
-    light = _through_blocks(planes[:, :1].round() - 128, _steps(LUMINANCE, quality), height, width) + 128
+        return (
+            _quantised_blocks(pixels - 128, _steps(LUMINANCE, quality), height, width).add(128).round().clamp(0, 255) / 255
+        )
+    planes = _change_basis(pixels, TO_YCBCR)
+    light = _quantised_blocks(planes[:, :1].round() - 128, _steps(LUMINANCE, quality), height, width) + 128
     colours = F.pad(planes[:, 1:], (0, width % 2, 0, height % 2), mode="replicate")
     colours = F.avg_pool2d(colours, 2).round()
-    colours = _through_blocks(colours, _steps(CHROMINANCE, quality), *colours.shape[-2:])
+    colours = _quantised_blocks(colours, _steps(CHROMINANCE, quality), *colours.shape[-2:])
     colours = F.interpolate(colours, scale_factor=2, mode="bilinear", align_corners=False)[..., :height, :width]
-    return _turned(torch.cat([light, colours], 1), TO_RGB).round().clamp(0, 255) / 255
+    return _change_basis(torch.cat([light, colours], 1), TO_RGB).round().clamp(0, 255) / 255
 
 
 def _steps(table: tuple[tuple[int, ...], ...], quality: float) -> Tensor:
-    """The table of the Independent JPEG Group for a quality: 50 is the standard's, 100 has all steps 1."""
+    """Return the Independent JPEG Group's table for a quality: 50 is the standard's table, 100 has steps of 1."""
     scale = 5000 / quality if quality < 50 else 200 - 2 * quality
     return ((torch.tensor(table, dtype=torch.float64) * scale + 50) / 100).floor().clamp(1, 255)
 
 
-def _through_blocks(planes: Tensor, steps: Tensor, height: int, width: int) -> Tensor:
-    """Each 8 x 8 block in cosines, rounded to multiples of `steps`, and back; the edge is filled up with its last pixel."""
+def _quantised_blocks(planes: Tensor, steps: Tensor, height: int, width: int) -> Tensor:
+    """Round the cosine transform of each 8 x 8 block to multiples of `steps`; edges are padded with their last pixel."""
     padded = F.pad(planes, (0, -width % 8, 0, -height % 8), mode="replicate")
     count, channels = planes.shape[:2]
     blocks = padded.view(count, channels, padded.shape[-2] // 8, 8, padded.shape[-1] // 8, 8).transpose(3, 4)
-    cosines, steps = _cosines().to(planes), steps.to(planes)
+    cosines, steps = _cosine_matrix().to(planes), steps.to(planes)
     coarse = (cosines @ blocks @ cosines.t() / steps).round() * steps
     restored = (cosines.t() @ coarse @ cosines).transpose(3, 4).reshape(padded.shape)
     return restored[..., :height, :width].round().clamp(-128, 127)
 
 
-def _cosines() -> Tensor:
-    """(8,8), orthogonal: row u is the cosine of frequency u."""
+def _cosine_matrix() -> Tensor:
+    """Return the orthogonal matrix (8,8) whose row u is the cosine of frequency u."""
     frequency, place = torch.arange(8.0).view(-1, 1), torch.arange(8.0)
     matrix = torch.cos((2 * place + 1) * frequency * math.pi / 16) / 2
     return torch.where(frequency == 0, matrix / math.sqrt(2), matrix)
 
 
-def _turned(planes: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
-    """Another basis for the three channels."""
+def _change_basis(planes: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
+    """Multiply the three channels by a matrix."""
     return torch.einsum("ij,bjhw->bihw", torch.tensor(matrix).to(planes), planes)
+
+
+# Filters that several kinds use. Borders are mirrored, the edge pixel included.
+
+
+def mirrored(positions: Tensor, size: int) -> Tensor:
+    """Map positions outside 0..size-1 to indices inside: ... 1 0 | 0 1 2 ... size-1 | size-1 ..."""
+    folded = positions.remainder(2 * size)
+    return torch.minimum(folded, 2 * size - 1 - folded)
+
+
+def gaussian_matrix(size: int, sigma: float, truncate: float, like: Tensor) -> Tensor:
+    """Return the matrix (size,size) of a Gaussian blur along one axis, mirrored at its ends.
+
+    A matrix rather than a convolution, because the elastic corruption blurs with sigmas as large as the image.
+    """
+    reach = max(int(truncate * sigma + 0.5), 0)
+    steps = torch.arange(-reach, reach + 1)
+    weights = torch.exp(-0.5 * (steps / max(sigma, 1e-6)).square())
+    matrix = torch.zeros(size, size)
+    places = mirrored(torch.arange(size).unsqueeze(1) + steps, size)
+    matrix.scatter_add_(1, places, (weights / weights.sum()).expand(size, -1).contiguous())
+    return matrix.to(like)
+
+
+def blur(images: Tensor, sigma: float, truncate: float = 4.0) -> Tensor:
+    """Blur with a Gaussian; sigma 0 changes nothing."""
+    if sigma == 0:
+        return images
+    height, width = images.shape[-2:]
+    down = gaussian_matrix(height, sigma, truncate, images)
+    return down @ images @ gaussian_matrix(width, sigma, truncate, images).t()
+
+
+def convolve(images: Tensor, kernel: Tensor) -> Tensor:
+    """Convolve each channel with the same odd-sized `kernel (k,k)`."""
+    reach = kernel.shape[-1] // 2
+    rows, columns = (mirrored(torch.arange(-reach, size + reach, device=images.device), size) for size in images.shape[-2:])
+    padded = images.index_select(-2, rows).index_select(-1, columns)
+    out = F.conv2d(padded.flatten(0, 1).unsqueeze(1), kernel.to(images)[None, None])
+    return out.view_as(images)
+
+
+def disc(radius: float, smooth: float) -> Tensor:
+    """Return the kernel (k,k) of a point out of focus: a disc, its edge softened by a Gaussian of width `smooth`."""
+    edge = 1 if radius <= 8 else 2
+    reach = int(radius) + edge
+    steps = torch.arange(-reach, reach + 1).float()
+    hard = (steps.square() + steps.square().unsqueeze(1) <= radius**2).float()
+    soft = torch.exp(-0.5 * (torch.arange(-edge, edge + 1) / smooth).square())
+    soft = soft / soft.sum()
+    kernel = F.conv2d(hard[None, None], torch.outer(soft, soft)[None, None], padding=edge)[0, 0]
+    return kernel / kernel.sum()
+
+
+def pixel_grid(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each pixel, (1,H,W) each."""
+    height, width = images.shape[-2:]
+    rows = torch.arange(height, device=images.device, dtype=images.dtype).view(1, -1, 1).expand(1, height, width)
+    columns = torch.arange(width, device=images.device, dtype=images.dtype).view(1, 1, -1).expand(1, height, width)
+    return rows, columns
+
+
+def sample(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the images at positions `rows, columns (B,H,W)` in pixels, by bilinear interpolation."""
+    height, width = images.shape[-2:]
+    grid = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], dim=-1)
+    grid = grid.expand(images.shape[0], -1, -1, -1)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+
+
+def zoom(images: Tensor, factor: float) -> Tensor:
+    """Return the middle of the images, enlarged by `factor` to their size."""
+    rows, columns = pixel_grid(images)
+    middle_row, middle_column = (images.shape[-2] - 1) / 2, (images.shape[-1] - 1) / 2
+    return sample(images, middle_row + (rows - middle_row) / factor, middle_column + (columns - middle_column) / factor)
+
+
+def smear(images: Tensor, radius: float, sigma: float, angles: Tensor) -> Tensor:
+    """Smear each pixel over 2 radius + 1 pixels with the weights of half a Gaussian, at `angles (B,)` in degrees."""
+    rows, columns = pixel_grid(images)
+    radians = (angles * math.pi / 180).view(-1, 1, 1).to(images)
+    weights = [math.exp(-0.5 * (step / sigma) ** 2) for step in range(2 * math.ceil(radius) + 1)]
+    weights = [weight for weight in weights if weight > FAINT]
+    total = torch.zeros_like(images)
+    for step, weight in enumerate(weights):
+        total += weight * sample(images, rows + step * radians.sin(), columns + step * radians.cos())
+    return total / sum(weights)

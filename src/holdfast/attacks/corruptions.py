@@ -1,10 +1,7 @@
-"""The fifteen corruptions and their severities, as published (Hendrycks & Dietterich 2019).
+"""Common corruptions: changes of images without an attacker, fifteen kinds at five severities (Hendrycks & Dietterich 2019).
 
-`large` are the settings for 224 x 224 pixels (ImageNet-C), `small` those for 32 x 32 (CIFAR-10-C), severities 1 to 5, in the
-order in which the function takes them.
-
-
-Common corruptions: what happens to images without an enemy, fifteen kinds at five severities.
+`CORRUPTIONS` has the published settings: `large` for 224 x 224 pixels (ImageNet-C), `small` for 32 x 32 (CIFAR-10-C),
+severities 1 to 5, in the order of the function's arguments. `corruption_kinds` has the functions.
 """
 
 from collections.abc import Callable
@@ -32,10 +29,10 @@ from holdfast.attacks.corruption_kinds import (
 )
 from holdfast.attacks.flags import Flag
 from holdfast.attacks.threat import Json, check_bounds, check_count, check_seed, distances, generators
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 
 Setting = tuple[Any, ...]
-FOR_LARGE, FOR_SMALL = 244, 32  # the published elastic settings are shares of these, 244 (sic) among them
+FOR_LARGE, FOR_SMALL = 244, 32  # the published elastic settings are shares of these; the 244 is published so
 
 
 class Corruption(NamedTuple):
@@ -79,7 +76,7 @@ CORRUPTIONS: dict[str, Corruption] = {
     ),
     "zoom_blur": Corruption(
         "blur",
-        zoom_blur,  # the largest factor that np.arange really gives, which is sometimes the end it should leave out
+        zoom_blur,  # the largest factor that np.arange returns, which by rounding is sometimes its excluded end
         ((1.11, 0.01), (1.15, 0.01), (1.20, 0.02), (1.24, 0.02), (1.30, 0.03)),
         ((1.06, 0.01), (1.11, 0.01), (1.15, 0.01), (1.20, 0.01), (1.25, 0.01)),
     ),
@@ -128,7 +125,7 @@ CORRUPTIONS: dict[str, Corruption] = {
 
 
 Size = Literal["large", "small"]
-LARGE = 96  # images whose shorter side has as many pixels take the settings for 224, smaller ones those for 32
+LARGE = 96  # images whose shorter side has this many pixels or more take the settings for 224, others those for 32
 SEVEREST = 5
 
 
@@ -140,7 +137,7 @@ class CorruptedImages:
     images: Tensor  # (B,C,H,W), in [0,1]
     severity: int  # the budget: 0 is clean, 5 the worst
     seed: int
-    size: Size  # which of the published settings
+    size: Size  # which published settings were used
     distances: Tensor  # (B,) float64: root mean square difference from the clean image
     flags: tuple[Flag, ...] = ()
 
@@ -150,7 +147,7 @@ class CorruptedImages:
         return float(self.distances.mean()) if self.distances.numel() else 0.0
 
     def summary(self) -> dict[str, Json]:
-        """What to store with a result."""
+        """Return what to store as JSON."""
         return {
             "attack": self.attack,
             "group": CORRUPTIONS[self.attack].group,
@@ -173,22 +170,22 @@ def corrupt(
     size: Size | None = None,
     frost: Tensor | None = None,
 ) -> CorruptedImages:
-    """One of the common corruptions (`CORRUPTIONS` has their names) of Hendrycks & Dietterich 2019, in plain torch.
+    """Apply one of the common corruptions of Hendrycks & Dietterich 2019; `CORRUPTIONS` has their names.
 
-    Fourteen of the fifteen need no files. `frost` needs photographs, passed as `frost`; without them it is refused.
-    These follow the published recipes and settings, not their arithmetic: only JPEG rounds to 8 bits, and borders are
-    mirrored. For figures to set beside published ones, use the published files.
+    Fourteen of the fifteen need no files. "frost" needs photographs, passed as `frost`, and raises ValueError without them.
+    The recipes and settings are the published ones, the arithmetic is not: only JPEG rounds to 8 bits, and borders are
+    mirrored. To compare with published numbers, use the published files.
 
     images      (B,C,H,W) with 1 or 3 channels, values from 0 to 1
-    severity    1 to 5; 0 returns the images as they are
-    first       the number of the first image in its set: an image's randomness depends on the seed and its number only,
-                and is the same at each severity
+    severity    1 to 5; 0 returns the images unchanged
+    first       the index of the first image in its data set: an image's random numbers depend only on the seed and on
+                its index, and are the same at each severity
     size        "large" for the settings published for 224 pixels, "small" for those for 32; by default large from a shorter
                 side of 96 pixels on
     frost       (photographs, channels, height, width), from 0 to 1
     """
     if name not in CORRUPTIONS:
-        raise ValueError(unknown("corruption", name, CORRUPTIONS))
+        raise ValueError(unknown_name("corruption", name, CORRUPTIONS))
     check_count(severity, "severity", least=0)
     if severity > SEVEREST:
         raise ValueError(f"severity is {severity}; expected 1 to {SEVEREST}, or 0 for clean images.")
@@ -198,7 +195,7 @@ def corrupt(
         raise ValueError(f"images have shape {tuple(images.shape)}; expected (B, C, H, W) with 1 or 3 channels.")
     check_bounds(images, (0.0, 1.0))
     if size not in (None, "large", "small"):
-        raise ValueError(unknown("size", size, ("large", "small")))
+        raise ValueError(unknown_name("size", size, ("large", "small")))
     size = size or ("large" if min(images.shape[-2:]) >= LARGE else "small")
     corruption = CORRUPTIONS[name]
     corrupted = images

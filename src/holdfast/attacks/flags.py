@@ -26,11 +26,11 @@ Kind = Literal[
     "nothing changed",
 ]
 TOLERANCE = 1e-5  # two forwards that differ by more, relative to the largest logit, are random; GPU kernels differ by less
-LOOKED_AT = 64  # examples that the checks run on
+CHECKED_EXAMPLES = 64  # examples that the checks run on
 
 
 class AttackWarning(UserWarning):
-    """A result of an attack carries a flag."""
+    """Warn that the result of an attack has a flag."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +48,37 @@ class Flag:
 
 
 def warn(*flags: Flag) -> tuple[Flag, ...]:
-    """The flags, each also said as a warning."""
+    """Issue each flag as a warning, and return the flags."""
     for flag in flags:
         warnings.warn(str(flag), AttackWarning, stacklevel=3)
     return flags
 
 
 def check_model(model: Model, inputs: Tensor, labels: Tensor) -> tuple[Flag, ...]:
-    """What speaks against trusting attacks on this model, from two forwards and a backward on the first few inputs."""
-    inputs, labels = inputs[:LOOKED_AT], labels[:LOOKED_AT]
+    """Return the reasons not to trust attacks on this model, from two forwards and one backward on the first few inputs."""
+    inputs, labels = inputs[:CHECKED_EXAMPLES], labels[:CHECKED_EXAMPLES]
     if inputs.shape[0] == 0:
-        return train_mode(model)
+        return train_mode_flag(model)
     with torch.no_grad():
-        once, again = checked(model(inputs), inputs), model(inputs)
-    flags = [*train_mode(model), *randomised(once, again), *_not_finite(once), *_probabilities(once)]
+        once, again = checked_logits(model(inputs), inputs), model(inputs)
+    flags = [*train_mode_flag(model), *randomised_flag(once, again), *_not_finite_flag(once), *_probabilities_flag(once)]
     labels = labels.long()
     logits, gradients = input_gradients(model, inputs, lambda out: F.cross_entropy(out.float(), labels, reduction="sum"))
     wrong = logits.argmax(-1) != labels
-    return (*flags, *zero_gradients(gradients, among=~wrong, what="inputs that are classified correctly"))
+    return (*flags, *zero_gradient_flag(gradients, among=~wrong, what="inputs that are classified correctly"))
 
 
-def checked(logits: Tensor, inputs: Tensor) -> Tensor:
+def checked_logits(logits: Tensor, inputs: Tensor) -> Tensor:
+    """Return `logits`. Raise ValueError unless they have shape (inputs, classes)."""
     if logits.dim() != 2 or logits.shape[0] != inputs.shape[0]:
         shape = tuple(logits.shape)
-        raise ValueError(f"the model gave shape {shape} for {inputs.shape[0]} inputs; expected logits (inputs, classes).")
+        count = inputs.shape[0]
+        raise ValueError(f"the model returned shape {shape} for {count} inputs; expected logits (inputs, classes).")
     return logits
 
 
 def input_gradients(model: Model, inputs: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits (without their graph), and the gradient of `loss(logits)` in the inputs; 0 where none reaches them."""
+    """Return the detached logits and the gradient of `loss(logits)` in the inputs, 0 where no gradient reaches them."""
     inputs = inputs.detach().requires_grad_()
     with torch.enable_grad():
         logits = model(inputs)
@@ -87,15 +89,15 @@ def input_gradients(model: Model, inputs: Tensor, loss: Callable[[Tensor], Tenso
     return logits.detach(), torch.zeros_like(inputs) if gradients is None else gradients
 
 
-def train_mode(model: object) -> tuple[Flag, ...]:
-    """Only a module says whether it trains; of a plain function nothing is known."""
+def train_mode_flag(model: object) -> tuple[Flag, ...]:
+    """Flag a module in training mode. A callable that is no module has no mode, and gets no flag."""
     if isinstance(model, nn.Module) and any(module.training for module in model.modules()):
         return (Flag("train mode", "the model or a part of it is in training mode; call model.eval() first."),)
     return ()
 
 
-def randomised(once: Tensor, again: Tensor) -> tuple[Flag, ...]:
-    """Two evaluations of the same inputs."""
+def randomised_flag(once: Tensor, again: Tensor) -> tuple[Flag, ...]:
+    """Flag a forward whose two evaluations of the same inputs differ by more than rounding."""
     if once.numel() == 0:
         return ()
     scale = 1 + float(once.detach().abs().nan_to_num(0.0, 0.0).amax())
@@ -106,46 +108,52 @@ def randomised(once: Tensor, again: Tensor) -> tuple[Flag, ...]:
     return (Flag("randomised forward", detail),)
 
 
-def zero_gradients(gradients: Tensor, among: Tensor | None = None, what: str = "inputs") -> tuple[Flag, ...]:
-    """`gradients (B, ...)` that are 0 everywhere, for those of the B examples that count."""
+def zero_gradient_flag(gradients: Tensor, among: Tensor | None = None, what: str = "inputs") -> tuple[Flag, ...]:
+    """Flag examples whose gradient, a row of `gradients (B, ...)`, is 0 everywhere; look only at those in `among (B,)`."""
     vanish = ~(gradients.detach() != 0).flatten(1).any(1)  # NaN is not 0, and has a flag of its own
     vanish = vanish if among is None else vanish[among]
     if not vanish.any():
         return ()
-    detail = f"no gradient reaches {int(vanish.sum())} of {vanish.numel()} {what}: attacks that follow it are blind there."
+    missing = f"no gradient reaches {int(vanish.sum())} of {vanish.numel()} {what}"
+    detail = f"{missing}: attacks that follow gradients cannot work there."
     return (Flag("zero gradients", detail),)
 
 
-def black_box_wins(white: Tensor, black: Tensor, name: str) -> tuple[Flag, ...]:
-    """`white`, `black` (B,) bool: which examples fell to an attack with gradients, and to one without (called `name`)."""
+def black_box_flag(white: Tensor, black: Tensor, name: str) -> tuple[Flag, ...]:
+    """Flag examples that only an attack without gradients flipped or got misclassified.
+
+    white, black    (B,) bool: where the attacks with gradients, and the one without (called `name`), succeeded
+    """
     extra = int((black & ~white).sum())
     if extra == 0:
         return ()
     detail = (
-        f"{name}, which sees no gradients, broke {extra} of {white.numel()} examples that attacks with gradients did not: "
-        "the gradients mislead, or the attacks need more steps."
+        f"{name}, which uses no gradients, succeeded on {extra} of {white.numel()} examples "
+        "where attacks with gradients failed: the gradients are misleading, or the attacks need more steps."
     )
     return (Flag("black box beats white box", detail),)
 
 
-def nothing_changed(rate: float, changed: int, what: str) -> tuple[Flag, ...]:
+def nothing_changed_flag(rate: float, changed: int, what: str) -> tuple[Flag, ...]:
+    """Flag an attack on text that changed nothing although its rate is above 0."""
     if rate == 0 or changed > 0:
         return ()
     return (
         Flag(
-            "nothing changed", f"the rate was {rate:g}, but no {what} was changed: the text is short or has none to change."
+            "nothing changed", f"the rate was {rate:g}, but no {what} was changed: the text is short, or no word may change."
         ),
     )
 
 
-def _not_finite(logits: Tensor) -> tuple[Flag, ...]:
+def _not_finite_flag(logits: Tensor) -> tuple[Flag, ...]:
+    """Flag logits that are NaN or infinite."""
     if logits.isfinite().all():
         return ()
     return (Flag("not finite", "some logits of clean inputs are NaN or infinite."),)
 
 
-def _probabilities(logits: Tensor) -> tuple[Flag, ...]:
-    """Cross-entropy takes logits; a softmax before it flattens its gradient."""
+def _probabilities_flag(logits: Tensor) -> tuple[Flag, ...]:
+    """Flag outputs that are probabilities: cross-entropy expects logits, and a softmax before it flattens its gradient."""
     sums = logits.float().sum(-1)
     if logits.shape[-1] > 1 and bool((logits >= 0).all() & ((sums - 1).abs() < 1e-3).all()):
         return (Flag("probabilities", "the outputs look like probabilities; attacks need the logits before the softmax."),)

@@ -1,8 +1,9 @@
-"""What an attack on continuous inputs returns, and several of them taken together.
+"""What all attacks on continuous inputs share: the threat model, the search for the worst input, and the result.
 
-The worst inputs found so far: what every attack on continuous inputs shares.
+`pixels` has the attacks themselves. The attacker may also leave an input unchanged: if the clean input is misclassified and
+an attack would correct it, the clean input is kept.
 
-An attacker may also do nothing: where the clean input is wrong and an attack would make it right, the clean one stays.
+B inputs in a batch
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.attacks.flags import Flag, Model, black_box_wins, check_model, checked, input_gradients, warn
+from holdfast.attacks.flags import Flag, Model, black_box_flag, check_model, checked_logits, input_gradients, warn
 from holdfast.attacks.threat import (
     Bounds,
     Json,
@@ -26,25 +27,25 @@ from holdfast.attacks.threat import (
     distances,
     project,
 )
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 
 
 @dataclass(frozen=True)
 class AttackedInputs:
-    """Adversarial inputs, the threat model they were found under, and what speaks against trusting them."""
+    """Adversarial inputs, the threat model they were found under, and flags that say when not to trust them."""
 
     attack: str
     inputs: Tensor  # (B, ...), within the ball and the bounds
-    success: Tensor  # (B,) bool: the attacked input is classified wrongly
-    already_wrong: Tensor  # (B,) bool: so was the clean one
-    distances: Tensor  # (B,) float64: how far each input was moved
+    success: Tensor  # (B,) bool: the attacked input is misclassified
+    already_wrong: Tensor  # (B,) bool: the clean input is misclassified
+    distances: Tensor  # (B,) float64: the size of each perturbation
     budget: float
     norm: Norm
     bounds: Bounds
     steps: int
     restarts: int
-    seed: int | None  # None: nothing was random
-    black_box: bool = False  # saw no gradients
+    seed: int | None  # None if the attack is deterministic
+    black_box: bool = False  # the attack used no gradients
     options: Mapping[str, Json] = field(default_factory=dict)
     flags: tuple[Flag, ...] = ()
 
@@ -54,22 +55,22 @@ class AttackedInputs:
 
     @property
     def accuracy(self) -> float:
-        """Robust accuracy: the share that is right and stays right."""
+        """Robust accuracy: the share of inputs that are classified correctly, before and after the attack."""
         return 1 - _mean(self.success)
 
     @property
     def rate(self) -> float:
-        """The realised rate: the share of inputs that were right and were broken."""
+        """The realised rate: the share of correctly classified inputs that are misclassified after the attack."""
         right = ~self.already_wrong
         return float((self.success & right).sum() / right.sum().clamp_min(1))
 
     @property
     def realised(self) -> float:
-        """The largest distance that was moved; at most the budget."""
+        """The size of the largest perturbation; at most the budget."""
         return float(self.distances.max()) if self.distances.numel() else 0.0
 
     def summary(self) -> dict[str, Json]:
-        """What to store with a result."""
+        """Return what to store as JSON."""
         return {
             "attack": self.attack,
             "budget": self.budget,
@@ -90,9 +91,10 @@ class AttackedInputs:
 
 
 def worst_of(*results: AttackedInputs) -> AttackedInputs:
-    """Several attacks on the same inputs under one threat model as one: an example is broken if any of them broke it.
+    """Combine several attacks on the same inputs under one threat model: an attack succeeds if any of them does.
 
-    Carries all their flags, and one more where an attack without gradients broke what those with gradients did not.
+    The result has the flags of all, and one more if an attack without gradients succeeded where those with gradients
+    failed.
     """
     if not results:
         raise ValueError("worst_of needs at least one result.")
@@ -102,7 +104,7 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
         if not same or other.inputs.shape != first.inputs.shape:
             raise ValueError(
                 f"{first.attack} and {other.attack} attacked different inputs or under different threat models "
-                f"({first.norm} {first.budget:g} and {other.norm} {other.budget:g}); they cannot be counted as one."
+                f"({first.norm} {first.budget:g} and {other.norm} {other.budget:g}); they cannot be combined."
             )
     worst = first
     for other in results[1:]:
@@ -118,7 +120,7 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
     flags = list(dict.fromkeys(flag for result in results for flag in result.flags))
     if white and black:
         names = " and ".join(result.attack for result in black)
-        flags += warn(*black_box_wins(torch.stack(white).any(0), torch.stack([b.success for b in black]).any(0), names))
+        flags += warn(*black_box_flag(torch.stack(white).any(0), torch.stack([b.success for b in black]).any(0), names))
     return replace(
         worst,
         attack="worst of " + ", ".join(result.attack for result in results),
@@ -132,7 +134,7 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
 
 
 def per_row(mask: Tensor, like: Tensor) -> Tensor:
-    """`mask (R,)` in a shape that broadcasts over the rows of `like (R, ...)`."""
+    """Return `mask (R,)` in a shape that broadcasts over the rows of `like (R, ...)`."""
     return mask.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -144,14 +146,14 @@ Loss = Literal["cross_entropy", "margin"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 
 
-class Search:
-    """The worst inputs found so far for one batch; every attack reports its tries here."""
+class InputSearch:
+    """Keep the worst input found so far for each example of a batch; attacks report every input they try."""
 
     def __init__(self, threat: "Threat", model: Model, clean: Tensor, labels: Tensor) -> None:
         self.threat, self.model, self.clean, self.labels = threat, model, clean.detach(), labels
         self.radius = torch.full((clean.shape[0],), threat.budget, dtype=torch.float64, device=clean.device)
         with torch.no_grad():
-            logits = checked(model(self.clean), self.clean)
+            logits = checked_logits(model(self.clean), self.clean)
         self.best = self.clean
         self.wrong = logits.argmax(-1) != labels
         self.already_wrong = self.wrong
@@ -159,34 +161,39 @@ class Search:
 
     @property
     def done(self) -> bool:
+        """Whether every input is misclassified, so that nothing is left to attack."""
         return bool(self.wrong.all())
 
-    def projected(self, moved: Tensor) -> Tensor:
-        return project(moved, self.clean, self.radius, self.threat.norm, self.threat.bounds)
+    def projected(self, perturbed: Tensor) -> Tensor:
+        """Return the inputs projected onto the allowed ball and bounds."""
+        return project(perturbed, self.clean, self.radius, self.threat.norm, self.threat.bounds)
 
-    def look(self, moved: Tensor) -> None:
-        """Try these inputs."""
+    def try_inputs(self, perturbed: Tensor) -> None:
+        """Run the model on these inputs and keep those that are worse."""
         with torch.no_grad():
-            self.note(moved, self.model(moved))
+            self.keep_worst(perturbed, self.model(perturbed))
 
-    def climb(self, moved: Tensor) -> Tensor:
-        """Try these inputs, and return the gradient of the loss there."""
+    def gradient_at(self, perturbed: Tensor) -> Tensor:
+        """Do as `try_inputs`, and return the gradient of the loss at these inputs."""
         logits, gradient = input_gradients(
-            self.model, moved, lambda logits: losses(logits, self.labels, self.threat.loss).sum()
+            self.model, perturbed, lambda logits: losses(logits, self.labels, self.threat.loss).sum()
         )
-        self.note(moved, logits)
+        self.keep_worst(perturbed, logits)
         return gradient
 
-    def note(self, moved: Tensor, logits: Tensor) -> None:
-        """Keep those that are worse than the worst so far: wrong before right, then by loss."""
+    def keep_worst(self, perturbed: Tensor, logits: Tensor) -> None:
+        """Keep inputs that are worse than the worst so far: misclassified before correct, then the higher loss."""
         wrong, loss = logits.argmax(-1) != self.labels, losses(logits, self.labels, self.threat.loss)
         worse = (wrong & ~self.wrong) | ((wrong == self.wrong) & (loss > self.loss))
-        self.best = torch.where(per_row(worse, moved), moved.detach(), self.best)
+        self.best = torch.where(per_row(worse, perturbed), perturbed.detach(), self.best)
         self.wrong, self.loss = torch.where(worse, wrong, self.wrong), torch.where(worse, loss, self.loss)
 
 
 def losses(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
-    """(B,): cross-entropy, or max_{c != y} logit_c - logit_y, whose gradient does not vanish when a model is sure."""
+    """Return (B,): the cross-entropy, or the margin max_{c != y} logit_c - logit_y.
+
+    The gradient of the margin does not vanish where the model is confident.
+    """
     logits = logits.float()
     if kind == "cross_entropy":
         return F.cross_entropy(logits, labels, reduction="none")
@@ -195,18 +202,18 @@ def losses(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
 
 
 class Threat:
-    """What an attacker may do and wants, checked; and the loop over batches that all these attacks share."""
+    """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share."""
 
     def __init__(self, budget: float, norm: Norm, bounds: Bounds, loss: Loss) -> None:
         check_budget(budget)
         check_norm(norm)
         if loss not in LOSSES:
-            raise ValueError(unknown("loss", loss, LOSSES))
+            raise ValueError(unknown_name("loss", loss, LOSSES))
         self.budget, self.norm, self.bounds, self.loss = budget, norm, bounds, loss
 
     def run(
         self,
-        attack: Callable[[Search, int], None],
+        attack: Callable[[InputSearch, int], None],
         model: Model,
         inputs: Tensor,
         labels: Tensor,
@@ -220,21 +227,21 @@ class Threat:
         black_box: bool = False,
         options: Mapping[str, Json] | None = None,
     ) -> AttackedInputs:
-        """`attack(search, number of the batch's first input)` on each batch, and what it found as one result."""
+        """Call `attack(search, index of the batch's first input)` on each batch, and return what it found as one result."""
         check_bounds(inputs, self.bounds)
         labels = checked_labels(inputs, labels)
         if batch is not None:
             check_count(batch, "batch")
         flags = warn(*check_model(model, inputs, labels)) if check else ()
         size = batch or max(inputs.shape[0], 1)
-        moved, success, already = [inputs[:0].detach()], [labels[:0].bool()], [labels[:0].bool()]
+        perturbed, success, already = [inputs[:0].detach()], [labels[:0].bool()], [labels[:0].bool()]
         for first in range(0, inputs.shape[0], size):
-            search = Search(self, model, inputs[first : first + size], labels[first : first + size])
+            search = InputSearch(self, model, inputs[first : first + size], labels[first : first + size])
             attack(search, first)
-            moved.append(search.best)
+            perturbed.append(search.best)
             success.append(search.wrong)
             already.append(search.already_wrong)
-        adversarial = torch.cat(moved)
+        adversarial = torch.cat(perturbed)
         return AttackedInputs(
             attack=name,
             inputs=adversarial,
@@ -254,6 +261,7 @@ class Threat:
 
 
 def checked_labels(inputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the labels as int64. Raise ValueError unless there is one class number for each input."""
     if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         got = f"{labels.dtype} of shape {tuple(labels.shape)}"
         raise ValueError(f"labels are {got}; expected one class number for each of the {inputs.shape[0]} inputs.")

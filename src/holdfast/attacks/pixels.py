@@ -1,11 +1,13 @@
-"""Attacks on continuous inputs that follow gradients: FGSM and PGD. Images in [0,1], or embeddings without bounds.
+"""Attacks on continuous inputs: FGSM and PGD follow gradients, SPSA reads only logits.
 
-maximise loss(model(x'), y) over x' with |x' - x| <= budget and x' within the bounds
+    maximise loss(model(x'), y) over x' with |x' - x| <= budget and x' within the bounds
 
+    FGSM    x' = x + budget sign(grad)                                  Goodfellow et al. 2015
+    PGD     x' <- P(x' + step sign(grad)), many times                   Madry et al. 2018
+    SPSA    x' <- P(x' + step Adam(g)), g estimated from probes         Uesato et al. 2018
+            g = mean_i (loss(x' + delta v_i) - loss(x' - delta v_i)) / (2 delta) v_i,   v_i random signs
 
-SPSA: a black-box attack that only asks for scores (Uesato et al. 2018).
-
-g = mean_i (loss(x + delta v_i) - loss(x - delta v_i)) / (2 delta) v_i,   v_i random signs,   then Adam along g, projected
+P projects onto the ball and the bounds. Inputs are images in [0,1], or embeddings without bounds.
 """
 
 from functools import partial
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks.flags import Model
-from holdfast.attacks.inputs import AttackedInputs, Loss, Search, Threat, losses
+from holdfast.attacks.inputs import AttackedInputs, InputSearch, Loss, Threat, losses
 from holdfast.attacks.threat import Bounds, Norm, check_budget, check_count, check_seed, direction, draw, generators
 
 PAPER_BUDGET = 1 / 255  # of the papers' PGD and FGSM rows: l_inf, pixels in [0,1]
@@ -33,18 +35,18 @@ def fgsm(
     batch: int | None = None,
     check: bool = True,
 ) -> AttackedInputs:
-    """One step of the whole budget: x' = x + budget sign(grad) (Goodfellow et al. 2015); along the gradient itself for l2.
+    """Take one step of the whole budget along the sign of the gradient; for l2, along the gradient itself.
 
-    model       inputs (B, ...) to logits (B, classes); normalisation belongs into it
-    loss        "cross_entropy", or "margin" (the best wrong logit minus the right one)
-    bounds      what inputs may be; None for embeddings
-    batch       how many inputs go through the model at once; all by default
-    check       look at the model for reasons not to trust the result, and put them into `flags`
+    model       maps inputs (B, ...) to logits (B, classes); normalisation belongs inside it
+    loss        "cross_entropy", or "margin" (the largest wrong logit minus the right one)
+    bounds      smallest and largest allowed value of an input; None for embeddings
+    batch       how many inputs the model gets at once; all by default
+    check       check the model for reasons not to trust the result, and put them into `flags`
     """
 
-    def attack(search: Search, first: int) -> None:
-        gradient = search.climb(search.clean)
-        search.look(search.projected(search.clean + budget * direction(gradient, norm)))
+    def attack(search: InputSearch, first: int) -> None:
+        gradient = search.gradient_at(search.clean)
+        search.try_inputs(search.projected(search.clean + budget * direction(gradient, norm)))
 
     threat = Threat(budget, norm, bounds, loss)
     return threat.run(attack, model, inputs, labels, name="FGSM", batch=batch, check=check)
@@ -67,13 +69,13 @@ def pgd(
     batch: int | None = None,
     check: bool = True,
 ) -> AttackedInputs:
-    """Many small steps, each projected back: x' <- P(x' + step d(grad)), d the sign or, for l2, the unit gradient (Madry et
-    al. 2018). The papers' setting is `PAPER_BUDGET` = 1/255 in 20 steps.
+    """Take many small steps along the sign of the gradient (for l2, the unit gradient), each followed by a projection.
 
-    Of all iterates of all restarts and the clean input, the one with the highest loss is kept, a wrong one before a right.
-    An example's random start depends on the seed and its number only, not on the batch.
+    The papers' setting is `PAPER_BUDGET` = 1/255 in 20 steps. Of the clean input and all iterates of all restarts, keep the
+    one with the highest loss, a misclassified one before a correct one. The random start of an example depends only on the
+    seed and on its number in the data set, not on the batch.
 
-    step            by default 2.5 budget / steps, so that the border can be reached and walked along
+    step            by default 2.5 budget / steps, so that iterates can reach the edge of the ball and follow it
     random_start    False starts at the clean input
     Other options as for `fgsm`.
     """
@@ -84,18 +86,18 @@ def pgd(
     step = 2.5 * budget / steps if step is None else step
     check_budget(step)
 
-    def attack(search: Search, first: int) -> None:
+    def attack(search: InputSearch, first: int) -> None:
         for restart in range(restarts):
-            moved = search.clean
+            perturbed = search.clean
             if random_start:
-                sources = generators(seed, moved.shape[0], "pgd", restart, first=first)
-                moved = search.projected(moved + budget * in_unit_ball(moved, norm, sources))
+                sources = generators(seed, perturbed.shape[0], "pgd", restart, first=first)
+                perturbed = search.projected(perturbed + budget * in_unit_ball(perturbed, norm, sources))
             for _ in range(steps):
-                gradient = search.climb(moved)
+                gradient = search.gradient_at(perturbed)
                 if search.done:
                     return
-                moved = search.projected(moved + step * direction(gradient, norm))
-            search.look(moved)
+                perturbed = search.projected(perturbed + step * direction(gradient, norm))
+            search.try_inputs(perturbed)
 
     return threat.run(
         attack,
@@ -113,7 +115,7 @@ def pgd(
 
 
 def in_unit_ball(like: Tensor, norm: Norm, sources: list[torch.Generator]) -> Tensor:
-    """Uniform in the unit ball, a point for each row of `like (R, ...)`."""
+    """Return a uniformly drawn point of the unit ball for each row of `like (R, ...)`."""
     shape = like.shape[1:]
     if norm == "linf":
         return draw(lambda source: torch.rand(shape, generator=source) * 2 - 1, sources, like)
@@ -127,7 +129,7 @@ def in_unit_ball(like: Tensor, norm: Norm, sources: list[torch.Generator]) -> Te
 
 
 FIRST, SECOND = 0.9, 0.999  # Adam's decays
-PAIRS = 8  # pairs of probes drawn at once; a constant, so that an example's probes do not depend on the others
+PAIRS = 8  # pairs of probes drawn together; a constant, so that an example's probes do not depend on the others
 AT_ONCE = 512  # probes in one forward
 
 
@@ -148,12 +150,12 @@ def spsa(
     batch: int | None = None,
     check: bool = True,
 ) -> AttackedInputs:
-    """Sees only the logits of what it asks: at most steps (2 samples + 1) + 1 queries an example.
+    """Attack with logits only, in at most steps (2 samples + 1) + 1 queries per example.
 
-    samples     pairs of probes a step; more make a better direction
-    delta       how far a probe looks; probes stay within the bounds, but may leave the ball
+    samples     pairs of probes per step; more give a better direction
+    delta       distance of a probe from the input; probes stay within the bounds, but may leave the ball
     step        by default 2.5 budget / steps
-    Other options as for `pgd`. Broken examples are left alone, so that they cost no more queries.
+    Other options as for `pgd`. An example that is misclassified is not queried again.
     """
     threat = Threat(budget, norm, bounds, loss)
     check_seed(seed)
@@ -161,25 +163,25 @@ def spsa(
     check_count(samples, "samples")
     check_budget(delta)
     if delta == 0:
-        raise ValueError("delta is 0; probes must look somewhere else than at the input.")
+        raise ValueError("delta is 0; the probes must differ from the input.")
     step = 2.5 * budget / steps if step is None else step
     check_budget(step)
 
-    def attack(search: Search, first: int) -> None:
-        moved = search.clean
-        sources = generators(seed, moved.shape[0], "spsa", first=first)
-        mean, square = torch.zeros_like(moved), torch.zeros_like(moved)
+    def attack(search: InputSearch, first: int) -> None:
+        perturbed = search.clean
+        sources = generators(seed, perturbed.shape[0], "spsa", first=first)
+        mean, square = torch.zeros_like(perturbed), torch.zeros_like(perturbed)
         for number in range(1, steps + 1):
             left = (~search.wrong).nonzero().flatten()
             if left.numel() == 0:
                 return
-            slope = torch.zeros_like(moved)
-            slope[left] = estimate(search, moved[left], left, samples, delta, [sources[row] for row in left.tolist()])
+            slope = torch.zeros_like(perturbed)
+            slope[left] = estimate(search, perturbed[left], left, samples, delta, [sources[row] for row in left.tolist()])
             mean = FIRST * mean + (1 - FIRST) * slope
             square = SECOND * square + (1 - SECOND) * slope.square()
             way = (mean / (1 - FIRST**number)) / ((square / (1 - SECOND**number)).sqrt() + 1e-12)
-            moved = search.projected(moved + step * way)
-            search.look(moved)
+            perturbed = search.projected(perturbed + step * way)
+            search.try_inputs(perturbed)
 
     return threat.run(
         attack,
@@ -198,21 +200,21 @@ def spsa(
 
 @torch.no_grad()
 def estimate(
-    search: Search, moved: Tensor, rows: Tensor, samples: int, delta: float, sources: list[torch.Generator]
+    search: InputSearch, perturbed: Tensor, rows: Tensor, samples: int, delta: float, sources: list[torch.Generator]
 ) -> Tensor:
-    """The slope of the loss at `moved`, the given rows of the batch, from `samples` pairs of probes."""
+    """Estimate the gradient of the loss at `perturbed`, the given rows of the batch, from `samples` pairs of probes."""
     labels, bounds, kind = search.labels[rows], search.threat.bounds, search.threat.loss
-    total = torch.zeros_like(moved)
+    total = torch.zeros_like(perturbed)
     for done in range(0, samples, PAIRS):
         count = min(PAIRS, samples - done)
-        signs = draw(partial(_signs, torch.Size((count, *moved.shape[1:]))), sources, moved)
+        signs = draw(partial(_signs, torch.Size((count, *perturbed.shape[1:]))), sources, perturbed)
         sides = []
         for side in (1, -1):
-            probes = _within(moved.unsqueeze(1) + side * delta * signs, bounds).flatten(0, 1)
+            probes = _within(perturbed.unsqueeze(1) + side * delta * signs, bounds).flatten(0, 1)
             logits = torch.cat([search.model(part) for part in probes.split(AT_ONCE)])
-            sides.append(losses(logits, labels.repeat_interleave(count), kind).to(moved.dtype).view(-1, count))
+            sides.append(losses(logits, labels.repeat_interleave(count), kind).to(perturbed.dtype).view(-1, count))
         rise = (sides[0] - sides[1]) / (2 * delta)
-        total += (rise.view(*rise.shape, *[1] * (moved.dim() - 1)) * signs).sum(1)
+        total += (rise.view(*rise.shape, *[1] * (perturbed.dim() - 1)) * signs).sum(1)
     return total / samples
 
 

@@ -1,11 +1,10 @@
-"""What the routing attack reads off a router or a model: for each layer, sets of experts and the keys they were chosen by.
+"""The search of the routing attack: PGD towards other experts, shortened by bisection.
 
-T tokens, E experts, L layers
+`RouteProbe` runs the attacked router or model and returns for each layer the selected sets and the keys that experts were
+ranked by. `Target` says which difference of keys to raise. `RouteSearch` climbs along the targets, and keeps the smallest
+perturbation that flips each token.
 
-
-The search of the routing attack: PGD towards other experts, shortened by bisection.
-
-T tokens as rows (T,d), E experts
+T tokens as rows (T,d), E experts, L layers
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.attacks.threat import Norm, direction, distances, mixed, project, row_norms
+from holdfast.attacks.threat import Norm, derived_seed, direction, distances, project, row_norms
 from holdfast.kernels.select import top
 from holdfast.routing import Routing
 
@@ -23,16 +22,16 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Layer(NamedTuple):
-    keys: Tensor  # (T,E), differentiable: what a higher value of makes an expert more likely to be chosen
+    keys: Tensor  # (T,E), differentiable: an expert with a higher key is more likely to be selected
     chosen: Tensor  # (T,E) bool
 
 
-class Readings:
-    """Reads `route` at tokens given as rows (T,d); sets are whole, or the first k slots of each token.
+class RouteProbe:
+    """Call `route` at tokens given as rows (T,d), and return keys and selected sets of each layer.
 
-    Keys are the logits where gates follow their order, which is then what selection sorts by, unrounded; else log gates,
-    what an informer or another rule made of them. Where the number of experts is free and gates are shares, a threshold on
-    gates decides, and keys are log gates as well. Which it is, is decided once, at the clean tokens.
+    A set has all slots of a token, or with `k` its first k slots. Keys are the logits if the gates have the same order, and
+    the log gates otherwise (an informer or another rule changed the order). If the number of experts varies and gates sum
+    to 1, selection compares gates with a threshold, and keys are log gates too. This is decided once, at the clean tokens.
     """
 
     def __init__(self, route: Route, tokens: Tensor, k: int | None) -> None:
@@ -47,15 +46,15 @@ class Readings:
     def __call__(self, rows: Tensor) -> list[Layer]:
         routings = self._routings(rows)
         if len(routings) != len(self.clean):
-            raise ValueError(f"the route gave {len(routings)} layers, {len(self.clean)} for the clean tokens.")
+            raise ValueError(f"the route returned {len(routings)} layers, but {len(self.clean)} for the clean tokens.")
         return [self._layer(index, routing) for index, routing in enumerate(routings)]
 
     def changed(self, layers: list[Layer]) -> Tensor:
-        """(L,T) bool: whose set is another one than for the clean tokens."""
+        """Return (L,T) bool: whether the selected set differs from that of the clean token."""
         return torch.stack([(now.chosen != was.chosen).any(-1) for now, was in zip(layers, self.clean, strict=True)])
 
     def margins(self, layers: list[Layer]) -> Tensor:
-        """(L,T): by how much the best expert outside the clean set is above the worst inside it; negative while it holds."""
+        """Return (L,T): best key outside the clean set minus worst key inside it; negative while the set is kept."""
         return torch.stack([_margin(now.keys, was.chosen) for now, was in zip(layers, self.clean, strict=True)])
 
     def _routings(self, rows: Tensor) -> list[Routing]:
@@ -66,14 +65,14 @@ class Readings:
         for routing in routings:
             if routing.gates.shape[0] != rows.shape[0]:
                 got, expected = routing.gates.shape[0], rows.shape[0]
-                raise ValueError(f"the route gave routes for {got} tokens, but {expected} were put in.")
+                raise ValueError(f"the route returned a routing for {got} tokens; expected {expected}.")
         if not routings:
-            raise ValueError("the route gave no routings: the model has no MoE layer, or none was recorded.")
+            raise ValueError("the route returned no routing: the model has no MoE layer, or none was recorded.")
         return routings
 
     def _from_scores(self, scores: Tensor) -> Routing:
         if self.k is None:
-            raise ValueError("the route gives scores; say k, how many of the best experts a token uses.")
+            raise ValueError("the route returns scores; pass k, the number of experts per token.")
         scores = scores.flatten(0, -2).float()
         experts = top(scores, self.k)
         gates = scores.softmax(-1)
@@ -84,17 +83,18 @@ class Readings:
         if self.k is None:
             return Layer(keys, routing.chosen)
         if self.k > routing.experts.shape[-1]:
-            raise ValueError(f"k is {self.k}, but tokens have {routing.experts.shape[-1]} experts at most.")
+            raise ValueError(f"k is {self.k}, but tokens have at most {routing.experts.shape[-1]} experts.")
         core = Routing(routing.logits, routing.gates, routing.experts[:, : self.k], routing.weights[:, : self.k])
         return Layer(keys, core.chosen)
 
 
 def _is_ragged(routing: Routing) -> bool:
-    """May the number of experts a token vary? It does, or there is a slot for every expert."""
+    """Return whether the number of experts per token may vary: it does, or there is a slot for every expert."""
     return bool((~routing.used).any()) or routing.experts.shape[-1] == routing.gates.shape[-1]
 
 
 def _by_logits(routing: Routing, ragged: bool) -> bool:
+    """Return whether keys are logits rather than log gates."""
     order = routing.logits.argsort(dim=-1, descending=True)
     follows = bool((routing.gates.gather(-1, order).diff(dim=-1) <= 0).all())
     shares = bool(((routing.gates.sum(-1) - 1).abs() < 1e-3).all())
@@ -102,44 +102,44 @@ def _by_logits(routing: Routing, ragged: bool) -> bool:
 
 
 def _margin(keys: Tensor, chosen: Tensor) -> Tensor:
-    """(T,): best outside minus worst inside; an empty side counts as 0, so that the other one can still be pushed."""
+    """Return (T,): best key outside minus worst key inside; an empty side counts as 0, so that the other can still move."""
     outside = keys.masked_fill(chosen, -torch.inf).amax(-1)
     inside = keys.masked_fill(~chosen, torch.inf).amin(-1)
     return outside.where(~chosen.all(-1), 0.0) - inside.where(chosen.any(-1), 0.0)
 
 
-SHORTER = 0.9  # a later round first looks for what is at most this much of the smallest perturbation so far
-HALF = 0.5  # the same where tokens move together
+SHORTER = 0.9  # a later round searches for perturbations of at most this share of the smallest one so far
+HALF = 0.5  # the same share where tokens are perturbed together
 
 
-class Plan:
-    """Towards one pair for each token, or towards the best pair of each step. Index E is a key that is always 0."""
+class Target:
+    """One pair of experts for each token, or by default the best pair of each step. Index E is the threshold, a key of 0."""
 
     def __init__(self, inside: Tensor | None = None, outside: Tensor | None = None) -> None:
         self.inside, self.outside = inside, outside  # (T,)
 
-    def value(self, readings: Readings, layers: list[Layer]) -> Tensor:
-        """(T,): what to raise. Layers whose set has changed already are left alone, so that the others get the budget."""
+    def value(self, probe: RouteProbe, layers: list[Layer]) -> Tensor:
+        """Return (T,): the value to raise. Layers that have flipped are skipped, so that the others get the budget."""
         if self.inside is None or self.outside is None:
-            return readings.margins(layers).where(~readings.changed(layers), 0.0).sum(0)
+            return probe.margins(layers).where(~probe.changed(layers), 0.0).sum(0)
         return _key(layers[0].keys, self.outside) - _key(layers[0].keys, self.inside)
 
 
-class Search:
-    """The flips found so far, at rows (T,d): the strongest input within the budget, and the smallest distance.
+class RouteSearch:
+    """Search for flips at rows (T,d); keep the strongest input within the budget and the smallest flipping distance.
 
-    units   how many groups of tokens move together, sequences or the whole batch; None where each token stands alone
+    units   number of groups of tokens that are perturbed together (sequences, or the whole batch); None for each alone
     """
 
     def __init__(
-        self, readings: Readings, tokens: Tensor, budgets: Tensor, real: Tensor, norm: Norm, units: int | None
+        self, probe: RouteProbe, tokens: Tensor, budgets: Tensor, real: Tensor, norm: Norm, units: int | None
     ) -> None:
-        self.readings, self.norm, self.units = readings, norm, units
+        self.probe, self.norm, self.units = probe, norm, units
         self.clean = tokens.detach().reshape(-1, tokens.shape[-1])
         self.budgets, self.real = budgets.flatten(), real.flatten()
         self.radius = self.budgets
         self.smallest = torch.full_like(self.budgets, torch.inf)
-        self.known = torch.full_like(self.budgets, torch.inf)  # the smallest distances when the search was last narrowed
+        self.known = torch.full_like(self.budgets, torch.inf)  # `smallest` at the last call of `search_closer`
         self.share = torch.full_like(self.budgets, SHORTER)
         self.strongest = self.clean
         self.strength = torch.full((units or self.budgets.numel(),), -torch.inf, device=tokens.device, dtype=torch.float64)
@@ -151,70 +151,71 @@ class Search:
     def project(self, rows: Tensor) -> Tensor:
         return project(rows, self.clean, self.radius, self.norm)
 
-    def run(self, plans: list[Plan], steps: int, restarts: int, bisections: int, seed: int) -> None:
-        """Climb along each plan from the clean tokens, then from random starts, and shorten what each climb finds."""
-        for plan in plans:
-            self._shorten(self._climb(plan, self.clean, steps), bisections)
+    def run(self, targets: list[Target], steps: int, restarts: int, bisections: int, seed: int) -> None:
+        """Climb towards each target from the clean tokens, then from random starts, and shorten what each climb finds."""
+        for target in targets:
+            self._bisect(self._climb(target, self.clean, steps), bisections)
         for restart in range(restarts):
-            noise = self._noise(mixed(seed, "routes", restart))
-            self._shorten(self._climb(Plan(), self.project(self.clean + noise * HALF), steps), bisections)
+            noise = self._noise(derived_seed(seed, "routes", restart))
+            self._bisect(self._climb(Target(), self.project(self.clean + noise * HALF), steps), bisections)
 
-    def _climb(self, plan: Plan, rows: Tensor, steps: int) -> Tensor:
-        """The rows where each token flipped first, its last ones where it did not."""
+    def _climb(self, target: Target, rows: Tensor, steps: int) -> Tensor:
+        """Return the rows at which each token flipped first, or its last row if it did not flip."""
         radius = self.radius.to(rows.dtype).unsqueeze(-1)
         first, flipped = rows, torch.zeros_like(self.real)
         for _ in range(steps):
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():
-                layers = self.readings(rows)
-                value = plan.value(self.readings, layers)
-            flips = self.note(rows.detach(), layers)
+                layers = self.probe(rows)
+                value = target.value(self.probe, layers)
+            flips = self.keep_worst(rows.detach(), layers)
             first, flipped = rows.detach().where(~flipped.unsqueeze(-1), first), flipped | flips
-            # The hinge: where tokens move together, those that have flipped leave the others to be served.
+            # A hinge: where tokens are perturbed together, those that have flipped no longer count.
             wanted = self.real if self.units is None else self.real & ~flips
             slope = gradient(value.where(wanted, 0.0).sum(), rows)
-            # Steps of the whole radius: the first is exact where keys are linear, and shorter ones found less where not.
+            # Steps of the whole radius: the first is exact for linear keys, and shorter steps found fewer flips for others.
             rows = self.project(rows.detach() + radius * direction(slope, self.norm))
-        self.look(rows)
+        self.try_inputs(rows)
         return rows if self.units is not None else rows.where(~flipped.unsqueeze(-1), first)
 
-    def look(self, rows: Tensor) -> Tensor:
-        """Try these rows; (T,) which of them flip."""
+    def try_inputs(self, rows: Tensor) -> Tensor:
+        """Route these rows, keep what is worse than before, and return (T,) which of them flip."""
         with torch.no_grad():
-            return self.note(rows, self.readings(rows))
+            return self.keep_worst(rows, self.probe(rows))
 
-    def note(self, rows: Tensor, layers: list[Layer]) -> Tensor:
-        changed = self.readings.changed(layers) & self.real
+    def keep_worst(self, rows: Tensor, layers: list[Layer]) -> Tensor:
+        """Keep rows that are stronger or flip at a smaller distance, and return (T,) which of them flip."""
+        changed = self.probe.changed(layers) & self.real
         flips, far = changed.any(0), distances(rows, self.clean, self.norm)
-        # Strong is what flips many layers and tokens, and of these what is far beyond the switching plane.
-        margin = torch.tanh(self.readings.margins(layers).detach().double().mean(0)).nan_to_num(0.0)
+        # Stronger rows flip more layers and tokens; among equals, those further beyond the decision boundary.
+        margin = torch.tanh(self.probe.margins(layers).detach().double().mean(0)).nan_to_num(0.0)
         strength = changed.sum(0) + margin.where(self.real, 0.0) / (4 * self.real.numel())
         if self.units is not None:
-            far = self._spread(far.view(self.units, -1).amax(1))
+            far = self._per_token(far.view(self.units, -1).amax(1))
             strength = strength.view(self.units, -1).sum(1)
         stronger = (strength > self.strength) & (strength > HALF)
         self.strength = strength.where(stronger, self.strength)
-        self.strongest = rows.where(self._spread(stronger).unsqueeze(-1), self.strongest)
+        self.strongest = rows.where(self._per_token(stronger).unsqueeze(-1), self.strongest)
         nearer = flips & (far < self.smallest)
         self.smallest = far.where(nearer, self.smallest)
         return flips
 
-    def _shorten(self, rows: Tensor, bisections: int) -> None:
-        """Walk back towards the clean tokens: by bisection, or where tokens move together, all by the same shares."""
+    def _bisect(self, rows: Tensor, bisections: int) -> None:
+        """Shorten the perturbations: by bisection, or by fixed shares where tokens are perturbed together."""
         low, high = torch.zeros_like(self.smallest), torch.ones_like(self.smallest)
         for number in range(bisections if self.found.any() else 0):
             share = (low + high) / 2 if self.units is None else high * (number + 1) / (bisections + 1)
-            flips = self.look(self._between(rows, share))
+            flips = self.try_inputs(self._between(rows, share))
             if self.units is None:
                 low, high = share.where(~flips, low), share.where(flips, high)
 
-    def scatter(self, tries: int, seed: int) -> None:
-        """Random perturbations of the whole budget."""
+    def try_random(self, tries: int, seed: int) -> None:
+        """Try random perturbations of the whole budget."""
         for number in range(tries):
-            self.look(self.project(self.clean + self._noise(mixed(seed, "tries", number))))
+            self.try_inputs(self.project(self.clean + self._noise(derived_seed(seed, "tries", number))))
 
-    def narrow(self) -> None:
-        """Search for what is shorter than the smallest so far; where the last search failed at that, not so much shorter."""
+    def search_closer(self) -> None:
+        """Reduce the radius below the smallest flip so far; by less for tokens where the last reduction found nothing."""
         if self.units is not None:
             self.radius = self.radius * HALF
             return
@@ -223,7 +224,7 @@ class Search:
         self.radius = self.budgets.minimum(self.share * self.smallest)
 
     def _noise(self, seed: int) -> Tensor:
-        """Of the whole radius, in all directions."""
+        """Return random perturbations of the whole radius."""
         noise = torch.randn(self.clean.shape, generator=torch.Generator().manual_seed(seed)).to(self.clean)
         return direction(noise, self.norm) * self.radius.to(noise.dtype).unsqueeze(-1)
 
@@ -232,61 +233,65 @@ class Search:
         between = (clean + share.unsqueeze(-1) * (rows.double() - clean)).to(rows.dtype)
         return project(between, self.clean, self.budgets, self.norm)  # rounding may have left the ball
 
-    def _spread(self, units: Tensor) -> Tensor:
-        """What holds for a unit, for each of its tokens."""
+    def _per_token(self, units: Tensor) -> Tensor:
+        """Repeat the value of each unit for each of its tokens."""
         return units if self.units is None else units.repeat_interleave(self.real.numel() // self.units)
 
 
-def nearest_plans(search: Search, pairs: int, candidates: int) -> list[Plan]:
-    """The nearest planes when keys are linearised at the clean tokens; for several layers, the best pair of each step."""
-    readings = search.readings
-    if len(readings.clean) > 1:
-        return [Plan()]
+def nearest_targets(search: RouteSearch, pairs: int, candidates: int) -> list[Target]:
+    """Return the pairs with the nearest decision boundaries, keys linearised; for several layers, the default target."""
+    probe = search.probe
+    if len(probe.clean) > 1:
+        return [Target()]
     rows = search.clean.detach().requires_grad_()
     with torch.enable_grad():
-        keys = readings(rows)[0].keys
-    chosen = readings.clean[0].chosen
+        keys = probe(rows)[0].keys
+    chosen = probe.clean[0].chosen
     inside = _ranked(-keys.detach(), chosen, candidates)
     outside = _ranked(keys.detach(), ~chosen, candidates)
     if inside.shape[1] == 0 or outside.shape[1] == 0:
-        return [Plan()]
+        return [Target()]
     slopes = [[gradient(_key(keys, column).sum(), rows) for column in side.unbind(1)] for side in (inside, outside)]
-    planes = []
+    distances_to_boundary = []
     for a, i in enumerate(inside.unbind(1)):
         for b, j in enumerate(outside.unbind(1)):
             gap = (_key(keys, i) - _key(keys, j)).detach().clamp_min(0).double()
             slope = _dual_norms(slopes[0][a] - slopes[1][b], search.norm)
             known = (i < keys.shape[-1]) & (j < keys.shape[-1]) & (slope > 0) & gap.isfinite()
-            planes.append((gap / slope).where(known, torch.inf))
-    order = torch.stack(planes, 1).argsort(dim=1, stable=True)[:, :pairs]
-    plans = [
-        Plan(inside.gather(1, plane // outside.shape[1]).squeeze(1), outside.gather(1, plane % outside.shape[1]).squeeze(1))
+            distances_to_boundary.append((gap / slope).where(known, torch.inf))
+    order = torch.stack(distances_to_boundary, 1).argsort(dim=1, stable=True)[:, :pairs]
+    targets = [
+        Target(
+            inside.gather(1, plane // outside.shape[1]).squeeze(1), outside.gather(1, plane % outside.shape[1]).squeeze(1)
+        )
         for plane in order.split(1, dim=1)
     ]
-    if readings.ragged[0]:  # a set may also lose an expert or gain one
-        nobody = torch.full_like(inside[:, 0], keys.shape[-1])
-        plans += [Plan(inside[:, 0], nobody), Plan(nobody, outside[:, 0])]
-    return [*plans, Plan()]
+    if probe.ragged[0]:  # a set may also lose or gain an expert
+        threshold = torch.full_like(inside[:, 0], keys.shape[-1])
+        targets += [Target(inside[:, 0], threshold), Target(threshold, outside[:, 0])]
+    return [*targets, Target()]
 
 
 def _ranked(keys: Tensor, member: Tensor, count: int) -> Tensor:
-    """(T,n): the n <= count members with the highest keys, the index E where a token has fewer."""
+    """Return (T,n): the n <= count members with the highest keys; the index E fills up rows with fewer."""
     count = min(count, int(member.sum(1).max())) if member.numel() else 0
     best = keys.masked_fill(~member, -torch.inf).topk(count, dim=1).indices
     return best.where(member.gather(1, best), keys.shape[1])
 
 
 def _key(keys: Tensor, index: Tensor) -> Tensor:
+    """Return (T,): the key of one expert per token; index E is the threshold 0."""
     padded = torch.cat([keys, keys.new_zeros(keys.shape[0], 1)], dim=1)
     return padded.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
 def _dual_norms(slopes: Tensor, norm: Norm) -> Tensor:
-    """(T,) float64: the steepest descent that a step of length 1 can make; of l_inf steps that is the sum."""
+    """Return (T,) float64: the largest change that a step of length 1 can make, the dual norm of the slope."""
     return row_norms(slopes, "l2") if norm == "l2" else slopes.double().abs().sum(1)
 
 
 def gradient(value: Tensor, rows: Tensor) -> Tensor:
+    """Return the gradient of `value` in `rows`, 0 where there is none."""
     if not value.requires_grad:
         return torch.zeros_like(rows)
     (slope,) = torch.autograd.grad(value, rows, retain_graph=True, allow_unused=True)

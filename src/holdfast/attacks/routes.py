@@ -1,10 +1,13 @@
-"""The routing attack: the smallest change of a token that sends it to other experts.
+"""The routing attack: find the smallest perturbation of a token that flips it, that is, changes its selected set.
 
-S the set of a clean token x:   maximise  key_j(x') - key_i(x')  over j not in S, i in S, |x' - x| <= budget
+With S the selected set of the clean token x and key_e(x) what expert e is ranked by:
 
-By PGD (Madry et al. 2018), once for each of the pairs (i,j) whose switching plane is nearest when keys are linearised at x
-(as DeepFool does, Moosavi-Dezfooli et al. 2016), and once for the best pair at each step. What it finds is shortened by
-bisection and searched again at smaller budgets. The smallest flipping perturbation found is above every certificate.
+    maximise  key_j(x') - key_i(x')  over j not in S, i in S, |x' - x| <= budget
+
+The attack runs PGD (Madry et al. 2018) once for each of the pairs (i,j) whose decision boundary is nearest when keys are
+linearised at x (as DeepFool does, Moosavi-Dezfooli et al. 2016), and once for the best pair of each step. It shortens the
+flips it finds by bisection, and searches again at smaller budgets. Every flip it finds must be larger than the certified
+radius of its token; `route_search` has the search.
 """
 
 from collections.abc import Mapping
@@ -15,8 +18,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from holdfast.attacks.flags import Flag, black_box_wins, randomised, train_mode, warn, zero_gradients
-from holdfast.attacks.route_search import Plan, Readings, Route, Search, gradient, nearest_plans
+from holdfast.attacks.flags import Flag, black_box_flag, randomised_flag, train_mode_flag, warn, zero_gradient_flag
+from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, gradient, nearest_targets
 from holdfast.attacks.threat import (
     Json,
     Norm,
@@ -24,8 +27,8 @@ from holdfast.attacks.threat import (
     check_count,
     check_norm,
     check_seed,
+    derived_seed,
     distances,
-    mixed,
     row_norms,
 )
 from holdfast.routing import Context, Router, Traits
@@ -33,19 +36,19 @@ from holdfast.routing import Context, Router, Traits
 
 @dataclass(frozen=True)
 class AttackedRoutes:
-    """Tokens moved so that they take other experts. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
+    """Tokens perturbed so that they flip. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
 
-    inputs: Tensor  # (..., d): each within its ball; padding as it was
-    flipped: Tensor  # (...) bool: the set of experts of this token changed, in at least one layer
+    inputs: Tensor  # (..., d): each within its ball; padding unchanged
+    flipped: Tensor  # (...) bool: the selected set of this token changed in at least one layer
     flipped_by_layer: Tensor  # (L, ...) bool
-    distances: Tensor  # (...) float64: the smallest perturbation found that flips the token; infinite where none was
-    budgets: Tensor  # (...) float64: how far each token might be moved; 0 for padding
-    real: Tensor  # (...) bool: tokens that are no padding; the others are not attacked and count nowhere
-    budget: float | None  # as it was stated; None where each token had its own
-    realised: float  # the largest distance that a token of `inputs` was moved
+    distances: Tensor  # (...) float64: the smallest perturbation found that flips the token; infinite if none was found
+    budgets: Tensor  # (...) float64: the largest allowed perturbation of each token; 0 for padding
+    real: Tensor  # (...) bool: tokens that are not padding; padding is not attacked and not counted
+    budget: float | None  # as passed; None if each token had its own
+    realised: float  # the size of the largest perturbation in `inputs`
     norm: Norm
-    relative: bool  # the budget was a multiple of each token's own length
-    joint: bool  # all tokens move together, and a distance is the largest move in the token's sequence
+    relative: bool  # the budget was a multiple of each token's own norm
+    joint: bool  # tokens are perturbed together, and a distance is the largest perturbation in the token's sequence
     steps: int
     seed: int
     options: Mapping[str, Json] = field(default_factory=dict)
@@ -53,16 +56,16 @@ class AttackedRoutes:
 
     @property
     def rate(self) -> float:
-        """The realised rate: the share of real tokens that were flipped."""
+        """The realised rate: the share of real tokens that flipped."""
         return float(self.flipped.sum() / self.real.sum().clamp_min(1))
 
     @property
     def rates(self) -> list[float]:
-        """The same for each layer."""
+        """The realised rate of each layer."""
         return [float(layer.sum() / self.real.sum().clamp_min(1)) for layer in self.flipped_by_layer]
 
     def summary(self) -> dict[str, Json]:
-        """What to store with a result."""
+        """Return what to store as JSON."""
         found = self.distances[self.real & self.distances.isfinite()]
         return {
             "attack": "routing",
@@ -75,7 +78,7 @@ class AttackedRoutes:
             "rates": self.rates,
             "tokens": int(self.real.sum()),
             "smallest": float(found.min()) if found.numel() else None,
-            "median": float(found.median()) if found.numel() else None,  # of the tokens that were flipped
+            "median": float(found.median()) if found.numel() else None,  # of the tokens that flipped
             "steps": self.steps,
             "seed": self.seed,
             "options": dict(self.options),
@@ -104,23 +107,23 @@ def attack_routes(
     seed: int = 0,
     check: bool = True,
 ) -> AttackedRoutes:
-    """Move each token within its budget so that it goes to another set of experts, and find the smallest such move.
+    """Perturb each token within its budget so that it flips, and find the smallest such perturbation.
 
-    route       a Router, with the `context` it is called in (only the tokens move), or any callable from tokens, for example
-                a model's embeddings (B,N,d), to a `Routing`, a list of them (one a layer), or scores (then say `k`). The
-                callable must keep the graph, or there are no gradients to follow
-    budget      a length; with `relative`, a multiple of each token's own length; or a tensor with one for each token
+    route       a Router, with the `context` it is called in (only the tokens are perturbed), or any callable from tokens,
+                for example a model's embeddings (B,N,d), to a `Routing`, a list of them (one per layer), or scores (then
+                pass `k`). The callable must be differentiable
+    budget      a norm; with `relative`, a multiple of each token's own norm; or a tensor with one budget per token
     k           compare the first k slots instead of the whole sets: the hard core of a smooth router
-    padding     bool, True where a token is real; by default the context's
-    joint       may moving one token flip another? By default what a Router's traits say, and True for a callable. If so the
-                tokens of a sequence move together (of the batch, for a Router that looks across it), and a token's
-                distance is the largest move among them
-    pairs       how many of the nearest switching planes are tried, among the `candidates` best experts outside the set and
-                the as many worst inside it
-    steps       of each climb, as long as the radius
+    token_mask  bool, True where a token is real; by default the context's
+    joint       whether perturbing one token may flip another; by default as a Router's traits declare, and True for a
+                callable. If so, the tokens of a sequence are perturbed together (those of the batch, for a Router that is
+                not batch-invariant), and a token's distance is the largest perturbation among them
+    pairs       how many of the nearest decision boundaries to try, among the `candidates` best experts outside the set and
+                the same number of worst ones inside it
+    steps       PGD steps of each run, each as long as the budget
     restarts    runs from a random start towards the best pair of each step
-    rounds      searches at smaller budgets, after the first
-    bisections  forwards that shorten what each climb has found
+    rounds      further searches at smaller budgets
+    bisections  forwards that shorten the perturbation after each run
     tries       random perturbations of the whole budget, to see whether gradients mislead
     """
     check_norm(norm)
@@ -134,32 +137,32 @@ def attack_routes(
     units = _units(route, tokens, joint)
     real = _real(tokens, token_mask if token_mask is not None or context is None else context.token_mask)
     budgets = _budgets(tokens, budget, norm, relative).where(real, 0.0)
-    readings = Readings(call, tokens, k)
-    search = Search(readings, tokens, budgets, real, norm, units)
-    plans = nearest_plans(search, pairs, candidates)
-    flags = _flags(route, search, plans, real) if check else ()
-    search.run(plans, steps, restarts, bisections, seed)
+    probe = RouteProbe(call, tokens, k)
+    search = RouteSearch(probe, tokens, budgets, real, norm, units)
+    targets = nearest_targets(search, pairs, candidates)
+    flags = _flags(route, search, targets, real) if check else ()
+    search.run(targets, steps, restarts, bisections, seed)
     white = search.found
-    search.scatter(tries, seed)
-    flags = (*flags, *black_box_wins(white, search.found, "random noise"))
+    search.try_random(tries, seed)
+    flags = (*flags, *black_box_flag(white, search.found, "random noise"))
     for round_ in range(rounds):
-        search.narrow()
-        search.run(plans, steps, restarts, bisections, mixed(seed, "round", round_))
+        search.search_closer()
+        search.run(targets, steps, restarts, bisections, derived_seed(seed, "round", round_))
     options: dict[str, Json] = {"k": k, "pairs": pairs, "candidates": candidates, "restarts": restarts}
     options |= {"rounds": rounds, "bisections": bisections, "tries": tries}
-    moved = search.strongest
+    perturbed = search.strongest
     with torch.no_grad():
-        flipped = readings.changed(readings(moved)) & real.flatten()
+        flipped = probe.changed(probe(perturbed)) & real.flatten()
     lead = tokens.shape[:-1]
     return AttackedRoutes(
-        inputs=moved.view(tokens.shape),
+        inputs=perturbed.view(tokens.shape),
         flipped=flipped.any(0).view(lead),
         flipped_by_layer=flipped.view(-1, *lead),
         distances=search.smallest.view(lead),
         budgets=budgets,
         real=real,
         budget=None if isinstance(budget, Tensor) else budget,
-        realised=float(distances(moved, search.clean, norm).max()),
+        realised=float(distances(perturbed, search.clean, norm).max()),
         norm=norm,
         relative=relative,
         joint=units is not None,
@@ -170,17 +173,17 @@ def attack_routes(
     )
 
 
-def _flags(route: object, search: Search, plans: list[Plan], real: Tensor) -> tuple[Flag, ...]:
+def _flags(route: object, search: RouteSearch, targets: list[Target], real: Tensor) -> tuple[Flag, ...]:
     rows = search.clean.detach().requires_grad_()
     with torch.enable_grad():
-        layers = search.readings(rows)
-        value = plans[0].value(search.readings, layers).where(search.real, 0.0).sum()
-    once, again = (torch.cat([layer.keys for layer in read], 1) for read in (search.readings.clean, layers))
-    known = real.flatten() & ~search.readings.clean[0].chosen.all(-1)  # a token with all experts has nowhere to go
+        layers = search.probe(rows)
+        value = targets[0].value(search.probe, layers).where(search.real, 0.0).sum()
+    once, again = (torch.cat([layer.keys for layer in read], 1) for read in (search.probe.clean, layers))
+    known = real.flatten() & ~search.probe.clean[0].chosen.all(-1)  # a token with all experts cannot flip
     return (
-        *train_mode(route),
-        *randomised(once[search.real], again[search.real]),
-        *zero_gradients(gradient(value, rows), among=known, what="tokens"),
+        *train_mode_flag(route),
+        *randomised_flag(once[search.real], again[search.real]),
+        *zero_gradient_flag(gradient(value, rows), among=known, what="tokens"),
     )
 
 
@@ -188,12 +191,12 @@ def _callable(route: Router | Route, context: Context | None) -> Route:
     if isinstance(route, Router):
         return cast(Route, partial(route, context=context))
     if context is not None:
-        raise ValueError("a context is for a Router; a callable brings its own.")
+        raise ValueError("context= works only with a Router; a callable must provide its own context.")
     return route
 
 
 def _units(route: Router | Route, tokens: Tensor, joint: bool | None) -> int | None:
-    """How many groups of tokens move together; None where each token stands alone."""
+    """Return how many groups of tokens are perturbed together; None if each token is perturbed alone."""
     traits = route.traits if isinstance(route, Router) else Traits(sequence_aware=True)
     joint = (traits.sequence_aware or not traits.batch_invariant) if joint is None else joint
     if not joint:
@@ -218,11 +221,12 @@ def _real(tokens: Tensor, token_mask: Tensor | None) -> Tensor:
 
 
 def _budgets(tokens: Tensor, budget: float | Tensor, norm: Norm, relative: bool) -> Tensor:
-    """(...) float64: a radius for each token."""
+    """Return (...) float64: the largest allowed perturbation of each token."""
     lead = tokens.shape[:-1]
     if isinstance(budget, Tensor):
         if budget.shape != lead or not (budget >= 0).all() or not budget.isfinite().all():
-            raise ValueError(f"budget is a tensor of shape {tuple(budget.shape)}; expected lengths of shape {tuple(lead)}.")
+            got, expected = tuple(budget.shape), tuple(lead)
+            raise ValueError(f"budget is a tensor of shape {got}; expected finite numbers >= 0 of shape {expected}.")
         radius = budget.to(device=tokens.device, dtype=torch.float64)
     else:
         check_budget(budget)

@@ -1,6 +1,7 @@
-"""What an attack on text returns, and what counts as a word. A text is only ever changed inside the words it names.
+"""What attacks on text share: which characters are a word, the loop over words, the stop words, and the result.
 
-English words that carry grammar rather than meaning; attacks on words leave them alone.
+A text changes only inside the words that the result lists; all other characters are untouched. Stop words, English words
+that carry grammar rather than meaning, are never changed. `words` has the attacks themselves.
 """
 
 import hashlib
@@ -15,22 +16,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.attacks.flags import Flag, nothing_changed, warn
-from holdfast.attacks.threat import Json, check_rate, check_seed, mixed
-from holdfast.files import write_whole
+from holdfast.attacks.flags import Flag, nothing_changed_flag, warn
+from holdfast.attacks.threat import Json, check_rate, check_seed, derived_seed
+from holdfast.files import write_atomically
 
 Span = tuple[int, int]  # characters, [start, end)
 Spans = npt.NDArray[np.int64]  # (T,2)
 Places = npt.NDArray[np.intp]
 
-_LETTERS = r"(?:[^\W_]|[\u0300-\u036f])+"  # the accents, so that a decomposed letter stays whole
+_LETTERS = r"(?:[^\W_]|[\u0300-\u036f])+"  # with combining accents, which belong to their letter
 _WORD = rf"{_LETTERS}(?:(?:['\u2019_-]|(?<=\d)[.,](?=\d)){_LETTERS})*"
 _SPECIAL = r"<[|\uff5c][^<>\s]*[|\uff5c]>|</?\w+>|\[(?:CLS|SEP|MASK|PAD|UNK|BOS|EOS|INST|/INST)\]"
 _PIECE = re.compile(r"\S+")
 
 
 class Change(NamedTuple):
-    """One changed word: where it was in the clean text, and where its replacement is in the attacked one."""
+    """One changed word: its span in the clean text, and the span of its replacement in the attacked text."""
 
     before: Span
     after: Span
@@ -43,19 +44,20 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class AttackedText:
-    """The attacked documents, how much of them really changed, and where."""
+    """The attacked documents, and which of their words changed."""
 
     attack: str
     texts: tuple[str, ...]
     changes: tuple[tuple[Change, ...], ...]  # of each document, in order
-    words: tuple[int, ...]  # how many words each document has, stop words included, special tokens not
-    rate: float  # nominal: the probability with which a word that may be attacked is
+    words: tuple[int, ...]  # number of words of each document, with stop words, without special tokens
+    rate: float  # nominal: the probability that a word is changed if it may be
     seed: int
     options: Mapping[str, Json] = field(default_factory=dict)
     flags: tuple[Flag, ...] = ()
 
     @property
     def changed(self) -> int:
+        """The number of changed words."""
         return sum(map(len, self.changes))
 
     @property
@@ -65,8 +67,8 @@ class AttackedText:
 
     @property
     def realised_of_pieces(self) -> float:
-        """The same over pieces between white space, which are the tokens of WikiText, punctuation included."""
-        pieces = [touched for document in range(len(self.texts)) for touched in self.piece_mask(document)]
+        """Changed pieces / all pieces, where white space separates pieces: the tokens of WikiText, with punctuation."""
+        pieces = [changed for document in range(len(self.texts)) for changed in self.piece_mask(document)]
         return sum(pieces) / max(len(pieces), 1)
 
     @property
@@ -78,36 +80,37 @@ class AttackedText:
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
         return digest.hexdigest()
 
-    def touched(self, document: int, spans: Sequence[Span] | Spans, *, clean: bool = False) -> npt.NDArray[np.bool_]:
-        """Which spans of the attacked document overlap a changed word, or of the clean one; a tokeniser's offsets, say.
+    def is_changed(self, document: int, spans: Sequence[Span] | Spans, *, clean: bool = False) -> npt.NDArray[np.bool_]:
+        """Return which spans (for example a tokeniser's offsets) overlap a changed word.
 
-        A target that was not touched is what perplexity over the targets left clean counts. Empty spans are not touched.
+        The spans are those of the attacked document, or with `clean` of the clean one. An empty span overlaps nothing.
+        Perplexity over untouched words counts the targets whose span is not changed.
         """
         changed = np.array([change.before if clean else change.after for change in self.changes[document]], dtype=np.int64)
         changed, wanted = changed.reshape(-1, 2), np.asarray(spans, dtype=np.int64).reshape(-1, 2)
         starts, ends = wanted[:, 0], wanted[:, 1]
-        first = np.searchsorted(changed[:, 1], starts, side="right")  # the first change that ends behind the start
+        first = np.searchsorted(changed[:, 1], starts, side="right")  # the first change that ends after the start
         begins = np.append(changed[:, 0], np.iinfo(np.int64).max)[first]
         found: npt.NDArray[np.bool_] = (starts < ends) & (begins < ends)
         return found
 
-    def shared(self, document: int, before: Spans, after: Spans) -> tuple[Places, Places]:
-        """Return the places of tokens that both texts have: the same untouched characters, in the same order.
+    def common_tokens(self, document: int, before: Spans, after: Spans) -> tuple[Places, Places]:
+        """Return the indices of tokens that both texts have: the same untouched characters, in the same order.
 
-        `before` and `after` are the spans of a tokeniser in the clean document and in the attacked one. What ends a
-        document or a line, an empty span, is shared too.
+        `before` and `after` are a tokeniser's spans of the clean and of the attacked document. A token with an empty span,
+        such as the end of a line or document, is common too.
         """
-        old = np.flatnonzero(~self.touched(document, before, clean=True))
-        new = np.flatnonzero(~self.touched(document, after))
-        keys = [_numbered(self.moved(document, before[old])), _numbered(after[new])]
+        old = np.flatnonzero(~self.is_changed(document, before, clean=True))
+        new = np.flatnonzero(~self.is_changed(document, after))
+        keys = [_numbered(self.shifted_spans(document, before[old])), _numbered(after[new])]
         if np.array_equal(keys[0], keys[1]):  # the usual case, and sorting millions of rows takes a while
             return old, new
         both, counts = np.unique(np.concatenate(keys), axis=0, return_inverse=True)[1], len(keys[0])
         _, first, second = np.intersect1d(both[:counts], both[counts:], assume_unique=True, return_indices=True)
         return old[np.sort(first)], new[second[np.argsort(first)]]
 
-    def moved(self, document: int, spans: Spans) -> Spans:
-        """Return spans of the clean text as spans of the attacked one: moved by what words before them gained or lost."""
+    def shifted_spans(self, document: int, spans: Spans) -> Spans:
+        """Return spans of the clean text as spans of the attacked text, shifted by the length changes before them."""
         changes = self.changes[document]
         ends = np.array([change.before[1] for change in changes], dtype=np.int64)
         gained = np.array([0, *(change.after[1] - change.before[1] for change in changes)], dtype=np.int64)
@@ -115,12 +118,12 @@ class AttackedText:
         return found
 
     def piece_mask(self, document: int) -> list[bool]:
-        """For each piece between white space of the attacked document, whether it holds a changed word."""
+        """Return for each white-space separated piece of the attacked document whether it has a changed word."""
         spans = [match.span() for match in _PIECE.finditer(self.texts[document])]
-        return [bool(touched) for touched in self.touched(document, spans)]
+        return [bool(changed) for changed in self.is_changed(document, spans)]
 
     def summary(self) -> dict[str, Json]:
-        """What to store with a result; the texts themselves are `save`d."""
+        """Return what to store as JSON; `save` writes the texts themselves."""
         return {
             "attack": self.attack,
             "rate": self.rate,
@@ -136,17 +139,17 @@ class AttackedText:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write once: a file that holds another attacked set is not overwritten."""
+        """Write the attacked texts to a file. Raise ValueError if it has other attacked texts already."""
         path = Path(path)
         if path.exists() and load_text(path).checksum != self.checksum:
-            raise ValueError(f"{path} holds a different attacked set; choose another name, or delete it.")
+            raise ValueError(f"{path} has other attacked texts; choose another name, or delete it.")
         changes = [[[*change.before, *change.after] for change in document] for document in self.changes]
         stored = {**self.summary(), "words": list(self.words), "changes": changes, "texts": list(self.texts)}
-        write_whole(path, json.dumps(stored))
+        write_atomically(path, json.dumps(stored))
 
 
 def _numbered(spans: Spans) -> npt.NDArray[np.int64]:
-    """(T,3): spans, and how many spans before are the same. The bytes of one character have one span."""
+    """Return (T,3): spans, and the number of equal spans before each. All bytes of one character have the same span."""
     order = np.lexsort((spans[:, 1], spans[:, 0]))
     ranked = spans[order]
     new = np.append(True, (ranked[1:] != ranked[:-1]).any(axis=1)) if len(ranked) else np.empty(0, dtype=bool)
@@ -157,7 +160,7 @@ def _numbered(spans: Spans) -> npt.NDArray[np.int64]:
 
 
 def load_text(path: str | Path) -> AttackedText:
-    """An attacked set that was `save`d; a file that does not match its checksum is an error."""
+    """Read attacked texts that `save` wrote. Raise ValueError if the file does not match its checksum."""
     stored: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     attacked = AttackedText(
         attack=stored["attack"],
@@ -175,10 +178,10 @@ def load_text(path: str | Path) -> AttackedText:
 
 
 def words_of(text: str, special: Collection[str] = ()) -> Iterator[Word]:
-    """The words of a text: letters and digits held together by apostrophes, hyphens and underscores; numbers with points.
+    """Yield the words of a text: letters and digits joined by apostrophes, hyphens and underscores; numbers with points.
 
     Special tokens (`<unk>`, `</s>`, `<|endoftext|>`, `[MASK]`, and those named in `special`) are not words, nor is
-    anything inside them.
+    any part of them.
     """
     for match in _pattern(special).finditer(text):
         if match["word"]:
@@ -203,22 +206,22 @@ def change_words(
     options: Mapping[str, Json],
     pieces: Sequence[Spans] | None = None,
 ) -> AttackedText:
-    """Each word that is no stop word is replaced with probability `rate`; `replace` gives None where it cannot.
+    """Replace each word that is no stop word with probability `rate`; `replace` returns None if it cannot replace a word.
 
-    With `pieces`, the spans of each document's tokens, a word that is not exactly one of them is left alone.
+    With `pieces`, the spans of each document's tokens, only words that are exactly one token are replaced.
 
-    A document's random numbers depend on the seed and its key only, by default its own text, and every word takes the same
-    number of them: other documents change nothing, and a higher rate attacks the same words and more.
+    A document's random numbers depend only on the seed and on its key, by default its own text, and every word takes the
+    same number of them. So other documents do not matter, and a higher rate changes the same words and more.
     """
     check_rate(rate)
     check_seed(seed)
     documents = [texts] if isinstance(texts, str) else list(texts)
     if keys is not None and len(keys) != len(documents):
-        raise ValueError(f"{len(keys)} keys for {len(documents)} documents; expected one each.")
+        raise ValueError(f"{len(keys)} keys for {len(documents)} documents; expected one key per document.")
     results = []
     for number, (text, key) in enumerate(zip(documents, documents if keys is None else keys, strict=True)):
-        whole = None if pieces is None else frozenset(map(tuple, pieces[number].tolist()))
-        results.append(_change(text, Random(mixed(seed, attack, key)), replace, rate, stop_words, special, whole))
+        allowed = None if pieces is None else frozenset(map(tuple, pieces[number].tolist()))
+        results.append(_change(text, Random(derived_seed(seed, attack, key)), replace, rate, stop_words, special, allowed))
     changed = sum(len(changes) for _, changes, _ in results)
     return AttackedText(
         attack=attack,
@@ -228,7 +231,7 @@ def change_words(
         rate=rate,
         seed=seed,
         options=options,
-        flags=warn(*nothing_changed(rate, changed, "word")),
+        flags=warn(*nothing_changed_flag(rate, changed, "word")),
     )
 
 
@@ -239,20 +242,21 @@ def _change(
     rate: float,
     stop_words: Collection[str],
     special: Collection[str],
-    whole: Collection[Span] | None,
+    allowed: Collection[Span] | None,
 ) -> tuple[str, list[Change], int]:
+    """Return one attacked document, its changes, and its number of words; only words with a span in `allowed` change."""
     pieces: list[str] = []
     changes: list[Change] = []
     count = done = length = 0
     for word, (start, end) in words_of(text, special):
         count += 1
         chosen = random.random() < rate
-        own = int(random.random() * 2**53)  # a seed, so that a replacement may draw as it likes
+        word_seed = int(random.random() * 2**53)  # of its own, so that `replace` may draw any number of random numbers
         if not chosen or word.lower().replace("\u2019", "'") in stop_words:
             continue
-        if whole is not None and (start, end) not in whole:
+        if allowed is not None and (start, end) not in allowed:
             continue
-        new = replace(word, Random(own))
+        new = replace(word, Random(word_seed))
         if new is None or new == word:
             continue
         pieces += [text[done:start], new]
@@ -274,6 +278,6 @@ _WORDS = """
     mustn't shan't she'd she'll she's shouldn't that's there's they'd they'll they're they've wasn't we'd we'll we're we've
     weren't what's won't wouldn't you'd you'll you're you've
     d ll m re s t ve aren couldn didn doesn don hadn hasn haven isn mustn shan shouldn wasn weren won wouldn
-"""  # the last line: what tokenised text makes of don't and we'll, "don 't" and "we 'll"
+"""  # the last line: the parts of don't and we'll in tokenised text, "don 't" and "we 'll"
 
 STOP_WORDS = frozenset(_WORDS.split())

@@ -1,8 +1,10 @@
-"""What an attacker may do: budgets and norms, checked. A missing budget is an error: without one a number means nothing.
+"""The threat model: checked budgets and norms, projection onto the allowed ball, and reproducible random numbers.
 
-Projection onto the ball of what an attacker may do. The result is inside it, not only up to rounding.
+A budget is required everywhere, because a robustness number without its budget has no meaning. A projected input is inside
+the ball exactly, not only up to rounding. Random numbers depend on a seed and on what they are used for, and on nothing
+else: not on the batch, the device or Python's hash seed.
 
-Random numbers that depend on a seed and a place and nothing else: not on batch, device or Python's hash seed.
+R rows, each one attacked input (an image, a token)
 """
 
 import hashlib
@@ -13,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 
 Norm = Literal["linf", "l2"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
@@ -21,38 +23,42 @@ Json = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
 
 
 def check_norm(norm: str) -> None:
+    """Raise ValueError if `norm` is not one of NORMS."""
     if norm not in NORMS:
-        raise ValueError(unknown("norm", norm, NORMS))
+        raise ValueError(unknown_name("norm", norm, NORMS))
 
 
 def check_rate(rate: float) -> None:
+    """Raise ValueError unless `rate` is a number from 0 to 1."""
     if not _is_number(rate) or not 0 <= rate <= 1:
-        raise ValueError(f"rate is {rate!r}; state the share of words to attack, from 0 to 1.")
+        raise ValueError(f"rate is {rate!r}; give the share of words to attack, from 0 to 1.")
 
 
 def check_budget(budget: float) -> None:
+    """Raise ValueError unless `budget` is a finite number that is not negative."""
     if not _is_number(budget) or not 0 <= budget < math.inf:
-        raise ValueError(f"budget is {budget!r}; state how far the attack may move an input, a number that is not negative.")
+        raise ValueError(f"budget is {budget!r}; give the largest perturbation of an input, a number that is not negative.")
 
 
 def check_count(count: int, name: str, least: int = 1) -> None:
+    """Raise ValueError unless `count` is a whole number of at least `least`; the error calls it `name`."""
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{name} is {count!r}; it must be a whole number, at least {least}.")
 
 
 def row_norms(rows: Tensor, norm: Norm) -> Tensor:
-    """(R,) float64: the length of each of `rows (R, ...)`."""
+    """Return (R,) float64: the norm of each of `rows (R, ...)`."""
     flat = rows.detach().flatten(1).double()
     return flat.abs().amax(1) if norm == "linf" else flat.norm(dim=1)
 
 
-def distances(moved: Tensor, centre: Tensor, norm: Norm) -> Tensor:
-    """(R,) float64: how far each row was moved, without rounding the difference first."""
-    return row_norms(moved.detach().double() - centre.detach().double(), norm)
+def distances(perturbed: Tensor, centre: Tensor, norm: Norm) -> Tensor:
+    """Return (R,) float64: the size of each row's perturbation, without rounding the difference first."""
+    return row_norms(perturbed.detach().double() - centre.detach().double(), norm)
 
 
 def direction(gradient: Tensor, norm: Norm) -> Tensor:
-    """The step of length 1 that climbs fastest, for each row (R, ...); 0 where there is no gradient."""
+    """Return for each row of `gradient (R, ...)` the step of length 1 that raises the loss most; 0 for a zero gradient."""
     gradient = torch.nan_to_num(gradient, nan=0.0, posinf=0.0, neginf=0.0)
     if norm == "linf":
         return gradient.sign()
@@ -68,24 +74,24 @@ def _is_number(value: object) -> bool:
 
 
 Bounds = tuple[float, float] | None
-TRIES = 4  # rounding after a projection can leave the ball again; each try shrinks a little more
+SHRINK_ATTEMPTS = 4  # rounding after a projection can leave the ball again; each attempt shrinks a little more
 
 
-def project(moved: Tensor, centre: Tensor, radius: Tensor, norm: Norm, bounds: Bounds = None) -> Tensor:
-    """The rows `moved (R, ...)` brought within `radius (R,)` of `centre`, and within `bounds`, where centre already is.
+def project(perturbed: Tensor, centre: Tensor, radius: Tensor, norm: Norm, bounds: Bounds = None) -> Tensor:
+    """Return `perturbed (R, ...)`, projected to within `radius (R,)` of `centre` and to within `bounds`.
 
-    Distances are measured in float64 on the numbers that are returned, so |result - centre| <= radius holds exactly,
-    and a radius of 0 returns `centre` bit for bit.
+    `centre` must be within `bounds`. Distances are measured in float64 on the returned numbers, so that
+    |result - centre| <= radius is exactly true, and a radius of 0 returns `centre` bit for bit.
     """
-    moved = torch.where(moved.isfinite(), moved, centre)
+    perturbed = torch.where(perturbed.isfinite(), perturbed, centre)
     radius = radius.double().view(-1, *[1] * (centre.dim() - 1))
     if norm == "linf":
-        return _clamp(moved.clamp(_edge(centre, radius, -1), _edge(centre, radius, 1)), bounds)
-    return _shrunk(_clamp(moved, bounds), centre, radius)
+        return _clamp(perturbed.clamp(_edge(centre, radius, -1), _edge(centre, radius, 1)), bounds)
+    return _shrunk(_clamp(perturbed, bounds), centre, radius)
 
 
 def _edge(centre: Tensor, radius: Tensor, side: int) -> Tensor:
-    """centre + side radius in the dtype of `centre`, a little nearer where rounding would go beyond."""
+    """Return `centre + side * radius` in the dtype of `centre`, moved inwards where rounding would leave the ball."""
     exact, limits = centre.double() + side * radius, torch.finfo(centre.dtype)
     near = exact.to(centre.dtype)
     step = limits.eps * exact.abs() + limits.eps * limits.smallest_normal  # at least the distance to the next number
@@ -94,18 +100,18 @@ def _edge(centre: Tensor, radius: Tensor, side: int) -> Tensor:
     return torch.where((near.double() - centre.double()).abs() > radius, nearer, near)
 
 
-def _shrunk(moved: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
-    """Along the way to the centre until inside the l2 ball. Bounds hold at both ends, and so on the way."""
-    far = distances(moved, centre, "l2").view_as(radius)
-    for attempt in range(TRIES):
+def _shrunk(perturbed: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
+    """Shrink the perturbation until it is inside the l2 ball. Both ends are within the bounds, so all points between are."""
+    far = distances(perturbed, centre, "l2").view_as(radius)
+    for attempt in range(SHRINK_ATTEMPTS):
         outside = far > radius
         if not outside.any():
-            return moved
+            return perturbed
         factor = radius / far.clamp_min(torch.finfo(torch.float64).tiny) * (1 - 2.0 ** (-24 + 6 * attempt))
-        nearer = centre.double() + (moved.double() - centre.double()) * factor
-        moved = torch.where(outside, nearer.to(centre.dtype), moved)
-        far = distances(moved, centre, "l2").view_as(radius)
-    return torch.where(far > radius, centre, moved)
+        nearer = centre.double() + (perturbed.double() - centre.double()) * factor
+        perturbed = torch.where(outside, nearer.to(centre.dtype), perturbed)
+        far = distances(perturbed, centre, "l2").view_as(radius)
+    return torch.where(far > radius, centre, perturbed)
 
 
 def _clamp(inputs: Tensor, bounds: Bounds) -> Tensor:
@@ -113,10 +119,11 @@ def _clamp(inputs: Tensor, bounds: Bounds) -> Tensor:
 
 
 def check_bounds(inputs: Tensor, bounds: Bounds) -> None:
+    """Raise ValueError unless inputs are finite floating-point numbers within `bounds`."""
     if not inputs.is_floating_point():
         raise ValueError(f"inputs are {inputs.dtype}; expected floating point, images as numbers from 0 to 1 (bytes / 255).")
     if not inputs.isfinite().all():
-        raise ValueError("inputs hold NaN or infinite numbers; there is nothing to attack.")
+        raise ValueError("inputs contain NaN or infinite numbers and cannot be attacked.")
     if bounds is None or inputs.numel() == 0:
         return
     low, high = bounds
@@ -125,33 +132,36 @@ def check_bounds(inputs: Tensor, bounds: Bounds) -> None:
     if inputs.min() < low or inputs.max() > high:
         raise ValueError(
             f"inputs range from {float(inputs.min()):.4g} to {float(inputs.max()):.4g}; expected {low:g} to {high:g}: "
-            "attack pixels and put the normalisation into the model, or say bounds=None for embeddings."
+            "attack pixels and put the normalisation into the model, or pass bounds=None for embeddings."
         )
 
 
-BITS = 63  # what torch.Generator.manual_seed takes without wrapping
+SEED_BITS = 63  # torch.Generator.manual_seed accepts these without wrapping
 
 
-def mixed(seed: int, *place: object) -> int:
-    """One number from a seed and where it is used; the parts are strings or numbers, told apart by their order."""
+def derived_seed(seed: int, *place: object) -> int:
+    """Return a seed made from `seed` and from `place`, the strings and numbers that say what it is used for, in order."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (seed, *place):
         encoded = str(part).encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "big") + encoded)
-    return int.from_bytes(digest.digest(), "big") >> (64 - BITS)
+    return int.from_bytes(digest.digest(), "big") >> (64 - SEED_BITS)
 
 
 def generators(seed: int, count: int, *place: object, first: int = 0) -> list[torch.Generator]:
-    """One generator for each of `count` examples, the first of which is number `first` of its set; on the CPU, where
-    every device gets its numbers from."""
-    return [torch.Generator().manual_seed(mixed(seed, *place, first + number)) for number in range(count)]
+    """Return one generator for each of `count` examples; `first` is the number of the first example in its data set.
+
+    They are on the CPU, so that every device gets the same random numbers.
+    """
+    return [torch.Generator().manual_seed(derived_seed(seed, *place, first + number)) for number in range(count)]
 
 
 def draw(make: Callable[[torch.Generator], Tensor], sources: Sequence[torch.Generator], like: Tensor) -> Tensor:
-    """`make(generator)` of each generator, stacked, with the device and dtype of `like`."""
+    """Return `make(generator)` of each generator, stacked, with the device and dtype of `like`."""
     return torch.stack([make(source) for source in sources]).to(device=like.device, dtype=like.dtype)
 
 
 def check_seed(seed: int) -> None:
+    """Raise ValueError unless `seed` is a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed is {seed!r}; it must be a whole number.")

@@ -1,6 +1,6 @@
-"""Word swap: words are replaced by a generic token that means nothing, or by other words.
+"""Attacks on words: swap them for a generic token or for other words, or misspell them.
 
-Character typos: two letters in the wrong order, one missing, one twice, or the key next to it.
+A typo is two letters in the wrong order, a missing letter, a doubled letter, or the key next to the right one.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -8,9 +8,9 @@ from random import Random
 from typing import Literal, get_args
 
 from holdfast.attacks.text import STOP_WORDS, AttackedText, Spans, change_words, words_of
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 
-GENERIC = "AAA"  # the papers' token
+GENERIC = "AAA"  # the papers' replacement
 
 
 def swap_words(
@@ -25,27 +25,27 @@ def swap_words(
     special: Collection[str] = (),
     keys: Sequence[str] | None = None,
 ) -> AttackedText:
-    """Replace each word of the raw text that is no stop word with probability `rate`; the rest stays bit for bit.
+    """Replace each word that is no stop word with probability `rate`; all other characters are untouched.
 
     By default every replacement is `token`: the attack of ACMoE (Nielsen et al. 2025), SymphonySMoE and Mutual-Inform SMoE
-    on WikiText-103. Their generator swaps at least one word a line and realises about 2.0% of the tokens for a nominal
-    2.5%; here nothing is forced and `realised` says what happened. Works on tokenised text (WikiText) and on running text,
-    and never inside special tokens.
+    on WikiText-103. Their generator swaps at least one word per line and realises about 2.0% of the tokens for a
+    nominal 2.5%; here no swap is forced, and `realised` has the real share. It works on tokenised text (WikiText) and on
+    running text, and never changes special tokens.
 
-    To a model whose vocabulary lacks `token`, it is the unknown word, which is easy to predict: the attacked text then
-    scores better than the clean one. `words` avoids this.
+    For a model whose vocabulary lacks `token`, it is the unknown word, which is easy to predict: the attacked text then
+    has a lower perplexity than the clean one. Pass `words` to avoid this.
 
     texts       documents, or one document; each is attacked on its own
     words       draw each replacement from these words, all equally likely, instead of `token`; never the word itself
-    pieces      for each document the spans of a tokeniser: only words that are exactly one piece are swapped, so that a
-                text keeps its number of pieces
-    special     further tokens to leave alone, beyond `<unk>`, `</s>`, `<|endoftext|>`, `[MASK]` and the like
-    keys        names of the documents, which then decide their random numbers. By default the text itself does, so the
-                same text is attacked the same way wherever it stands
+    pieces      a tokeniser's spans of each document: swap only words that are exactly one token, so that a text keeps its
+                number of tokens
+    special     further tokens that must stay untouched, beyond `<unk>`, `</s>`, `<|endoftext|>`, `[MASK]` and the like
+    keys        names of the documents, from which their random numbers are drawn. By default this is the text itself, so
+                that the same text is attacked the same way in any set
     """
     for word in [token] if words is None else words:
         if not word or any(character.isspace() for character in word):
-            what = "token is" if words is None else "words hold"
+            what = "token is" if words is None else "words contain"
             raise ValueError(f"{what} {word!r}; expected a word without white space: a text keeps its number of words.")
     if words is not None and len(different := {word.lower() for word in words}) < 2:
         raise ValueError(f"{len(different)} words to draw from; a swap needs 2, because no word replaces itself.")
@@ -74,12 +74,12 @@ def swap_words(
 
 
 def swappable(words: Iterable[str]) -> list[str]:
-    """Return the words that a swap may draw from: of two letters or more and nothing else, no stop words, each once."""
+    """Return the words that a swap may draw from: two letters or more, letters only, no stop words, each once."""
     return sorted({word for word in words if len(word) > 1 and word.isalpha() and word.lower() not in STOP_WORDS})
 
 
 def words_in(texts: Iterable[str]) -> list[str]:
-    """Return what `swappable` finds among the words of texts."""
+    """Return the `swappable` words of some texts."""
     return swappable(word.text for text in texts for word in words_of(text))
 
 
@@ -88,7 +88,7 @@ TYPOS: tuple[Typo, ...] = get_args(Typo)
 
 
 def _keyboard() -> dict[str, str]:
-    """The letters around each letter of a QWERTY keyboard, whose rows are shifted by about half a key."""
+    """Return the neighbours of each letter on a QWERTY keyboard, whose rows are shifted by about half a key."""
     rows = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
     place = {letter: (row, column) for row, letters in enumerate(rows) for column, letter in enumerate(letters)}
     shifts = ((0, -1), (0, 1), (-1, 0), (-1, 1), (1, -1), (1, 0))
@@ -111,15 +111,15 @@ def misspell(
     special: Collection[str] = (),
     keys: Sequence[str] | None = None,
 ) -> AttackedText:
-    """Each word that is no stop word gets one typo with probability `rate`; everything else stays bit for bit.
+    """Put one typo into each word that is no stop word with probability `rate`; all other characters are untouched.
 
-    After Pruthi et al. 2019: by default (`inner`) the first and the last letter stay, because people read past such typos,
-    and a word needs at least four letters. Of the kinds in `typos` that the word allows, one is drawn, then a place for it;
-    the word always changes. The other options are those of `swap_words`.
+    As in Pruthi et al. 2019, by default (`inner`) the first and the last letter stay, because people read past such typos,
+    and a word needs at least four letters. One kind is drawn from those in `typos` that are possible in the word, then a
+    position; the word always changes. The other options are those of `swap_words`.
     """
     for typo in typos:
         if typo not in TYPOS:
-            raise ValueError(unknown("typo", typo, TYPOS))
+            raise ValueError(unknown_name("typo", typo, TYPOS))
     if not typos:
         raise ValueError(f"typos is empty; name at least one of {', '.join(TYPOS)}.")
 
@@ -144,7 +144,7 @@ def misspell(
 
 
 def _places(word: str, inner: bool) -> list[int]:
-    """Where a typo may happen: at letters, and in a word of enough of them to stay recognisable."""
+    """Return the positions where a typo may be: at letters, in a word that is long enough to stay recognisable."""
     letters = [place for place, character in enumerate(word) if character.isalpha()]
     if inner:
         return letters[1:-1] if len(letters) >= 4 else []

@@ -1,13 +1,13 @@
-"""Audits: a model, perturbed in every way that applies, and how much of it hangs on near-ties.
+"""Audits: how much of a model depends on near-ties, measured under perturbations.
 
-`audit` gives an `AuditReport`, `diagnose` says what is wrong with the model, `what_if` what another router would change.
-docs/audit.md explains every key of the report.
+`audit` returns an `AuditReport`, `diagnose` what is wrong with the model, `what_if` what another router would change, and
+`certify_model` the certificates of every layer. docs/audit.md explains every key of the report.
 """
 
 from holdfast.auditing.findings import Condition as Condition
 from holdfast.auditing.findings import Finding as Finding
 from holdfast.auditing.findings import diagnose as diagnose
-from holdfast.auditing.findings import parse as parse
+from holdfast.auditing.findings import parse_condition as parse_condition
 from holdfast.auditing.layer_certificates import LayerCertificates as LayerCertificates
 from holdfast.auditing.layer_certificates import ModelCertificates as ModelCertificates
 from holdfast.auditing.layer_certificates import certify_model as certify_model

@@ -1,4 +1,4 @@
-"""The model as it is, unperturbed: its routing metrics, its certificates, and the tokens most at risk."""
+"""The unperturbed model: its routing metrics, the certificates of its tokens, and the tokens most at risk."""
 
 import heapq
 import math
@@ -7,22 +7,23 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from holdfast.auditing.layer_certificates import DTYPES, Undecided, ask_rounded, certify_layer, undecided_in
-from holdfast.auditing.observation import Observation
-from holdfast.auditing.subject import Audited, Reader, Sample
+from holdfast.auditing.forwards import Observation
+from holdfast.auditing.layer_certificates import DTYPES, Undecided, certify_layer, flips_when_rounded, undecided_tokens
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder
 from holdfast.certificates import Certificates
 from holdfast.metrics import RoutingReport
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.tasks import IGNORED
 
-DECADES, PER_DECADE, FINER = (-6, 1), 4, 16  # of the histogram's bins; the median is read from finer ones
+DECADES, PER_DECADE = (-6, 1), 4  # the bins of the histogram
+FINER = 16  # bins for the median, per bin of the histogram
 LOW_RADIUS = 1e-3
-AROUND = 4  # tokens of context on either side
-SHOWN = 128  # tokens of the view, at most
+CONTEXT = 4  # tokens shown before and after a token at risk
+MOST_SHOWN = 128  # tokens of the view
 
 
-class Radii(Accumulator[dict[str, Any]]):
-    """Relative certified radii: a histogram with fixed logarithmic bins, the median, the share below 0.001."""
+class RadiusHistogram(Accumulator[dict[str, Any]]):
+    """Relative certified radii: a histogram with fixed logarithmic bins, the median, and the share below 0.001."""
 
     def update(self, relative: Tensor) -> None:
         bins = (DECADES[1] - DECADES[0]) * PER_DECADE * FINER
@@ -44,7 +45,7 @@ class Radii(Accumulator[dict[str, Any]]):
         }
 
     def _median(self, fine: Tensor) -> float | None:
-        """The middle of its bin, within 2% of it; 0 below all bins, None above them."""
+        """Return the middle of the bin that contains the median, within 2% of it; 0 below all bins, None above them."""
         place = int((fine.cumsum(0) * 2 >= fine.sum()).nonzero()[0])
         if place == 0:
             return 0.0
@@ -53,66 +54,69 @@ class Radii(Accumulator[dict[str, Any]]):
 
 @final
 class Baseline:
-    """Everything about the unperturbed forwards. One batch is one of these, merged into the whole."""
+    """What is measured on unperturbed forwards. Each batch has its own, which is then merged into the total."""
 
-    def __init__(self, audited: Audited, keep: int) -> None:
+    def __init__(self, audited: AuditedModel, keep: int) -> None:
         self.audited, self.keep = audited, keep
-        layers = range(len(audited.sites))
+        layers = range(len(audited.moe_layers))
         self.routing = RoutingReport(audited.names, boundaries=audited.boundaries())
-        self.radii = [Radii() for _ in layers]
+        self.radii = [RadiusHistogram() for _ in layers]
         self.undecided = [{name: Undecided() for name in DTYPES} for _ in layers]
         self.kinds: dict[int, str] = {}
-        self.no_bound: dict[int, str] = {}
+        self.refusals: dict[int, str] = {}
         self.loss = Mean()
         self.at_risk: list[dict[str, Any]] = []
         self.view: View | None = None
 
-    def update(self, seen: Observation, sample: Sample, reader: Reader | None) -> None:
-        if sample.number == 0 and reader is not None:
-            self.view = View.of(sample, reader)
-        for layer, record in enumerate(seen.layers):
-            self.routing.each(layer, record.routing, seen.token_mask)
+    def update(self, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None) -> None:
+        if batch.number == 0 and encoder is not None:
+            self.view = View.of(batch, encoder)
+        for layer, record in enumerate(observed.layers):
+            self.routing.each(layer, record.routing, observed.token_mask)
             try:
-                self._certify(layer, seen, sample, reader)
-            except ValueError as reason:  # no bound is known for this router
-                self.no_bound[layer] = str(reason)
-        if seen.predictions is not None:
-            self.loss.update(seen.predictions.nll[seen.predictions.labels != IGNORED])
+                self._certify(layer, observed, batch, encoder)
+            except ValueError as reason:  # no certificate is known for this router
+                self.refusals[layer] = str(reason)
+        if observed.predictions is not None:
+            self.loss.update(observed.predictions.nll[observed.predictions.labels != IGNORED])
 
     def merge(self, other: Self) -> Self:
         self.routing.merge(other.routing)
-        for mine, theirs in zip(self.radii, other.radii, strict=True):
-            mine.merge(theirs)
+        for radii, others in zip(self.radii, other.radii, strict=True):
+            radii.merge(others)
         for layer, found in enumerate(other.undecided):
             for name, counts in found.items():
                 self.undecided[layer][name].merge(counts)
         self.kinds |= other.kinds
-        self.no_bound |= other.no_bound
+        self.refusals |= other.refusals
         self.loss.merge(other.loss)
         self.at_risk = heapq.nsmallest(self.keep, [*self.at_risk, *other.at_risk], key=_risk)
         self.view = self.view or other.view
         return self
 
-    def _certify(self, layer: int, seen: Observation, sample: Sample, reader: Reader | None) -> None:
-        real, found = seen.real(layer), certify_layer(self.audited, layer, seen)
+    def _certify(self, layer: int, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None) -> None:
+        real, found = observed.real(layer), certify_layer(self.audited, layer, observed)
         self.radii[layer].update(found.relative.reshape(-1)[real])
         self.kinds[layer] = found.kind
-        self._note_risk(layer, found, real, sample, reader)
+        self._record_risk(layer, found, real, batch, encoder)
         if self.view is not None:
             self.view.add(layer, found)
         for name, dtype in DTYPES.items():
-            alarm = undecided_in(self.audited, layer, seen, dtype)[real]
-            flips = ask_rounded(self.audited, layer, seen, dtype)[real]
-            self.undecided[layer][name].update(alarm, flips)
+            undecided = undecided_tokens(self.audited, layer, observed, dtype)[real]
+            flips = flips_when_rounded(self.audited, layer, observed, dtype)[real]
+            self.undecided[layer][name].update(undecided, flips)
 
-    def _note_risk(self, layer: int, found: Certificates, real: Tensor, sample: Sample, reader: Reader | None) -> None:
+    def _record_risk(
+        self, layer: int, found: Certificates, real: Tensor, batch: AuditBatch, encoder: TextEncoder | None
+    ) -> None:
+        """Keep the tokens with the smallest relative radii."""
         relative = found.relative.reshape(-1)[real]
         radius, pair = found.radius.reshape(-1)[real], found.pair.reshape(-1, 2)[real]
         worst = relative.argsort(stable=True)[: self.keep].tolist()
-        bar = self.at_risk[-1]["relative"] if len(self.at_risk) == self.keep else math.inf
+        limit = self.at_risk[-1]["relative"] if len(self.at_risk) == self.keep else math.inf
         for place in worst:
-            if float(relative[place]) < bar:
-                where = {"batch": sample.number, "layer": layer, **_where(sample, int(real[place]), reader)}
+            if float(relative[place]) < limit:
+                where = {"batch": batch.number, "layer": layer, **_where(batch, int(real[place]), encoder)}
                 leaves, enters = pair[place].tolist()
                 size = {"relative": float(relative[place]), "radius": float(radius[place])}
                 self.at_risk.append({**where, **size, "leaves": leaves, "enters": enters})
@@ -123,9 +127,9 @@ class Baseline:
         for entry in found["layers"]:
             layer = entry["layer"]
             entry["entropy_share"] = entry["entropy"] / math.log(entry["experts"]) if entry["experts"] > 1 else 0.0
-            entry["co_selection"]["groups"] = groups(entry["co_selection"]["counts"])
-            if layer in self.no_bound or not self.radii[layer].tokens:
-                entry["radius"] = entry["undecided"] = {"skipped": self.no_bound.get(layer, "nothing was certified.")}
+            entry["co_selection"]["groups"] = count_groups(entry["co_selection"]["counts"])
+            if layer in self.refusals or not self.radii[layer].tokens:
+                entry["radius"] = entry["undecided"] = {"skipped": self.refusals.get(layer, "no token was certified.")}
                 continue
             entry["radius"] = {"kind": self.kinds[layer], **self.radii[layer].result()}
             entry["undecided"] = {name: counts.result() for name, counts in self.undecided[layer].items()}
@@ -135,20 +139,20 @@ class Baseline:
 
 @final
 class View:
-    """The beginning of the first sequence, token by token, with the relative radius of each in every layer."""
+    """The first tokens of the first sequence, with the relative radius of each token in every layer."""
 
     def __init__(self, rows: Tensor, pieces: list[str]) -> None:
         self.rows, self.pieces = rows, pieces
         self.layers: dict[str, list[float | None]] = {}
 
     @classmethod
-    def of(cls, sample: Sample, reader: Reader) -> Self | None:
-        if sample.ids is None:
+    def of(cls, batch: AuditBatch, encoder: TextEncoder) -> Self | None:
+        if batch.ids is None:
             return None
-        mask = sample.inputs.get("attention_mask")
-        real = torch.ones_like(sample.ids[0]) if mask is None or mask.dim() != 2 else mask[0]
-        rows = real.nonzero().flatten()[:SHOWN].cpu()
-        return cls(rows, [reader.decode([token]) for token in sample.ids[0].cpu()[rows].tolist()])
+        mask = batch.inputs.get("attention_mask")
+        real = torch.ones_like(batch.ids[0]) if mask is None or mask.dim() != 2 else mask[0]
+        rows = real.nonzero().flatten()[:MOST_SHOWN].cpu()
+        return cls(rows, [encoder.decode([token]) for token in batch.ids[0].cpu()[rows].tolist()])
 
     def add(self, layer: int, found: Certificates) -> None:
         shown = found.relative.reshape(-1).cpu()[self.rows].tolist()
@@ -159,7 +163,7 @@ class View:
 
 
 class Mean(Accumulator[float]):
-    """Of numbers, one for each token."""
+    """The mean of one number per token."""
 
     def update(self, values: Tensor) -> None:
         self._add(tokens=len(values), total=values.double().sum())
@@ -168,8 +172,8 @@ class Mean(Accumulator[float]):
         return self._mean("total")
 
 
-def groups(counts: list[list[int]]) -> int:
-    """Of the experts in use, how many groups there are that no token joins."""
+def count_groups(counts: list[list[int]]) -> int:
+    """Return the number of groups of used experts that no token connects, from the counts of co-selections."""
     left = {expert for expert, row in enumerate(counts) if row[expert]}
     found = 0
     while left:
@@ -186,16 +190,16 @@ def _risk(entry: dict[str, Any]) -> tuple[float, int, int, int]:
     return entry["relative"], entry["layer"], entry["batch"], entry["place"]
 
 
-def _where(sample: Sample, row: int, reader: Reader | None) -> dict[str, Any]:
-    """Which token it was, with a few around it, decoded where that can be done."""
-    ids = sample.ids
+def _where(batch: AuditBatch, row: int, encoder: TextEncoder | None) -> dict[str, Any]:
+    """Return the position of a token and the tokens around it, decoded if there is a tokenizer."""
+    ids = batch.ids
     if ids is None or row >= ids.numel():
         nothing = ("sequence", "position", "token", "text", "before", "after", "context")
         return {"place": row, **dict.fromkeys(nothing)}
     sequence, position = divmod(row, ids.shape[1])
-    mask = sample.inputs.get("attention_mask")
+    mask = batch.inputs.get("attention_mask")
     line = ids[sequence].tolist()
-    near = list(range(max(0, position - AROUND), min(len(line), position + AROUND + 1)))
+    near = list(range(max(0, position - CONTEXT), min(len(line), position + CONTEXT + 1)))
     if mask is not None and mask.dim() == 2:
         near = [place for place in near if mask[sequence, place]]
     where = {"place": row, "sequence": sequence, "position": position, "token": line[position]}
@@ -203,10 +207,10 @@ def _where(sample: Sample, row: int, reader: Reader | None) -> dict[str, Any]:
         "text": [position],
         "before": [place for place in near if place < position],
         "after": [place for place in near if place > position],
-        "context": near,  # decoded in one piece: where tokens share a character, the parts cannot show it
+        "context": near,  # decoded together, because tokens may share a character
     }
-    return where | {name: _decoded(reader, line, places) for name, places in parts.items()}
+    return where | {name: _decoded(encoder, line, places) for name, places in parts.items()}
 
 
-def _decoded(reader: Reader | None, line: list[int], places: list[int]) -> str | None:
-    return None if reader is None else reader.decode([line[place] for place in places])
+def _decoded(encoder: TextEncoder | None, line: list[int], places: list[int]) -> str | None:
+    return None if encoder is None else encoder.decode([line[place] for place in places])

@@ -1,6 +1,7 @@
-"""What shorter numbers do to routes: which tokens rounding could send elsewhere, and which of them it does.
+"""Certificates of a model's MoE layers, for the tokens that reach them in real forwards.
 
-Certificates of a model's MoE layers, for the tokens that really reach them.
+`certify_model` certifies every layer on some data. `Undecided` counts the tokens that could flip in a shorter dtype, and how
+many of them do (`flips_when_rounded`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,109 +12,126 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.auditing.observation import Observation, observe
-from holdfast.auditing.subject import Audited, Reader, evaluating, resident, samples, weights_as
-from holdfast.certificates import Certificates, MajorityVote, NoBound, Norm, Smoothing, certify, undecided
+from holdfast.auditing.forwards import Observation, observe
+from holdfast.auditing.model_and_data import (
+    AuditedModel,
+    TextEncoder,
+    audit_batches,
+    evaluation_mode,
+    resident,
+    weights_in_dtype,
+)
+from holdfast.certificates import Certificates, MajorityVote, NoCertificate, Norm, Smoothing, certify, undecided
 from holdfast.certificates.arithmetic import Rounding
-from holdfast.hub import Call
+from holdfast.hub import RouterCall
 from holdfast.hub.tracing import require_finite
 from holdfast.metrics import set_changes
 from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.report import plain
+from holdfast.metrics.report import without_nan
 from holdfast.routing import Router, Routing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which the share of certified tokens is reported
+TENSORS = ("radius", "distance", "lengths", "margin", "real")  # of `Certificates`, one number per token
 
 
 class Undecided(Accumulator[dict[str, Any]]):
-    """The share of tokens that are undecided at a dtype, and of these and of the others the share that it really flips.
+    """How many tokens are undecided in a dtype, and how many undecided and decided tokens flip in it.
 
-    The flips are of one router asked again, the same inputs and the router's weights rounded; not of a whole forward, where
-    inputs change as well. No decided token may be among them.
+    Flips are those of one router that is called again with its inputs and weights rounded, not of a whole forward, where the
+    inputs change as well. No decided token may flip.
     """
 
-    def update(self, alarm: Tensor, flips: Tensor) -> None:
-        flips = flips.to(alarm.device)
-        self._add(tokens=len(alarm), alarm=alarm.sum(), among=(alarm & flips).sum(), others=(~alarm & flips).sum())
+    def update(self, undecided: Tensor, flips: Tensor) -> None:
+        flips = flips.to(undecided.device)
+        both, only_flips = (undecided & flips).sum(), (~undecided & flips).sum()
+        self._add(tokens=len(undecided), undecided=undecided.sum(), both=both, only_flips=only_flips)
 
     def result(self) -> dict[str, Any]:
-        alarm, tokens = float(self._sums["alarm"]), self._per("tokens")
+        undecided, tokens = float(self._sums["undecided"]), self._per("tokens")
         return {
-            "share": alarm / tokens,
-            "of_undecided_flip": float(self._sums["among"]) / alarm if alarm else None,
-            "decided_that_flip": int(self._sums["others"]),
+            "share": undecided / tokens,
+            "of_undecided_flip": float(self._sums["both"]) / undecided if undecided else None,
+            "decided_that_flip": int(self._sums["only_flips"]),
         }
 
 
 def rounded(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tokens rounded to `dtype`, in their own dtype."""
     return tokens.to(dtype).to(tokens.dtype)
 
 
-def ask_rounded(audited: Audited, layer: int, seen: Observation, dtype: torch.dtype) -> Tensor:
-    """(T,) bool: whose set changes when this layer's router is asked again with inputs and weights rounded to `dtype`."""
-    call = seen.calls[layer]
-    with weights_as([audited.scorers()[layer]], dtype, only_rounded=True):
-        asked = ask(call, rounded(call.tokens, dtype))
-    return set_changes(seen.layers[layer].routing, asked, audited.core(layer))
+def flips_when_rounded(audited: AuditedModel, layer: int, observed: Observation, dtype: torch.dtype) -> Tensor:
+    """Return which tokens (T,) flip when this layer's router is called again with inputs and weights rounded to `dtype`."""
+    call = observed.router_calls[layer]
+    with weights_in_dtype([audited.scorers()[layer]], dtype, only_rounded=True):
+        routing = route_again(call, rounded(call.tokens, dtype))
+    return set_changes(observed.layers[layer].routing, routing, audited.core(layer))
 
 
-def in_its_dtype(gate: Callable[[Tensor], Routing], dtype: torch.dtype, tokens: Tensor) -> Routing:
-    """A family's gate asked with tokens of another dtype, as attacks and votes move them in float32."""
+def call_in_dtype(gate: Callable[[Tensor], Routing], dtype: torch.dtype, tokens: Tensor) -> Routing:
+    """Call a native gate with tokens cast to `dtype`: attacks and majority votes perturb tokens in float32."""
     return gate(tokens.to(dtype))
 
 
-def ask(call: Any, tokens: Tensor) -> Routing:
-    """The router of a call once more, about other tokens in the same context."""
+def route_again(call: Any, tokens: Tensor) -> Routing:
+    """Return the routing of other tokens by the router of a recorded call, in the same context."""
     routing: Routing = call.route(tokens, call.context) if isinstance(call.route, Router) else call.route(tokens)
     return routing
 
 
-LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which shares of tokens are told
-
-
 @final
 @dataclass(frozen=True)
-class How:
-    """What kind of certificates. `smoothing` is for routers that no bound is known for."""
+class CertificateOptions:
+    """Options of `certify`. `smoothing` is used for routers without a known certificate."""
 
     norm: Norm = "l2"
     rounding: Rounding = "worst"
     smoothing: Smoothing | None = None
 
 
-def certify_layer(audited: Audited, layer: int, seen: Observation, how: How | None = None) -> Certificates:
-    """One layer's tokens of one forward, one certificate each, in the arithmetic its router really uses."""
-    how = how or How()
-    call, subject = seen.calls[layer], audited.certified(layer)
-    tokens, context = _given(call)
+def certify_layer(
+    audited: AuditedModel, layer: int, observed: Observation, options: CertificateOptions | None = None
+) -> Certificates:
+    """Return a certificate for each token of one layer in one forward, in the arithmetic that its router uses."""
+    options = options or CertificateOptions()
+    call, subject = observed.router_calls[layer], audited.certified(layer)
+    tokens, context = _gate_inputs(call)
     computed = torch.float32 if isinstance(subject, Router) or tokens.dtype == torch.float64 else tokens.dtype
-    options: dict[str, Any] = {"norm": how.norm, "arithmetic": computed, "rounding": how.rounding}
     try:
-        return certify(subject, tokens, context, smoothing=how.smoothing, **options)
-    except NoBound:
-        if how.smoothing is None or isinstance(subject, Router):
+        return certify(
+            subject,
+            tokens,
+            context,
+            norm=options.norm,
+            arithmetic=computed,
+            rounding=options.rounding,
+            smoothing=options.smoothing,
+        )
+    except NoCertificate:
+        if options.smoothing is None or isinstance(subject, Router):
             raise
-        route = partial(in_its_dtype, call.route, tokens.dtype)
-        return certify(MajorityVote(route, how.smoothing, joint=False), tokens.float(), norm=how.norm)
+        route = partial(call_in_dtype, call.route, tokens.dtype)
+        return certify(MajorityVote(route, options.smoothing, joint=False), tokens.float(), norm=options.norm)
 
 
-def undecided_in(
-    audited: Audited, layer: int, seen: Observation, dtype: torch.dtype, rounding: Rounding = "worst"
+def undecided_tokens(
+    audited: AuditedModel, layer: int, observed: Observation, dtype: torch.dtype, rounding: Rounding = "worst"
 ) -> Tensor:
-    """(T,) bool: which tokens of one layer rounding to `dtype` may send elsewhere."""
-    tokens, context = _given(seen.calls[layer])
+    """Return which tokens (T,) of one layer may flip when scores are computed in `dtype`."""
+    tokens, context = _gate_inputs(observed.router_calls[layer])
     return undecided(audited.certified(layer), tokens, dtype, context, rounding=rounding).reshape(-1)
 
 
-def _given(call: Call) -> tuple[Tensor, Any]:
-    """A family's own gate looks at rows, and at nothing else."""
+def _gate_inputs(call: RouterCall) -> tuple[Tensor, Any]:
+    """Return the tokens and the context of a call; a native gate reads rows of tokens and no context."""
     return (call.tokens, call.context) if isinstance(call.route, Router) else (call.tokens.flatten(0, -2), None)
 
 
 @final
 @dataclass
 class LayerCertificates:
-    """What is known of one layer's tokens so far: a certificate each, or the reason why there is none."""
+    """The certificates of one layer's tokens, or the reason why there are none."""
 
     layer: int
     name: str
@@ -121,38 +139,38 @@ class LayerCertificates:
     experts: int
     reason: str | None = None
     found: list[Certificates] = field(default_factory=list)
-    alarms: dict[str, list[Tensor]] = field(default_factory=dict)  # by dtype
+    undecided: dict[str, list[Tensor]] = field(default_factory=dict)  # by dtype
 
     @property
     def certificates(self) -> Certificates | None:
-        """All of them as rows, without padding; None where there are none."""
+        """Return the certificates as rows, without padding; None if there are none."""
         return _joined(self.found) if self.found else None
 
     def summary(self) -> dict[str, Any]:
-        """What to store."""
+        """Return what to store with a result."""
         about = {"layer": self.layer, "name": self.name, "router": self.router, "experts": self.experts}
-        whole = self.certificates
-        if whole is None:
+        certificates = self.certificates
+        if certificates is None:
             return {**about, "skipped": self.reason or "there were no tokens."}
-        shares = {f"{level:g}": whole.share(level, relative=True) for level in LEVELS}
-        alarms = {name: float(torch.cat(rows).double().mean()) for name, rows in self.alarms.items()}
-        return {**about, "skipped": None, **whole.summary(), "share_at": shares, "undecided": alarms}
+        shares = {f"{level:g}": certificates.share(level, relative=True) for level in LEVELS}
+        undecided = {name: float(torch.cat(rows).double().mean()) for name, rows in self.undecided.items()}
+        return {**about, "skipped": None, **certificates.summary(), "share_at": shares, "undecided": undecided}
 
 
 @final
 @dataclass(frozen=True)
 class ModelCertificates:
-    """Every MoE layer of a model, certified on some data. `status` is "interrupted" where the user stopped it."""
+    """The certificates of every MoE layer of a model on some data. `status` is "complete" or "interrupted" (Ctrl-C)."""
 
     status: str
     model: dict[str, Any]
     tokens: int
-    how: How
+    options: CertificateOptions
     layers: list[LayerCertificates]
 
     def summary(self) -> dict[str, Any]:
-        about = {"schema": 1, "status": self.status, "model": self.model, "tokens": self.tokens, "how": asdict(self.how)}
-        found: dict[str, Any] = plain({**about, "layers": [layer.summary() for layer in self.layers]})
+        about = {"schema": 1, "status": self.status, "model": self.model, "tokens": self.tokens, "how": asdict(self.options)}
+        found: dict[str, Any] = without_nan({**about, "layers": [layer.summary() for layer in self.layers]})
         return found
 
 
@@ -170,87 +188,89 @@ def certify_model(
     name: str | None = None,
     progress: Callable[[int, str], None] | None = None,
 ) -> ModelCertificates:
-    """For every MoE layer of a model, how far its router's inputs may move and every token keep its experts.
+    """Certify the tokens of every MoE layer: up to which perturbation of its router's input a token keeps its experts.
 
-    texts_or_inputs  as for `audit`: strings with the model's `tokenizer`, or batches. Read one batch at a time; kept of it
-                     is a radius for each token and layer
+    texts_or_inputs  as for `audit`: strings with the model's `tokenizer`, or batches. They are read one batch at a time, and
+                     a radius for each token and layer is stored
     norm, rounding   as for `certify`
-    smoothing        where no bound is known for a router, certify its majority vote under this noise
+    smoothing        if no certificate is known for a router, certify its majority vote under this noise
 
-    Interrupted (Ctrl-C), it tells of the batches that were finished. It is exported as `holdfast.certify`;
+    After Ctrl-C it returns the certificates of the finished batches. It is exported as `holdfast.certify`;
     `holdfast.certificates.certify` certifies one router.
 
     Example:
         found = holdfast.certify(model, [{"input_ids": torch.randint(100, (2, 16))}], norm="linf")
         print([layer["relative"]["50%"] for layer in found.summary()["layers"]])
     """
-    audited = Audited(model)
+    audited = AuditedModel(model)
     require_finite(model)
-    reader = None if tokenizer is None else Reader(tokenizer, audited.pad)
-    how = How(norm, rounding, smoothing)
+    encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
+    options = CertificateOptions(norm, rounding, smoothing)
     about = audited.describe(name)
     entries = zip(audited.names, about["routers"], about["experts"], strict=True)
     layers = [LayerCertificates(place, *entry) for place, entry in enumerate(entries)]
     done, status = 0, "complete"
-    with evaluating(model), resident(audited.scorers()):
+    with evaluation_mode(model), resident(audited.scorers()):
         try:
-            for sample in samples(texts_or_inputs, audited, reader, batch=batch, length=length, tokens=tokens):
+            for sample in audit_batches(texts_or_inputs, audited, encoder, batch=batch, length=length, tokens=tokens):
                 if progress is not None:
                     progress(done, "certifying")
-                seen = observe(audited, sample)
-                seen.require_finite()
-                news = [_layer(audited, layer, seen, _numbered(how, seen, done)) for layer in layers]
-                for layer, (certificates, alarms, reason) in zip(layers, news, strict=True):
-                    _take(layer, certificates, alarms, reason)
-                done += len(seen.real(0))
+                observed = observe(audited, sample)
+                observed.require_finite()
+                # All layers first: an interrupted batch must not be in some layers only.
+                news = [_certify_batch(audited, layer, observed, _numbered(options, done)) for layer in layers]
+                for layer, (certificates, undecided_rows, reason) in zip(layers, news, strict=True):
+                    _add(layer, certificates, undecided_rows, reason)
+                done += len(observed.real(0))
         except KeyboardInterrupt:
             if not done:
                 raise
             status = "interrupted"
-    return ModelCertificates(status, about, done, how, layers)
+    return ModelCertificates(status, about, done, options, layers)
 
 
-def _numbered(how: How, seen: Observation, done: int) -> How:
-    """A token's noise depends on its number, whatever the batch."""
-    return how if how.smoothing is None else replace(how, smoothing=replace(how.smoothing, first=done))
+def _numbered(options: CertificateOptions, done: int) -> CertificateOptions:
+    """Return the options with the number of the next token, so that a token's noise does not depend on the batch size."""
+    return options if options.smoothing is None else replace(options, smoothing=replace(options.smoothing, first=done))
 
 
-def _layer(
-    audited: Audited, layer: LayerCertificates, seen: Observation, how: How
+def _certify_batch(
+    audited: AuditedModel, layer: LayerCertificates, observed: Observation, options: CertificateOptions
 ) -> tuple[Certificates | None, dict[str, Tensor], str | None]:
-    """Rows that are real, of one batch."""
-    real = seen.real(layer.layer)
+    """Return the certificates of one batch's real tokens, which of them are undecided, and why there are none."""
+    real = observed.real(layer.layer)
     try:
-        found = _rows(certify_layer(audited, layer.layer, seen, how), real)
-    except ValueError as reason:  # no bound is known for this router
+        found = _rows(certify_layer(audited, layer.layer, observed, options), real)
+    except ValueError as reason:  # no certificate is known for this router
         return None, {}, str(reason)
     if found.kind == "probabilistic":
         return found, {}, None
-    alarms = {name: undecided_in(audited, layer.layer, seen, dtype, how.rounding)[real] for name, dtype in DTYPES.items()}
-    return found, alarms, None
+    rows = {
+        name: undecided_tokens(audited, layer.layer, observed, dtype, options.rounding)[real]
+        for name, dtype in DTYPES.items()
+    }
+    return found, rows, None
 
 
-def _take(layer: LayerCertificates, found: Certificates | None, alarms: dict[str, Tensor], reason: str | None) -> None:
+def _add(layer: LayerCertificates, found: Certificates | None, undecided: dict[str, Tensor], reason: str | None) -> None:
     layer.reason = reason
     if found is not None:
         layer.found.append(found)
-    for name, rows in alarms.items():
-        layer.alarms.setdefault(name, []).append(rows.cpu())
-
-
-TENSORS = ("radius", "distance", "lengths", "margin", "real")
+    for name, rows in undecided.items():
+        layer.undecided.setdefault(name, []).append(rows.cpu())
 
 
 def _rows(found: Certificates, real: Tensor) -> Certificates:
-    """Some tokens of it, as rows, on the CPU."""
-    kept: dict[str, Any] = {name: getattr(found, name).reshape(-1)[real].cpu() for name in TENSORS}
+    """Return the certificates of some tokens as rows, on the CPU."""
+    selected: dict[str, Any] = {name: getattr(found, name).reshape(-1)[real].cpu() for name in TENSORS}
     bounds = {name: values.reshape(-1)[real].cpu() for name, values in found.bounds.items()}
-    return replace(found, **kept, pair=found.pair.reshape(-1, 2)[real].cpu(), bounds=bounds)
+    return replace(found, **selected, pair=found.pair.reshape(-1, 2)[real].cpu(), bounds=bounds)
 
 
 def _joined(parts: Sequence[Certificates]) -> Certificates:
-    kept: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in (*TENSORS, "pair")}
+    """Return the certificates of several batches as one."""
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in (*TENSORS, "pair")}
     bounds = {name: torch.cat([part.bounds[name] for part in parts]) for name in parts[0].bounds}
     kinds = {part.kind for part in parts}
     kind = parts[0].kind if len(kinds) == 1 else "lower bound"
-    return replace(parts[0], **kept, bounds=bounds, kind=kind)
+    return replace(parts[0], **joined, bounds=bounds, kind=kind)

@@ -1,12 +1,14 @@
-"""What every perturbation has: a name, a line about it, a reason where it cannot be run, and how it is run.
+"""The perturbations of an audit. Each runs a perturbed forward and compares it with the clean forward of the same tokens.
 
-Perturbations of numbers: the same forward again, noise at the routers, shorter numbers, other kernels.
+What each perturbs:
 
-Perturbations of a token's company: the sequences it shares a batch with, and padding. None of it is about the token.
-
-Perturbations of texts: words swapped or misspelt. What is compared are the tokens that were left alone.
-
-The perturbation that looks for the worst: each router's inputs moved, within a budget, so that tokens change experts.
+    Repeat                        nothing: the same forward again
+    Noise                         Gaussian noise on the inputs of routers
+    RoutingDtype, ModelDtype      routers, or the whole model, in another dtype
+    Backend                       experts computed by another kernel
+    SingleSequence, ExtraPadding  the other sequences and the padding of the batch
+    WordChanges                   words swapped or misspelt; only untouched tokens are compared
+    Attack                        the inputs of routers perturbed within a budget, so that as many tokens as possible flip
 """
 
 import warnings
@@ -20,57 +22,59 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import AttackedText, AttackWarning, attack_routes, misspell, swap_words, words_in
-from holdfast.attacks.threat import mixed
-from holdfast.auditing.differences import Rows, Tally
-from holdfast.auditing.layer_certificates import DTYPES, ask, in_its_dtype, rounded
-from holdfast.auditing.observation import Observation, observe
-from holdfast.auditing.subject import Audited, Reader, Sample, weights_as
+from holdfast.attacks.threat import derived_seed
+from holdfast.auditing.forwards import ForwardComparison, Observation, Rows, observe
+from holdfast.auditing.layer_certificates import DTYPES, call_in_dtype, rounded, route_again
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, weights_in_dtype
 from holdfast.data import Vocabulary
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 
+PADDED = 5  # tokens of padding; not a multiple of a block size of kernels
+STEPS = 5  # of the attack
+
 
 class Perturbation(ABC):
-    """Compares a perturbed forward with the clean one on the same tokens (abstract)."""
+    """One way to perturb a model or its inputs (abstract)."""
 
     name: str  # in the report
-    about: str
-    harmless: ClassVar[bool] = False  # it asks for the same numbers: any change at all is a fault
+    about: str  # one line for the report
+    harmless: ClassVar[bool] = False  # results should be equal, so any flip is a fault of the model
 
-    def unavailable(self, audited: Audited, sample: Sample) -> str | None:
-        """Why it cannot be run on this model and these inputs; None where it can."""
+    def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
+        """Return why it cannot be run on this model and these inputs; None if it can."""
         return None
 
     @abstractmethod
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        """One batch. Whatever it changes in the model is back as it was when it returns or raises."""
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        """Run it on one batch and add to `comparison`. The model is restored when it returns or raises."""
 
 
 @final
-class Again(Perturbation):
-    """The same forward twice: a model in evaluation must say the same."""
+class Repeat(Perturbation):
+    """Run the same forward twice: a model in evaluation mode must give the same result."""
 
     name, about = "none", "the same forward a second time"
     harmless: ClassVar[bool] = True
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        into.compare(clean, observe(audited, sample))
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        comparison.compare(clean, observe(audited, batch))
 
 
 @final
 class Noise(Perturbation):
-    """Every router's input plus Gaussian noise of a share of its length: x + level |x| e / sqrt(d), e standard normal."""
+    """Add Gaussian noise to every router's input: x + level |x| e / sqrt(d), e standard normal."""
 
     def __init__(self, level: float, seed: int) -> None:
         self.level, self.seed = level, seed
         self.name, self.about = f"noise.{level:g}", f"router inputs with noise of {level:g} of their length"
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        into.compare(clean, observe(audited, sample, moved=partial(self._moved, sample.number)))
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        comparison.compare(clean, observe(audited, batch, perturb_input=partial(self._perturbed_input, batch.number)))
 
-    def _moved(self, batch: int, layer: int, tokens: Tensor) -> Tensor:
-        # Drawn on the CPU: the same on every device, and the same for every router that is put into the model.
-        source = torch.Generator().manual_seed(mixed(self.seed, "noise", self.level, batch, layer))
+    def _perturbed_input(self, batch: int, layer: int, tokens: Tensor) -> Tensor:
+        # Drawn on the CPU, so that it is the same on every device and for every router in the model.
+        source = torch.Generator().manual_seed(derived_seed(self.seed, "noise", self.level, batch, layer))
         noise = torch.randn(tokens.shape, generator=source).to(tokens.device)
         size = tokens.float().norm(dim=-1, keepdim=True) * self.level / tokens.shape[-1] ** 0.5
         return (tokens.float() + size * noise).to(tokens.dtype)
@@ -78,103 +82,101 @@ class Noise(Perturbation):
 
 @final
 class RoutingDtype(Perturbation):
-    """Router inputs and weights rounded to a shorter dtype, everything else as it was."""
+    """Round router inputs and weights to a shorter dtype, and nothing else."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = DTYPES[dtype]
         self.name, self.about = f"routing.{dtype}", f"router inputs and weights rounded to {dtype}"
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        with weights_as(audited.scorers(), self.dtype, only_rounded=True):
-            into.compare(clean, observe(audited, sample, moved=lambda layer, tokens: rounded(tokens, self.dtype)))
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        with weights_in_dtype(audited.scorers(), self.dtype, only_rounded=True):
+            perturbed = observe(audited, batch, perturb_input=lambda layer, tokens: rounded(tokens, self.dtype))
+            comparison.compare(clean, perturbed)
 
 
 @final
 class ModelDtype(Perturbation):
-    """The whole model in another dtype: bfloat16, or float32 where it is short already."""
+    """Run the whole model in another dtype: bfloat16, or float32 if the model has a shorter dtype."""
 
-    def __init__(self, audited: Audited) -> None:
+    def __init__(self, audited: AuditedModel) -> None:
         self.dtype = torch.bfloat16 if audited.dtype == torch.float32 else torch.float32
         short = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         self.name, self.about = f"model.{short}", f"the whole model in {short}"
 
-    def unavailable(self, audited: Audited, sample: Sample) -> str | None:
+    def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
         if any(parameter.is_meta for parameter in audited.model.parameters()):
-            return "some weights are on disk; they cannot be held in another dtype meanwhile."
+            return "some weights are offloaded to disk, so the model cannot be run in another dtype."
         return None
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        with weights_as([audited.model], self.dtype):
-            into.compare(clean, observe(audited, sample))
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        with weights_in_dtype([audited.model], self.dtype):
+            comparison.compare(clean, observe(audited, batch))
 
 
 @final
 class Backend(Perturbation):
-    """The experts computed by another of transformers' functions: eager against grouped_mm."""
+    """Compute the experts by another function of transformers: eager instead of grouped_mm, or the other way round."""
 
-    def __init__(self, audited: Audited) -> None:
+    def __init__(self, audited: AuditedModel) -> None:
         self.current = getattr(audited.model.config, "_experts_implementation", None)
         self.other = "grouped_mm" if self.current == "eager" else "eager"
         self.name, self.about = "backend", f"experts by {self.other} instead of {self.current}"
 
-    def unavailable(self, audited: Audited, sample: Sample) -> str | None:
-        if any(site.family is None for site in audited.sites):
-            return "its experts are Holdfast's own, which have one implementation for each device."
+    def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
+        if any(site.family is None for site in audited.moe_layers):
+            return "its experts are Holdfast's own, which have one implementation per device."
         if not hasattr(audited.model, "set_experts_implementation") or self.current is None:
-            return "this transformers has one implementation of its experts."
-        if any(site.router is not None and site.router.select.ragged for site in audited.sites):
-            return "its routers leave slots unused, which only Holdfast's own experts function takes."
+            return "this version of transformers has only one implementation of its experts."
+        if any(site.router is not None and site.router.select.ragged for site in audited.moe_layers):
+            return "its routers leave slots unused, which only Holdfast's own experts function supports."
         return None
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
         audited.model.set_experts_implementation(self.other)
         try:
-            into.compare(clean, observe(audited, sample))
+            comparison.compare(clean, observe(audited, batch))
         finally:
             audited.model.set_experts_implementation(self.current)
 
 
-PADDED = 5  # tokens of padding: not a multiple of anything that kernels like
-
-
 @final
-class Alone(Perturbation):
-    """Each sequence by itself, without padding, against the batch it was in."""
+class SingleSequence(Perturbation):
+    """Run each sequence alone and without padding."""
 
     name, about = "batch.alone", "each sequence alone against the whole batch"
     harmless: ClassVar[bool] = True
 
-    def unavailable(self, audited: Audited, sample: Sample) -> str | None:
-        mask = clean_mask(sample)
-        if sample.size == 1 and (mask is None or bool(mask.all())):
-            return "every batch is one sequence without padding, which is alone already."
+    def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
+        mask = padding_mask(batch)
+        if batch.size == 1 and (mask is None or bool(mask.all())):
+            return "every batch is already one sequence without padding."
         return None
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        mask = clean_mask(sample)
-        for sequence in range(sample.size):
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        mask = padding_mask(batch)
+        for sequence in range(batch.size):
             real = None if mask is None else mask[sequence].bool().nonzero().flatten()
             if real is not None and not len(real):
                 continue
-            seen = observe(audited, _one(sample, sequence, real))
+            observed = observe(audited, _single_sequence(batch, sequence, real))
             rows = [self._rows(clean, layer, sequence, real) for layer in range(len(clean.layers))]
             if clean.predictions is None or clean.predictions.per_token:
-                into.compare(clean, seen, rows)
+                comparison.compare(clean, observed, rows)
                 continue
             for layer, pair in enumerate(rows):
-                into.compare_layer(layer, clean, seen, pair)
-            into.compare_pictures(clean, seen, (torch.tensor([sequence]), torch.tensor([0])))
+                comparison.compare_layer(layer, clean, observed, pair)
+            comparison.compare_examples(clean, observed, (torch.tensor([sequence]), torch.tensor([0])))
 
     def _rows(self, clean: Observation, layer: int, sequence: int, real: Tensor | None) -> Rows:
-        length = len(clean.layers[layer].tokens) // clean.sequences  # windowed models have other lengths further up
+        length = len(clean.layers[layer].tokens) // clean.sequences  # swin has other lengths in later layers
         device = clean.layers[layer].tokens.device
-        places = torch.arange(length, device=device) if real is None else real.to(device)
-        return sequence * length + places, torch.arange(len(places), device=device)
+        positions = torch.arange(length, device=device) if real is None else real.to(device)
+        return sequence * length + positions, torch.arange(len(positions), device=device)
 
 
 @final
-class Padded(Perturbation):
-    """The same batch with more padding, before or after."""
+class ExtraPadding(Perturbation):
+    """Run the same batch with more padding on one side."""
 
     harmless: ClassVar[bool] = True
 
@@ -182,155 +184,157 @@ class Padded(Perturbation):
         self.side = side
         self.name, self.about = f"batch.{side}", f"{PADDED} more tokens of padding on the {side}"
 
-    def unavailable(self, audited: Audited, sample: Sample) -> str | None:
-        if sample.ids is None:
-            return "pictures have no padding."
-        if sample.inputs.keys() - {"input_ids", "attention_mask", "token_type_ids"}:
-            return "its inputs hold more than tokens and their mask, which cannot be padded here."
+    def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
+        if batch.ids is None:
+            return "images have no padding."
+        if batch.inputs.keys() - {"input_ids", "attention_mask", "token_type_ids"}:
+            return "its inputs contain more than tokens and their mask, which an audit cannot pad."
         if not audited.takes_positions and self.side == "left":
-            return "its forward takes no position_ids, so that padding on the left would move every token."
+            return "its forward takes no position_ids, so padding on the left would change every token's position."
         return None
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        assert sample.ids is not None
-        length = sample.ids.shape[1]
-        mask = torch.ones_like(sample.ids) if clean_mask(sample) is None else sample.inputs["attention_mask"]
-        inputs = {name: self._pad(tensor, 0) for name, tensor in sample.inputs.items()}
-        inputs |= {"input_ids": self._pad(sample.ids, audited.pad), "attention_mask": self._pad(mask, 0)}
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        assert batch.ids is not None
+        length = batch.ids.shape[1]
+        mask = torch.ones_like(batch.ids) if padding_mask(batch) is None else batch.inputs["attention_mask"]
+        inputs = {name: self._pad(tensor, 0) for name, tensor in batch.inputs.items()}
+        inputs |= {"input_ids": self._pad(batch.ids, audited.pad), "attention_mask": self._pad(mask, 0)}
         if audited.takes_positions:
             inputs["position_ids"] = (inputs["attention_mask"].long().cumsum(1) - 1).clamp_min(0)
-        labels = None if sample.labels is None else self._pad(sample.labels, IGNORED)
-        seen = observe(audited, replace(sample, inputs=inputs, labels=labels))
-        first = clean.real(0)
+        labels = None if batch.labels is None else self._pad(batch.labels, IGNORED)
+        observed = observe(audited, replace(batch, inputs=inputs, labels=labels))
+        before = clean.real(0)
         shift = PADDED if self.side == "left" else 0
-        there = first // length * (length + PADDED) + first % length + shift
-        into.compare(clean, seen, [(first, there)] * len(clean.layers))
+        after = before // length * (length + PADDED) + before % length + shift
+        comparison.compare(clean, observed, [(before, after)] * len(clean.layers))
 
     def _pad(self, tensor: Tensor, value: int) -> Tensor:
         more = tensor.new_full((tensor.shape[0], PADDED), value)
         return torch.cat([more, tensor] if self.side == "left" else [tensor, more], dim=1)
 
 
-def clean_mask(sample: Sample) -> Tensor | None:
-    mask = sample.inputs.get("attention_mask")
+def padding_mask(batch: AuditBatch) -> Tensor | None:
+    """Return the attention mask if it marks padding, (B,N)."""
+    mask = batch.inputs.get("attention_mask")
     return mask if mask is not None and mask.dim() == 2 else None
 
 
-def _one(sample: Sample, sequence: int, real: Tensor | None) -> Sample:
+def _single_sequence(batch: AuditBatch, sequence: int, real: Tensor | None) -> AuditBatch:
+    """Return one sequence of a batch, only its positions `real` if given."""
+
     def cut(name: str, tensor: Tensor) -> Tensor:
         row = tensor[sequence : sequence + 1]
         return row if real is None or tensor.dim() != 2 or tensor.shape[1] <= int(real.max()) else row[:, real]
 
-    inputs = {name: cut(name, tensor) for name, tensor in sample.inputs.items()}
-    return replace(sample, inputs=inputs, labels=None if sample.labels is None else cut("labels", sample.labels))
+    inputs = {name: cut(name, tensor) for name, tensor in batch.inputs.items()}
+    return replace(batch, inputs=inputs, labels=None if batch.labels is None else cut("labels", batch.labels))
 
 
 @final
-class Words(Perturbation):
-    """Some words of each text replaced. A token is compared where its characters, and it, are the same in both texts."""
+class WordChanges(Perturbation):
+    """Swap or misspell some words of each text; compare the tokens with the same characters and the same id in both."""
 
-    def __init__(self, name: str, reader: Reader | None, rate: float, seed: int, length: int) -> None:
-        self.name, self.reader, self.rate, self.seed, self.length = name, reader, rate, seed, length
+    def __init__(self, name: str, encoder: TextEncoder | None, rate: float, seed: int, length: int) -> None:
+        self.name, self.encoder, self.rate, self.seed, self.length = name, encoder, rate, seed, length
         how = "swapped for other words of the texts" if name == "words" else "misspelt"
-        self.about = f"{rate:.0%} of the words {how}; of the tokens left alone"
+        self.about = f"{rate:.0%} of the words {how} (untouched tokens only)"
 
-    def unavailable(self, audited: Audited, sample: Sample) -> str | None:
-        if sample.texts is None or self.reader is None:
-            return "there are no texts, only inputs."
-        if sample.spans is None:
-            return "the tokenizer is slow and does not say where its tokens are in a text."
+    def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
+        if batch.texts is None or self.encoder is None:
+            return "the data are batches of inputs, not texts."
+        if batch.spans is None:
+            return "a slow tokenizer does not give the positions of its tokens in a text; use a fast one."
         return None
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        assert sample.texts is not None and sample.spans is not None and self.reader is not None
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        assert batch.texts is not None and batch.spans is not None and self.encoder is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AttackWarning)
-            attacked = self._attacked(sample)
+            attacked = self._attacked(batch)
         if attacked is None or not attacked.changed:
             return
-        changed = self.reader.batch(sample.number, attacked.texts, self.length)
-        first, second = aligned(sample, changed, attacked)
+        changed = self.encoder.batch(batch.number, attacked.texts, self.length)
+        first, second = aligned_rows(batch, changed, attacked)
         device = clean.layers[0].tokens.device
         rows: Rows = (first.to(device), second.to(device))
-        into.compare(clean, observe(audited, changed), [rows] * len(clean.layers))
-        into.details.append({"words": sum(attacked.words), "changed": attacked.changed, "checksum": attacked.checksum})
+        comparison.compare(clean, observe(audited, changed), [rows] * len(clean.layers))
+        comparison.details.append({"words": sum(attacked.words), "changed": attacked.changed, "checksum": attacked.checksum})
 
-    def _attacked(self, sample: Sample) -> AttackedText | None:
-        assert sample.texts is not None and self.reader is not None
+    def _attacked(self, batch: AuditBatch) -> AttackedText | None:
+        assert batch.texts is not None and self.encoder is not None
         if self.name == "typos":
-            return misspell(sample.texts, rate=self.rate, seed=self.seed)
-        # Words that the model knows: an unknown one is easy to predict, and would not show what a swap costs.
-        words = [word for word in words_in(sample.texts) if self.reader.knows(word)]
+            return misspell(batch.texts, rate=self.rate, seed=self.seed)
+        # Only words with tokens of their own: the unknown token is easy to predict and would hide what a swap costs.
+        words = [word for word in words_in(batch.texts) if self.encoder.knows(word)]
         if len({word.lower() for word in words}) < 2:
             return None
-        pieces = sample.spans if isinstance(self.reader.tokenizer, Vocabulary) else None
-        return swap_words(sample.texts, rate=self.rate, seed=self.seed, words=words, pieces=pieces)
+        pieces = batch.spans if isinstance(self.encoder.tokenizer, Vocabulary) else None
+        return swap_words(batch.texts, rate=self.rate, seed=self.seed, words=words, pieces=pieces)
 
 
-def aligned(before: Sample, after: Sample, attacked: AttackedText) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the two batches that hold the same untouched token at the same place of the text."""
+def aligned_rows(before: AuditBatch, after: AuditBatch, attacked: AttackedText) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of the two batches that are the same untouched token at the same place of the text."""
     assert before.ids is not None and after.ids is not None and before.spans is not None and after.spans is not None
     first, second = [], []
     for document, (old, new) in enumerate(zip(before.spans, after.spans, strict=True)):
-        real, there = (np.flatnonzero(spans[:, 0] < spans[:, 1]) for spans in (old, new))
-        shared = attacked.shared(document, old[real], new[there])
-        places = torch.from_numpy(real[shared[0]]), torch.from_numpy(there[shared[1]])
+        old_real, new_real = (np.flatnonzero(spans[:, 0] < spans[:, 1]) for spans in (old, new))
+        shared = attacked.common_tokens(document, old[old_real], new[new_real])
+        places = torch.from_numpy(old_real[shared[0]]), torch.from_numpy(new_real[shared[1]])
         same = before.ids[document, places[0]] == after.ids[document, places[1]]
         first.append(document * before.ids.shape[1] + places[0][same])
         second.append(document * after.ids.shape[1] + places[1][same])
     return torch.cat(first), torch.cat(second)
 
 
-STEPS = 5
-
-
 @final
 class Attack(Perturbation):
-    """PGD on a few sequences of the first batch, layer by layer: the router's input moves, what its experts get does not.
+    """Attack the router inputs of a few sequences of the first batch by PGD, layer by layer; experts' inputs stay the same.
 
-    Each layer is attacked by itself in the clean forward. Predictions are those of a forward in which all layers' router
-    inputs are moved as these attacks found.
+    Each layer is attacked separately in the clean forward. Predictions are those of a forward in which the router inputs of
+    all layers have the perturbations that these attacks found.
     """
 
     def __init__(self, budget: float, tokens: int, seed: int) -> None:
         self.budget, self.tokens, self.seed = budget, tokens, seed
         self.name = "attack"
-        self.about = f"router inputs of about {tokens} tokens moved by up to {budget:g} of their length, at worst"
+        self.about = f"router inputs of about {tokens} tokens attacked by up to {budget:g} of their length"
 
-    def run(self, audited: Audited, sample: Sample, clean: Observation, into: Tally) -> None:
-        if sample.number:
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        if batch.number:
             return
-        few = self._few(sample, clean)
-        seen = observe(audited, few)
-        moves = []
-        for layer, record in enumerate(seen.layers):
-            moved, summary = self._moved(seen, layer)
-            moves.append(moved - seen.calls[layer].tokens)
-            routing = ask(seen.calls[layer], moved)
+        few = self._first_sequences(batch, clean)
+        observed = observe(audited, few)
+        perturbations = []
+        for layer, record in enumerate(observed.layers):
+            attacked, summary = self._attack(observed, layer)
+            perturbations.append(attacked - observed.router_calls[layer].tokens)
+            routing = route_again(observed.router_calls[layer], attacked)
             tokens = record.tokens
             experts, weights = routing.experts.to(tokens.device), routing.weights.to(tokens.device, record.weights)
-            routed = audited.sites[layer].experts(tokens, experts, weights)
+            routed = audited.moe_layers[layer].experts(tokens, experts, weights)
             after = replace(record, routing=routing, routed=routed, output=record.output + (routed - record.routed))
-            there = replace(seen, layers=[*seen.layers[:layer], after, *seen.layers[layer + 1 :]])
-            into.compare_layer(layer, seen, there, (seen.real(layer), seen.real(layer)))
-            into.details.append({"layer": layer, **summary})
-        into.compare_predictions(seen, observe(audited, few, moved=lambda layer, tokens: tokens + moves[layer]))
+            perturbed = replace(observed, layers=[*observed.layers[:layer], after, *observed.layers[layer + 1 :]])
+            comparison.compare_layer(layer, observed, perturbed, (observed.real(layer), observed.real(layer)))
+            comparison.details.append({"layer": layer, **summary})
+        everywhere = observe(audited, few, perturb_input=lambda layer, tokens: tokens + perturbations[layer])
+        comparison.compare_predictions(observed, everywhere)
 
-    def _few(self, sample: Sample, clean: Observation) -> Sample:
-        """Whole sequences, the first of them, since tokens may inform each other."""
+    def _first_sequences(self, batch: AuditBatch, clean: Observation) -> AuditBatch:
+        """Return the first sequences with about `tokens` tokens; whole ones, because tokens may share gates."""
         length = len(clean.layers[0].tokens) // clean.sequences
         count = max(1, self.tokens // length)
-        inputs = {name: tensor[:count] for name, tensor in sample.inputs.items()}
-        return replace(sample, inputs=inputs, labels=None if sample.labels is None else sample.labels[:count])
+        inputs = {name: tensor[:count] for name, tensor in batch.inputs.items()}
+        return replace(batch, inputs=inputs, labels=None if batch.labels is None else batch.labels[:count])
 
-    def _moved(self, seen: Observation, layer: int) -> tuple[Tensor, dict[str, Any]]:
-        call, tokens = seen.calls[layer], seen.calls[layer].tokens
+    def _attack(self, observed: Observation, layer: int) -> tuple[Tensor, dict[str, Any]]:
+        """Return the attacked inputs of one router, and a summary of the attack."""
+        call, tokens = observed.router_calls[layer], observed.router_calls[layer].tokens
         real = torch.zeros(tokens.shape[:-1].numel(), dtype=torch.bool, device=tokens.device)
-        real[seen.real(layer)] = True
+        real[observed.real(layer)] = True
         route: Any = call.route
         options: dict[str, Any] = {"context": call.context}
-        if not isinstance(route, Router):  # a family's gate: looks at one token at a time, in its own dtype
-            route, options = partial(in_its_dtype, call.route, tokens.dtype), {"joint": False}
+        if not isinstance(route, Router):  # a native gate routes each token on its own, in its own dtype
+            route, options = partial(call_in_dtype, call.route, tokens.dtype), {"joint": False}
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore", AttackWarning)
             found = attack_routes(

@@ -1,6 +1,6 @@
-"""What an audit found, as plain data. docs/audit.md explains every key.
+"""`AuditReport`: the results of an audit as plain data, and the overall numbers of the model.
 
-The numbers of a whole model, from those of its layers and of its perturbations.
+docs/audit.md explains every key.
 """
 
 import json
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from holdfast.auditing.layer_certificates import DTYPES
-from holdfast.files import LARGEST, read_json, write_whole
+from holdfast.files import LARGEST, read_json, write_atomically
 from holdfast.metrics.near_ties import WIDTHS
-from holdfast.metrics.report import plain
+from holdfast.metrics.report import without_nan
 
 SCHEMA = 1
 
@@ -22,58 +22,62 @@ SCHEMA = 1
 @final
 @dataclass(frozen=True)
 class AuditReport:
-    """Dicts, lists, numbers, strings and None only. Two audits of one model on one data differ in "seconds" alone."""
+    """The results of an audit: dicts, lists, numbers, strings and None.
+
+    Two audits of the same model on the same data differ only in `seconds`.
+    """
 
     status: Literal["complete", "interrupted"]
     model: dict[str, Any]  # name, type, class, dtype, parameters, layers, experts, routers
     data: dict[str, Any]  # kind, checksum, batches, sequences, tokens
-    settings: dict[str, Any]  # all that decides what was done, seeds included
+    settings: dict[str, Any]  # everything that determines the audit, seeds included
     versions: dict[str, str]
     seconds: float
-    overall: dict[str, Any]  # means over layers; what conditions are about
-    layers: list[dict[str, Any]]  # the model as it is, layer by layer
-    perturbations: dict[str, dict[str, Any]]  # by name: changes, or "skipped" and why
+    overall: dict[str, Any]  # means over layers; conditions refer to these numbers
+    layers: list[dict[str, Any]]  # the unperturbed model, layer by layer
+    perturbations: dict[str, dict[str, Any]]  # by name: changes, or the reason under "skipped"
     at_risk: list[dict[str, Any]]  # the tokens with the smallest relative radii
     what_if: dict[str, Any] | None = None
-    view: dict[str, Any] | None = None  # the beginning of a text, token by token, with each one's radius in every layer
+    view: dict[str, Any] | None = None  # the first tokens of a text, with the radius of each token in every layer
     schema: int = field(default=SCHEMA)
 
     def numbers(self) -> dict[str, float | None]:
-        """The numbers of `overall` by dotted name: "undecided.bf16", "flips.noise.0.01"."""
+        """Return the numbers of `overall` by dotted name: "undecided.bf16", "flips.noise.0.01"."""
         return dict(_flat(self.overall))
 
     def to_json(self) -> str:
-        return json.dumps(plain(asdict(self)), indent=1, allow_nan=False) + "\n"
+        return json.dumps(without_nan(asdict(self)), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> Path:
-        """Write the file whole or not at all."""
-        write_whole(Path(path), self.to_json())
+        """Write the report to a file, atomically."""
+        write_atomically(Path(path), self.to_json())
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> "AuditReport":
+        """Read a report; raise ValueError if the file is damaged or of another schema."""
         try:
             stored = read_json(Path(path), limit=LARGEST)
         except (OSError, ValueError) as problem:
             raise ValueError(f"{path} cannot be read as an audit: {problem}") from None
         if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
             found = stored.get("schema") if isinstance(stored, dict) else None
-            raise ValueError(f"{path} is no audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
+            raise ValueError(f"{path} is not an audit of schema {SCHEMA} (it has {found!r}); audit the model again.")
         names = {entry.name for entry in fields(cls)}
         needed = {entry.name for entry in fields(cls) if entry.default is MISSING}
         wrong = (needed - stored.keys()) | (stored.keys() - names)
         if wrong:
-            raise ValueError(f"{path} is no whole audit: {', '.join(sorted(wrong))} do not fit.")
+            raise ValueError(f"{path} has missing or unknown keys: {', '.join(sorted(wrong))}; audit the model again.")
         for entry in fields(cls):
             kinds = _KINDS.get(entry.name, dict)
             if entry.name in stored and not isinstance(stored[entry.name], kinds):
                 raise ValueError(f"{path} is damaged at {entry.name}; audit the model again.")
         if broken := [name for name, value in _flat(stored["overall"]) if not _is_number(value)]:
-            raise ValueError(f"{path} is damaged at overall.{broken[0]}, which is no number; audit the model again.")
+            raise ValueError(f"{path} is damaged at overall.{broken[0]}, which is not a number; audit the model again.")
         return cls(**stored)
 
 
-_KINDS: dict[str, Any] = {  # of the fields that are no dict
+_KINDS: dict[str, Any] = {  # types of the fields that are not dicts
     "status": str,
     "seconds": (int, float),
     "layers": list,
@@ -85,28 +89,29 @@ _KINDS: dict[str, Any] = {  # of the fields that are no dict
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is None or a number that a float can hold."""
+    """Return whether the value is None or a finite number."""
     try:
         return value is None or (not isinstance(value, bool | str) and math.isfinite(value))
     except (TypeError, OverflowError):
         return False
 
 
-def _flat(found: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float | None]]:
-    for name, value in found.items():
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
+    for name, value in nested.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def differences(before: AuditReport, after: AuditReport) -> list[tuple[str, float | None, float | None]]:
-    """The overall numbers in which two audits differ, or which only one has."""
+    """Return the overall numbers in which two audits differ, or which only one of them has: (name, before, after)."""
     one, two = before.numbers(), after.numbers()
     names = [*one, *(name for name in two if name not in one)]
     return [(name, one.get(name), two.get(name)) for name in names if one.get(name) != two.get(name)]
 
 
+# The keys of `overall`, known before an audit, so that conditions can be checked.
 PLAIN = ("layers", "tokens", "experts_per_token", "loss", "perplexity", "entropy", "entropy_share", "instability")
 INNER: dict[str, Iterable[str]] = {
     "load": ("std", "cv", "dead"),
@@ -121,7 +126,7 @@ OUTPUT = ("total", "flip", "rest", "flip_share")
 
 
 def names(perturbations: Iterable[str]) -> list[str]:
-    """The dotted names of all numbers that an audit with these perturbations may have."""
+    """Return the dotted names of all numbers that an audit with these perturbations may have."""
     ran = list(perturbations)
     inner = [f"{name}.{key}" for name, keys in INNER.items() for key in keys]
     changes = [f"{key}.{one}" for key in PERTURBED for one in ran]
@@ -129,7 +134,7 @@ def names(perturbations: Iterable[str]) -> list[str]:
 
 
 def overall(baseline: dict[str, Any], perturbed: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Means over layers, where nothing else is said."""
+    """Return the numbers of the whole model: means over layers, except where the name says otherwise."""
     layers, found = baseline["layers"], baseline["overall"]
     loss = baseline["loss"]
     ran = {name: one["overall"] for name, one in perturbed.items() if one["skipped"] is None}
@@ -159,13 +164,13 @@ def overall(baseline: dict[str, Any], perturbed: dict[str, dict[str, Any]]) -> d
 
 
 def _undecided(layers: list[dict[str, Any]], join: Callable[[list[float]], float]) -> dict[str, float]:
-    """Of the layers that have a certificate."""
+    """Return the share of undecided tokens by dtype, over the layers that have certificates."""
     known = [layer["undecided"] for layer in layers if "skipped" not in layer["undecided"]]
     return {name: join([found[name]["share"] for found in known]) for name in (known[0] if known else ())}
 
 
 def _radius(layers: list[dict[str, Any]]) -> dict[str, float]:
-    """The smallest median, because a model is as robust as its weakest layer, and the mean share of low ones."""
+    """Return the smallest median, because a model is as robust as its weakest layer, and the mean share of low radii."""
     known = [layer["radius"] for layer in layers if "skipped" not in layer["radius"]]
     if not known:
         return {}

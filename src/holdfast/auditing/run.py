@@ -1,8 +1,6 @@
-"""The perturbations by name, and what each name stands for.
+"""`audit`: run a model under every perturbation that applies, batch by batch. `what_if`: audit it with another router too.
 
-`audit`: a model, perturbed in every way that applies, batch by batch.
-
-What another router would change, without training: the same audit before and after.
+`what_if` needs no training: it audits the model, reroutes it, audits it again and restores it.
 """
 
 import time
@@ -12,56 +10,64 @@ from typing import Any, final
 
 from holdfast.attacks.threat import check_budget, check_rate, check_seed
 from holdfast.auditing.baseline import Baseline
-from holdfast.auditing.differences import Tally
+from holdfast.auditing.forwards import ForwardComparison, observe
 from holdfast.auditing.layer_certificates import DTYPES
-from holdfast.auditing.observation import observe
+from holdfast.auditing.model_and_data import (
+    AuditBatch,
+    AuditedModel,
+    Checksum,
+    TextEncoder,
+    audit_batches,
+    check_size,
+    evaluation_mode,
+    resident,
+)
 from holdfast.auditing.perturbations import (
-    Again,
-    Alone,
     Attack,
     Backend,
+    ExtraPadding,
     ModelDtype,
     Noise,
-    Padded,
     Perturbation,
+    Repeat,
     RoutingDtype,
-    Words,
+    SingleSequence,
+    WordChanges,
 )
 from holdfast.auditing.report import AuditReport, overall
-from holdfast.auditing.subject import Audited, Checksum, Reader, Sample, check_size, evaluating, resident, samples
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.hub import reroute, restore
 from holdfast.hub.replacements import ReroutedGate
 from holdfast.hub.tracing import require_finite
-from holdfast.metrics.report import plain
+from holdfast.metrics.report import without_nan
 from holdfast.version import versions
 
 PERTURBATIONS = {
     "none": "the same forward twice: nothing may change",
     "noise": "noise at every router's input, at each of the levels",
     "routing": "router inputs and weights rounded to bf16 and to fp16",
-    "model": "the whole model in bf16, or in fp32 where it is short already",
+    "model": "the whole model in bf16, or in fp32 if it has a shorter dtype",
     "batch": "each sequence alone; padding on the left; on the right",
-    "backend": "the experts by another of transformers' functions",
-    "words": "words swapped; compares the tokens left alone",
-    "typos": "words misspelt; compares the tokens left alone",
-    "attack": "router inputs of a few tokens moved so that they change experts, at worst",
+    "backend": "the experts computed by another function of transformers",
+    "words": "words swapped; compares the untouched tokens",
+    "typos": "words misspelt; compares the untouched tokens",
+    "attack": "router inputs of a few tokens perturbed so that as many as possible flip",
 }
-MOST_LEVELS = 8  # of noise: each is a forward of everything
+MOST_LEVELS = 8  # of noise: each is a forward of all data
 
 
 @final
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what an audit does, beside the model and its inputs."""
+    """Everything that determines an audit, apart from the model and its inputs."""
 
     perturb: tuple[str, ...]
     noise: tuple[float, ...]
     seed: int = 0
-    batch: int = 8  # sequences, of texts
-    length: int = 128  # tokens of a sequence, of texts
-    tokens: int | None = None  # stop after so many
-    rate: float = 0.1  # of words swapped or misspelt
+    batch: int = 8  # sequences per batch, for texts
+    length: int = 128  # tokens per sequence, for texts
+    tokens: int | None = None  # stop after this number of tokens, rounded up to whole batches
+    rate: float = 0.1  # share of words swapped or misspelt
     budget: float = 0.01  # of the routing attack, as a share of a token's length
     attack_tokens: int = 64
     at_risk: int = 20
@@ -69,12 +75,16 @@ class Settings:
     def __post_init__(self) -> None:
         for name in self.perturb:
             if name not in PERTURBATIONS:
-                raise ValueError(unknown("perturbation", name, PERTURBATIONS))
+                raise ValueError(unknown_name("perturbation", name, PERTURBATIONS))
         if len(self.noise) > MOST_LEVELS:
-            raise ValueError(f"there are {len(self.noise)} noise levels; {MOST_LEVELS} at most, each runs the whole data.")
+            raise ValueError(
+                f"there are {len(self.noise)} noise levels; give at most {MOST_LEVELS}, because each runs all data."
+            )
         for level in self.noise:
             if not isinstance(level, int | float) or not 0 < level <= 1:
-                raise ValueError(f"a noise level is {level!r}; expected a share of each token's length, above 0, at most 1.")
+                raise ValueError(
+                    f"a noise level is {level!r}; expected a share of each token's length, above 0 and at most 1."
+                )
         check_size("attack_tokens", self.attack_tokens)
         check_size("at_risk", self.at_risk)
         check_seed(self.seed)
@@ -85,8 +95,8 @@ class Settings:
         return {**asdict(self), "perturb": list(self.perturb), "noise": list(self.noise)}
 
 
-def names_of(settings: Settings) -> list[str]:
-    """What is run is called so in the report; of a model's two other dtypes, both, because no model is there yet."""
+def perturbation_names(settings: Settings) -> list[str]:
+    """Return the names of perturbations in the report; for "model" both dtypes, because the model is not known yet."""
     several = {
         "noise": [f"noise.{level:g}" for level in settings.noise],
         "routing": [f"routing.{dtype}" for dtype in DTYPES],
@@ -96,23 +106,23 @@ def names_of(settings: Settings) -> list[str]:
     return [name for one in PERTURBATIONS if one in settings.perturb for name in several.get(one, [one])]
 
 
-def perturbations(settings: Settings, audited: Audited, reader: Reader | None) -> list[Perturbation]:
-    """In the order of the table, whatever the order of the names."""
-    makers: dict[str, Sequence[Perturbation]] = {
-        "none": [Again()],
+def perturbations(settings: Settings, audited: AuditedModel, encoder: TextEncoder | None) -> list[Perturbation]:
+    """Return the perturbations to run, in the order of `PERTURBATIONS`."""
+    by_name: dict[str, Sequence[Perturbation]] = {
+        "none": [Repeat()],
         "noise": [Noise(level, settings.seed) for level in dict.fromkeys(settings.noise)],
         "routing": [RoutingDtype(name) for name in DTYPES],
         "model": [ModelDtype(audited)],
-        "batch": [Alone(), Padded("left"), Padded("right")],
+        "batch": [SingleSequence(), ExtraPadding("left"), ExtraPadding("right")],
         "backend": [Backend(audited)],
-        "words": [Words("words", reader, settings.rate, settings.seed, settings.length)],
-        "typos": [Words("typos", reader, settings.rate, settings.seed, settings.length)],
+        "words": [WordChanges("words", encoder, settings.rate, settings.seed, settings.length)],
+        "typos": [WordChanges("typos", encoder, settings.rate, settings.seed, settings.length)],
         "attack": [Attack(settings.budget, settings.attack_tokens, settings.seed)],
     }
-    return [one for name, made in makers.items() if name in settings.perturb for one in made]
+    return [one for name, made in by_name.items() if name in settings.perturb for one in made]
 
 
-Progress = Callable[[int, str], None]  # (tokens seen so far, what is being done)
+Progress = Callable[[int, str], None]  # (tokens done, what is being done)
 
 
 def audit(
@@ -126,32 +136,34 @@ def audit(
     progress: Progress | None = None,
     **settings: Any,
 ) -> AuditReport:
-    """How much of a model hangs on near-ties: its routing as it is, and what changes under each perturbation.
+    """Measure how much of a model depends on near-ties: its unperturbed routing, and what changes under each perturbation.
 
-    model            of any MoE family, rerouted or not, or sparsified; it is left exactly as it was
+    model            of any MoE family, rerouted or not, or sparsified; it is not changed
     texts_or_inputs  strings, with the model's `tokenizer`; or batches, dicts for its forward. Read once, one batch at a time
-    perturb          names of `holdfast.auditing.PERTURBATIONS`; what cannot be run says why in the report
+    perturb          names of `holdfast.auditing.PERTURBATIONS`; the report gives the reason for each that cannot be run
     noise            levels, as shares of each router input's length
-    name             of the model, in the report
-    progress         called with the tokens seen so far and what is being done
+    name             of the model in the report
+    progress         called with the number of tokens done and a description of the current work
     settings         seed, batch, length, tokens, rate, budget, attack_tokens, at_risk: those of `Settings`
 
-    Interrupted (Ctrl-C), it reports on the batches that were finished, and says so.
+    After Ctrl-C it reports on the finished batches, with the status "interrupted".
 
     Example:
         report = holdfast.audit(model, ["The quick brown fox jumps over the lazy dog."], tokenizer=tokenizer)
         print(report.overall["flips"])
     """
     chosen = (perturb,) if isinstance(perturb, str) else tuple(perturb)
-    audited = Audited(model)
+    audited = AuditedModel(model)
     require_finite(model)
-    how = _settings(perturb=chosen, noise=tuple(noise), **settings)
-    reader = None if tokenizer is None else Reader(tokenizer, audited.pad)
-    run = _Run(audited, how, reader, progress)
+    checked = _settings(perturb=chosen, noise=tuple(noise), **settings)
+    encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
+    run = _Run(audited, checked, encoder, progress)
     started = time.monotonic()
-    with evaluating(model), resident(audited.scorers()):
-        found = samples(texts_or_inputs, audited, reader, batch=how.batch, length=how.length, tokens=how.tokens)
-        interrupted = run.consume(found)
+    with evaluation_mode(model), resident(audited.scorers()):
+        batches = audit_batches(
+            texts_or_inputs, audited, encoder, batch=checked.batch, length=checked.length, tokens=checked.tokens
+        )
+        interrupted = run.consume(batches)
     return run.report(name, interrupted, time.monotonic() - started)
 
 
@@ -159,78 +171,82 @@ def _settings(**given: Any) -> Settings:
     known = [entry.name for entry in fields(Settings)]
     for name in given:
         if name not in known:
-            raise ValueError(unknown("setting of an audit", name, known))
+            raise ValueError(unknown_name("setting of an audit", name, known))
     return Settings(**given)
 
 
 @final
 class _Run:
-    """What has been seen so far. A batch enters whole, when all is done with it, or not at all."""
+    """The sums of an audit in progress. A batch is added when all perturbations have been run on it."""
 
-    def __init__(self, audited: Audited, settings: Settings, reader: Reader | None, progress: Progress | None) -> None:
-        self.audited, self.settings, self.reader, self.progress = audited, settings, reader, progress
-        self.perturbations = perturbations(settings, audited, reader)
+    def __init__(
+        self, audited: AuditedModel, settings: Settings, encoder: TextEncoder | None, progress: Progress | None
+    ) -> None:
+        self.audited, self.settings, self.encoder, self.progress = audited, settings, encoder, progress
+        self.perturbations = perturbations(settings, audited, encoder)
         self.baseline = Baseline(audited, settings.at_risk)
-        self.tallies = {one.name: Tally(audited) for one in self.perturbations}
+        self.comparisons = {one.name: ForwardComparison(audited) for one in self.perturbations}
         self.skipped: dict[str, str] = {}
         self.checksum = Checksum()
         self.batches = self.sequences = self.tokens = 0
         self.kind = "inputs"
 
-    def consume(self, found: Iterator[Sample]) -> bool:
-        """All samples; True where the user interrupted. Before the first batch is done there is nothing to report."""
+    def consume(self, batches: Iterator[AuditBatch]) -> bool:
+        """Process all batches; return whether the user interrupted. Raise KeyboardInterrupt if no batch was finished."""
         try:
-            for sample in found:
-                self._take(sample)
+            for batch in batches:
+                self._consume_batch(batch)
         except KeyboardInterrupt:
             if not self.batches:
                 raise
             return True
         return False
 
-    def _take(self, sample: Sample) -> None:
-        self._tell("the model as it is")
-        clean = observe(self.audited, sample)
+    def _consume_batch(self, batch: AuditBatch) -> None:
+        self._report_progress("the unperturbed model")
+        clean = observe(self.audited, batch)
         clean.require_finite()
         baseline = Baseline(self.audited, self.settings.at_risk)
-        baseline.update(clean, sample, self.reader)
-        tallies: dict[str, Tally] = {}
+        baseline.update(clean, batch, self.encoder)
+        comparisons: dict[str, ForwardComparison] = {}
         skipped: dict[str, str] = {}
         for one in self.perturbations:
             if one.name in self.skipped:
                 continue
-            reason = one.unavailable(self.audited, sample)
+            reason = one.unavailable(self.audited, batch)
             if reason is None:
-                self._tell(one.about)
-                tallies[one.name] = Tally(self.audited)
-                reason = self._run(one, sample, clean, tallies[one.name])
+                self._report_progress(one.about)
+                comparisons[one.name] = ForwardComparison(self.audited)
+                reason = self._run_perturbation(one, batch, clean, comparisons[one.name])
             if reason is not None:
                 skipped[one.name] = reason
         self.baseline.merge(baseline)
-        for name, tally in tallies.items():
-            self.tallies[name].merge(tally)
+        for name, comparison in comparisons.items():
+            self.comparisons[name].merge(comparison)
         self._skip(skipped)
-        self.checksum.add(sample)
-        self.batches, self.sequences = self.batches + 1, self.sequences + sample.size
-        self.tokens += sample.tokens
-        self.kind = "inputs" if sample.texts is None else "texts"
+        self.checksum.add(batch)
+        self.batches, self.sequences = self.batches + 1, self.sequences + batch.size
+        self.tokens += batch.tokens
+        self.kind = "inputs" if batch.texts is None else "texts"
 
-    def _run(self, one: Perturbation, sample: Sample, clean: Any, into: Tally) -> str | None:
-        """None, or why it cannot be run: a backend may not exist on this device, a dtype not be known to a kernel."""
+    def _run_perturbation(
+        self, one: Perturbation, batch: AuditBatch, clean: Any, comparison: ForwardComparison
+    ) -> str | None:
+        """Return None, or why it failed: a device may not have the backend, or a kernel may not support the dtype."""
         try:
-            one.run(self.audited, sample, clean, into)
+            one.run(self.audited, batch, clean, comparison)
         except (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
             lines = str(problem).strip().splitlines()
             return f"it failed: {lines[0] if lines else type(problem).__name__}"
         return None
 
     def _skip(self, reasons: dict[str, str]) -> None:
-        """A later batch that a perturbation does not apply to (the last may be one sequence) leaves what it found before."""
+        """Store why perturbations were skipped. One that only does not apply to this batch keeps its earlier results."""
         for name, reason in reasons.items():
-            if reason.startswith("it failed") or not self.tallies[name].tokens:
+            if reason.startswith("it failed") or not self.comparisons[name].tokens:
                 self.skipped[name] = reason
 
-    def _tell(self, what: str) -> None:
+    def _report_progress(self, what: str) -> None:
         if self.progress is not None:
             self.progress(self.tokens, what)
 
@@ -245,32 +261,32 @@ class _Run:
             settings=self.settings.describe(),
             versions=versions(),
             seconds=round(seconds, 3),
-            overall=plain(overall(baseline, perturbed)),
-            layers=plain(baseline["layers"]),
-            perturbations=plain(perturbed),
-            at_risk=plain(self.baseline.at_risk),
+            overall=without_nan(overall(baseline, perturbed)),
+            layers=without_nan(baseline["layers"]),
+            perturbations=without_nan(perturbed),
+            at_risk=without_nan(self.baseline.at_risk),
             view=None if self.baseline.view is None else self.baseline.view.result(),
         )
 
     def _perturbed(self, one: Perturbation) -> dict[str, Any]:
-        tally = self.tallies[one.name]
+        comparison = self.comparisons[one.name]
         about = {"about": one.about, "harmless": one.harmless}
-        if one.name in self.skipped or not tally.tokens:
-            return {**about, "skipped": self.skipped.get(one.name, "it left no token to compare.")}
-        return {**about, "skipped": None, **tally.result()}
+        if one.name in self.skipped or not comparison.tokens:
+            return {**about, "skipped": self.skipped.get(one.name, "it left no tokens to compare.")}
+        return {**about, "skipped": None, **comparison.result()}
 
 
 @final
 @dataclass(frozen=True)
 class WhatIf:
-    """Two audits of one model on the same data: as it is, and with another router."""
+    """Two audits of one model on the same data: before and after it was rerouted."""
 
     router: str
     before: AuditReport
     after: AuditReport
 
     def summary(self) -> dict[str, Any]:
-        """What it costs, and what it does to flips and to the change of output that they cause."""
+        """Return before and after: the cost, the flips, and the change of output that flips cause."""
         one, two = self.before.overall, self.after.overall
         names = [name for name in one["flips"] if name in two["flips"]]
         return {
@@ -295,17 +311,17 @@ def what_if(
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> WhatIf:
-    """Audit the model as it is, reroute it, audit it again, and restore it, also where something fails.
+    """Audit the model, reroute it, audit it again, and restore it, also after an error.
 
-    before    the first audit, where it has been made already with the same inputs and settings
+    before    the first audit, if there is one with the same inputs and settings
     options   of the router
     settings  those of `audit`
     """
-    audited = Audited(model)
-    if any(site.family is not None and isinstance(site.gate, ReroutedGate) for site in audited.sites) or any(
-        site.family is None and site.block.__dict__.get("former") is not None for site in audited.sites
+    audited = AuditedModel(model)
+    if any(site.family is not None and isinstance(site.gate, ReroutedGate) for site in audited.moe_layers) or any(
+        site.family is None and site.block.__dict__.get("former") is not None for site in audited.moe_layers
     ):
-        raise ValueError("this model was rerouted already, and could not be put back as it is; restore it first.")
+        raise ValueError("this model is already rerouted; call holdfast.restore(model) first.")
     inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
     before = audit(model, inputs, **settings) if before is None else before
     with resident(audited.scorers()):  # a new router may take the weights of the old one
@@ -315,7 +331,7 @@ def what_if(
         finally:
             restore(model)
     if before.data["checksum"] != after.data["checksum"]:
-        raise ValueError("the two audits saw different data: the first one was interrupted, or is of other inputs.")
+        raise ValueError("the two audits used different data: the first was interrupted, or used other inputs.")
     return WhatIf(router, before, after)
 
 

@@ -1,6 +1,6 @@
-"""How products of tokens and weights are computed, and what rounding can do to them.
+"""`Arithmetic`: in which types products of tokens and weights are computed, and how large their rounding errors can be.
 
-The worst case, gamma_n of `holdfast.routing.bounds`, is rarely reached: errors of both signs cancel. If they are
+The worst case, gamma_n of `holdfast.routing.bounds`, is rarely reached, because errors of both signs cancel. If errors are
 independent with mean 0, exp(lambda sqrt(n) u + n u^2) - 1 bounds them with probability 1 - 2 n exp(-lambda^2 / 2) (Higham
 and Mary 2019, theorem 3.1): an eighth of gamma at n = 4096.
 """
@@ -11,18 +11,18 @@ from typing import Literal, get_args
 
 import torch
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.routing.bounds import gamma, unit
 
 Rounding = Literal["worst", "likely"]
-LAMBDA = 8.0  # of 10^4 terms, one bound in 10^9 fails
+LAMBDA = 8.0  # with 10^4 terms, the bound fails once in 10^9
 
-# Tensor cores cut off instead of rounding to the nearest when they sum in float32: an error of one unit, not of half.
+# Tensor cores truncate when they sum in float32, instead of rounding to the nearest: an error of one unit, not of half.
 FLOAT32_SUM = 2.0**-23
 
 
 def likely_gamma(terms: int, u: float) -> float:
-    """Return the bound that holds with high probability, if it is less."""
+    """Return the bound that is correct with high probability, or gamma if that is smaller."""
     exponent = LAMBDA * math.sqrt(terms) * u + terms * u * u
     return min(gamma(terms, u), math.expm1(exponent) if exponent < 1 else math.inf)
 
@@ -31,10 +31,10 @@ def likely_gamma(terms: int, u: float) -> float:
 class Arithmetic:
     """How a product of tokens and weights is computed.
 
-    dtype       what tokens, weights and the result are held in
-    accumulate  what products are summed in. That is `dtype` for float32 and float64; kernels for the short types multiply
-                exactly and sum in float32, so that is the default for those
-    rounding    "worst", or "likely", what sums of independent errors do not exceed
+    dtype       of tokens, weights and the result
+    accumulate  in which products are summed: `dtype` for float32 and float64. Kernels for shorter types multiply exactly and
+                sum in float32, so that is their default
+    rounding    "worst", or "likely", a bound that sums of independent errors rarely exceed
     """
 
     dtype: torch.dtype
@@ -43,15 +43,16 @@ class Arithmetic:
 
     @classmethod
     def of(cls, dtype: torch.dtype, accumulate: torch.dtype | None = None, rounding: Rounding = "worst") -> "Arithmetic":
+        """Return the arithmetic of `dtype`; raise ValueError if the types are not possible together."""
         if rounding not in get_args(Rounding):
-            raise ValueError(unknown("kind of rounding", rounding, get_args(Rounding)))
+            raise ValueError(unknown_name("kind of rounding", rounding, get_args(Rounding)))
         for given in (dtype, accumulate):
             if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
-                raise ValueError(f"the dtype to compute in is {given}; expected a floating-point type like torch.bfloat16.")
+                raise ValueError(f"the dtype is {given}; expected a floating-point type like torch.bfloat16.")
         if accumulate is None:
             accumulate = torch.float32 if unit(dtype) > unit(torch.float32) else dtype
         if unit(accumulate) > unit(dtype):
-            raise ValueError(f"sums in {accumulate} of products in {dtype}: no kernel sums in a shorter type.")
+            raise ValueError(f"accumulate is {accumulate}, shorter than {dtype}; no kernel sums in a shorter type.")
         return cls(dtype, accumulate, rounding)
 
     def __str__(self) -> str:
@@ -59,12 +60,13 @@ class Arithmetic:
 
     @property
     def rounds_output(self) -> bool:
+        """Return whether sums are rounded to `dtype` when they are stored."""
         return self.accumulate != self.dtype
 
     def products(self, terms: int, inputs: int = 0) -> float:
-        """The error of a sum of `terms` products, relative to the sum of their magnitudes.
+        """Return the error of a sum of `terms` products, relative to the sum of their magnitudes.
 
-        inputs  how many of the two factors were rounded to `dtype` first
+        inputs  how many of the two factors are rounded to `dtype` first
         """
         bound = gamma if self.rounding == "worst" else likely_gamma
         error = bound(terms, FLOAT32_SUM if self.rounds_output else unit(self.dtype))
@@ -72,20 +74,20 @@ class Arithmetic:
 
     @property
     def output(self) -> float:
-        """The error of storing the sum, relative to it."""
+        """Return the error of storing the sum, relative to the sum."""
         return unit(self.dtype) if self.rounds_output else 0.0
 
     def underflow(self, terms: int) -> float:
-        """What is lost, in all, where numbers are too small for the types."""
+        """Return the total error from numbers that underflow in the types."""
         return terms * _smallest(self.accumulate) + _smallest(self.dtype)
 
 
 def representable(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Does `dtype` hold every one of the values as it is?"""
+    """Return whether `dtype` represents every value exactly."""
     return bool((values.to(dtype).to(values.dtype) == values).all())
 
 
 def _smallest(dtype: torch.dtype) -> float:
     limits = torch.finfo(dtype)
-    # The spacing of subnormal numbers; kernels may take those of float32 and bfloat16 for 0, down from 2^-126.
+    # The spacing of subnormal numbers; kernels may flush those of float32 and bfloat16, below 2^-126, to 0.
     return max(limits.smallest_normal * limits.eps, 2.0**-126)

@@ -1,4 +1,4 @@
-"""`Certificates`: what was certified, as data."""
+"""`Certificates`: the radii of some tokens, with everything that a result needs to be understood."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,38 +16,40 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class Certificates:
-    """For each token, how far it may be moved and keep its set. Leading dimensions (...) are those of the tokens.
+    """For each token, up to which perturbation it keeps its selected set. Leading dimensions (...) are those of the tokens.
 
-    `radius` holds for the router as it computes: within it, no perturbed token is sent to another set, rounding included.
-    `distance` is the same in real numbers. Of kind "exact" it is the distance to the nearest switching plane, and
-    the radius is less by what rounding can do; of kind "lower bound" the plane may be further away.
+    `radius` is valid for the router as it computes: within it no perturbed token flips, rounding included. `distance` is the
+    same in real numbers. If the kind is "exact", it is the distance to the nearest decision boundary, and the radius is
+    smaller by the largest rounding errors; if it is "lower bound", the boundary may be farther away.
     """
 
-    radius: Tensor  # (...) float64; infinite where nothing can change the set; 0 for padding and where none is certain
+    radius: (
+        Tensor  # (...) float64; infinite if no perturbation flips the token; 0 for padding and if nothing can be certified
+    )
     distance: Tensor  # (...) float64, at least the radius
-    lengths: Tensor  # (...) float64: of the tokens, in the same norm as the radii
-    margin: Tensor  # (...) float64: by how much the pair is apart, in what the router compares (logits, gates, ...)
-    pair: Tensor  # (...,2) int64: the expert that would leave, the one that would enter; E is a threshold
-    real: Tensor  # (...) bool: tokens that are no padding
+    lengths: Tensor  # (...) float64: norms of the tokens, in the norm of the radii
+    margin: Tensor  # (...) float64: the difference of the pair in what the router compares (logits, gates, ...)
+    pair: Tensor  # (...,2) int64: the expert that would leave, the one that would enter; E is the threshold
+    real: Tensor  # (...) bool: False for padding
     kind: Kind
     norm: Norm  # of perturbations: "l2", or "linf", the largest change of any feature
-    about: str  # whose set it is
+    about: str  # which set is certified
     bounds: Mapping[str, Tensor] = field(default_factory=dict)  # other known lower bounds, in real numbers
-    confidence: float | None = None  # of each token's certificate, where probabilistic
+    confidence: float | None = None  # of each token's certificate, if probabilistic
     arithmetic: str = "real numbers"
 
     @property
     def relative(self) -> Tensor:
-        """(...): radius over the token's own length, |x|_2 for "l2" and its largest feature for "linf"."""
+        """Return the radius divided by the token's norm, (...): |x|_2 for "l2", the largest |x_q| for "linf"."""
         return (self.radius / self.lengths).nan_to_num(nan=0.0, posinf=torch.inf)
 
     def share(self, radius: float, *, relative: bool = False) -> float:
-        """The share of real tokens that are certified to keep their set under every perturbation up to `radius`."""
+        """Return the share of real tokens that are certified against every perturbation up to `radius`."""
         certified = self.relative if relative else self.radius
         return float((certified >= radius)[self.real].double().mean()) if self.real.any() else 0.0
 
     def summary(self) -> dict[str, Json]:
-        """What to store with a result."""
+        """Return what to store with a result, as plain data."""
         return {
             "kind": self.kind,
             "norm": self.norm,
@@ -62,7 +64,7 @@ class Certificates:
         }
 
     def _quantiles(self, values: Tensor) -> dict[str, Json]:
-        """By name; None where infinite, which JSON has no number for."""
+        """Return quantiles over real tokens by name; None instead of infinity, which JSON does not have."""
         real = values[self.real].flatten().sort().values
         if not len(real):
             return {}

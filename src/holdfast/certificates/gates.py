@@ -1,9 +1,7 @@
-"""Routers that compare gates: sums of softmax gates (expert graphs, thresholds), and sigmoid gates with a bias.
+"""Radii of routers that compare gates: softmax gates (expert graphs, thresholds), sigmoid gates, gates that tokens share.
 
-Softmax
-
-g_i > g_j  with  g = A p  is  sum_e c_e exp(l_e) > 0  with  c = a_i - a_j:  the sum that makes p of exp(l) cancels. With
-P the experts where c > 0 and N those where c < 0 this is
+**Softmax gates.** g_i > g_j with g = A p is sum_e c_e exp(l_e) > 0 with c = a_i - a_j: the denominator of p cancels. With P
+the experts where c > 0 and N those where c < 0 this is
 
     F(x) = log sum_P c_e exp(l_e) - log sum_N |c_e| exp(l_e) > 0,
 
@@ -18,14 +16,23 @@ exact for the identity graph. A threshold t is a row of t: sum_e t p_e = t.
 The bounds from |dp| <= L |dx| with L = |Pi W|_2 / 2 are never better: F >= 4 (g_i - g_j) / range(c), by the mean value
 theorem for the logit, range(c) <= sqrt(2) |c Pi|_2 and D <= sqrt(2) |Pi W|_2. They are computed to be reported.
 
-Sigmoid, plus a correction bias, within the best groups of experts (DeepSeek-V3, GLM-4)
-
-key = A s(l) + b, s the sigmoid, A an expert graph or the identity. A condition sum_e c_e s(l_e) + b_c > 0, by m, holds
+**Sigmoid gates**, plus a correction bias, within the best groups of experts (DeepSeek-V3, GLM-4). key = A s(l) + b, s the
+sigmoid, A an expert graph or the identity. A condition sum_e c_e s(l_e) + b_c > 0 with margin m is satisfied
 
     while  m > r |sum_e c_e s'(l_e) w_e|_* + r^2 q,   q = max|s''|/2 sum_e |c_e| |w_e|_*^2     (Taylor), and
     while  sum_e c_e s(l_e - sign(c_e) r |w_e|_*) + b_c > 0                                    (each logit at its worst)
 
-The first is exact to first order, the second knows that sigmoids saturate; the better counts.
+The first is exact to first order, the second uses that sigmoids saturate; the larger radius counts.
+
+**Gates that tokens share** (similarity, attention posterior): every token of a sequence may be perturbed. The gates of token
+i are sum_j W_ij p_j A^T, W_i a distribution over the tokens of its sequence. For experts e and f with c = a_e - a_f and all
+tokens perturbed by up to r,
+
+    |change of g_e - g_f| <= range(c) (max_j tanh(r D_j / 4) + strength tanh(delta(r) / 2))
+
+since a softmax whose logit differences change by at most 2 t moves by at most tanh(t / 2) in total variation. D_j is the
+largest |w_e - w_f|_* at token j. delta is 0 where W comes from the attention before the router, which does not depend on the
+router's input; where it comes from the tokens themselves, the informer declares delta (`Mixing.change`).
 """
 
 import math
@@ -34,23 +41,36 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.certificates.planes import SOFTMAX_ROUNDINGS, Problem, largest, least, tightened, with_threshold
+from holdfast.certificates.arithmetic import Arithmetic
+from holdfast.certificates.planes import (
+    SOFTMAX_ROUNDINGS,
+    Nearest,
+    RadiusProblem,
+    bisect_largest,
+    smallest_radius,
+    tighten_smallest,
+    with_threshold,
+)
 from holdfast.certificates.score_geometry import Scoring
-from holdfast.routing.bounds import ABOVE, unit
-from holdfast.routing.declarations import Conditions
+from holdfast.routing.bounds import ABOVE, largest_in_sequence, unit
+from holdfast.routing.declarations import Conditions, Mixing
 
-NEGLIGIBLE = 1e-7  # relative to a gate: what it must exceed underflow by
+NEGLIGIBLE = 1e-7  # underflow may be this part of a gate
 UNDERFLOW = 2.0**-126
-FAR = 300.0  # nats
+LARGEST_EXPONENT = 300.0  # of terms that are exponentiated in float64
 TINY = torch.finfo(torch.float64).tiny
 STEEPEST = 1 / 4  # max s'
 CURVATURE = 1 / (6 * math.sqrt(3))  # max |s''|
-ROUNDINGS = 16  # of a gate between 0 and 1, in units of float32
+LARGEST_RADIUS = 2.0**20  # times the longest token: where bisection starts
+SIGMOID_ROUNDINGS = 16  # of a gate between 0 and 1, in units of float32
 
 
 @final
-class Odds(Problem):
-    """graph (E+1,E), not negative: how each key is made of softmax gates; the last row is the threshold."""
+class SoftmaxGates(RadiusProblem):
+    """Conditions on sums of softmax gates.
+
+    graph  (E+1,E), not negative: keys = gates graph^T; the last row is the threshold
+    """
 
     def __init__(self, scoring: Scoring, conditions: Conditions, graph: Tensor) -> None:
         self.values, self.graph = scoring.values, graph
@@ -66,13 +86,13 @@ class Odds(Problem):
         coefficients = self._coefficients(self.conditions.ahead, self.conditions.behind, errors)
         odds, _, _ = self._odds(coefficients)
         diameters = (self.values.diameters * ABOVE).unsqueeze(1).clamp_min(TINY)
-        cheap = (odds / diameters).where(coefficients.any(-1), torch.where(self.conditions.ties_hold, torch.inf, 0.0))
+        simple = (odds / diameters).where(coefficients.any(-1), torch.where(self.conditions.ties_hold, torch.inf, 0.0))
 
         def tight(which: Tensor) -> Tensor:
-            return self._tight(self._coefficients(*self.conditions.sides(which), errors))
+            return self._tight_radii(self._coefficients(*self.conditions.sides(which), errors))
 
-        radii = tightened(cheap, self.conditions, tight)
-        if errors is not None:  # gates that underflow have no odds; far enough above that, it is a part of the errors
+        radii = tighten_smallest(simple, self.conditions, tight)
+        if errors is not None:  # the odds of gates that underflow are unknown; far above that, underflow is negligible
             lost = UNDERFLOW * (4 + 2 * self.graph.shape[0] + 2 * float(self.graph.sum(1).max())) / NEGLIGIBLE
             ahead = self.keys.gather(1, self.conditions.ahead[..., 0])
             room = (ahead.clamp_min(TINY) / lost).log() / diameters
@@ -81,40 +101,44 @@ class Odds(Problem):
         return radii
 
     def _coefficients(self, ahead: Tensor, behind: Tensor, errors: Tensor | None) -> Tensor:
-        """c (T,M,E). Rounding moves each exp(l_e) by a factor, up or down, in either gate."""
+        """Return c (T,M,E). Rounding multiplies each exp(l_e) by a factor, up or down, in either gate."""
         ahead, behind = self.graph[ahead[..., 0]], self.graph[behind[..., 0]]
         return ahead - behind if errors is None else ahead * (-errors).exp() - behind * errors.exp()
 
     def _odds(self, coefficients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """F (T,M), and the terms of its two sums (T,M,E)."""
+        """Return F (T,M), and the terms of its two sums (T,M,E)."""
         terms = coefficients * self.gates.unsqueeze(1)
         above, below = terms.clamp_min(0), (-terms).clamp_min(0)
         against = below.sum(-1)
-        against = torch.where((coefficients < 0).any(-1), against.clamp_min(TINY), against)  # too small is not nothing
+        against = torch.where((coefficients < 0).any(-1), against.clamp_min(TINY), against)  # an underflowing term is not 0
         odds = above.sum(-1).log() - against.log()
         return odds.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf), above, below
 
-    def _tight(self, coefficients: Tensor) -> Tensor:
+    def _tight_radii(self, coefficients: Tensor) -> Tensor:
+        """Return radii (T,R) from the bound that is exact to first order."""
         odds, above, below = self._odds(coefficients)
         known = below.sum(-1) > 0
         above, below = (part / part.sum(-1, keepdim=True).clamp_min(TINY) for part in (above, below))
-        slope = self.values.steepness(above - below) * ABOVE
+        slope = self.values.change_rate(above - below) * ABOVE
         experts = self.values.experts
-        spans = self.values.spans[:, :experts, :experts][self.values.kind] * ABOVE  # (T,E,E)
+        spans = self.values.spans[:, :experts, :experts][self.values.factor_index] * ABOVE  # (T,E,E)
         apart = below @ spans
         diameters = self.values.diameters.unsqueeze(1) * ABOVE
 
-        def holds(radius: Tensor) -> Tensor:
+        def is_satisfied(radius: Tensor) -> Tensor:
             far = radius.unsqueeze(-1) * apart
             spread = (below * (far.expm1() - far)).sum(-1).log1p().minimum((radius * diameters).square() / 8)
             return radius * slope + spread <= odds * (1 - 1e-12)
 
-        # Beyond that far, terms that float64 cannot hold would count.
-        upper = (odds.clamp_min(0) / slope.clamp_min(TINY)).minimum(FAR / diameters.clamp_min(TINY))
-        return largest(holds, upper).where(known, 0.0)
+        # Larger radii would need exponentials that overflow in float64.
+        upper = (odds.clamp_min(0) / slope.clamp_min(TINY)).minimum(LARGEST_EXPONENT / diameters.clamp_min(TINY))
+        return bisect_largest(is_satisfied, upper).where(known, 0.0)
 
     def bounds(self) -> dict[str, Tensor]:
-        """Pair by pair, from the softmax's own Lipschitz constant, and proposition 1 of SymphonySMoE, m / (2 rho L)."""
+        """Return the bound of each pair from the Lipschitz constant L of the softmax, and proposition 1 of SymphonySMoE.
+
+        Proposition 1 is m / (2 rho L), with rho the norm of the centred graph.
+        """
         experts = self.values.experts
         centred = self.graph[:experts] - self.graph[:experts].mean(1, keepdim=True)
         weight = self.values.weight - self.values.weight.mean(0)
@@ -129,19 +153,19 @@ class Odds(Problem):
         rho = float(torch.linalg.matrix_norm(centred, ord=2))
         proposition = self.margins / (2 * max(rho, TINY) * lipschitz * ABOVE)
         found = {"pairwise": pairwise, "proposition 1": proposition}
-        return {name: self.outward(least(radii, self.conditions).radius) for name, radii in found.items()}
+        return {name: self.to_token_radius(smallest_radius(radii, self.conditions).radius) for name, radii in found.items()}
 
 
 @final
-class Sigmoids(Problem):
-    """graph (E,E), not negative, or None."""
+class SigmoidGates(RadiusProblem):
+    """Conditions on sigmoid gates plus a bias. `graph (E,E)` is not negative; None is the identity."""
 
     def __init__(self, scoring: Scoring, conditions: Conditions, graph: Tensor | None) -> None:
         self.values, self.informed = scoring.values, graph is not None
         experts, gates = self.values.experts, self.values.logits.sigmoid()
         self.bias = torch.zeros_like(gates[0]) if conditions.bias is None else conditions.bias
         own = torch.eye(experts, dtype=gates.dtype, device=gates.device) if graph is None else graph
-        self.graph = torch.cat([own, torch.zeros_like(own[:1])])  # a threshold is made of no gate
+        self.graph = torch.cat([own, torch.zeros_like(own[:1])])  # the threshold contains no gate
         keys = (gates if graph is None else gates @ graph.t()) + self.bias
         ahead, behind = conditions.sums(with_threshold(keys, conditions.threshold))
         super().__init__(scoring, conditions, ahead - behind)
@@ -151,27 +175,27 @@ class Sigmoids(Problem):
         if errors is not None:
             margins = margins - _both(self.conditions.sums(with_threshold(self._key_errors(errors))))
         steepest = with_threshold(STEEPEST * self.values.slopes @ self.graph[:-1].t())
-        cheap = margins / (_both(self.conditions.sums(steepest)) * ABOVE).clamp_min(TINY)
+        simple = margins / (_both(self.conditions.sums(steepest)) * ABOVE).clamp_min(TINY)
 
         def tight(which: Tensor) -> Tensor:
             ahead, behind = self.conditions.sides(which)
             coefficients = self.graph[ahead].sum(2) - self.graph[behind].sum(2)  # (T,R,E)
-            if not self.informed:  # most are 0
-                return self._tight(coefficients, margins.gather(1, which), torch.cat([ahead, behind], dim=-1))
-            return self._tight(coefficients, margins.gather(1, which), None)
+            if not self.informed:  # then most coefficients are 0
+                return self._tight_radii(coefficients, margins.gather(1, which), torch.cat([ahead, behind], dim=-1))
+            return self._tight_radii(coefficients, margins.gather(1, which), None)
 
-        return tightened(cheap, self.conditions, tight)
+        return tighten_smallest(simple, self.conditions, tight)
 
     def _key_errors(self, errors: Tensor) -> Tensor:
         graph, u = self.graph[:-1], unit(torch.float32)
-        gates = STEEPEST * errors + (ROUNDINGS + len(graph)) * u
+        gates = STEEPEST * errors + (SIGMOID_ROUNDINGS + len(graph)) * u
         return gates @ graph.t() + 4 * u * (1 + self.bias.abs())
 
-    def _tight(self, coefficients: Tensor, margins: Tensor, members: Tensor | None) -> Tensor:
-        """(T,R) of `coefficients (T,R,E)`; where given, all that are not 0 belong to the `members (T,R,n)`."""
+    def _tight_radii(self, coefficients: Tensor, margins: Tensor, members: Tensor | None) -> Tensor:
+        """Return radii (T,R) for `coefficients (T,R,E)`. If `members (T,R,n)` are given, all others have coefficient 0."""
         logits, slopes = (values.unsqueeze(1) for values in (self.values.logits, self.values.slopes * ABOVE))
         gates = logits.sigmoid()
-        grade = self.values.steepness(coefficients * gates * (1 - gates)) * ABOVE
+        slope = self.values.change_rate(coefficients * gates * (1 - gates)) * ABOVE
         if members is not None:
             shape, index = members.shape[:2], members.clamp_max(self.values.experts - 1)
             logits, slopes = (values.expand(*shape, -1).gather(2, index) for values in (logits, slopes))
@@ -180,18 +204,83 @@ class Sigmoids(Problem):
         weights, signs = coefficients.abs(), coefficients.sign()
         bend = CURVATURE / 2 * (weights * slopes.square()).sum(-1)
         room = margins.clamp_min(0)
-        taylor = 2 * room / ((grade + (grade.square() + 4 * bend * room).sqrt()) * ABOVE).clamp_min(TINY)
+        taylor = 2 * room / ((slope + (slope.square() + 4 * bend * room).sqrt()) * ABOVE).clamp_min(TINY)
         towards = signs * slopes
 
-        def holds(radius: Tensor) -> Tensor:
+        def is_satisfied(radius: Tensor) -> Tensor:
             worst = torch.sigmoid(logits - radius.unsqueeze(-1) * towards)
             return (coefficients * (gates - worst)).sum(-1) <= margins * (1 - 1e-12)
 
-        # Where all that can be lost is less than the margin, a condition never fails.
+        # If the sigmoids can never lose as much as the margin, the condition never fails.
         never = (coefficients * (gates - (coefficients < 0).to(gates))).sum(-1) < margins
         upper = (4 * taylor).maximum(8 * room / (STEEPEST * (weights * slopes).sum(-1)).clamp_min(TINY))
-        return taylor.maximum(largest(holds, upper)).where(~never, torch.inf).where(margins > 0, 0.0)
+        return taylor.maximum(bisect_largest(is_satisfied, upper)).where(~never, torch.inf).where(margins > 0, 0.0)
 
 
 def _both(sides: tuple[Tensor, Tensor]) -> Tensor:
     return sides[0] + sides[1]
+
+
+@final
+class MixedGates(RadiusProblem):
+    """Conditions on softmax gates that the tokens of a sequence share.
+
+    keys   (T,E+1): the router's gates as computed, and the threshold
+    graph  (E+1,E): keys = gates graph^T; the last row is the threshold
+    real   (B,N) bool: which of the tokens, T = B N, are real
+    """
+
+    def __init__(
+        self, scoring: Scoring, conditions: Conditions, keys: Tensor, graph: Tensor, mixing: Mixing, real: Tensor
+    ) -> None:
+        ahead, behind = conditions.sums(keys)
+        super().__init__(scoring, conditions, ahead - behind)
+        self.graph, self.mixing, self.real = graph, mixing, real
+        # Those of the most sensitive token of the sequence.
+        self.speed = self._over_sequence(scoring.values.diameters) * ABOVE
+        self.point_speed = self._over_sequence(scoring.point_speed)
+        self.ranges = torch.stack([(graph - row).amax(1) - (graph - row).amin(1) for row in graph]) * ABOVE  # (E+1,E+1)
+
+    def errors(self, arithmetic: Arithmetic, reach: Tensor) -> Tensor:
+        return self._worst(self.scoring.value_errors(arithmetic, self._over_sequence(reach)))
+
+    def errors_at_tokens(self, arithmetic: Arithmetic) -> Tensor:
+        return self._worst(self.scoring.value_errors_at_tokens(arithmetic))
+
+    def _worst(self, errors: Tensor) -> Tensor:
+        """Return the error (T,1) of the worst logit of the sequence."""
+        return self._over_sequence(errors.amax(1)).unsqueeze(1)
+
+    def _over_sequence(self, values: Tensor) -> Tensor:
+        return largest_in_sequence(values, self.real)
+
+    def to_token_radius(self, radius: Tensor) -> Tensor:
+        return radius
+
+    def radii(self, errors: Tensor | None) -> Tensor:
+        """Return margins over ranges (T,M): the share of its range that each condition may lose."""
+        ahead, behind = self.conditions.ahead[..., 0], self.conditions.behind[..., 0]
+        margins, ranges = self.margins, self.ranges[ahead, behind]
+        if errors is not None:  # twice: in the gates of the margins, and at the perturbed tokens
+            roundings = SOFTMAX_ROUNDINGS + 3 * self.graph.shape[0] + 2 * self.real.shape[1]
+            largest_gates = self.graph.amax(1)
+            rounded = torch.tensor(roundings * unit(torch.float32)).expm1() * (largest_gates[ahead] + largest_gates[behind])
+            margins = margins - 2 * (ranges * torch.tanh(errors / 2) + rounded) - 1e-30
+        never = (margins > 0) | ((margins == 0) & self.conditions.ties_hold)
+        return (margins / ranges.clamp_min(TINY)).where(ranges > 0, torch.where(never, torch.inf, 0.0))
+
+    def nearest(self, errors: Tensor | None) -> Nearest:
+        shares, which = smallest_radius(self.radii(errors), self.conditions)
+        change = self.mixing.change
+
+        def is_satisfied(radius: Tensor) -> Tensor:
+            drift = torch.tanh(self.scoring.point_distance(radius * self.point_speed) * self.speed / 4)
+            if change is not None:
+                drift = drift + self.mixing.strength * torch.tanh(change(radius, errors is not None) / 2)
+            return drift < shares
+
+        return Nearest(bisect_largest(is_satisfied, self._farthest(), steps=60).where(shares < torch.inf, torch.inf), which)
+
+    def _farthest(self) -> Tensor:
+        longest = self._over_sequence(self.scoring.planes.points.norm(dim=-1))
+        return LARGEST_RADIUS * (longest + 1)

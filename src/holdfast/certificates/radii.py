@@ -1,15 +1,15 @@
-"""`certify`: how far each token may be moved and keep its experts; `undecided`: can rounding alone send it elsewhere?
+"""`certify`: up to which perturbation each token keeps its experts. `undecided`: which tokens rounding alone could flip.
 
-A token is undecided at a dtype if a margin, selected i against not selected j, is at most err_i + err_j, with err_e the
-worst error of logit e computed in it:
+A token is undecided in a dtype if l_i - l_j <= err_i + err_j for a selected expert i and another expert j, with err_e the
+worst error of logit e when it is computed in the dtype:
 
-    accumulate=dtype     gamma_d(u) sum_q |x_q w_eq|, everything computed in the dtype. Says nothing once d u >= 1: in
+    accumulate=dtype     gamma_d(u) sum_q |x_q w_eq|, everything computed in the dtype. It is infinite from d u = 1 on: in
                          bfloat16 from a width of 256 on
     accumulate=float32   what matrix products of short types do (the default for them): tokens and weights are rounded to
                          the dtype, products are exact, sums are float32, and the result is rounded to the dtype
 
-What rounding tokens and weights does to a logit is not bounded but computed: it is the same every time. All that comes after
-the logits is float32, as it is in our routers and in the Hugging Face families.
+The effect of rounding tokens and weights on a logit is computed, not bounded, because it is the same every time. Everything
+after the logits is float32, as in Holdfast's routers and in the Hugging Face families.
 """
 
 import torch
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from holdfast.certificates.arithmetic import Arithmetic, Rounding
 from holdfast.certificates.certificates import Certificates, Kind
-from holdfast.certificates.planes import Problem
-from holdfast.certificates.subjects import Gate, Subject, gate_subject, router_subject
+from holdfast.certificates.planes import RadiusProblem
+from holdfast.certificates.router_conditions import CertifiedRouter, Gate, describe_gate, describe_router
 from holdfast.certificates.voting import MajorityVote, Smoothing, certify_vote
 from holdfast.routing import Context, Router
 from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
-from holdfast.routing.declarations import NoBound
+from holdfast.routing.declarations import NoCertificate
 
-FAR = 2.0**10  # times a token's length: where no plane is in reach, certificates end here
+LARGEST_RADIUS = 2.0**10  # times a token's norm plus 1: the largest finite radius, because rounding errors grow with it
 
 
 @torch.no_grad()
@@ -38,31 +38,31 @@ def certify(
     rounding: Rounding = "worst",
     smoothing: Smoothing | None = None,
 ) -> Certificates:
-    """Radii for `tokens (B,N,d)` or `(T,d)`, of perturbations of the router's input; the context stays as it is.
+    """Certify `tokens (B,N,d)` or `(T,d)` against perturbations of the router's input; the context is not perturbed.
 
-    subject     a Router in evaluation mode; the plain weights and rule of a gate that is not ours; or a majority vote
-    context     what the Router was called with. AC is certified given the clusters in it; where tokens inform each other,
-                the radius holds with every token of the sequence moved that far
+    subject     a Router in evaluation mode; the weights and the rule of a native `Gate`; or a majority vote
+    context     what the Router is called with. `ac` is certified given the clusters in it. Where tokens share gates, the
+                radius is valid with every token of the sequence perturbed by up to it
     norm        "l2", or "linf", the largest change of any feature
-    arithmetic  what scores are computed in. The radius is what is left when rounding errors are taken off; routers of ours
-                compute in float32. None is real numbers: then float32 may still flip a set inside the radius
-    rounding    take off the "worst" error, or what is "likely" its bound: wide routers lose much to errors they never make
-    smoothing   where no bound is known for a router, certify its majority vote under this noise; otherwise that is an error
+    arithmetic  in which scores are computed; Holdfast's routers compute in float32. Rounding errors are subtracted from the
+                radius. None is real numbers: then float32 rounding may still flip a token inside the radius
+    rounding    subtract the "worst" error, or a "likely" bound of it: wide routers lose much to errors that never happen
+    smoothing   if no certificate is known for a router, certify its majority vote under this noise; None raises NoBound
     """
     check_norm(norm)
     if isinstance(subject, MajorityVote):
         return certify_vote(subject, tokens, norm)
     computed = None if arithmetic is None else Arithmetic.of(arithmetic, rounding=rounding)
-    clean, real = _checked(subject, tokens, context)
+    clean, real = _check_tokens(subject, tokens, context)
     try:
-        return _collected(_described(subject, clean, context, norm), tokens, real, norm, computed)
-    except NoBound as reason:
+        return _certify_all(_describe(subject, clean, context, norm), tokens, real, norm, computed)
+    except NoCertificate as reason:
         if smoothing is not None and isinstance(subject, Router):
             return certify_vote(MajorityVote(subject, smoothing, context=context), tokens, norm)
-        instead = (
-            "pass smoothing=Smoothing(sigma=...)" if isinstance(subject, Router) else "give its callable to MajorityVote"
-        )
-        raise NoBound(f"{reason}; {instead} to certify its majority vote.") from None
+        instead = "pass smoothing=Smoothing(sigma=...)"
+        if not isinstance(subject, Router):
+            instead = "give its callable to MajorityVote"
+        raise NoCertificate(f"{reason}; {instead} to certify its majority vote.") from None
 
 
 @torch.no_grad()
@@ -75,15 +75,15 @@ def undecided(
     accumulate: torch.dtype | None = None,
     rounding: Rounding = "worst",
 ) -> Tensor:
-    """(...) bool: which of `tokens (B,N,d)` or `(T,d)` may take another set when scores are computed in `dtype`.
+    """Return which of `tokens (B,N,d)` or `(T,d)` may flip when scores are computed in `dtype`, (...) bool.
 
-    All others take the same set in `dtype`, in float32 and in real numbers; with rounding="likely" all but a few in 10^9,
-    for errors that are independent. Padding is never undecided.
+    All other tokens have the same set in `dtype`, in float32 and in real numbers; with rounding="likely" all but a few in
+    10^9, if errors are independent. Padding is never undecided.
     """
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    clean, real = _checked(subject, tokens, context)
-    problems = _described(subject, clean, context, "l2").problems()
-    found = [problem.nearest(problem.errors_in_place(arithmetic)).radius <= 0 for _, problem in problems]
+    clean, real = _check_tokens(subject, tokens, context)
+    problems = _describe(subject, clean, context, "l2").problems()
+    found = [problem.nearest(problem.errors_at_tokens(arithmetic)).radius <= 0 for _, problem in problems]
     flat = torch.cat(found) if found else torch.zeros(0, dtype=torch.bool, device=tokens.device)
     return (flat & real.flatten()).view(tokens.shape[:-1])
 
@@ -98,52 +98,58 @@ def rounding_errors(
     accumulate: torch.dtype | None = None,
     rounding: Rounding = "worst",
 ) -> Tensor:
-    """(T,E) float64: err_e, the worst error of each expert's logit when tokens are scored in `dtype`."""
+    """Return err_e (T,E) float64, the worst error of each expert's logit when scores are computed in `dtype`."""
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    clean, _ = _checked(subject, tokens, context)
-    return _described(subject, clean, context, "l2").scoring.value_errors_in_place(arithmetic)
+    clean, _ = _check_tokens(subject, tokens, context)
+    return _describe(subject, clean, context, "l2").scoring.value_errors_at_tokens(arithmetic)
 
 
-def _described(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> Subject:
+def _describe(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> CertifiedRouter:
     if isinstance(subject, Router):
-        return router_subject(subject, tokens, context or Context(), norm)
-    return gate_subject(subject, tokens, norm)
+        return describe_router(subject, tokens, context or Context(), norm)
+    return describe_gate(subject, tokens, norm)
 
 
-def _checked(subject: Router | Gate, tokens: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-    """Tokens (B,N,d) with 0 in place of padding, and which (B,N) are real."""
+def _check_tokens(subject: Router | Gate, tokens: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+    """Return tokens (B,N,d) with zeros for padding, and which are real (B,N); raise ValueError for unusable tokens."""
     if not isinstance(subject, Router | Gate):
-        raise ValueError(f"{type(subject).__name__} is neither a Router nor a Gate; for any other callable, a MajorityVote.")
+        raise ValueError(
+            f"{type(subject).__name__} is neither a Router nor a Gate; wrap any other callable in a MajorityVote."
+        )
     width = subject.dim if isinstance(subject, Router) else subject.weight.shape[1]
-    alone = isinstance(subject, Gate) or not subject.traits.sequence_aware
-    if tokens.dim() not in ((2, 3) if alone else (3,)) or not tokens.is_floating_point() or tokens.shape[-1] != width:
-        wanted = f"(B, N, {width}) or (T, {width})" if alone else f"(B, N, {width})"
-        raise ValueError(f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; expected floating point, {wanted}.")
+    per_token = isinstance(subject, Gate) or not subject.traits.sequence_aware
+    if tokens.dim() not in ((2, 3) if per_token else (3,)) or not tokens.is_floating_point() or tokens.shape[-1] != width:
+        expected = f"(B, N, {width}) or (T, {width})" if per_token else f"(B, N, {width})"
+        raise ValueError(f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; expected floating point, {expected}.")
     if isinstance(subject, Router) and subject.training:
-        raise ValueError("the router is in training mode, where it learns and may add noise; call eval() first.")
+        raise ValueError("the router is in training mode, where it updates state and may add noise; call eval() first.")
     if context is not None and isinstance(subject, Gate):
-        raise ValueError("a context is for a Router; a Gate looks at nothing but its token.")
+        raise ValueError("context= works only with a Router; a Gate reads only its token.")
     if context is not None and context.cache is not None:
-        raise ValueError("the context holds a cache of earlier tokens; certify whole sequences, without one.")
+        raise ValueError("the context has a cache of earlier tokens; certify whole sequences without a cache.")
     tokens = tokens.detach().unsqueeze(0) if tokens.dim() == 2 else tokens.detach()
-    real = (context or Context()).real_or_all(tokens)
+    real = (context or Context()).real_tokens(tokens)
     tokens = tokens.where(real.unsqueeze(-1), 0.0)
     if not tokens.isfinite().all():
         bad = int((~tokens.isfinite()).any(-1).sum())
-        raise ValueError(f"{bad} of {real.numel()} tokens hold NaN or infinite numbers; there is nothing to certify.")
+        raise ValueError(f"{bad} of {real.numel()} tokens contain NaN or infinite numbers and cannot be certified.")
     return tokens, real
 
 
-def _collected(subject: Subject, tokens: Tensor, real: Tensor, norm: Norm, rounding: Arithmetic | None) -> Certificates:
+def _certify_all(
+    subject: CertifiedRouter, tokens: Tensor, real: Tensor, norm: Norm, rounding: Arithmetic | None
+) -> Certificates:
     parts: list[dict[str, Tensor]] = []
     exact = True
     for rows, problem in subject.problems():
-        parts.append(_solved(problem, norm, rounding))
+        parts.append(_certify_rows(problem, norm, rounding))
         exact = problem.exact
         if subject.chosen is not None and rounding is not None:
-            _compare(parts[-1]["radius"], problem.conditions.chosen, subject.chosen[rows], subject.core is not None)
+            _require_declared_sets(
+                parts[-1]["radius"], problem.conditions.chosen, subject.chosen[rows], subject.core is not None
+            )
     lead, flat = tokens.shape[:-1], real.flatten()
-    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else _nothing(tokens)
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else _no_tokens(tokens)
     for name in found.keys() - {"pair", "lengths", "margin"}:
         found[name] = found[name].where(flat, 0.0)
     found = {name: values.view(*lead, *values.shape[1:]) for name, values in found.items()}
@@ -163,18 +169,18 @@ def _collected(subject: Subject, tokens: Tensor, real: Tensor, norm: Norm, round
     )
 
 
-def _solved(problem: Problem, norm: Norm, rounding: Arithmetic | None) -> dict[str, Tensor]:
-    """For some tokens, as rows."""
+def _certify_rows(problem: RadiusProblem, norm: Norm, rounding: Arithmetic | None) -> dict[str, Tensor]:
+    """Return the tensors of `Certificates` for some tokens, by name; other lower bounds under their own names."""
     sizes = lengths(problem.scoring.planes.points, norm)
     nearest = problem.nearest(None)
-    distance = _clean(problem.outward(nearest.radius)) / ABOVE
+    distance = _non_negative(problem.to_token_radius(nearest.radius)) / ABOVE
     radius = distance
     constrained = problem.conditions.valid.any(1)
     if rounding is not None:
-        # Errors grow with the token: they are taken where it is longest, and hold for all that is nearer.
-        reach = distance.where(distance < torch.inf, FAR * (sizes + 1))
+        # Errors grow with the token: taken at the end of the radius, they are upper bounds within it.
+        reach = distance.where(distance < torch.inf, LARGEST_RADIUS * (sizes + 1))
         safe = problem.nearest(problem.errors(rounding, reach)).radius
-        radius = (_clean(problem.outward(safe)) / ABOVE).minimum(reach).where(constrained, torch.inf)
+        radius = (_non_negative(problem.to_token_radius(safe)) / ABOVE).minimum(reach).where(constrained, torch.inf)
     which = nearest.which.view(-1, 1)
     if problem.conditions.valid.shape[1]:
         margin = problem.margins.gather(1, which).squeeze(1).where(constrained, torch.inf)
@@ -187,21 +193,21 @@ def _solved(problem: Problem, norm: Norm, rounding: Arithmetic | None) -> dict[s
     return found | {"pair": pair.where(constrained.unsqueeze(1), neither)} | problem.bounds()
 
 
-def _clean(radius: Tensor) -> Tensor:
+def _non_negative(radius: Tensor) -> Tensor:
     return radius.nan_to_num(nan=0.0, posinf=torch.inf).clamp_min(0)
 
 
-def _compare(radius: Tensor, chosen: Tensor, routed: Tensor, core: bool) -> None:
-    """Raise an error where the router's own sets are not those that its parts declare."""
+def _require_declared_sets(radius: Tensor, chosen: Tensor, routed: Tensor, core: bool) -> None:
+    """Raise ValueError if the router's own sets are not those that its parts declare."""
     wrong = (chosen & ~routed if core else chosen != routed).any(1) & (radius > 0)
     if wrong.any():
         raise ValueError(
-            f"{int(wrong.sum())} tokens took other experts than the router's parts declare, by more than rounding explains; "
-            "a router whose declarations are wrong cannot be certified."
+            f"{int(wrong.sum())} tokens selected other experts than the router's parts declare, beyond rounding error; "
+            "a router with wrong declarations cannot be certified."
         )
 
 
-def _nothing(tokens: Tensor) -> dict[str, Tensor]:
+def _no_tokens(tokens: Tensor) -> dict[str, Tensor]:
     empty = torch.zeros(0, dtype=torch.float64, device=tokens.device)
     found = dict.fromkeys(("radius", "distance", "lengths", "margin"), empty)
     return found | {"pair": torch.zeros(0, 2, dtype=torch.int64, device=tokens.device)}

@@ -1,11 +1,11 @@
 """Randomised smoothing (Cohen et al. 2019): a certificate for the majority vote of any router under Gaussian noise.
 
-f(x) = the set that route(x + noise) gives most often, noise ~ N(0, sigma^2 I). If the set S is found in `hits` of n samples,
+f(x) = the set that route(x + noise) selects most often, noise ~ N(0, sigma^2 I). If `hits` of n samples give the set S,
 
     p = Beta^-1(alpha; hits, n - hits + 1)    (Clopper-Pearson: the chance of S is at least p, with confidence 1 - alpha)
 
-then f gives S everywhere within sigma Phi^-1(p) of x in l2, and nothing is certified where p <= 1/2. It is a statement about
-f, not about the router, and one that is wrong for a share of at most alpha of all tokens.
+then f gives S everywhere within sigma Phi^-1(p) of x in l2, and nothing is certified if p <= 1/2. This certifies f, not the
+router, and each token's certificate is wrong with probability at most alpha.
 """
 
 import hashlib
@@ -24,16 +24,19 @@ from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
 from holdfast.routing.parts import TINY
 
 Route = Callable[[Tensor], Routing]
-BLOCK = 16  # samples drawn at a time; fixed, since a generator's numbers depend on how they are asked for
-BITS = 62  # of a set in one integer
+BLOCK = 16  # samples drawn at a time; fixed, because a generator's numbers depend on the size of each draw
+BITS = 62  # of a set that are packed into one integer
 
 
 @dataclass(frozen=True)
 class Smoothing:
-    """sigma    the noise's standard deviation, in every feature
-    samples     how many draws estimate the chance of the set, `selection` how many others choose it
-    alpha       the chance that a token's certificate is wrong
-    first       the number of the first token: token `i` of a call gets the noise of number `first + i`, whatever the batch
+    """The noise of a majority vote.
+
+    sigma      standard deviation of the noise, in every feature
+    samples    number of draws that estimate the probability of the set
+    selection  number of other draws that choose the set
+    alpha      probability that a token's certificate is wrong
+    first      number of the first token: token `i` of a call has the noise of number `first + i`, in any batch
     """
 
     sigma: float
@@ -47,20 +50,21 @@ class Smoothing:
         if not 0 < self.sigma < float("inf"):
             raise ValueError(f"sigma is {self.sigma}; the noise needs a positive standard deviation.")
         if not 0 < self.alpha < 1:
-            raise ValueError(f"alpha is {self.alpha}; the chance of being wrong must lie between 0 and 1.")
+            raise ValueError(f"alpha is {self.alpha}; the probability of an error must be between 0 and 1.")
         if self.samples < 1 or self.selection < 1:
-            raise ValueError(f"samples are {self.samples} and {self.selection}; there must be at least 1 of each.")
+            raise ValueError(f"samples is {self.samples} and selection {self.selection}; both must be at least 1.")
 
 
 class MajorityVote:
-    """The router that takes the set which `route` takes most often under noise: what a probabilistic certificate is about.
+    """The router that selects the set which `route` selects most often under noise. A probabilistic certificate is about it.
 
-    route       a Router, with the `context` it is called in, or any callable from tokens to a `Routing`
-    joint       can moving one token change another's set? By default what a Router's traits say; True for a callable that
-                is given sequences (B,N,d)
+    route       a Router, with the `context` that it is called with, or any callable from tokens to a `Routing`
+    joint       whether a perturbation of one token can flip another. By default what a Router's traits declare; True for a
+                callable that receives sequences (B,N,d)
 
-    Called with tokens it gives a `Routing`: the sets of the vote, gates and weights the means over the draws, so that a
-    gradient attack has something to follow. Noise depends on seed and place only: the same tokens get the same vote.
+    Called with tokens it returns a `Routing`: the sets of the vote; gates and weights are means over the draws, so that a
+    gradient attack can follow them. The noise depends only on the seed and the token's number: the same tokens get the same
+    vote.
     """
 
     def __init__(
@@ -69,18 +73,18 @@ class MajorityVote:
         self.smoothing, self.context, self.joint = smoothing, context, joint
         self.router = route if isinstance(route, Router) else None
         if context is not None and self.router is None:
-            raise ValueError("a context is for a Router; a callable brings its own.")
+            raise ValueError("context= works only with a Router; a callable must provide its own context.")
         if context is not None and context.cache is not None:
-            raise ValueError("the context holds a cache of earlier tokens; vote on whole sequences, without one.")
+            raise ValueError("the context has a cache of earlier tokens; vote on whole sequences without a cache.")
         self.route = cast(Route, partial(route, context=context)) if isinstance(route, Router) else route
 
     def __call__(self, tokens: Tensor) -> Routing:
         votes, gates, weights = [], torch.zeros((), device=tokens.device), torch.zeros((), device=tokens.device)
         for routing in self.draws(tokens, self.smoothing.samples):
-            votes.append(packed(routing.chosen))
+            votes.append(pack_sets(routing.chosen))
             gates, weights = gates + routing.gates, weights + routing.dense_weights
         gates, weights = gates / len(votes), weights / len(votes)
-        chosen = unpacked(majority(torch.stack(votes)), gates.shape[-1])
+        chosen = unpack_sets(majority(torch.stack(votes)), gates.shape[-1])
         slots = max(1, int(chosen.sum(1).max()))
         order = weights.where(chosen, -1.0).sort(dim=-1, descending=True, stable=True).indices[:, :slots]
         used = chosen.gather(1, order)
@@ -92,7 +96,7 @@ class MajorityVote:
         )
 
     def draws(self, tokens: Tensor, count: int, skip: int = 0) -> Iterator[Routing]:
-        """The routes of `count` noisy copies of the tokens; `skip` whole blocks of noise are left to others."""
+        """Yield the routings of `count` noisy copies of the tokens; `skip` selects another stream of noise."""
         rows = tokens.reshape(-1, tokens.shape[-1])
         noise = Noise(self.smoothing, rows, skip)
         for start in range(0, count, BLOCK):
@@ -101,7 +105,7 @@ class MajorityVote:
                 yield self.route((rows.float() + sample).to(tokens.dtype).view(tokens.shape))
 
     def coordinates(self, tokens: Tensor) -> int:
-        """How many numbers a token's set depends on."""
+        """Return the number of features that a token's set depends on."""
         traits = None if self.router is None else self.router.traits
         if traits is not None and not traits.batch_invariant:
             return tokens.numel()
@@ -114,12 +118,12 @@ class MajorityVote:
 
 
 class Noise:
-    """Blocks (BLOCK,T,d) of Gaussian noise, each token's from a generator of its own."""
+    """Blocks (BLOCK,T,d) of Gaussian noise, with a separate generator for each token."""
 
     def __init__(self, smoothing: Smoothing, rows: Tensor, skip: int) -> None:
         self.sigma, self.like = smoothing.sigma, rows
         self.sources = [
-            torch.Generator().manual_seed(_mixed(smoothing.seed, smoothing.first + number, skip))
+            torch.Generator().manual_seed(_seed_from(smoothing.seed, smoothing.first + number, skip))
             for number in range(len(rows))
         ]
 
@@ -134,22 +138,24 @@ class Noise:
 
 @torch.no_grad()
 def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certificates:
-    """The radius of each token's majority vote; 0 where the vote is not clear enough to certify anything.
+    """Return the radius of each token's majority vote; 0 if the majority is too small to certify.
 
-    For "linf", the l2 radius over the square root of how many numbers may move. Where tokens inform each other it is in the
-    norm of all of a sequence's perturbations together.
+    For "linf" it is the l2 radius divided by the square root of the number of features that may be perturbed. Where tokens
+    share gates, it bounds the norm of the perturbations of all tokens of a sequence together.
     """
     require_extra("certifying a majority vote", "scipy")
     from scipy.stats import beta
 
     check_norm(norm)
-    real = _real(vote, tokens)
+    real = _real_tokens(vote, tokens)
     smoothing, lead = vote.smoothing, tokens.shape[:-1]
-    chosen = majority(torch.stack([packed(routing.chosen) for routing in vote.draws(tokens, smoothing.selection, skip=1)]))
+    chosen = majority(
+        torch.stack([pack_sets(routing.chosen) for routing in vote.draws(tokens, smoothing.selection, skip=1)])
+    )
     hits = torch.zeros(len(chosen), dtype=torch.int64, device=tokens.device)
     experts, keys = 0, torch.zeros((), device=tokens.device)
     for routing in vote.draws(tokens, smoothing.samples):
-        hits += (packed(routing.chosen) == chosen).all(1)
+        hits += (pack_sets(routing.chosen) == chosen).all(1)
         experts, keys = routing.gates.shape[-1], keys + routing.chosen
     counts = hits.double().cpu().numpy()
     lowest = torch.from_numpy(beta.ppf(smoothing.alpha, counts, smoothing.samples - counts + 1)).nan_to_num(0.0)
@@ -163,7 +169,7 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
         distance=radius,
         lengths=lengths(tokens.double(), norm),
         margin=(2 * lowest.to(tokens.device) - 1).view(lead),
-        pair=_closest(unpacked(chosen, experts), shares).view(*lead, 2),
+        pair=_closest_pair(unpack_sets(chosen, experts), shares).view(*lead, 2),
         real=real,
         kind="probabilistic",
         norm=norm,
@@ -172,35 +178,35 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
     )
 
 
-def _real(vote: MajorityVote, tokens: Tensor) -> Tensor:
-    """(...) bool: which tokens are no padding; an error where these cannot be certified."""
+def _real_tokens(vote: MajorityVote, tokens: Tensor) -> Tensor:
+    """Return which tokens are real, (...) bool; raise ValueError if they cannot be certified."""
     if vote.router is not None and vote.router.training:
-        raise ValueError("the router is in training mode, where it learns and may add noise; call eval() first.")
+        raise ValueError("the router is in training mode, where it updates state and may add noise; call eval() first.")
     got = f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}"
     if tokens.dim() not in (2, 3) or not tokens.is_floating_point():
         raise ValueError(f"{got}; expected floating point, (B, N, d) or (T, d).")
-    real = (vote.context or Context()).real_or_all(tokens if tokens.dim() == 3 else tokens.unsqueeze(0))
+    real = (vote.context or Context()).real_tokens(tokens if tokens.dim() == 3 else tokens.unsqueeze(0))
     real = real.view(tokens.shape[:-1])
     if not tokens[real].isfinite().all():
-        raise ValueError(f"{got} and hold NaN or infinite numbers; there is nothing to certify.")
+        raise ValueError(f"{got} and contain NaN or infinite numbers, so they cannot be certified.")
     return real
 
 
-def packed(chosen: Tensor) -> Tensor:
-    """(T,W) int64: sets (T,E) as bits."""
+def pack_sets(chosen: Tensor) -> Tensor:
+    """Return sets (T,E) bool as bits of integers, (T,W) int64."""
     padded = torch.nn.functional.pad(chosen.long(), (0, -chosen.shape[1] % BITS))
     powers = 2 ** torch.arange(BITS, device=chosen.device)
     return (padded.unflatten(1, (-1, BITS)) * powers).sum(-1)
 
 
-def unpacked(sets: Tensor, experts: int) -> Tensor:
-    """(T,E) bool."""
+def unpack_sets(sets: Tensor, experts: int) -> Tensor:
+    """Return the sets (T,E) bool that `pack_sets` packed."""
     bits = sets.unsqueeze(-1) >> torch.arange(BITS, device=sets.device)
     return (bits & 1).bool().flatten(1)[:, :experts]
 
 
 def majority(votes: Tensor) -> Tensor:
-    """(T,W): the most frequent of `votes (n,T,W)`, the first in order where several are."""
+    """Return the most frequent set (T,W) of `votes (n,T,W)`; of several, the first in sorted order."""
     names, numbers = votes.flatten(0, 1).unique(dim=0, return_inverse=True)
     ordered = numbers.view(votes.shape[:2]).sort(dim=0).values
     runs = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long().cumsum(0)])
@@ -209,15 +215,15 @@ def majority(votes: Tensor) -> Tensor:
     return names[ordered.where(runs == longest, len(names)).amin(0)]
 
 
-def _closest(chosen: Tensor, shares: Tensor) -> Tensor:
-    """(T,2): the expert of the set with the fewest votes and the one outside it with the most; E where there is none."""
+def _closest_pair(chosen: Tensor, shares: Tensor) -> Tensor:
+    """Return (T,2): the expert of the set with the fewest votes, and the other expert with the most; E if there is none."""
     experts = chosen.shape[1]
     leaving = shares.where(chosen, 2.0).argmin(1).where(chosen.any(1), experts)
     entering = shares.where(~chosen, -1.0).argmax(1).where(~chosen.all(1), experts)
     return torch.stack([leaving, entering], dim=1)
 
 
-def _mixed(seed: int, token: int, stream: int) -> int:
-    """One seed from three numbers."""
+def _seed_from(seed: int, token: int, stream: int) -> int:
+    """Return one seed from three numbers."""
     digest = hashlib.blake2b(f"{seed} {token} {stream}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,7 +1,4 @@
-"""An audit as tables for a terminal.
-
-`holdfast audit`: the routing health of a model that is there.
-"""
+"""`holdfast audit`: measure how much of a saved model depends on near-ties, and print the result as tables."""
 
 from __future__ import annotations
 
@@ -24,17 +21,19 @@ SHOWN_FINDINGS, SHOWN_TOKENS = 10, 5
 
 
 def print_report(report: AuditReport) -> None:
+    """Print the tables, the skipped perturbations, the tokens most at risk and the findings of an audit."""
     show(_layers(report))
     show(_perturbations(report))
     _print_skipped(report)
     _print_tokens(report)
     _print_findings(report)
     if report.status == "interrupted":
-        print(f"Interrupted: these are the figures of the {report.data['batches']} batches that were finished.")
+        print(f"Interrupted: these are the results of the {report.data['batches']} finished batches.")
 
 
 def print_what_if(found: dict[str, Any]) -> None:
-    shown = slim_table(f"With {found['router']} instead, untrained", "", "as it is", f"with {found['router']}")
+    """Print the audit before and after another router was put in."""
+    shown = slim_table(f"With {found['router']} instead, untrained", "", "unchanged", f"with {found['router']}")
     for name, pair in found["cost"].items():
         shown.add_row(name.replace("_", " "), _number(pair["before"]), _number(pair["after"]))
     for name, pair in found["flip_output"].items():
@@ -43,11 +42,12 @@ def print_what_if(found: dict[str, Any]) -> None:
 
 
 def print_differences(before: AuditReport, after: AuditReport) -> None:
+    """Print the overall numbers in which two audits differ."""
     from holdfast.auditing import differences
 
     found = differences(before, after)
     if before.data.get("checksum") != after.data.get("checksum"):
-        print("The two audits are of different data: what differs need not be the model's.")
+        print("The two audits used different data: differences may come from the data, not from the model.")
     names = " and ".join(str(report.model.get("name") or "a model") for report in (before, after))
     shown = slim_table("", "number", "first", "second")
     shown.title = _plain(names)
@@ -63,11 +63,12 @@ def _layers(report: AuditReport) -> Table:
     title = (
         f"{report.model['name']}: {report.overall['tokens']} tokens, {report.overall['experts_per_token']:.2f} experts each"
     )
-    columns = ("layer", "entropy", "load CV", "dead", "near ties", "undecided", "radius", "< 0.001")
+    columns = ("layer", "entropy", "load unevenness", "dead", "near-ties", "undecided", "radius", "< 0.001")
     shown = slim_table(
         title,
         *columns,
-        caption="Entropy: of log E. Near ties: within 0.01. Undecided: in bf16. Radius: median, of a token's length.",
+        caption="entropy: share of log E. load unevenness: CV. dead: dead experts. near-ties: within 0.01. undecided: in "
+        "bf16. radius: median, relative to a token's norm. < 0.001: share of tokens with a smaller radius.",
     )
     for layer in report.layers:
         ties = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
@@ -85,9 +86,10 @@ def _layers(report: AuditReport) -> Table:
 
 
 def _perturbations(report: AuditReport) -> Table:
-    columns = ("", "sets", "first", "weights", "output", "by flips", "predicted", "loss")
+    columns = ("", "flips", "first expert", "weights", "output", "by flips", "predictions", "loss")
     caption = (
-        "Sets, first experts and predictions that change; change of gate weights (L1), of layers' outputs, of the loss."
+        "flips, first expert, predictions: share of tokens that change. weights: L1 change of gate weights. output: change "
+        "of layers' outputs. by flips: the part of it that flips cause. loss: change."
     )
     shown = slim_table("What changes", *columns, caption=caption)
     for name, one in report.perturbations.items():
@@ -118,7 +120,7 @@ def _print_tokens(report: AuditReport) -> None:
         return
     shown = slim_table("Tokens most at risk", "token", "in", "layer", "radius", "from", "to")
     for entry in known:
-        # Written as Python writes it, and not as markup: a text may hold anything.
+        # As Python writes strings, and not as markup: a text may contain anything.
         cells = (repr(entry["text"]), repr(entry["context"]), entry["layer"], _number(entry["relative"]))
         shown.add_row(*(_plain(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
     show(shown)
@@ -128,13 +130,13 @@ def _print_findings(report: AuditReport) -> None:
     from holdfast.auditing import diagnose
 
     found = diagnose(report)
-    print("Findings, the most harmful first:" if found else "Nothing to complain about.")
+    print("Findings, the most harmful first:" if found else "No findings.")
     alike = Counter((finding.kind, finding.severity) for finding in found)
     worst = {(finding.kind, finding.severity): finding for finding in reversed(found)}  # the first of each kind
     shown = [finding for finding in found if finding is worst[finding.kind, finding.severity]][:SHOWN_FINDINGS]
     for number, finding in enumerate(shown, 1):
         more = alike[finding.kind, finding.severity] - 1
-        others = f" {more} more {'layer' if more == 1 else 'layers'} likewise." if more else ""
+        others = f" {more} more {'layer' if more == 1 else 'layers'} with the same finding." if more else ""
         print(f"{number:3}. {finding.severity}: {finding}.{others}")
     if len(alike) > len(shown):
         print(f"     and {len(alike) - len(shown)} more kinds.")
@@ -151,7 +153,7 @@ def _share(value: float | None) -> str:
 
 
 def _signed(value: float | None) -> str:
-    return "broke" if value is None else f"{value:+.2g}"  # a perturbed model's numbers may be NaN or infinite
+    return "NaN" if value is None else f"{value:+.2g}"  # a perturbed model's numbers may be NaN or infinite
 
 
 def _number(value: float | None) -> str:
@@ -162,12 +164,12 @@ NAME = "audit.json"
 
 
 class ConditionHolds(Exception):
-    """A condition of --fail-if: no mistake of the user's, but an exit code of its own."""
+    """A condition of --fail-if is true: not a user's mistake, so it has an exit code of its own."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """See how much of a model hangs on near-ties: its routers as they are, and what changes under each perturbation.
+    """Measure how much of a model depends on near-ties: metrics of its routing, and what changes under each perturbation.
 
     Examples: `holdfast audit comparison/cells/smoe-seed0`, `holdfast audit path/to/olmoe --out audits/olmoe`,
     `holdfast audit path/to/olmoe --what-if smooth`, `holdfast audit path/to/olmoe --fail-if "undecided.bf16>0.05"`,
@@ -175,51 +177,51 @@ class Audit:
     """
 
     model: Positional[str | None] = None
-    """What `holdfast train` or `compare` left, or any Hugging Face folder or name."""
+    """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     source: str | None = None
-    """Another text or set of pictures than the model was trained on: a name or a path."""
+    """Use this text or image set instead of the one the model was trained on: a name or a path."""
     data: Path | None = None
-    """Where named sources lie, if they are not to be fetched."""
+    """The folder with named sources; without it they are downloaded."""
     tokens: int = 4096
-    """About how much of a text is read: it ends with a whole batch."""
+    """How many tokens of the text to read, rounded to whole batches."""
     length: int = 128
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch: int = 8
-    """Sequences of a batch."""
+    """Sequences per batch."""
     perturb: str | None = None
-    """Names joined by commas, of none, noise, routing, model, batch, backend, words, typos, attack; by default all."""
+    """Perturbations, joined by commas: none, noise, routing, model, batch, backend, words, typos, attack; by default all."""
     noise: tuple[float, ...] = (0.01, 0.05)
-    """Levels of noise, as shares of each router input's length."""
+    """Levels of noise, as shares of each router input's norm."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of all random numbers."""
     what_if: str | None = None
-    """Another router: the same audit with it in place, without training. The saved model is not changed."""
+    """Repeat the audit with this router, without training. The saved model is not changed."""
     out: Path | None = None
-    """A folder for audit.json and audit.html."""
+    """Write audit.json and audit.html to this folder."""
     force: bool = False
-    """Overwrite these files if they are there."""
+    """Overwrite these files if they exist."""
     fail_if: tuple[str, ...] = ()
-    """Conditions on the overall numbers; exit code 1 where one holds."""
+    """Conditions on the overall numbers; the exit code is 1 if one of them is true."""
     compare: tuple[Path, Path] | None = None
-    """Two files audit.json, or their folders: show in which overall numbers they differ, audit nothing."""
+    """Two files audit.json, or their folders: print the overall numbers that differ, and audit nothing."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        from holdfast.auditing import AuditReport, Settings, parse
+        from holdfast.auditing import AuditReport, Settings, parse_condition
         from holdfast.report import write_audit
         from holdfast.report.stored_audit import read_audit
 
         self.plugins.load()
         if self.compare is not None:
             if self.model is not None:
-                raise ValueError("--compare reads two audits that are there; it takes no model.")
+                raise ValueError("--compare reads two finished audits; it takes no model.")
             stored = [path / NAME if path.is_dir() else path for path in self.compare]
             for path in stored:
-                read_audit(path)  # checks more than the overall numbers: all that the page of an audit needs
+                read_audit(path)  # checks the whole file, not only the overall numbers
             print_differences(*map(AuditReport.load, stored))
             return
-        conditions = [parse(written) for written in self.fail_if]
+        conditions = [parse_condition(written) for written in self.fail_if]
         for condition in conditions:
             condition.check(Settings(self._perturbations(), self.noise))
         target = None if self.out is None else self.out / NAME
@@ -232,13 +234,14 @@ class Audit:
             print_what_if(report.what_if)
         if target is not None and page is not None:
             check_files()
-            print(f"All figures: {report.save(target)}")
+            print(f"All numbers: {report.save(target)}")
             print(f"Report: {write_audit(target, page, force=True)}")
         if report.status == "interrupted":
             raise KeyboardInterrupt
         met = [(condition, value) for condition in conditions for holds, value in [condition.holds(report)] if holds]
         if met:
-            raise ConditionHolds("; ".join(f"{condition} holds: it is {value:.4g}" for condition, value in met))
+            reasons = (f"condition {condition} is true: the value is {value:.4g}" for condition, value in met)
+            raise ConditionHolds("; ".join(reasons))
 
     def _perturbations(self) -> tuple[str, ...]:
         from holdfast.auditing import PERTURBATIONS
@@ -247,17 +250,17 @@ class Audit:
 
     def _audit(self) -> AuditReport:
         from holdfast.auditing import audit, what_if
-        from holdfast.hub.tracing import require_room
-        from holdfast.train.saved_model import Material, subject
+        from holdfast.hub.tracing import require_positions
+        from holdfast.train.saved_model import AuditData, load_model_and_task
         from holdfast.train.training import quiet
 
         if self.model is None:
-            raise ValueError("say which model to audit: a folder or a name on the hub.")
+            raise ValueError("state which model to audit: a folder or a name on the Hugging Face hub.")
         quiet()
-        model, task = subject(self.model, source=self.source, data=self.data, loading=self.loading.options())
-        material = Material(task, self.tokens)
+        model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        material = AuditData(task, self.tokens)
         if material.tokenizer is not None:
-            require_room(model, self.length)
+            require_positions(model, self.length)
         settings: dict[str, Any] = {
             "tokenizer": material.tokenizer,
             "perturb": self._perturbations(),

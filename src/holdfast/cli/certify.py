@@ -1,4 +1,4 @@
-"""`holdfast certify`: how far the routers' inputs of a model may move before tokens go to other experts."""
+"""`holdfast certify`: print radii up to which no perturbation of a router's input flips a token."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Certify:
-    """Certify a model's routing: for every token and layer, a radius within which no move of the router's input changes its
-    experts, and which tokens rounding could send elsewhere.
+    """Certify a model's routing: for every token and layer, print a radius up to which no perturbation of the router's input
+    changes the selected experts, and which tokens rounding may flip.
 
     Examples: `holdfast certify comparison/cells/symphony-seed0`, `holdfast certify path/to/olmoe --norm linf --out l.json`,
-    `holdfast certify path/to/model --sigma 0.1` (a majority vote under noise, where no bound is known)
+    `holdfast certify path/to/model --sigma 0.1` (a majority vote under noise, for routers without a certificate)
     """
 
     model: Positional[str]
-    """What `holdfast train` or `compare` left, or any Hugging Face folder or name."""
+    """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     source: str | None = None
-    """Another text or set of pictures than the model was trained on: a name or a path."""
+    """Use this text or image set instead of the one the model was trained on: a name or a path."""
     data: Path | None = None
-    """Where named sources lie, if they are not to be fetched."""
+    """The folder with named sources; without it they are downloaded."""
     tokens: int = 4096
-    """About how much of a text is read: it ends with a whole batch."""
+    """How many tokens of the text to read, rounded to whole batches."""
     length: int = 128
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch: int = 8
-    """Sequences of a batch."""
+    """Sequences per batch."""
     norm: Literal["l2", "linf"] = "l2"
-    """Of moves: their length, or the largest change of any feature."""
+    """Norm of perturbations: their Euclidean length, or the largest change of any feature."""
     rounding: Literal["worst", "likely"] = "worst"
-    """What rounding errors take off the radii: all that could be, or what once in 10^9 cases is exceeded."""
+    """Rounding error to subtract from the radii: the worst case, or a bound that one case in 10^9 exceeds."""
     sigma: float | None = None
-    """Noise of a majority vote, for routers that no bound is known for."""
+    """Standard deviation of the noise of a majority vote, for routers without a certificate."""
     samples: int = 1000
-    """Draws of that noise."""
+    """Number of draws of that noise."""
     alpha: float = 0.001
-    """The chance that a token's certificate of that vote is wrong."""
+    """The probability that a token's certificate from that vote is wrong."""
     seed: int = 0
-    """Of that noise."""
+    """Seed of that noise."""
     out: Path | None = None
-    """A JSON file for all figures."""
+    """Write all numbers to this JSON file."""
     force: bool = False
-    """Overwrite that file if it is there."""
+    """Overwrite that file if it exists."""
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
@@ -64,23 +64,23 @@ class Certify:
         print_certificates(summary)
         write_out(self.out, {**summary, "data": source, "versions": versions()})
         if found.status == "interrupted":
-            print("Interrupted: these are the figures of what was finished.")
+            print("Interrupted: these are the results of the finished batches.")
             raise KeyboardInterrupt
 
     def _certify(self) -> tuple[ModelCertificates, dict[str, Any]]:
         from holdfast.auditing import certify_model
         from holdfast.certificates import Smoothing
-        from holdfast.hub.tracing import require_room
-        from holdfast.train.saved_model import Material, subject
+        from holdfast.hub.tracing import require_positions
+        from holdfast.train.saved_model import AuditData, load_model_and_task
         from holdfast.train.training import quiet
 
         noise = {"samples": self.samples, "alpha": self.alpha, "seed": self.seed}
         smoothing = None if self.sigma is None else Smoothing(sigma=self.sigma, **noise)  # type: ignore[arg-type]
         quiet()
-        model, task = subject(self.model, source=self.source, data=self.data, loading=self.loading.options())
-        material = Material(task, self.tokens)
+        model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        material = AuditData(task, self.tokens)
         if material.tokenizer is not None:
-            require_room(model, self.length)
+            require_positions(model, self.length)
         with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
             found = certify_model(
                 model,
@@ -99,17 +99,19 @@ class Certify:
 
 
 def print_certificates(found: dict[str, Any]) -> None:
+    """Print the certificates of each layer as a table, and why layers were skipped."""
     known = [layer for layer in found["layers"] if layer["skipped"] is None]
     if known:
         levels = list(known[0]["share_at"])
         title = f"{found['model']['name']}: {found['tokens']} tokens, {found['how']['norm']}"
         caption = (
-            f"Relative radius: of the median token, of the 5th of 100. {', '.join(levels)}: tokens certified to keep their "
-            "experts under any move of that share of their length. bf16, fp16: tokens that rounding may send elsewhere."
+            f"median, 5%: quantiles of the relative radius. {', '.join(levels)}: share of tokens certified to keep their "
+            "experts under any perturbation of that share of their norm. bf16, fp16: share of undecided tokens, which "
+            "rounding may flip."
         )
-        shown = slim_table(title, "layer", "kind", "median", "5th", *levels, "bf16", "fp16", caption=caption)
+        shown = slim_table(title, "layer", "kind", "median", "5%", *levels, "bf16", "fp16", caption=caption)
         for layer in known:
-            radii = (_figure(layer["relative"][name]) for name in ("50%", "5%"))
+            radii = (_radius(layer["relative"][name]) for name in ("50%", "5%"))
             shares = (f"{layer['share_at'][level]:.1%}" for level in levels)
             alarms = (layer["undecided"].get(name) for name in ("bf16", "fp16"))
             rounded = ("" if alarm is None else f"{alarm:.2%}" for alarm in alarms)
@@ -120,5 +122,5 @@ def print_certificates(found: dict[str, Any]) -> None:
             print(f"layer {layer['layer']} is not certified: {layer['skipped']}")
 
 
-def _figure(value: float | None) -> str:
+def _radius(value: float | None) -> str:
     return "infinite" if value is None else f"{value:.2g}"

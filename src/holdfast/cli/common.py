@@ -1,12 +1,7 @@
-"""What commands show on a terminal: signs of life while they work, and tables.
+"""What commands share: terminal output, checks of the files they write, and options for loading models and plugins.
 
-Files that commands write: checked before any work, and never over a file that is there already unless forced.
-
-A command locks each file before its work and until it ends: a second one that is to write the same file is refused at once.
-
-Where a model's weights go, for the commands that load one.
-
-Plugin files, for the commands that build routers or load a model that has some.
+Output files are checked before any work. An existing file is overwritten only with --force. A command locks each of its
+files until it ends, so that a second command that would write the same file is refused at once.
 """
 
 from __future__ import annotations
@@ -29,14 +24,14 @@ if TYPE_CHECKING:
 
 
 LONGEST_MESSAGE = 2000  # characters
-NO_EDGE = 10_000  # columns
-LONGEST = 24  # characters of a number: longer words that hold a digit may fold
+NO_EDGE = 10_000  # columns of a pipe or a file
+LONGEST = 24  # characters of a number: longer words with a digit may be wrapped
 
-Tell = Callable[[float, str], None]  # how much is done, and what is being done
+Tell = Callable[[float, str], None]  # amount of finished work, and what is being done
 
 
 def one_line(problem: Exception) -> str:
-    """Return the message of an error for a terminal: it may quote any file, with line ends and control characters."""
+    """Return an error's message as one printable line: it may quote a file, with line ends and control characters."""
     text = " ".join(str(problem).split())
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]} ..."
@@ -44,7 +39,7 @@ def one_line(problem: Exception) -> str:
 
 @contextmanager
 def bar(total: float | None, *, leave: bool = True) -> Iterator[Tell]:
-    """A progress bar with the time that is left, as long as it is known how much there is to do."""
+    """Show a progress bar, with the remaining time if `total` is known."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -55,7 +50,7 @@ def bar(total: float | None, *, leave: bool = True) -> Iterator[Tell]:
 
 
 def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
-    """Many narrow columns: no frame, one space between them."""
+    """Return a table for many narrow columns: no frame, one space between columns."""
     from rich import box
     from rich.table import Table
 
@@ -66,7 +61,7 @@ def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
 
 
 def screen() -> Console:
-    """Where results are printed. A pipe and a file have no edge, unless COLUMNS gives them one."""
+    """Return the console that results are printed to. Lines are not wrapped in a pipe or a file, unless COLUMNS is set."""
     from rich.console import Console
 
     console = Console()
@@ -76,7 +71,7 @@ def screen() -> Console:
 
 
 def show(table: Table) -> None:
-    """A table with all its numbers: in little room words fold, and lines run over the edge before a number is cut."""
+    """Print a table without cutting numbers: on a narrow terminal words are wrapped, then lines exceed its width."""
     console = screen()
     for column in table.columns:
         column.overflow = "fold"
@@ -87,7 +82,7 @@ def show(table: Table) -> None:
 
 
 def _needed(console: Console, column: Column) -> int:
-    """The longest number of a column; of one that is not to be wrapped, its longest cell."""
+    """Return the width of a column's longest number; for a column without wrapping, of its longest cell."""
     cells = list(column.cells)
     if column.no_wrap:
         return max((console.measure(cell).maximum for cell in cells), default=0)
@@ -97,7 +92,7 @@ def _needed(console: Console, column: Column) -> int:
 
 @contextmanager
 def forwards(model: Any, what: str, total: int | None) -> Iterator[None]:
-    """A bar that moves on with every input that the model is given; it only shows life where nobody knows the `total`."""
+    """Show a bar that advances with every input of the model's forward; without `total` it only shows activity."""
     done = 0
 
     def count(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -114,11 +109,11 @@ def forwards(model: Any, what: str, total: int | None) -> Iterator[None]:
             handle.remove()
 
 
-_stack, _locks = ExitStack(), list[Lock]()  # of the command that runs; `main` calls `release_files`
+_stack, _locks = ExitStack(), list[Lock]()  # of the running command; `main` calls `release_files`
 
 
 def require_free(path: Path | None, force: bool) -> None:
-    """Lock the file for this command. A file that is there already is overwritten only on request."""
+    """Lock the file for this command. Raise ValueError if it exists and `force` is False."""
     if path is None:
         return
     require_place(path)
@@ -128,32 +123,33 @@ def require_free(path: Path | None, force: bool) -> None:
 
 
 def check_files() -> None:
-    """Raise an error where another process has taken a file over; called before files are written."""
+    """Raise an error if another process has taken over the lock of a file; call it before writing."""
     for lock in _locks:
         lock.check()
 
 
 def release_files() -> None:
+    """Release the locks of all files of this command."""
     _locks.clear()
     _stack.close()
 
 
 def require_place(path: Path) -> None:
-    """Raise unless `path` is a place for a file that can be written; do not lock it."""
+    """Raise ValueError unless a file can be written to `path`; do not lock it."""
     if path.is_symlink():
         raise ValueError(f"{path} is a symbolic link; name the file itself.")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write to.")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no ordinary file; name another one to write to.")
+        raise ValueError(f"{path} is not a regular file; name another one.")
     require_folder(path.parent)
 
 
 def require_folder(folder: Path) -> None:
-    """Raise unless files can be written into `folder`, which is made later if it is not there."""
+    """Raise ValueError unless files can be written into `folder`, which need not exist yet."""
     for place in (folder, *folder.parents):
         if place.is_dir():
-            try:  # permissions do not tell: root may ignore them, and a file system may be read-only or full
+            try:  # permissions are not enough: root may ignore them, and a file system may be read-only or full
                 with tempfile.TemporaryFile(dir=place):
                     return
             except OSError as problem:
@@ -164,26 +160,26 @@ def require_folder(folder: Path) -> None:
 
 
 def write_out(path: Path | None, stored: dict[str, Any]) -> None:
+    """Write the numbers of a command to its JSON file, if it has one."""
     from holdfast.train.run_folder import write_json
 
     if path is not None:
         check_files()
         write_json(path, stored)
-        print(f"All figures: {path}")
+        print(f"All numbers: {path}")
 
 
 @dataclass(frozen=True)
 class Loading:
     device_map: str | None = None
-    """Where the weights go, for example cuda, cpu, or auto: over all that is there, the rest on disk. By default one GPU, if
-    there is one."""
+    """The device of the weights: cuda, cpu, or auto (all devices, then the disk). By default one GPU if there is one."""
     offload: Path | None = None
-    """A folder for what auto puts on disk."""
+    """The folder for weights that auto puts on disk."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; by default that of the folder."""
+    """Data type of the weights; by default as saved."""
 
     def options(self) -> dict[str, Any]:
-        """As `from_pretrained` takes them."""
+        """Return keyword arguments for `from_pretrained`."""
         import torch
 
         where = self.device_map or ("cuda" if torch.cuda.is_available() else None)
@@ -198,7 +194,7 @@ class Loading:
 @dataclass(frozen=True)
 class PluginFiles:
     plugin: UseAppendAction[tuple[Path, ...]] = ()
-    """A Python file that registers routers of your own; it is run. The option may be given several times."""
+    """A Python file that registers your own routers; the file is executed. You may repeat this option."""
 
     def load(self) -> None:
         from holdfast.routing.plugins import load_plugin

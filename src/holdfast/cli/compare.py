@@ -1,4 +1,7 @@
-"""`holdfast compare`: routers trained side by side, attacked, measured."""
+"""`holdfast compare`: train and attack several routers under equal conditions.
+
+`holdfast report` renders the HTML report of a finished comparison again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show
 from holdfast.comparing import PAGE, ROUTERS, run_comparison
@@ -18,39 +21,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compare:
-    """Train several routers under equal conditions, attack each, and print how they did.
+    """Train several routers under equal conditions, attack each trained model, and print a comparison.
 
-    Every router sees the same batches in the same order and starts from the same weights wherever shapes agree. Interrupted,
-    the same command continues where it was; a finished cell is not run again. Routers named later join those in the folder.
+    Every router gets the same batches in the same order and starts from the same weights wherever shapes agree. Run the
+    same command again to resume an interrupted comparison; finished cells are not run again. Routers that you name later
+    are added to those in the folder.
 
     Examples: `holdfast compare`, `holdfast compare --routers smoe,smooth --seeds 5 --out runs/smooth`,
     `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`
     """
 
     recipe: str = "tiny"
-    """A shipped recipe, or the path of a .yaml file."""
+    """The name of a shipped recipe, or the path of a .yaml file."""
     routers: str = ROUTERS
-    """Names joined by commas; the first is the baseline, unless the folder has one already. A plus sign joins parts,
-    brackets hold options: smoe,symphony+smooth,similarity[causal=false]."""
+    """Router names, joined by commas; the first is the baseline, unless the folder already has one. A plus sign joins
+    names, brackets contain options: smoe,symphony+smooth,similarity[causal=false]."""
     seeds: int = 3
-    """How many times each router is trained, each time with other weights and another order of the data."""
+    """How many times to train each router, each time with other initial weights and another order of the data."""
     out: Path = Path("comparison")
-    """The folder for everything that is written."""
+    """The folder for all results."""
     data: Path | None = None
-    """Where named text sources lie, if they are not to be fetched."""
+    """The folder with named sources; without it they are downloaded."""
     set: tuple[str, ...] = ()
-    """Changes to the recipe, as training.steps=50."""
+    """Changes to the recipe, for example training.steps=50."""
     match_compute: bool = True
-    """Where a router uses more experts a token than the baseline, add the baseline with as many experts, rounded up."""
+    """If a router uses more experts per token than the baseline, add the baseline with that number, rounded up."""
     jobs: int = 1
-    """How many models are trained at a time; several keep one GPU busy."""
+    """How many models to train at the same time; several use one GPU better."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.report import read_results
-        from holdfast.report.verdict import verdict
+        from holdfast.report.comparison_page import verdict
         from holdfast.train import load_recipe
-        from holdfast.train.recipe import contenders
+        from holdfast.train.recipe import parse_routers
         from holdfast.train.training import quiet
 
         self.plugins.load()
@@ -58,7 +62,7 @@ class Compare:
         require_folder(self.out)
         for name in ("results.json", PAGE):
             require_place(self.out / name)
-        routers = contenders(self.routers)
+        routers = parse_routers(self.routers)
         quiet()
 
         def run(comparison: Comparison) -> list[dict[str, Any]]:
@@ -68,22 +72,22 @@ class Compare:
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
         print("\n" + "\n".join(verdict(read_results(self.out))))
-        print(f"\nAll figures: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
+        print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
 
 
 def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """`training.steps=50` as a key and a value, read as YAML reads values."""
+    """Return `training.steps=50` and the like as keys and values; values are read as YAML."""
     import yaml
 
     found = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise ValueError(f"{pair!r} is no change of a recipe; write section.key=value.")
+            raise ValueError(f"{pair!r} does not change a recipe; write section.key=value.")
         try:
             found[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise ValueError(f"{value!r}, the value of {key}, is no YAML; put a text with brackets into quotes.") from None
+            raise ValueError(f"{value!r}, the value of {key}, is not YAML; put a text with brackets into quotes.") from None
     return found
 
 
@@ -94,12 +98,13 @@ def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
 
         def note(cell: Cell, finished: int) -> None:
             done[cell.name] = finished
-            tell(sum(done.values()), f"{cell.contender.name}, seed {cell.seed}: step {finished} of {steps}")
+            tell(sum(done.values()), f"{cell.choice.name}, seed {cell.seed}: step {finished} of {steps}")
 
         return comparison.run(note, jobs=jobs)
 
 
 def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
+    """Print the comparison as a table with a row for each router."""
     from rich import box
     from rich.table import Table
 
@@ -107,10 +112,10 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     costs = any("cost" in row for row in rows)
     caption = (
         f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
-        f"{rows[0]['router']}, paired by seed, with 95% intervals; experts are those used a token."
+        f"{rows[0]['router']}, paired by seed, with 95% intervals; experts: used per token."
     )
     if costs:
-        caption += " Cost: how much the attack raises the perplexity of the words it left alone, with a 95% interval."
+        caption += " Cost: how much the attack raises the perplexity of the untouched words, with a 95% interval."
     table = Table(
         box=box.SIMPLE_HEAD,  # without lines between columns: intervals and all, it fits a terminal of 80
         show_edge=False,
@@ -126,13 +131,13 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         clean, attacked = (
             "baseline" if row is rows[0] else _briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")
         )
-        figures = (_figure(row["clean"]), clean, _figure(row["attacked"]), _cost(row.get("cost")) if costs else attacked)
+        figures = (_number(row["clean"]), clean, _number(row["attacked"]), _cost(row.get("cost")) if costs else attacked)
         table.add_row(row["router"], _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
     show(table)
 
 
 def _seeds(rows: list[dict[str, Any]]) -> str:
-    """Those that joined later may have fewer."""
+    """Return the number of seeds as text; routers that were added later may have fewer."""
     counts = sorted({len(row["seeds"]) for row in rows})
     return f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' if counts[0] > 1 else ''}"
 
@@ -141,8 +146,8 @@ def _in_thousands(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 10_000_000 else f"{count / 1e3:.1f} k"
 
 
-def _figure(value: float | None) -> str:
-    return "broke" if value is None else f"{value:.2f}"
+def _number(value: float | None) -> str:
+    return "NaN" if value is None else f"{value:.2f}"
 
 
 def _briefly(difference: dict[str, Any] | None) -> str:
@@ -156,8 +161,31 @@ def _briefly(difference: dict[str, Any] | None) -> str:
 
 
 def _cost(cost: dict[str, Any] | None) -> str:
-    """In percent of the perplexity."""
+    """Return the cost in percent of the perplexity, with its interval."""
     if cost is None:
         return "none known"
     mean, low, high = (None if cost[key] is None else 100 * math.expm1(cost[key]) for key in ("mean", "low", "high"))
     return f"{mean:+.2f}%" if low is None else f"{mean:+.2f}%\n({low:+.2f} to {high:+.2f})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Render the HTML report of a finished comparison: one file that works offline.
+
+    Examples: `holdfast report comparison`, `holdfast report runs/smooth --out smooth.html --force`
+    """
+
+    folder: Positional[Path]
+    """The folder where `holdfast compare` wrote its results.json."""
+    out: Path | None = None
+    """The file to write; by default report.html in the folder."""
+    force: bool = False
+    """Overwrite the file if it exists."""
+
+    def run(self) -> None:
+        from holdfast.report import read_results, write_report
+
+        out = self.out or self.folder / "report.html"
+        results = read_results(self.folder)
+        require_folder(out.parent)
+        print(f"Report: {write_report(results, out, force=self.force)}")

@@ -1,20 +1,18 @@
-"""`holdfast COMMAND`: run the command, and print a user's mistake as one sentence instead of a traceback."""
+"""`holdfast COMMAND`: run the command, and print a user's mistake as a one-line error instead of a traceback."""
 
 import sys
 from collections.abc import Callable
 
 import tyro
 
-from holdfast.cli.attack import Attack
 from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.certify import Certify
 from holdfast.cli.common import one_line, release_files
-from holdfast.cli.compare import Compare
-from holdfast.cli.evaluate import Evaluate
+from holdfast.cli.compare import Compare, Report
+from holdfast.cli.evaluate import Attack, Evaluate
 from holdfast.cli.plan import Plan
-from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
-from holdfast.cli.run import Run, given
+from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
 
 Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Run | Train
@@ -34,8 +32,8 @@ COMMANDS: dict[str, Callable[..., Command]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that the first argument names, one of `COMMANDS`, and return its exit code."""
-    program = given(arguments) if arguments[0] == "run" else None  # what follows `run` are options of another program
+    """Run the command in the first argument, one of `COMMANDS`, and return its exit code."""
+    program = program_of(arguments) if arguments[0] == "run" else None  # options after `run` belong to the other program
     command = program or tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="holdfast", args=arguments)
     try:
         command.run()

@@ -1,7 +1,4 @@
-"""What `holdfast plan` prints: a column for each router.
-
-`holdfast plan`: what a model with each router would cost, from its config alone.
-"""
+"""`holdfast plan`: count what a model with each router would cost, from its config alone; print a column for each router."""
 
 from __future__ import annotations
 
@@ -27,16 +24,16 @@ Cell = Callable[["Planned"], str]
 
 SCALES = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-LAYOUTS = {"ddp": "replicated (DDP)", "fsdp": "sharded (FSDP)", "expert": "experts apart"}
+LAYOUTS = {"ddp": "replicated (DDP)", "fsdp": "sharded (FSDP)", "expert": "expert parallel"}
 
 
 def count(value: float) -> str:
-    """Three digits, in thousands of thousands."""
+    """Return a number with three digits and a unit prefix: 8.9 G."""
     return _scaled(value, SCALES, "")
 
 
 def size(value: float) -> str:
-    """Bytes, in units of 1024."""
+    """Return bytes with three digits and a binary unit: 71.3 GiB."""
     return _scaled(value, BINARY, " B")
 
 
@@ -49,10 +46,11 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...], unit: str) -> s
 
 
 def print_plan(plan: ModelPlan, tokens: float | None = None) -> None:
+    """Print a plan as tables; with `tokens`, also the FLOPs of a training on that many tokens."""
     console, work = screen(), plan.workload
     console.print(
-        f"{plan.model} ({plan.model_type}): {plan.sparse_layers} of {plan.layers} layers with {plan.experts} experts each; "
-        f"{work.batch} x {plan.sequence} tokens a GPU and step, {work.gpus} GPU{'s' if work.gpus > 1 else ''} of "
+        f"{plan.model} ({plan.model_type}): {plan.sparse_layers} of {plan.layers} layers with {plan.experts} experts; "
+        f"{work.batch} x {plan.sequence} tokens per GPU and step, {work.gpus} GPU{'s' if work.gpus > 1 else ''} of "
         f"{work.gpu_memory:g} GiB, {work.dtype}{', checkpointed' if work.checkpointing else ''}",
         highlight=False,
     )
@@ -79,9 +77,9 @@ def _table(plan: ModelPlan, title: str, rows: list[tuple[str, Cell]], caption: s
 def _model(plan: ModelPlan) -> Table:
     rows: list[tuple[str, Cell]] = [
         ("parameters", lambda c: count(c.parameters)),
-        ("active a token", lambda c: count(c.active_parameters)),
+        ("active per token", lambda c: count(c.active_parameters)),
         ("of routers", lambda c: count(c.router_parameters)),
-        ("experts a token", lambda c: f"{c.experts_a_token:g}"),
+        ("experts per token", lambda c: f"{c.experts_a_token:g}"),
         ("router state", lambda c: size(c.training_memory.state)),
     ]
     return _table(plan, "Model", rows)
@@ -103,7 +101,7 @@ def _flops(plan: ModelPlan, tokens: float | None) -> Table:
     rows.append(("  of it routers", lambda c: f"{100 * c.training.router / c.training.total:.2g}%"))
     if tokens is not None:
         rows.append((f"training of {count(tokens)} tokens", lambda c: count(c.training.total * tokens)))
-    return _table(plan, "FLOPs a token", rows, "matrix products, a multiply-add is 2; parts of a router as in the forward")
+    return _table(plan, "FLOPs per token", rows, "matrix products, a multiply-add is 2; router parts: forward only")
 
 
 def _share(value: float | None) -> str:
@@ -131,19 +129,20 @@ def _spread(plan: ModelPlan) -> Table:
     rows: list[tuple[str, Cell]] = []
     one = plan.workload.gpus == 1
     for index, layout in enumerate(plan.columns[0].layouts[: 1 if one else None]):
-        name = "all of it" if one else LAYOUTS[layout.name]
+        name = "whole model" if one else LAYOUTS[layout.name]
         rows += [
             (f"{name}: memory", lambda c, at=index: size(c.layouts[at].total)),  # type: ignore[misc]
             ("  fits", lambda c, key=layout.name: "yes" if c.fits(plan.workload.gpu_memory)[key] else "no"),  # type: ignore[misc]
-            ("  sent a step", lambda c, at=index: size(c.layouts[at].traffic)),  # type: ignore[misc]
+            ("  sent per step", lambda c, at=index: size(c.layouts[at].traffic)),  # type: ignore[misc]
         ]
-    rows.append(("for routers' state", lambda c: size(c.layouts[0].summed)))
+    rows.append(("sent for router state", lambda c: size(c.layouts[0].summed)))
     return _table(plan, "One GPU, training" if one else f"Each of {plan.workload.gpus} GPUs, training", rows)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Count what a model with each router would have, do, hold and send, before there is one. Only config.json is read.
+    """Count the parameters, FLOPs, memory and traffic of a model with each router, without building it. Only config.json is
+    read.
 
     Examples: `holdfast plan llama --experts 16 --k 2 --gpus 8`, `holdfast plan path/to/olmoe --router native smooth`,
     `holdfast plan llama --experts 8 --set hidden_size=2048 num_hidden_layers=24 --router smoe similarity[rank=64]`
@@ -152,31 +151,31 @@ class Plan:
     model: Positional[str]
     """A Hugging Face folder or name, a config.json, or a family: llama, qwen3, mixtral, deepseek_v3, ..."""
     router: tuple[str, ...] = ()
-    """Which routers, + joins names, options in brackets; by default the plain one and the five robust ones."""
+    """Router names, + joins names, options in brackets; by default `smoe` and the five robust routers."""
     experts: int | None = None
-    """Of a dense model: how many each feed-forward network becomes."""
+    """For a dense model: the number of experts that replace each feed-forward network."""
     k: int | None = None
-    """Experts a token; by default 2, and of a model with experts its own."""
+    """Experts per token; by default as in the model, and 2 for a dense model."""
     layers: str = "all"
-    """Which: all, alternate, last:2, or numbers joined by commas."""
+    """Which layers get experts: all, alternate, last:2, or numbers joined by commas."""
     hidden: int | None = None
-    """Of a dense model: the width of an expert, if not the network's."""
+    """For a dense model: the width of an expert; by default that of the network it replaces."""
     set: tuple[str, ...] = ()
-    """Sizes in place of the config's, as num_hidden_layers=48."""
+    """Sizes that replace those of the config, for example num_hidden_layers=48."""
     sequence: int | None = None
-    """Tokens of a sequence; by default 4096, or fewer where the model ends."""
+    """Tokens per sequence; by default 4096, or the model's limit if that is smaller."""
     batch: int = 1
-    """Sequences of a GPU's step."""
+    """Sequences per GPU and step."""
     tokens: float | None = None
-    """Tokens of a whole training: its FLOPs are printed too."""
+    """Tokens of a whole training, to print its FLOPs too."""
     gpus: int = 1
-    """How many the model is spread over: ddp, fsdp and expert-parallel."""
+    """Number of GPUs; layouts are DDP, FSDP and expert parallel."""
     gpu_memory: float = 80.0
-    """GiB of one."""
+    """GiB of memory per GPU."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Of weights and gradients; shorter than fp32, there is a float32 master copy."""
+    """Data type of weights and gradients; bf16 and fp16 add a float32 master copy."""
     checkpointing: bool = False
-    """Activations are computed again instead of being kept."""
+    """Recompute activations in the backward instead of storing them."""
     json: bool = False
     """Print everything as JSON instead of tables."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
@@ -187,9 +186,9 @@ class Plan:
 
         self.plugins.load()
         quiet()
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try to reach the hub
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each attempt to reach the hub
         if self.tokens is not None and not 0 < self.tokens < math.inf:
-            raise ValueError(f"tokens is {self.tokens:g}; a training has more than 0, and a finite number of them.")
+            raise ValueError(f"tokens is {self.tokens:g}; give a finite number above 0.")
         done = plan(
             self.model,
             self.router,
@@ -221,8 +220,8 @@ def _size(written: str) -> tuple[str, Any]:
 
     name, sign, value = written.partition("=")
     if not sign or not name or not value:
-        raise ValueError(f"{written!r} sets nothing; write a size of the config as num_hidden_layers=48.")
+        raise ValueError(f"{written!r} sets no size; write for example num_hidden_layers=48.")
     try:
         return name.strip(), yaml.safe_load(value)
     except yaml.YAMLError:
-        raise ValueError(f"{written!r} has no value that can be read.") from None
+        raise ValueError(f"the value of {written!r} is not YAML; write for example num_hidden_layers=48.") from None

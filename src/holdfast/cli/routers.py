@@ -1,4 +1,4 @@
-"""`holdfast routers`: the routers there are, and what each does with real text."""
+"""`holdfast routers`: list the routers, and show how each one routes real text."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 LENGTH = 128  # words in a sequence
 VOCABULARY = 2000
 HEADS = 4
-WARM_UP = 4  # batches through which routers that keep state see text before it counts
+WARM_UP = 4  # batches that update router state before anything is measured
 
 
 @dataclass(frozen=True)
 class Routers:
-    """List the routers, or route a batch of text through each and show what it did.
+    """List the routers, or route a batch of text with each of them and print metrics of the routing.
 
     Examples: `holdfast routers`, `holdfast routers --route`, `holdfast routers --route --names smoe xmoe+top-p --experts 32`
     """
 
     names: tuple[str, ...] = ()
-    """Which routers, + joins names; all of them by default."""
+    """Router names, + joins names; by default all."""
     route: bool = False
-    """Route a batch of the embedded text through each router, its weights untrained, and print a table."""
+    """Route a batch of the embedded text with each router, weights untrained, and print a table."""
     experts: int = 16
-    """How many experts to choose from."""
+    """Number of experts."""
     k: int | None = None
-    """Experts a token; by default each router's own."""
+    """Experts per token; by default the router's own k."""
     dim: int = 128
     """Width of the tokens."""
     sequences: int = 32
-    """How many sequences of 128 words to route."""
+    """Number of sequences of 128 words."""
     seed: int = 0
     """Seed of the router weights and the word vectors."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
@@ -57,11 +57,11 @@ class Routers:
         from holdfast.routing.presets import REGISTRY
 
         wanted = [preset for name in self.names for preset in REGISTRY.parse(name)] or list(REGISTRY)
-        table = Table(title="Routers; + joins names that claim different slots")
-        for column in ("name", "claims", "what it does", "from"):
+        table = Table(title="Routers; + joins names that replace different stages")
+        for column in ("name", "replaces stage", "what it does", "paper"):
             table.add_column(column)
         for preset in wanted:
-            table.add_row(preset.name, ", ".join(preset.claims) or "nothing", preset.about, preset.paper)
+            table.add_row(preset.name, ", ".join(preset.parts) or "none", preset.about, preset.paper)
         show(table)
 
     def _print_routes(self) -> None:
@@ -73,19 +73,19 @@ class Routers:
 
         batches = embedded_tokens(WARM_UP + 1, self.sequences, self.dim, self.seed)
         table = Table(
-            title=f"{self.sequences} x {LENGTH} words of Python's documentation through each router, weights untrained",
-            caption="load sd: standard deviation of the experts' shares of the tokens, uniform is 0; "
-            "sets moved: share of tokens that go to another set of experts; worst: the largest share of a token's weight "
-            "that moves to other experts",
+            title=f"{self.sequences} x {LENGTH} words of Python's documentation, weights untrained",
+            caption="load std: standard deviation of the experts' shares of the tokens, 0 if even; dead: experts that no "
+            "token selected; flips: share of tokens whose selected set changes; worst: the largest share of a token's gate "
+            "weights that moves to other experts",
         )
         table.add_column("router", no_wrap=True)
         for column in (
-            "experts a token",
-            "load sd %",
-            "idle",
-            "sets moved by bf16 %",
+            "experts per token",
+            "load std %",
+            "dead",
+            "flips by bf16 %",
             "worst, bf16 %",
-            "sets moved by 1% noise %",
+            "flips by 1% noise %",
         ):
             table.add_column(column, justify="right")
         names, hidden = list(self.names or list_routers()), not sys.stderr.isatty()
@@ -94,7 +94,7 @@ class Routers:
         show(table)
 
     def _describe(self, name: str, batches: list[Tensor]) -> list[str]:
-        """What the router `name` did with the last batch: one cell a column."""
+        """Route all batches with the router `name`, and return the cells of its row, measured on the last batch."""
         import torch
 
         from holdfast.routing.presets import REGISTRY
@@ -107,41 +107,41 @@ class Routers:
         noise *= 0.01 * tokens.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         with torch.no_grad():
             for batch in earlier:
-                router(batch, surroundings(batch, self.experts))
+                router(batch, synthetic_context(batch, self.experts))
             router.eval()
             routing, rounded, noisy = (
-                router(x, surroundings(x, self.experts)) for x in (tokens, tokens.bfloat16().float(), tokens + noise)
+                router(x, synthetic_context(x, self.experts)) for x in (tokens, tokens.bfloat16().float(), tokens + noise)
             )
         share = routing.chosen.float().mean(0)
         shift = (routing.dense_weights - rounded.dense_weights).abs().sum(-1) / 2
         worst = (shift / routing.weights.sum(-1).clamp_min(1e-30)).amax()
 
-        def moved(other: Routing) -> str:
+        def flips(other: Routing) -> str:
             return f"{100 * (routing.chosen != other.chosen).any(-1).float().mean():.2f}"
 
         return [
             f"{routing.used.sum(-1).float().mean():.2f}",
             f"{100 * (share / share.sum()).std(correction=0):.2f}",
             f"{int((share == 0).sum())}",
-            moved(rounded),
+            flips(rounded),
             f"{100 * worst:.1f}",
-            moved(noisy),
+            flips(noisy),
         ]
 
 
 def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[Tensor]:
-    """Batches `(sequences, LENGTH, dim)` of unit-variance vectors: each word's random vector plus half of the one before."""
+    """Return batches (sequences, LENGTH, dim) of unit-variance vectors: a word's random vector and half the one before."""
     import torch
 
     from holdfast.data import Vocabulary, python_topics
 
     if sequences < 1 or dim < HEADS or dim % HEADS:
-        raise ValueError(f"{sequences} sequences of width {dim}: at least 1, and a width that is a multiple of {HEADS}.")
+        raise ValueError(f"{sequences} sequences of width {dim}; expected 1 or more, and a width divisible by {HEADS}.")
     text = "\n".join(python_topics().values())
     numbers = Vocabulary([text], VOCABULARY).encode(text)
     if batches * sequences * LENGTH > len(numbers):
         most = len(numbers) // (batches * LENGTH)
-        raise ValueError(f"{sequences} sequences are more than the text holds; at most {most}.")
+        raise ValueError(f"{sequences} sequences are more than the text has; use at most {most}.")
     numbers = numbers[: batches * sequences * LENGTH].view(batches, sequences, LENGTH)
     vectors = torch.randn(VOCABULARY, dim, generator=torch.Generator().manual_seed(seed))[numbers]
     before = vectors.roll(1, dims=2)
@@ -149,8 +149,8 @@ def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[T
     return list(torch.nn.functional.layer_norm(vectors + before / 2, (dim,)))
 
 
-def surroundings(tokens: Tensor, experts: int) -> Context:
-    """What a model would show a router: a causal attention and a previous MoE layer, both with fixed random weights."""
+def synthetic_context(tokens: Tensor, experts: int) -> Context:
+    """Return the context of a router in a model: causal attention and a previous MoE layer, with fixed random weights."""
     import torch
 
     from holdfast.routing import Attention, Context, Previous, create_router

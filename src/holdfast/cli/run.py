@@ -1,4 +1,4 @@
-"""`holdfast run`: another program, with Holdfast imported, so that it opens folders that Holdfast saved."""
+"""`holdfast run`: run another program with Holdfast imported, so that it can load folders that Holdfast saved."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-STARTED = Path(__file__).parent / "started"  # holds what Python runs at its start
+STARTED = Path(__file__).parent / "started"  # has the sitecustomize.py that Python runs at its start
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run another program with Holdfast imported, so that transformers in it opens the folders that Holdfast saved.
+    """Run another program with Holdfast imported, so that transformers can load the folders that Holdfast saved.
 
-    The program is a command, a Python file, or `python` with its arguments; processes that it starts have Holdfast too.
+    The program is a command, a Python file, or `python` with its arguments; processes that it starts import Holdfast too.
 
     Examples: `holdfast run -- lm_eval --model hf --model_args pretrained=out --tasks arc_easy`,
     `holdfast run -- trl sft --model_name_or_path out ...`, `holdfast run -- python -m my.training`, `holdfast run train.py`
     """
 
     program: Positional[str]
-    """A command as one would type it, or a Python file."""
+    """A command, or a Python file."""
     arguments: Positional[tuple[str, ...]] = ()
-    """All that follows is the program's."""
+    """The arguments of the program."""
 
     def run(self) -> None:
-        line = [*self._found(), *self.arguments]
+        line = [*self._executable(), *self.arguments]
         path = os.pathsep.join([str(STARTED), *filter(None, [os.environ.get("PYTHONPATH")])])
-        surroundings = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": path}
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.name == "nt":  # no process takes another's place there
-            sys.exit(subprocess.call(line, env=surroundings))
-        os.execve(line[0], line, surroundings)
+        if os.name == "nt":  # Windows cannot replace the running process
+            sys.exit(subprocess.call(line, env=environment))
+        os.execve(line[0], line, environment)
 
-    def _found(self) -> list[str]:
-        """What to start, as a whole path; commands of this Python's environment come first, active or not."""
+    def _executable(self) -> list[str]:
+        """Return the program with its full path; commands of this Python's environment come first, even if not active."""
         if self.program.endswith(".py"):
             if not Path(self.program).is_file():
                 raise ValueError(f"there is no file {self.program}.")
@@ -48,14 +48,12 @@ class Run:
         beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         found = shutil.which(self.program, path=beside)
         if found is None:
-            raise ValueError(
-                f"there is no command {self.program!r} here; for a Python module: holdfast run -- python -m NAME."
-            )
+            raise ValueError(f"command {self.program!r} not found; for a Python module: holdfast run -- python -m NAME.")
         return [found]
 
 
-def given(arguments: list[str]) -> Run | None:
-    """The program of a command line `run ...`; None where its help is wanted. What follows the program is left alone."""
+def program_of(arguments: list[str]) -> Run | None:
+    """Return the program of a command line `run ...`, its arguments unparsed; None if the line asks for help."""
     rest = arguments[2:] if arguments[1:2] == ["--"] else arguments[1:]
     if not rest or (rest == arguments[1:] and rest[0].startswith("-")):
         return None

@@ -1,4 +1,4 @@
-"""`holdfast train`: one model with one router, from a recipe."""
+"""`holdfast train`: train one model with one router, from a recipe."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from holdfast.cli.common import PluginFiles, require_folder
 from holdfast.cli.compare import changes
 
 if TYPE_CHECKING:
-    from holdfast.train.training import Single
+    from holdfast.train.training import SingleRun
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model with a router as a recipe says, on the Hugging Face Trainer. Interrupted, the same command goes on.
+    """Train one model with one router from a recipe, with the Hugging Face Trainer. Run the same command again to resume.
 
     Examples: `holdfast train tiny --router smooth --out runs/smooth`, `holdfast train switch-small --router
     "similarity[tau=2]" --data ~/data --set data.source=wikitext-2 training.steps=5000 --best --log tensorboard`,
@@ -26,29 +26,29 @@ class Train:
     """
 
     recipe: Positional[str]
-    """A shipped recipe, or the path of a .yaml file."""
+    """The name of a shipped recipe, or the path of a .yaml file."""
     router: str = "smoe"
-    """A name; a plus sign joins parts, brackets hold options."""
+    """A router name; a plus sign joins names, brackets contain options."""
     out: Path = Path("trained")
-    """The folder for everything that is written."""
+    """The folder for all results."""
     seed: int = 0
-    """Of the first weights and the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     data: Path | None = None
-    """Where named sources lie, if they are not to be fetched."""
+    """The folder with named sources; without it they are downloaded."""
     set: tuple[str, ...] = ()
-    """Changes to the recipe, as training.steps=50."""
+    """Changes to the recipe, for example training.steps=50."""
     best: bool = False
-    """Keep the checkpoint that does best on held-out data instead of the last."""
+    """Keep the checkpoint with the lowest loss on held-out data instead of the last one."""
     bf16: bool = False
-    """Compute in bfloat16; routing stays in float32."""
+    """Compute in bfloat16; routing is computed in float32."""
     log: Annotated[tuple[str, ...], arg(metavar="{tensorboard,wandb}")] = ()
-    """Besides log.jsonl: tensorboard, wandb."""
+    """Log here too, besides log.jsonl: tensorboard, wandb."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.train import load_recipe
-        from holdfast.train.recipe import contender
-        from holdfast.train.training import Single, is_first, own_process_group, processes, quiet
+        from holdfast.train.recipe import parse_router
+        from holdfast.train.training import SingleRun, is_first_rank, own_process_group, processes, quiet
 
         self.plugins.load()
         _check_loggers(self.log)
@@ -56,50 +56,50 @@ class Train:
         wanted = changes(self.set)
         wanted |= {"training.keep": "best"} if self.best else {}
         wanted |= {"training.precision": "bf16"} if self.bf16 else {}
-        single = Single(
+        single = SingleRun(
             load_recipe(self.recipe, wanted),
-            contender(self.router),
+            parse_router(self.router),
             self.seed,
             self.out,
             data=self.data,
         )
         quiet()
         with own_process_group():
-            if is_first():
+            if is_first_rank():
                 _with_progress(single, self.log)
             else:
                 single.run(None, self.log)
-        if is_first():
+        if is_first_rank():
             if processes() > 1:
-                print(f"Trained by a group of {processes()} processes.")
+                print(f"Trained on {processes()} ranks.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
-            print(f"Try it: holdfast evaluate {self.out}{_source_option(single)}")
+            print(f"Next: holdfast evaluate {self.out}{_source_option(single)}")
 
 
-def _source_option(single: Single) -> str:
-    """Return the option that `evaluate` needs to find the data; embedded data need none."""
+def _source_option(single: SingleRun) -> str:
+    """Return the option that `holdfast evaluate` needs to find the data; embedded data need none."""
     from holdfast.train.saved_model import EMBEDDED
 
     source = single.recipe.data.source
     return "" if source in EMBEDDED else f" --source {shlex.quote(source)}"
 
 
-def _with_progress(single: Single, log: tuple[str, ...]) -> None:
+def _with_progress(single: SingleRun, log: tuple[str, ...]) -> None:
     from holdfast.cli.common import bar
 
     steps = single.recipe.training.steps
     with bar(steps) as tell:
-        single.run(lambda done: tell(done, f"{single.contender.name}: step {done} of {steps}"), log)
+        single.run(lambda done: tell(done, f"{single.choice.name}: step {done} of {steps}"), log)
 
 
 def _check_loggers(names: tuple[str, ...]) -> None:
     from importlib.util import find_spec
 
-    from holdfast.errors import unknown
-    from holdfast.train.training import LOGGERS
+    from holdfast.errors import unknown_name
+    from holdfast.train.training import TRAINER_LOGGERS
 
     for name in names:
-        if name not in LOGGERS:
-            raise ValueError(unknown("logger", name, LOGGERS))
+        if name not in TRAINER_LOGGERS:
+            raise ValueError(unknown_name("logger", name, TRAINER_LOGGERS))
         if find_spec(name) is None and not (name == "tensorboard" and find_spec("tensorboardX")):
             raise ValueError(f"{name} is not installed: pip install {name}.")

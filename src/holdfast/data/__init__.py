@@ -1,9 +1,8 @@
-"""Texts and pictures to work on, and how models read them. The embedded defaults need no download."""
+"""Texts and images for training and testing, and tokenisers. The embedded defaults need no download."""
 
 from holdfast.data.blocks import Batch as Batch
 from holdfast.data.blocks import Blocks as Blocks
 from holdfast.data.blocks import Order as Order
-from holdfast.data.blocks import TrainingBatches as TrainingBatches
 from holdfast.data.documents import Corpus as Corpus
 from holdfast.data.documents import Document as Document
 from holdfast.data.documents import words as words
@@ -11,10 +10,10 @@ from holdfast.data.images import Images as Images
 from holdfast.data.images import ImageSet as ImageSet
 from holdfast.data.images import image_set as image_set
 from holdfast.data.images import image_sets as image_sets
-from holdfast.data.labelled_texts import LabelledText as LabelledText
-from holdfast.data.labelled_texts import TextSet as TextSet
-from holdfast.data.labelled_texts import text_set as text_set
-from holdfast.data.labelled_texts import text_sets as text_sets
+from holdfast.data.text_files import LabelledText as LabelledText
+from holdfast.data.text_files import TextSet as TextSet
+from holdfast.data.text_files import text_set as text_set
+from holdfast.data.text_files import text_sets as text_sets
 from holdfast.data.text_sources import corpora as corpora
 from holdfast.data.text_sources import corpus as corpus
 from holdfast.data.text_sources import python_docs as python_docs

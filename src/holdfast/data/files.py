@@ -1,6 +1,7 @@
-"""Files, plain or packed with xz or gzip. Whatever is wrong with one is a sentence that names it.
+"""Files of data, plain or packed with xz or gzip, and checksums of data.
 
-Checksums of data, recorded with every result so that figures on different texts or pictures are never mixed up.
+Every problem with a file is a one-line ValueError that names it. Checksums are stored with every result, so that results on
+different texts or images are never mixed up.
 """
 
 import gzip
@@ -15,31 +16,31 @@ from typing import IO, Any
 from holdfast.files import MIB, require_regular
 
 PACKED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
-_BOM = b"\xef\xbb\xbf"  # some editors put it before a text
-ALWAYS_UNPACKED, MOST_RATIO = 64 * MIB, 100  # a packed file may unpack to so many bytes, or to so many times its size
+MOST_UNPACKED, MOST_RATIO = 64 * MIB, 100  # a file may unpack to this many bytes, or to this many times its size
+_BOM = b"\xef\xbb\xbf"  # some editors write it before a text
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes, unpacked as they are read."""
+def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """Open the file for reading; its bytes are unpacked as they are read."""
     try:
-        require_regular(path)  # a device has no end, and a pipe may never begin
+        require_regular(path)  # a device has no end, and opening a pipe may wait forever
         with PACKED.get(path.suffix, open)(path, "rb") as file:
             yield file
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist.") from error
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged, or not what its ending says: {error}.") from error
+        raise ValueError(f"{path} is damaged, or does not have the format of its ending: {error}.") from error
     except OSError as error:
         raise ValueError(f"{path} could not be read: {error.strerror or error}.") from error
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the whole file, unpacked; refuse one that unpacks to far more than text does, and would fill the memory."""
-    with opened(path) as file:
+    """Return the unpacked file; raise ValueError if it unpacks to far more than a text does, and could fill the memory."""
+    with open_unpacked(path) as file:
         if path.suffix not in PACKED:
             return file.read()
-        most = max(ALWAYS_UNPACKED, MOST_RATIO * path.stat().st_size)
+        most = max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"{path} unpacks to more than {MOST_RATIO} times its size; no text does, so it is not read.")
@@ -47,10 +48,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> bytes:
-    """The bytes of a text, known to be UTF-8 and not to be blank."""
+    """Return the bytes of a text; raise ValueError if it is blank or not UTF-8."""
     data = read_bytes(path).removeprefix(_BOM)
     if not data.strip():
-        raise ValueError(f"{path} holds no text.")
+        raise ValueError(f"{path} contains no text.")
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -58,8 +59,8 @@ def read_text(path: Path) -> bytes:
     return data
 
 
-def find(folder: Path, names: Iterable[str]) -> Path | None:
-    """The first of the names that the folder holds, plain or packed."""
+def find_file(folder: Path, names: Iterable[str]) -> Path | None:
+    """Return the first of the named files that exists in the folder, plain or packed."""
     for name in names:
         for ending in ("", *PACKED):
             if (path := folder / f"{name}{ending}").is_file():
@@ -67,19 +68,19 @@ def find(folder: Path, names: Iterable[str]) -> Path | None:
     return None
 
 
-def places(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Where a source may lie: in a folder of its own under any of its names. The folder itself may be that one."""
+def source_folders(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the folders where a source may be: `folder/NAME` for each name, or `folder` if it has one of the names."""
     known = list(names)
     return [*(folder / name for name in known), *([folder] if folder.resolve().name in known else [])]
 
 
-def plain_name(path: Path) -> str:
-    """The file's name without the ending of its packing."""
+def unpacked_name(path: Path) -> str:
+    """Return the file's name without the ending of its packing."""
     return path.name.removesuffix(path.suffix) if path.suffix in PACKED else path.name
 
 
 def checksum(parts: Iterable[bytes]) -> str:
-    """SHA-256 over the parts, each with its length before it, so that no other parts spell the same bytes."""
+    """Return the SHA-256 of the parts, each after its length, so that other parts with the same joined bytes differ."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -88,5 +89,5 @@ def checksum(parts: Iterable[bytes]) -> str:
 
 
 def title_hash(title: str) -> bytes:
-    """A place for the title that no seed of Python's own hash moves."""
+    """Return a hash that decides the split of a document, independent of the seed of Python's `hash`."""
     return hashlib.sha256(title.encode("utf-8", "surrogatepass")).digest()

@@ -1,10 +1,8 @@
-"""The record of a picture source: labelled pictures in three splits, decoded when they are asked for.
+"""Labelled images in three splits, by name or path.
 
-Folders of pictures, one sub-folder a class, decoded as they are asked for.
-
-The IDX files of the MNIST family: a magic number, the sizes, the bytes.
-
-Picture sources by name or path.
+digits          of scikit-learn, embedded there
+fashion-mnist   IDX files of the MNIST family: a magic number, the sizes, the bytes
+a folder        one folder per class, split by file, or train/CLASS, val/CLASS and test/CLASS; decoded when needed
 """
 
 import math
@@ -20,16 +18,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.data.documents import by_title, hold_out
-from holdfast.data.files import checksum, find, opened, places
-from holdfast.errors import require_extra, unknown
+from holdfast.data.documents import hold_out, split_by_title
+from holdfast.data.files import checksum, find_file, open_unpacked, source_folders
+from holdfast.errors import require_extra, unknown_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+# The formats that are decoded, whatever the name of a file. Formats for which Pillow starts other programs are excluded.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+SIZE = 224  # pixels per side, as usual for ImageNet
+LAYOUT = "put the images of each class into a folder of their own, or into train/CLASS and val/CLASS"
+VALID, TEST = ("val", "valid", "validation"), ("test",)
+SOURCES = {
+    "digits": "1,797 handwritten digits of 8x8 pixels, from scikit-learn; embedded there",
+    "fashion-mnist": "70,000 pieces of clothing of 28x28 pixels, from Zalando's IDX files",
+}
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
+CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_UNSIGNED_BYTES = 0x08  # the type code of IDX files, the only one in use
+
 
 class Images(ABC):
-    """Pictures of one shape (channels, height, width), with labels (N,) int64."""
+    """Images of one shape (channels, height, width), with labels (N,) int64 (abstract)."""
 
     labels: Tensor
     shape: tuple[int, int, int]
@@ -39,12 +51,12 @@ class Images(ABC):
 
     @abstractmethod
     def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
-        """The pictures of these numbers: (B,C,H,W) float32 between 0 and 1."""
+        """Return the images of these numbers: (B,C,H,W) float32 between 0 and 1."""
 
 
 @final
 class ArrayImages(Images):
-    """Pictures held as small integers, where `top` is white."""
+    """Images in memory as small integers, where `top` is white."""
 
     def __init__(self, values: Tensor, labels: Tensor, top: int = 255) -> None:
         assert values.dim() == 4 and values.dtype == torch.uint8 and len(values) == len(labels)
@@ -60,40 +72,8 @@ class ArrayImages(Images):
 
 
 @final
-@dataclass(frozen=True)
-class ImageSet:
-    """A picture source, to be classified."""
-
-    name: str
-    about: str
-    classes: tuple[str, ...]
-    splits: Mapping[str, Images]
-    checksum: str
-
-    def images(self, split: str) -> Images:
-        if split not in self.splits:
-            raise ValueError(unknown("split", split, self.splits))
-        return self.splits[split]
-
-    def describe(self) -> dict[str, Any]:
-        """What a result records of its pictures."""
-        return {"name": self.name, "about": self.about, "checksum": self.checksum}
-
-
-def as_index(numbers: Iterable[int] | Tensor) -> Tensor:
-    return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64)
-
-
-ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-# What is decoded, whatever the file is called. Pillow knows formats that start other programs: those are not among them.
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
-SIZE = 224  # pixels, ImageNet's usual
-VALID, TEST = ("val", "valid", "validation"), ("test",)
-
-
-@final
 class FileImages(Images):
-    """Pictures on disk, in colour: the shorter side is scaled to `size` and the middle is cut out."""
+    """Images on disk, in colour: the shorter side is scaled to `size`, and the central square is used."""
 
     def __init__(self, paths: Sequence[Path], labels: Sequence[int], size: int) -> None:
         self.paths, self.labels = list(paths), torch.tensor(labels, dtype=torch.int64)
@@ -106,7 +86,7 @@ class FileImages(Images):
 
 
 def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
-    """(size,size,3)."""
+    """Return the scaled and cropped image, (size,size,3)."""
     pillow = _pillow()
     try:
         with pillow.open(path, formats=FORMATS) as file:
@@ -114,7 +94,7 @@ def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist.") from error
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
-        raise ValueError(f"{path} is not a picture that can be read: {error}.") from error
+        raise ValueError(f"{path} is not an image that can be read: {error}.") from error
     scale = size / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
@@ -123,135 +103,61 @@ def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
 
 
 def _pillow() -> Any:
-    require_extra("decoding pictures", "PIL")
+    require_extra("decoding images", "PIL")
     from PIL import Image
 
     return Image
 
 
-def folder_set(folder: Path, size: int | None = None) -> ImageSet:
-    """The pictures of `folder/CLASS/`, split by file, or of `train/CLASS/`, `val/CLASS/` and `test/CLASS/` in the folder.
-
-    Where there is no test folder, as in ImageNet, val is the test and a tenth of train is held out in its place. The
-    checksum is of names and sizes: reading a million pictures for it would take hours.
-    """
-    _pillow()  # better now than in the middle of training
-    size = SIZE if size is None else size
-    if size < 1:
-        raise ValueError(f"pictures of {size} pixels a side hold nothing; the size is at least 1.")
-    inner = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
-    files = _split_folders(folder, inner) if "train" in inner else _split_by_file(folder, inner)
-    classes = sorted({_class(path) for path in files["train"]})
-    if len(classes) < 2:
-        raise ValueError(
-            f"{folder} has pictures of one class only, {classes[0]}; to classify takes two, each in a folder of its own."
-        )
-    numbers = {name: number for number, name in enumerate(classes)}
-    splits: dict[str, Images] = {}
-    for split, paths in files.items():
-        if stranger := next((path for path in paths if _class(path) not in numbers), None):
-            raise ValueError(f"{stranger.parent} has pictures of a class that is not among those to train on.")
-        splits[split] = FileImages(paths, [numbers[_class(path)] for path in paths], size)
-    parts = (
-        part
-        for split, paths in files.items()
-        for path in paths
-        for part in (split.encode(), path.relative_to(folder).as_posix().encode(), str(path.stat().st_size).encode())
-    )
-    name = folder.resolve().name
-    about = f"{sum(map(len, files.values())):,} pictures of {len(classes)} classes in {name}, {size} pixels a side"
-    return ImageSet(name, about, tuple(classes), splits, checksum(parts))
+def as_index(numbers: Iterable[int] | Tensor) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64)
 
 
-def _split_folders(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
-    train = _pictures(inner["train"])
-    valid, test = (next((inner[name] for name in names if name in inner), None) for names in (VALID, TEST))
-    if valid is None and test is None:
-        raise ValueError(f"{folder} has a folder train but no folder val or test beside it.")
-    if valid is not None and test is not None:
-        return {"train": train, "valid": _pictures(valid), "test": _pictures(test)}
-    kept, held = hold_out([path.relative_to(folder).as_posix() for path in train])
-    tested = test if test is not None else valid
-    assert tested is not None
-    return {"train": [train[i] for i in kept], "valid": [train[i] for i in held], "test": _pictures(tested)}
+@final
+@dataclass(frozen=True)
+class ImageSet:
+    """A source of images to classify."""
 
+    name: str
+    about: str
+    classes: tuple[str, ...]
+    splits: Mapping[str, Images]
+    checksum: str
 
-def _split_by_file(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
-    if not inner:
-        raise ValueError(f"{folder} has no folders in it: pictures lie in one a class, or in train/CLASS and val/CLASS.")
-    paths = {path.relative_to(folder).as_posix(): path for path in _pictures(folder)}
-    if len(paths) < 3:
-        raise ValueError(f"{folder} holds {len(paths)} pictures; splitting them takes at least 3.")
-    split_of = by_title(dict.fromkeys(paths, 1))
-    return {
-        split: [path for title, path in paths.items() if split_of[title] == split] for split in ("train", "valid", "test")
-    }
+    def images(self, split: str) -> Images:
+        if split not in self.splits:
+            raise ValueError(unknown_name("split", split, self.splits))
+        return self.splits[split]
 
-
-def _pictures(folder: Path) -> list[Path]:
-    """The pictures in the class folders of a folder, sorted."""
-    found = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in ENDINGS and path.is_file())
-    if not found:
-        raise ValueError(f"{folder} holds no pictures in folders of their class ({', '.join(sorted(ENDINGS))}).")
-    return found
-
-
-def _class(path: Path) -> str:
-    return path.parent.name
-
-
-_BYTES = 0x08  # the type code of unsigned bytes, the only one in use
-
-
-def read_idx(path: Path, dimensions: int) -> Tensor:
-    """A uint8 tensor with that many dimensions. No more is unpacked than the header announces."""
-    with opened(path) as file:
-        header = file.read(4 + 4 * dimensions)
-        if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, _BYTES, dimensions)):
-            raise ValueError(f"{path} is not an IDX file of bytes with {dimensions} dimensions.")
-        sizes = struct.unpack(f">{dimensions}I", header[4:])
-        wanted = math.prod(sizes)
-        if wanted > 2**32:
-            raise ValueError(f"{path} announces {wanted:,} bytes of pictures; that is too many for an IDX file.")
-        data = file.read(wanted + 1)
-    if len(data) != wanted:
-        more = "more" if len(data) > wanted else f"{len(data):,}"
-        raise ValueError(f"{path} announces {wanted:,} bytes and holds {more}.")
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).reshape(sizes).copy())
-
-
-SOURCES = {
-    "digits": "1,797 handwritten digits of 8x8 pixels, from scikit-learn; embedded there",
-    "fashion-mnist": "70,000 pieces of clothing of 28x28 pixels, from Zalando's IDX files",
-}
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
-CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+    def describe(self) -> dict[str, Any]:
+        """Return what a result records of its images."""
+        return {"name": self.name, "about": self.about, "checksum": self.checksum}
 
 
 def image_sets() -> dict[str, str]:
-    """Names of the picture sources, with one line each."""
+    """Return the names of the image sources, each with one line of help."""
     return dict(SOURCES)
 
 
 def image_set(name: str | Path, *, folder: str | Path | None = None, size: int | None = None) -> ImageSet:
-    """The picture source of this name, or the folder of pictures at this path, scaled to `size` pixels a side (224).
+    """Return the image source of this name, or the images of the folder at this path, scaled to `size` pixels per side.
 
-    Named sources that are not embedded are looked for in `folder`.
+    Named sources that are not embedded are searched for in `folder`. The default size is 224.
     """
     if isinstance(name, str) and name in SOURCES:
         if size is not None:
-            raise ValueError(f"{name} has a size of its own; only folders of pictures are scaled.")
+            raise ValueError(f"{name} has a fixed size; only folders of images are scaled, so give no size.")
         return _digits() if name == "digits" else _fashion(None if folder is None else Path(folder))
     path = Path(name)
     if path.is_dir():
         return folder_set(path, size)
     if isinstance(name, Path) or os.sep in name:
-        raise ValueError(f"{path} is not a folder; pictures lie in one folder a class, or in train/CLASS and val/CLASS.")
-    raise ValueError(unknown("picture source", name, SOURCES))
+        raise ValueError(f"{path} is not a folder; {LAYOUT}.")
+    raise ValueError(unknown_name("image source", name, SOURCES))
 
 
 def _digits() -> ImageSet:
-    require_extra("the picture source digits", "sklearn")
+    require_extra("the image source digits", "sklearn")
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     found = load_digits()
@@ -265,37 +171,54 @@ def _digits() -> ImageSet:
 
 
 def _fashion(folder: Path | None) -> ImageSet:
-    looked = [DEBIAN] if folder is None else places(folder, ("fashion-mnist", "fashion_mnist"))
+    looked = [DEBIAN] if folder is None else source_folders(folder, ("fashion-mnist", "fashion_mnist"))
     for place in looked:
-        if find(place, _idx_names("train", "images", 3)):
+        if find_file(place, _idx_names("train", "images", 3)):
             full, test = _idx_pair(place, "train"), _idx_pair(place, "t10k")
             break
     else:
         raise ValueError(
             f"fashion-mnist is not in {folder or DEBIAN}: install Debian's package dataset-fashion-mnist, or put its four "
-            "files (train-images-idx3-ubyte.gz and so on) into a folder fashion-mnist and say where that is."
+            "files (train-images-idx3-ubyte.gz and so on) into a folder fashion-mnist and name the folder around it."
         )
     kept, valid = hold_out([str(number) for number in range(len(full))])
     splits = {"train": full.only(kept), "valid": full.only(valid), "test": test}
     return ImageSet("fashion-mnist", SOURCES["fashion-mnist"], CLOTHES, splits, _array_checksum(splits))
 
 
+def _idx_pair(folder: Path, part: str) -> ArrayImages:
+    images, labels = (_read_first(folder, _idx_names(part, *which), which[1]) for which in (("images", 3), ("labels", 1)))
+    if len(images) != len(labels) or int(labels.max()) >= len(CLOTHES):
+        raise ValueError(f"{folder}: the labels of {part} are not labels of its {len(images):,} images.")
+    return ArrayImages(images[:, None], labels.long())
+
+
 def _idx_names(part: str, what: str, dimensions: int) -> list[str]:
     return [f"{part}-{what}{joint}idx{dimensions}-ubyte" for joint in "-."]
 
 
-def _idx_pair(folder: Path, part: str) -> ArrayImages:
-    images, labels = (_read(folder, _idx_names(part, *which), which[1]) for which in (("images", 3), ("labels", 1)))
-    if len(images) != len(labels) or int(labels.max()) >= len(CLOTHES):
-        raise ValueError(f"{folder}: the labels of {part} are not labels of its {len(images):,} pictures.")
-    return ArrayImages(images[:, None], labels.long())
-
-
-def _read(folder: Path, names: list[str], dimensions: int) -> Tensor:
-    path = find(folder, names)
+def _read_first(folder: Path, names: list[str], dimensions: int) -> Tensor:
+    path = find_file(folder, names)
     if path is None:
-        raise ValueError(f"{folder} has no {names[0]} (plain, .gz or .xz) beside its other files.")
+        raise ValueError(f"{folder} has no {names[0]} (plain, .gz or .xz) next to its other files.")
     return read_idx(path, dimensions)
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """Return a uint8 tensor with `dimensions` dimensions; unpack no more than the header announces."""
+    with open_unpacked(path) as file:
+        header = file.read(4 + 4 * dimensions)
+        if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, _UNSIGNED_BYTES, dimensions)):
+            raise ValueError(f"{path} is not an IDX file of bytes with {dimensions} dimensions.")
+        sizes = struct.unpack(f">{dimensions}I", header[4:])
+        wanted = math.prod(sizes)
+        if wanted > 2**32:
+            raise ValueError(f"{path} announces {wanted:,} bytes of images; that is too many for an IDX file.")
+        data = file.read(wanted + 1)
+    if len(data) != wanted:
+        more = "more" if len(data) > wanted else f"{len(data):,}"
+        raise ValueError(f"{path} announces {wanted:,} bytes and has {more}.")
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).reshape(sizes).copy())
 
 
 def _array_checksum(splits: dict[str, ArrayImages]) -> str:
@@ -304,3 +227,74 @@ def _array_checksum(splits: dict[str, ArrayImages]) -> str:
         for name, images in splits.items()
         for part in (name.encode(), images.values.numpy().tobytes(), images.labels.numpy().tobytes())
     )
+
+
+def folder_set(folder: Path, size: int | None = None) -> ImageSet:
+    """Return the images of `folder/CLASS/`, split by file, or of `train/CLASS/`, `val/CLASS/` and `test/CLASS/` in it.
+
+    If there is no test folder, as in ImageNet, val is the test split and a tenth of train is held out for validation. The
+    checksum is of names and sizes: reading a million images for it would take hours.
+    """
+    _pillow()  # raise now if it is missing, not in the middle of training
+    size = SIZE if size is None else size
+    if size < 1:
+        raise ValueError(f"size is {size}; images have at least 1 pixel per side.")
+    inner = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
+    files = _split_folders(folder, inner) if "train" in inner else _split_by_file(folder, inner)
+    classes = sorted({_class(path) for path in files["train"]})
+    if len(classes) < 2:
+        raise ValueError(
+            f"{folder} has images of one class only, {classes[0]}; classification needs two, each in a folder of its own."
+        )
+    numbers = {name: number for number, name in enumerate(classes)}
+    splits: dict[str, Images] = {}
+    for split, paths in files.items():
+        if new := next((path for path in paths if _class(path) not in numbers), None):
+            raise ValueError(f"{new.parent} has images of a class that is not in the training images.")
+        splits[split] = FileImages(paths, [numbers[_class(path)] for path in paths], size)
+    parts = (
+        part
+        for split, paths in files.items()
+        for path in paths
+        for part in (split.encode(), path.relative_to(folder).as_posix().encode(), str(path.stat().st_size).encode())
+    )
+    name = folder.resolve().name
+    about = f"{sum(map(len, files.values())):,} images of {len(classes)} classes in {name}, {size} pixels per side"
+    return ImageSet(name, about, tuple(classes), splits, checksum(parts))
+
+
+def _split_folders(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
+    train = _image_files(inner["train"])
+    valid, test = (next((inner[name] for name in names if name in inner), None) for names in (VALID, TEST))
+    if valid is None and test is None:
+        raise ValueError(f"{folder} has a folder train but no folder val or test next to it.")
+    if valid is not None and test is not None:
+        return {"train": train, "valid": _image_files(valid), "test": _image_files(test)}
+    kept, held = hold_out([path.relative_to(folder).as_posix() for path in train])
+    tested = test if test is not None else valid
+    assert tested is not None
+    return {"train": [train[i] for i in kept], "valid": [train[i] for i in held], "test": _image_files(tested)}
+
+
+def _split_by_file(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
+    if not inner:
+        raise ValueError(f"{folder} has no folders; {LAYOUT}.")
+    paths = {path.relative_to(folder).as_posix(): path for path in _image_files(folder)}
+    if len(paths) < 3:
+        raise ValueError(f"{folder} has {len(paths)} images; splitting them needs at least 3.")
+    split_of = split_by_title(dict.fromkeys(paths, 1))
+    return {
+        split: [path for title, path in paths.items() if split_of[title] == split] for split in ("train", "valid", "test")
+    }
+
+
+def _image_files(folder: Path) -> list[Path]:
+    """Return the images in the class folders of a folder, sorted."""
+    found = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in ENDINGS and path.is_file())
+    if not found:
+        raise ValueError(f"{folder} has no images in folders of their class ({', '.join(sorted(ENDINGS))}).")
+    return found
+
+
+def _class(path: Path) -> str:
+    return path.parent.name

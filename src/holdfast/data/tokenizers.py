@@ -1,10 +1,10 @@
-"""What a model reads: numbers for the pieces of a text, and back. One interface; bytes are the simplest case.
+"""Tokenisers: numbers for the pieces of a text, and back.
 
-Word level: numbers for the most frequent words.
+    Bytes          the 256 bytes of UTF-8
+    Vocabulary     the most frequent words of a text, split by a convention of `documents`
+    HubTokenizer   any tokeniser of Hugging Face, from a folder or the hub
 
-Any tokeniser of Hugging Face, from a folder or the hub.
-
-Tokenisers by name, and again from what a result recorded of them.
+`tokenizer` returns one by its name, `tokenizer_from` from what a result recorded of it.
 """
 
 import itertools
@@ -22,25 +22,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.data.documents import CUTS, END, UNKNOWN, Corpus, Cut, Document
+from holdfast.data.documents import END, UNKNOWN, WORD_SPLITTERS, Corpus, Document, WordSplitter
 from holdfast.data.files import checksum
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 
 Spans = npt.NDArray[np.int64]  # (T,2) characters, [start, end)
 
 
 class Tokenizer(ABC):
-    """Numbers for the pieces of a text. `describe` is JSON from which `tokenizer_from` builds the same one again."""
+    """Numbers for the pieces of a text (abstract). `tokenizer_from` builds the same one from the JSON of `describe`."""
 
     name: str
-    end: int | None = None  # the number of the token that ends a document or a line
+    end: int | None = None  # the token that ends a document or a line
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def encode(self, text: str) -> Tensor:
-        """(T,) int64."""
+        """Return the tokens of a text, (T,) int64."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int] | Tensor) -> str: ...
@@ -50,30 +50,30 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
-        """The tokens of the documents with what stands between them, piece by piece, in a small integer type."""
+        """Yield the tokens of the documents with those between them, in parts, in a small integer type."""
 
     @abstractmethod
     def spans(self, document: Document, *, first: bool) -> Spans:
-        """(T,2): the characters of each token that `pieces` gives for the document, empty for what stands between documents.
+        """Return (T,2): the characters of each token that `pieces` yields for the document, empty for ends and joints.
 
-        Whether it is the first of them matters to a tokeniser that puts something in between.
+        first       whether it is the first document: a tokeniser may put a token between two documents
         """
 
     def stream(self, documents: Iterable[Document], limit: int | None = None) -> Tensor:
-        """All documents as one sequence, or its first `limit` tokens: no further document is read. A small integer type."""
-        kept, count = [], 0
+        """Return all documents as one sequence in a small integer type, or its first `limit` tokens without reading more."""
+        parts, count = [], 0
         for piece in self.pieces(documents):
-            kept.append(piece)
+            parts.append(piece)
             count += len(piece)
             if limit is not None and count >= limit:
                 break
-        tokens = kept[0] if len(kept) == 1 else torch.cat(kept) if kept else torch.empty(0, dtype=torch.uint8)
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return tokens if limit is None else tokens[:limit]
 
 
 @final
 class Bytes(Tokenizer):
-    """The 256 bytes of UTF-8. Documents are joined by a newline, so a text that is one document is left as it is."""
+    """The 256 bytes of UTF-8. Documents are joined by a newline, so a text that is one document is unchanged."""
 
     name = "bytes"
 
@@ -81,10 +81,10 @@ class Bytes(Tokenizer):
         return 256
 
     def encode(self, text: str) -> Tensor:
-        return _tensor(text.encode()).long()
+        return _byte_tensor(text.encode()).long()
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        return bytes(numbers(ids)).decode("utf-8", "replace")  # a cut may fall into the middle of a character
+        return bytes(_as_list(ids)).decode("utf-8", "replace")  # the tokens may begin or end inside a character
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "bytes"}
@@ -92,8 +92,8 @@ class Bytes(Tokenizer):
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
         for place, document in enumerate(documents):
             if place:
-                yield _tensor(b"\n")
-            yield _tensor(document.data)
+                yield _byte_tensor(b"\n")
+            yield _byte_tensor(document.data)
 
     def spans(self, document: Document, *, first: bool) -> Spans:
         data = np.frombuffer(document.data, dtype=np.uint8)
@@ -102,11 +102,11 @@ class Bytes(Tokenizer):
         return spans if first else np.concatenate([np.zeros((1, 2), dtype=np.int64), spans])
 
 
-def numbers(ids: Iterable[int] | Tensor) -> list[int]:
+def _as_list(ids: Iterable[int] | Tensor) -> list[int]:
     return ids.tolist() if isinstance(ids, Tensor) else list(ids)
 
 
-def _tensor(data: bytes) -> Tensor:
+def _byte_tensor(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
@@ -115,48 +115,48 @@ SPECIAL = (UNKNOWN, END)
 
 @final
 class Vocabulary(Tokenizer):
-    """The most frequent words of the texts, ties by alphabet. All others are one unknown word, number 0; the end is 1."""
+    """The most frequent words of the texts, ties in alphabetical order. All others are the unknown word, 0; the end is 1."""
 
     end = SPECIAL.index(END)
 
-    def __init__(self, texts: Iterable[str], size: int | None = None, *, cut: str = "words") -> None:
-        """`size` places, the unknown word and the end among them; by default as many as there are words."""
+    def __init__(self, texts: Iterable[str], size: int | None = None, *, splitter: str = "words") -> None:
+        """Count the words; `size` is their largest number with the unknown word and the end, by default all words."""
         if size is not None and size <= len(SPECIAL):
-            raise ValueError(f"a vocabulary of {size} holds no words; it needs at least {len(SPECIAL) + 1} places.")
-        pieces = _cut(cut).pieces
+            raise ValueError(f"a vocabulary of {size} has no words; it needs a size of at least {len(SPECIAL) + 1}.")
+        pieces = _word_splitter(splitter).pieces
         counts = Counter(word for text in texts for word in pieces(_lines(text)))
         for special in SPECIAL:
             del counts[special]
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        self._fill([*SPECIAL, *(ranked if size is None else ranked[: size - len(SPECIAL)])], cut)
+        self._fill([*SPECIAL, *(ranked if size is None else ranked[: size - len(SPECIAL)])], splitter)
 
     @classmethod
-    def from_words(cls, words: Iterable[str], *, cut: str) -> "Vocabulary":
-        """The vocabulary with exactly these words, the special ones first."""
-        vocabulary = cls((), cut=cut)
-        vocabulary._fill(list(words), cut)
+    def from_words(cls, words: Iterable[str], *, splitter: str) -> "Vocabulary":
+        """Return the vocabulary with exactly these words, the special ones first."""
+        vocabulary = cls((), splitter=splitter)
+        vocabulary._fill(list(words), splitter)
         if not all(isinstance(word, str) for word in vocabulary.words):
-            raise ValueError("a vocabulary holds words and nothing else; this one is damaged.")
+            raise ValueError("a vocabulary is a list of words only; this one is damaged.")
         if vocabulary.words[: len(SPECIAL)] != list(SPECIAL) or len(vocabulary._numbers) != len(vocabulary):
             raise ValueError(f"a vocabulary begins with {' and '.join(SPECIAL)} and has no word twice; this one is damaged.")
         return vocabulary
 
-    def _fill(self, words: list[str], cut: str) -> None:
-        self.name = cut
+    def _fill(self, words: list[str], splitter: str) -> None:
+        self.name = splitter
         self.words = words
-        self._cut = _cut(cut)
+        self._splitter = _word_splitter(splitter)
         self._numbers = {word: number for number, word in enumerate(words)}
 
     def __len__(self) -> int:
         return len(self.words)
 
     def encode(self, text: str) -> Tensor:
-        """A piece of a text: with the `<eos>` of lines, without the one that ends a document."""
-        return self._encode(self._cut.pieces(_lines(text))).long()
+        """Return the tokens of a part of a text: with the `<eos>` of lines, without the one that ends a document."""
+        return self._encode(self._splitter.pieces(_lines(text))).long()
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """The words with a space between and a newline for every end. What was unknown stays unknown."""
-        words = ["\n" if number == self.end else f"{self.words[number]} " for number in numbers(ids)]
+        """Return the words joined by spaces, with a newline for every end; unknown words stay unknown."""
+        words = ["\n" if number == self.end else f"{self.words[number]} " for number in _as_list(ids)]
         return "".join(words).replace(" \n", "\n").removesuffix(" ")
 
     def describe(self) -> dict[str, Any]:
@@ -164,20 +164,20 @@ class Vocabulary(Tokenizer):
 
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
         for document in documents:
-            yield self._encode(itertools.chain(self._cut.pieces(document.lines()), self._cut.ends()))
+            yield self._encode(itertools.chain(self._splitter.pieces(document.lines()), self._splitter.ends()))
 
     def spans(self, document: Document, *, first: bool) -> Spans:
-        return np.array(list(self._cut.spans(document.lines())), dtype=np.int64).reshape(-1, 2)
+        return np.array(list(self._splitter.spans(document.lines())), dtype=np.int64).reshape(-1, 2)
 
     def _encode(self, words: Iterable[str]) -> Tensor:
-        found = array("i", (self._numbers.get(word, 0) for word in words))  # a list would take eight times the room
+        found = array("i", (self._numbers.get(word, 0) for word in words))  # a list would need eight times the memory
         return torch.from_numpy(np.array(found, dtype=np.int32))
 
 
-def _cut(name: str) -> Cut:
-    if name not in CUTS:
-        raise ValueError(unknown("convention for words", name, CUTS))
-    return CUTS[name]
+def _word_splitter(name: str) -> WordSplitter:
+    if name not in WORD_SPLITTERS:
+        raise ValueError(unknown_name("convention for words", name, WORD_SPLITTERS))
+    return WORD_SPLITTERS[name]
 
 
 def _lines(text: str) -> list[str]:
@@ -186,14 +186,14 @@ def _lines(text: str) -> list[str]:
 
 
 def is_bare(tokenizer: Any) -> bool:
-    """Has it special tokens only? Of several families transformers makes one where there are no files at all."""
+    """Return whether a tokeniser has only special tokens: transformers makes such a one from a folder without its files."""
     special = getattr(tokenizer, "all_special_ids", None)
     return special is not None and len(tokenizer) <= len(special)
 
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Turn what a tokeniser raises into one sentence. A panic of its Rust part is no `Exception`."""
+    """Turn what a tokeniser raises into a one-line ValueError. A panic of its Rust part is not an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -204,7 +204,7 @@ def _failures(what: str) -> Iterator[None]:
 
 @final
 class HubTokenizer(Tokenizer):
-    """A tokeniser that belongs to a model. Documents end with its end-of-text token, where it has one."""
+    """The tokeniser of a Hugging Face model. Documents end with its end-of-text token, if it has one."""
 
     def __init__(self, place: str) -> None:
         from transformers import AutoTokenizer
@@ -214,11 +214,11 @@ class HubTokenizer(Tokenizer):
         local = Path(place).is_dir()
         if local:
             require_own_files(Path(place))
-        with _failures(f"{place} holds no tokeniser that transformers can read"):
-            # A tokeniser with code of its own is refused: data is not run. A folder fetches nothing.
+        with _failures(f"{place} has no tokeniser that transformers can read"):
+            # A tokeniser with its own code is refused: data are never executed. With a folder, nothing is fetched.
             self.tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=local)
         if is_bare(self.tokenizer):
-            raise ValueError(f"{place} holds no tokeniser: transformers made one without a single word.")
+            raise ValueError(f"{place} has no tokeniser: transformers made one without any word.")
         self.name = place
         self.end = self.tokenizer.eos_token_id
 
@@ -232,14 +232,14 @@ class HubTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         with _failures(self._failed):
-            text: str = self.tokenizer.decode(numbers(ids), clean_up_tokenization_spaces=False)
+            text: str = self.tokenizer.decode(_as_list(ids), clean_up_tokenization_spaces=False)
         return text
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "hub", "place": self.name, "checksum": self.checksum()}
 
     def checksum(self) -> str:
-        """Of what it does: two folders with the same tokeniser have the same."""
+        """Return a checksum of its content: two folders with the same tokeniser have the same."""
         fast = getattr(self.tokenizer, "backend_tokenizer", None)
         state = fast.to_str() if fast is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         return checksum([state.encode()])
@@ -254,7 +254,7 @@ class HubTokenizer(Tokenizer):
 
     def spans(self, document: Document, *, first: bool) -> Spans:
         if not self.tokenizer.is_fast:
-            raise ValueError(f"{self.name} has a slow tokeniser, which does not say where its tokens are in a text.")
+            raise ValueError(f"{self.name} has a slow tokeniser, which does not give the places of its tokens in a text.")
         text = document.text
         with _failures(self._failed):
             found = self.tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
@@ -272,45 +272,45 @@ class HubTokenizer(Tokenizer):
 
 
 def tokenizers() -> dict[str, str]:
-    """Names of the tokenisers, with one line each. The folder or hub name (owner/name) of a model works too."""
-    return {**{name: cut.about for name, cut in CUTS.items()}, "bytes": "the bytes of UTF-8"}
+    """Return the names of the tokenisers, each with one line of help. The folder or hub name of a model works too."""
+    return {**{name: splitter.about for name, splitter in WORD_SPLITTERS.items()}, "bytes": "the bytes of UTF-8"}
 
 
 def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | None = None) -> Tokenizer:
-    """The tokeniser of this name, by default the text's usual one. Words are counted in the text's training split.
+    """Return the tokeniser of this name, by default the usual one of the text.
 
-    `size` is the number of places in a vocabulary of words; by default every word has one.
+    size        of a vocabulary of words, which are counted in the training split; by default all words
     """
     name = corpus.tokenizer if name is None else str(name)
-    if name in CUTS:
+    if name in WORD_SPLITTERS:
         if corpus.streamed:
-            raise ValueError(f"{corpus.name} has no end to count words to: take a head of it first, or use bytes.")
+            raise ValueError(f"{corpus.name} is a stream without an end; take its head() to count words, or use bytes.")
         lines = (line for document in corpus.documents("train") for line in document.lines())
-        return Vocabulary(lines, size, cut=name)
+        return Vocabulary(lines, size, splitter=name)
     if size is not None:
-        raise ValueError(f"the size of a tokeniser can be chosen for {' and '.join(CUTS)} only, not for {name}.")
+        raise ValueError(f"size is only for the tokenisers {' and '.join(WORD_SPLITTERS)}, not for {name}.")
     if name == "bytes":
         return Bytes()
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
         raise ValueError(f"{name} is not a folder with a tokeniser.")
     if "/" in name or Path(name).is_dir():
         return HubTokenizer(name)
-    raise ValueError(unknown("tokeniser", name, tokenizers()))
+    raise ValueError(unknown_name("tokeniser", name, tokenizers()))
 
 
 def tokenizer_from(description: Mapping[str, Any], *, folder: Path | None = None) -> Tokenizer:
-    """Return the tokeniser that this describes.
+    """Return the tokeniser of a description from `Tokenizer.describe`.
 
-    folder      where a Hugging Face tokeniser is read, whatever place is described: the description may be hostile
+    folder      where a Hugging Face tokeniser is read, instead of the described place: the description is untrusted
     """
     kind = description.get("kind")
     if kind == "bytes":
         return Bytes()
-    if isinstance(kind, str) and kind in CUTS:
-        return Vocabulary.from_words(description["words"], cut=str(kind))
+    if isinstance(kind, str) and kind in WORD_SPLITTERS:
+        return Vocabulary.from_words(description["words"], splitter=str(kind))
     if kind == "hub":
         found = HubTokenizer(str(description["place"] if folder is None else folder))
         if found.checksum() != description["checksum"]:
             raise ValueError(f"the tokeniser in {found.name} is not the one that was used: its checksum differs.")
         return found
-    raise ValueError(unknown("kind of tokeniser", kind, [*tokenizers(), "hub"]))
+    raise ValueError(unknown_name("kind of tokeniser", kind, [*tokenizers(), "hub"]))

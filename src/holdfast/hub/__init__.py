@@ -1,6 +1,7 @@
-"""Hugging Face models: routers put into them, watched, saved and loaded."""
+"""Hugging Face models: put routers into them, trace them, save and load them."""
 
 from holdfast.hub.checkpoint import load as load
+from holdfast.hub.checkpoint import register as register_auto_classes
 from holdfast.hub.checkpoint import save as save
 from holdfast.hub.convert import reroute as reroute
 from holdfast.hub.convert import restore as restore
@@ -11,11 +12,10 @@ from holdfast.hub.engines import shard_experts as shard_experts
 from holdfast.hub.engines import trainer_callback as trainer_callback
 from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
 from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
-from holdfast.hub.model_classes import register as register_auto_classes
-from holdfast.hub.tracing import Call as Call
+from holdfast.hub.tracing import RouterCall as RouterCall
 from holdfast.hub.tracing import Routes as Routes
-from holdfast.hub.tracing import calls as calls
 from holdfast.hub.tracing import has_routers as has_routers
+from holdfast.hub.tracing import router_calls as router_calls
 from holdfast.hub.tracing import trace as trace
 
 register_auto_classes()

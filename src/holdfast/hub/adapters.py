@@ -1,10 +1,10 @@
-"""A class that an object can change to without ceasing to be what it was.
+"""Router state in PEFT's adapters: saved with an adapter, loaded with it, and switched when another adapter is activated.
 
-Router state in PEFT's adapters: saved with an adapter, loaded with it, and switched when another adapter is.
+A router's state (an expert graph, a strip's width) is in buffers, and PEFT saves only its own weights with an adapter. But
+it calls `adapter_state_dict` of modules of the class `AuxiliaryTrainingWrapper`. A changed model gets one such module,
+`router_state`, as soon as PEFT puts an adapter on it.
 
-A router's state (an expert graph, a strip's width) is buffers, which belong to no adapter: PEFT writes its own weights only.
-It asks modules of one kind, `AuxiliaryTrainingWrapper`, for more. A changed model gets one such module, `router_state`, as
-soon as PEFT has put an adapter on it.
+`with_mixin` is used all over this package: it gives an object a subclass of its class that has the same name.
 """
 
 import sys
@@ -20,42 +20,40 @@ from torch import Tensor, nn
 from holdfast.routing import Router
 from holdfast.routing.state import StatefulPart
 
-_made: dict[tuple[Any, Any], Any] = {}
+State = dict[str, Tensor]
+
+ROUTER_STATE = "router_state"  # the name of the module
+COPIES = ("modules_to_save", "original_module")  # PEFT saves these copies of modules itself, with the routers inside
+_classes: dict[tuple[Any, Any], Any] = {}
 
 
 def with_mixin(kind: Any, mixin: Any) -> Any:
-    """`kind` with `mixin` in front, under its own name and in its own module; always the same one."""
-    if (kind, mixin) not in _made:
+    """Return a class with the bases `mixin` and `kind`, and the name and module of `kind`; always the same class."""
+    if (kind, mixin) not in _classes:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduce}
-        _made[kind, mixin] = type(kind.__name__, (mixin, kind), names)
-    return _made[kind, mixin]
+        _classes[kind, mixin] = type(kind.__name__, (mixin, kind), names)
+    return _classes[kind, mixin]
 
 
 def without_mixin(kind: Any) -> Any:
-    """The class that `with_mixin` was given."""
+    """Return the class that `with_mixin` was given."""
     return kind.__bases__[1]
 
 
 def _reduce(thing: Any, protocol: Any) -> tuple[Any, ...]:
-    """For copies and pickles: the class cannot be found by its name, which is another's, but made again."""
+    """Support copies and pickles: the class has the name of its base and is not found by it, so it is made again."""
     made = type(thing)
     _, _, *state = super(made, thing).__reduce_ex__(max(protocol, 2))
-    return _blank, (without_mixin(made), made.__bases__[0]), *state
+    return _new_instance, (without_mixin(made), made.__bases__[0]), *state
 
 
-def _blank(kind: Any, mixin: Any) -> Any:
+def _new_instance(kind: Any, mixin: Any) -> Any:
     made = with_mixin(kind, mixin)
     return made.__new__(made)
 
 
-NAME = "router_state"
-COPIES = ("modules_to_save", "original_module")  # PEFT saves its copies of modules itself, with the routers inside
-
-State = dict[str, Tensor]
-
-
-class CarriesRouterState:
-    """Mixed into changed models: PEFT announces itself to a model by setting `peft_config`."""
+class SavesRouterState:
+    """Mixin for changed models: adds the module `router_state` when PEFT sets `peft_config` on the model."""
 
     @property
     def peft_config(self) -> Any:
@@ -66,54 +64,56 @@ class CarriesRouterState:
     @peft_config.setter
     def peft_config(self, configs: Any) -> None:
         self.__dict__["peft_config"] = configs
-        carry_state(self)
+        add_router_state(self)
 
     @peft_config.deleter
     def peft_config(self) -> None:
         del self.__dict__["peft_config"]
-        self.__dict__["_modules"].pop(NAME, None)
+        self.__dict__["_modules"].pop(ROUTER_STATE, None)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """As any module's. Prompt tuning, which puts nothing into a model, is recognised by the name it gives to it."""
+        """Return the state dict; warn under prompt tuning, which is recognised by the prefix that PEFT uses for it."""
         if options.get("prefix") == "base_model." and "peft" in sys.modules and has_state(self):
             warnings.warn(
-                "PEFT's prompt tuning saves prompts only, not what routers have learnt: save the model as well, with "
-                "holdfast.save(model.base_model, folder), and load the prompts onto that.",
+                "PEFT's prompt tuning saves prompts only, not the router state: save the model as well, with "
+                "holdfast.save(model.base_model, folder), and load the prompts for that model.",
                 stacklevel=2,
             )
         return super().state_dict(*arguments, **options)  # type: ignore[misc]
 
     def load_adapter(self, peft_model_id: Any = None, *arguments: Any, **options: Any) -> Any:
-        """As transformers does, which does not load what PEFT's modules of other kinds saved."""
+        """Load an adapter as transformers does, and its router state, which transformers would skip."""
         loaded = super().load_adapter(peft_model_id, *arguments, **options)  # type: ignore[misc]
         given = options.get("adapter_state_dict")
         if given is None and peft_model_id is not None:
             from peft.utils import load_peft_weights
 
             given = load_peft_weights(peft_model_id, device="cpu")
-        marked = {key[key.index(f"{NAME}.") :]: value for key, value in (given or {}).items() if f"{NAME}." in key}
-        self.__dict__["_modules"][NAME].load(marked, f"{NAME}.")
+        marked = {
+            key[key.index(f"{ROUTER_STATE}.") :]: value for key, value in (given or {}).items() if f"{ROUTER_STATE}." in key
+        }
+        self.__dict__["_modules"][ROUTER_STATE].load(marked, f"{ROUTER_STATE}.")
         return loaded
 
 
 def has_state(model: Any) -> bool:
-    """Whether routers of the model learn without gradients."""
+    """Whether routers of the model have state."""
     return any(isinstance(part, StatefulPart) for part in model.modules())
 
 
-def carry_state(model: Any) -> None:
-    """Make the adapters of a model carry the state of its routers."""
-    if "peft_config" in model.__dict__ and NAME not in model._modules:
+def add_router_state(model: Any) -> None:
+    """Add the module `router_state` to a model with adapters."""
+    if "peft_config" in model.__dict__ and ROUTER_STATE not in model._modules:
         from peft.utils import AuxiliaryTrainingWrapper
 
-        first = {NAME: with_mixin(AuxiliaryTrainingWrapper, RouterState)(model)}
+        first = {ROUTER_STATE: with_mixin(AuxiliaryTrainingWrapper, RouterState)(model)}
         others = dict(model._modules)
         model._modules.clear()
-        model._modules.update({**first, **others})  # before all others: what it refuses, PEFT has then not begun
+        model._modules.update({**first, **others})  # before all others, so that it raises before PEFT changes anything
 
 
-def running(module: Any) -> Any:
-    """Return the module that runs: of one that PEFT has copied (`modules_to_save`), the copy of the active adapter."""
+def active_module(module: Any) -> Any:
+    """Return the module that runs: the active adapter's copy, if PEFT has copied the module (`modules_to_save`)."""
     if isinstance(module, Router) or "modules_to_save" not in module._modules:
         return module
     copies, active = module.modules_to_save, module.active_adapters
@@ -121,39 +121,41 @@ def running(module: Any) -> Any:
 
 
 class RouterState:
-    """Mixed into PEFT's `AuxiliaryTrainingWrapper`. One adapter's state is in the routers, the others' are kept here.
+    """Mixin for PEFT's `AuxiliaryTrainingWrapper`: the active adapter's state is in the routers, that of others here.
 
-    Without adapters (`disable_adapter`, as for a reference model) routers have the state that they had before any.
+    Without adapters (`disable_adapter`, as for a reference model) routers have the state from before the first adapter.
     """
 
     def __init__(self, model: nn.Module) -> None:
         nn.Module.__init__(self)  # type: ignore[arg-type]
-        self.__dict__["model"] = model  # past nn.Module's bookkeeping: this is a part of the model
-        self._active_adapter, self._disable_adapters = _active(model)
-        self.expected: str | None = None  # the adapter that PEFT is about to load
-        # Whose state the routers have; None is the model's without adapters.
+        self.__dict__["model"] = model  # not registered as a submodule: the model contains this module
+        self._active_adapter, self._disable_adapters = _active_adapters(model)
+        self.expected: str | None = None  # the adapter that PEFT loads next
+        # The adapter whose state is in the routers; None: the state without adapters.
         self.current: str | None = None if self._disable_adapters or not self._active_adapter else self._active_adapter[0]
-        self.states: dict[str | None, State] = {None: _copied(self._buffers_of_routers())}
-        self.replaced: dict[str | None, State] = {None: {}}  # parameters of routers, where an adapter was loaded with others
-        self.added: dict[str, tuple[str, State, State]] = {}  # the active adapter, its state and `replaced`, at the time
+        self.states: dict[str | None, State] = {None: _copies_of(self._buffers_of_routers())}
+        # Router parameters in which a loaded adapter differs from the model.
+        self.own_parameters: dict[str | None, State] = {None: {}}
+        # When an adapter was added: the active adapter, its state and its `own_parameters`.
+        self.added: dict[str, tuple[str, State, State]] = {}
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """Raise when PEFT announces a batch with an adapter for each row (`adapter_names`)."""
-        if "adapter_names" in getattr(hook, "keywords", {}) and self._is_of_one_adapter():
+        """Raise ValueError when PEFT registers a hook for a batch with an adapter for each row (`adapter_names`)."""
+        if "adapter_names" in getattr(hook, "keywords", {}) and self._depends_on_adapter():
             raise ValueError(
                 "rows of one batch have different adapters (adapter_names), but routers have one state and read one "
                 "projection for all rows; run a batch for each adapter."
             )
         return nn.Module.register_forward_pre_hook(self, hook, **options)  # type: ignore[arg-type]
 
-    def _is_of_one_adapter(self) -> bool:
-        """Whether routes depend on which adapter is active."""
+    def _depends_on_adapter(self) -> bool:
+        """Whether the routing depends on which adapter is active."""
         if self._buffers_of_routers() or self._parameters_of_routers():
             return True
         return any("attention.projection" in router.reads for _, router in self._routers())
 
     def __getattr__(self, name: str) -> Any:
-        """Not PEFT's, which looks on in a wrapped module: there is none."""
+        """Look attributes up as `nn.Module` does. PEFT's method also looks in a wrapped module, and there is none."""
         return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
 
     @property
@@ -164,43 +166,48 @@ class RouterState:
         return self._adapters
 
     def check_set_adapter(self, adapter_name: str | list[str]) -> str | None:
+        """Return the adapter that `set_adapter` would activate."""
         names = [adapter_name] if isinstance(adapter_name, str) else adapter_name
         return names[0] if names else None
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Make an adapter the active one: PEFT calls this for each of its modules."""
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         self._active_adapter = names[:1]
-        self._note_added()
+        self._remember_added()
         if not self._disable_adapters:
             self._switch(names[0] if names else None)
 
     def enable_adapters(self, enabled: bool) -> None:
+        """Switch to the active adapter's state, or to the state without adapters."""
         self._disable_adapters = not enabled
         self._switch(self._active_adapter[0] if enabled and self._active_adapter else None)
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
+        """Forget an adapter's state; activate another adapter if it was the active one."""
         if adapter_name in self._active_adapter:
             self.set_adapter(new_active_adapters or [])
-        for kept in (self.states, self.replaced, self.added):
-            kept.pop(adapter_name, None)  # type: ignore[attr-defined]
+        for stored in (self.states, self.own_parameters, self.added):
+            stored.pop(adapter_name, None)  # type: ignore[attr-defined]
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> nn.Module:
-        """The model stays without adapters: with the state of the merged one, or with that from before any."""
+        """Leave the merged adapter's state in the routers, or, without a merge, put the state without adapters there."""
         if not merge:
             self._switch(None)
         return self  # type: ignore[return-value]
 
     def adapter_state_dict(self, adapter_name: str, state_dict: Any = None) -> State:
-        """What is written with an adapter. A name has no dots, in which PEFT would look for those of adapters."""
+        """Return what is saved with an adapter. Names get / for dots: PEFT searches dotted names for adapter names."""
         with self._switched(adapter_name):
             for _, router in self._routers():
                 for part in router.modules():
                     if isinstance(part, StatefulPart):
                         part.commit()
             tensors = {**self._buffers_of_routers(), **self._parameters_of_routers()}
-            return {name.replace(".", "/"): tensor for name, tensor in _copied(tensors).items()}
+            return {name.replace(".", "/"): tensor for name, tensor in _copies_of(tensors).items()}
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
+        """Remember the adapter that is loaded next: PEFT calls this before it loads the weights."""
         self.expected = adapter_name
         return {}
 
@@ -208,7 +215,7 @@ class RouterState:
         self.load(state_dict, prefix)
 
     def load(self, state_dict: State, prefix: str) -> None:
-        """Take an adapter's state, into the routers or, while another adapter is active, for later."""
+        """Load an adapter's state into the routers, or store it while another adapter is active."""
         adapter, self.expected = self.expected, None
         marked = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         given = {name.replace("/", "."): value for name, value in marked.items()}
@@ -217,59 +224,61 @@ class RouterState:
         if not given:
             if adapter is not None and own:
                 warnings.warn(
-                    "this adapter holds no state of routers (it was saved from a model without them, or by an older "
+                    "this adapter has no router state (it was saved from a model without routers, or by an older "
                     "Holdfast): its routers start from the model's own state.",
                     stacklevel=2,
                 )
             return
         _require_fitting(given, own)
         adapter = self.current if adapter is None else adapter
-        base = {**parameters, **self.replaced[None]}
-        other = {name: given[name] for name in parameters if not torch.equal(given[name].to(base[name]), base[name])}
-        for name in other:
-            self.replaced[None].setdefault(name, base[name].detach().clone())
+        base = {**parameters, **self.own_parameters[None]}
+        differing = {name: given[name] for name in parameters if not torch.equal(given[name].to(base[name]), base[name])}
+        for name in differing:
+            self.own_parameters[None].setdefault(name, base[name].detach().clone())
         if adapter == self.current:
-            _fill(buffers, given)
-            _fill(parameters, {**{name: base[name] for name in self.replaced.get(adapter, {})}, **other})
+            _copy_into(buffers, given)
+            _copy_into(parameters, {**{name: base[name] for name in self.own_parameters.get(adapter, {})}, **differing})
         else:
             self.states[adapter] = {name: given[name] for name in buffers}
-        self.replaced[adapter] = other
+        self.own_parameters[adapter] = differing
 
     def _switch(self, adapter: str | None) -> None:
-        """Give the routers another adapter's state, uncommitted as it is: a backward may still recompute a forward."""
+        """Put another adapter's state into the routers, without `commit`: a backward may still recompute a forward."""
         if adapter == self.current:
             return
         self._take_copied_state(adapter)
         buffers, parameters = self._buffers_of_routers(), self._parameters_of_routers()
-        if self.current is not None:  # what forwards without adapters did to state is not kept
-            self.states[self.current] = _copied(buffers)
-            kept = self.replaced.get(self.current, {})
-            self.replaced[self.current] = _copied({name: parameters[name] for name in kept})
-        _fill(buffers, self.states.get(adapter, self.states[None]))
-        former = self.replaced.get(self.current, {}).keys()
-        wanted = self.replaced.get(adapter, {}) if adapter is not None else {}
-        _fill(parameters, {name: wanted.get(name, self.replaced[None][name]) for name in {*former, *wanted}})
+        if self.current is not None:  # changes of state by forwards without adapters are dropped
+            self.states[self.current] = _copies_of(buffers)
+            stored = self.own_parameters.get(self.current, {})
+            self.own_parameters[self.current] = _copies_of({name: parameters[name] for name in stored})
+        _copy_into(buffers, self.states.get(adapter, self.states[None]))
+        outgoing = self.own_parameters.get(self.current, {}).keys()
+        incoming = self.own_parameters.get(adapter, {}) if adapter is not None else {}
+        _copy_into(
+            parameters, {name: incoming.get(name, self.own_parameters[None][name]) for name in {*outgoing, *incoming}}
+        )
         self.current = adapter
 
-    def _note_added(self) -> None:
-        """Keep the state of the active adapter for adapters that PEFT has just added: one may become its copy."""
+    def _remember_added(self) -> None:
+        """Store the state of the active adapter for adapters that PEFT has just added: they may become copies of it."""
         if self.current is None:
             return
         for name in self._adapters - self.states.keys() - self.added.keys() - {self.current}:
             parameters = self._parameters_of_routers()
-            replaced = _copied({name: parameters[name] for name in self.replaced.get(self.current, {})})
-            self.added[name] = (self.current, _copied(self._buffers_of_routers()), replaced)
+            own_parameters = _copies_of({name: parameters[name] for name in self.own_parameters.get(self.current, {})})
+            self.added[name] = (self.current, _copies_of(self._buffers_of_routers()), own_parameters)
 
     def _take_copied_state(self, adapter: str | None) -> None:
-        """Give an adapter that is a copy of another the state that the other had when it was added.
+        """If an adapter is a copy of another, give it the state that the other had when it was added.
 
-        TRL makes a reference so: it adds an adapter, `ref`, and copies the parameters of the one that is to be trained.
+        TRL makes its reference model so: it adds an adapter `ref` with the parameters of the one that is trained.
         """
         if adapter is None or adapter not in self.added or adapter in self.states:
             return
-        copied_from, state, replaced = self.added.pop(adapter)
-        if _are_equal(self.__dict__["model"], adapter, copied_from):
-            self.states[adapter], self.replaced[adapter] = state, replaced
+        copied_from, state, own_parameters = self.added.pop(adapter)
+        if _have_equal_weights(self.__dict__["model"], adapter, copied_from):
+            self.states[adapter], self.own_parameters[adapter] = state, own_parameters
 
     @contextmanager
     def _switched(self, adapter: str) -> Iterator[None]:
@@ -281,10 +290,10 @@ class RouterState:
             self._switch(before)
 
     def _routers(self) -> Iterator[tuple[str, Router]]:
-        """Routers by their names in a model without adapters; those that PEFT has copied are saved by PEFT."""
+        """Yield routers with their names in a model without adapters, except for copies, which PEFT saves itself."""
         for name, module in self.__dict__["model"].named_modules():
             if isinstance(module, Router) and not any(step in COPIES for step in name.split(".")):
-                yield _plain_name(name), module
+                yield _name_without_peft(name), module
 
     def _buffers_of_routers(self) -> State:
         found = {}
@@ -292,11 +301,11 @@ class RouterState:
             for name, part in router.named_modules():
                 for buffer_name, buffer in part._buffers.items():
                     if buffer is not None and buffer_name not in part._non_persistent_buffers_set:
-                        found[_plain_name(f"{router_name}.{name}.{buffer_name}")] = buffer
+                        found[_name_without_peft(f"{router_name}.{name}.{buffer_name}")] = buffer
         return found
 
     def _parameters_of_routers(self) -> State:
-        """Without those of adapters."""
+        """Return the parameters of routers, without those of adapters."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         found: State = {}
@@ -305,12 +314,12 @@ class RouterState:
             added = [f"{name}.{child}." for name, layer in layers for child in layer._modules if child != "base_layer"]
             for name, parameter in router.named_parameters():
                 if not name.startswith(tuple(added)):
-                    found[_plain_name(f"{router_name}.{name}")] = parameter
+                    found[_name_without_peft(f"{router_name}.{name}")] = parameter
         return found
 
 
-def _active(model: nn.Module) -> tuple[list[str], bool]:
-    """The active adapter, if any, and whether adapters are disabled."""
+def _active_adapters(model: nn.Module) -> tuple[list[str], bool]:
+    """Return the active adapter, if any, as a list, and whether adapters are disabled."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():
@@ -319,7 +328,7 @@ def _active(model: nn.Module) -> tuple[list[str], bool]:
     return [], False
 
 
-def _are_equal(model: nn.Module, adapter: str, other: str) -> bool:
+def _have_equal_weights(model: nn.Module, adapter: str, other: str) -> bool:
     """Whether two adapters have the same parameters."""
     parameters = dict(model.named_parameters())
     pairs = [
@@ -330,24 +339,24 @@ def _are_equal(model: nn.Module, adapter: str, other: str) -> bool:
     return bool(pairs) and all(copy is not None and torch.equal(value, copy) for value, copy in pairs)
 
 
-def _plain_name(name: str) -> str:
-    """A name without what PEFT's wrappers put in between."""
+def _name_without_peft(name: str) -> str:
+    """Return a name without the steps that PEFT's wrappers add."""
     return ".".join(step for step in name.split(".") if step not in ("", "base_layer"))
 
 
-def _copied(tensors: State) -> State:
+def _copies_of(tensors: State) -> State:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
-def _fill(tensors: State, values: State) -> None:
+def _copy_into(tensors: State, values: State) -> None:
     for name, value in values.items():
         if name in tensors:
             tensors[name].copy_(value)
 
 
 def _require_fitting(given: State, own: State) -> None:
-    """Raise where an adapter's state is of other routers than the model has."""
+    """Raise ValueError if an adapter's state is of other routers than those of the model."""
     for name in chain(sorted(given.keys() ^ own.keys()), sorted(given)):
         if name not in own or name not in given or own[name].shape != given[name].shape:
             raise ValueError(

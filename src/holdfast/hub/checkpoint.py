@@ -1,73 +1,108 @@
-"""A Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state."""
+"""Save a model to a folder and open it: with `holdfast.load`, with transformers' Auto classes, or with a family's class.
+
+A folder is a Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state.
+
+`register` makes transformers open such folders after `import holdfast`. It adds three entries to transformers' registries,
+each when the module of that registry is imported (`REGISTRIES`): `import holdfast` does not import transformers.
+
+    AutoConfig       "model_type": "holdfast" gives the config of the changed model (`FolderConfig`)
+    Auto classes     such a config gives the changed model (`register_models`, model_classes.py)
+    quantisers       `MixtralForCausalLM.from_pretrained` finds a `quantization_config` that names Holdfast. Transformers
+                     lets such a method change the modules of a fresh model before the weights are read; ours installs
+                     routers, quantises nothing, and removes itself from the model (`AppliesChanges`). Where Holdfast is not
+                     imported, the method is unknown, and the entry `transformers_weights` stops the load
+"""
 
 import inspect
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import unknown
-from holdfast.hub.engines import as_if_whole, is_spread, on_first_process, whole_state
+from holdfast.errors import unknown_name
+from holdfast.hub.adapters import with_mixin
+from holdfast.hub.engines import gathered_state, is_sharded, on_first_rank, without_transformers_gather
 from holdfast.hub.folder_files import (
+    CODE,
+    MODEL_TYPE,
+    NEEDS_HOLDFAST,
     check_files,
+    check_folder,
     check_manifest,
     config_class,
+    downloaded_folder,
     family_values,
-    fetched,
-    is_changed,
+    is_modified,
     require_all_used,
+    require_fitting_files,
 )
-from holdfast.hub.model_classes import FETCHING, SAFE, changed, changed_config, with_options
+from holdfast.hub.model_classes import (
+    HUB_OPTIONS,
+    SAFE_OPTIONS,
+    ModifiedModel,
+    apply_saved_changes,
+    finish_loading,
+    modified_class,
+    modified_config_class,
+    modified_configs,
+    register_models,
+    saved_specs,
+    with_options,
+)
 from holdfast.layers import name_layers
-from holdfast.model_size import require_sane_choice, require_sane_size
-from holdfast.replacing import replace_folder, restore
+from holdfast.model_size import require_sane_numbers, require_sane_size, require_sane_top_k
+from holdfast.replacing import recover_folder, replace_folder
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
 
-NOT_FOR_SAVE = {"self", "save_directory", "kwargs", "push_to_hub", "token"}  # of save_pretrained's parameters
+NOT_FOR_SAVE = {"self", "save_directory", "kwargs", "push_to_hub", "token"}  # parameters of save_pretrained
 
 
 def save(
     model: "nn.Module", path: str | os.PathLike[str], *, tokenizer: Any = None, force: bool = False, **options: Any
 ) -> Path:
-    """Write the model, its routers and their state (and a tokenizer or processor) to a folder, whole or not at all.
+    """Write the model, its routers and their state (and a tokenizer or processor) to a folder, atomically.
 
     `options` are those of `save_pretrained` (`max_shard_size`, `variant`, ...).
 
-    A folder that is there already is replaced only with `force`. Of a model whose weights are spread over processes (FSDP2,
-    `shard_experts`) every process calls this, and the first one writes; of any other, only those that call it write.
+    An existing folder is replaced only with `force`. If the weights are sharded over ranks (FSDP2, `shard_experts`), every
+    rank calls this, and the first one writes; otherwise every rank that calls it writes.
     """
-    _require_known(model, options)
-    given, target = Path(path), Path(path).resolve()  # the path as given may be a link: to where the folder lies
-    if not is_spread(model):
+    _require_known_options(options)
+    given, target = Path(path), Path(path).resolve()  # the given path may be a link to the folder
+    if not is_sharded(model):
         _require_free(target, force)
         _write(model, target, tokenizer, options)
         return given
-    on_first_process(lambda: _require_free(target, force))
-    state = whole_state(model)
-    with as_if_whole(model):
-        on_first_process(lambda: _write(model, target, tokenizer, {"state_dict": state, **options}))
+    on_first_rank(lambda: _require_free(target, force))
+    state = gathered_state(model)
+    with without_transformers_gather(model):
+        on_first_rank(lambda: _write(model, target, tokenizer, {"state_dict": state, **options}))
     return given
 
 
-def _require_known(model: Any, options: dict[str, Any]) -> None:
-    """`save_pretrained` takes any option, and passes over those it does not know."""
+def _require_known_options(options: dict[str, Any]) -> None:
+    """Raise ValueError for an option that `save_pretrained` would ignore without an error."""
     from transformers import PreTrainedModel
 
     known = set(inspect.signature(PreTrainedModel.save_pretrained).parameters) - NOT_FOR_SAVE
     for name in options:
         if name not in known:
-            raise ValueError(unknown("option of save_pretrained", name, sorted(known)))
+            raise ValueError(unknown_name("option of save_pretrained", name, sorted(known)))
 
 
 def _require_free(target: Path, force: bool) -> None:
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; give a folder.")
     if Path.cwd().is_relative_to(target):
-        raise ValueError(f"{target} is the folder this process works in, and cannot be replaced; give one inside it.")
+        raise ValueError(f"{target} is the working directory or contains it, and cannot be replaced; give one inside it.")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise ValueError(f"{target} exists and is not empty; choose another folder, or force=True to replace it.")
 
@@ -82,41 +117,42 @@ def _write(model: Any, target: Path, tokenizer: Any, options: dict[str, Any]) ->
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
-    """A model from a folder that `save` or a Trainer wrote, from a plain Hugging Face folder, or from a hub.
+    """Return a model from a folder of `save` or a Trainer, from any other Hugging Face folder, or from the hub.
 
     No code from the folder is run, and only safetensors are read. `options` are those of `from_pretrained` (dtype,
     device_map, attn_implementation, any value of the config, ...).
     """
     name, folder = str(path), Path(path)
-    if not folder.is_dir() and not restore(folder):
-        where = {option: options.pop(option) for option in FETCHING if option in options}
-        folder = fetched(name, **where)
+    if not folder.is_dir() and not recover_folder(folder):
+        where = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
+        folder = downloaded_folder(name, **where)
     written = check_files(folder)
-    ours = is_changed(written, folder)
+    ours = is_modified(written, folder)
     config, options = _config(folder, written, options)
     kind = _model_class(folder, config)
-    require_sane_choice(config, folder)
-    require_sane_size(folder, changed(kind) if ours else kind, config, options)
+    require_sane_top_k(config, folder)
+    require_sane_size(folder, modified_class(kind) if ours else kind, config, options)
     if ours:
         check_manifest(folder)
-    model = _open(changed(kind).from_checked if ours else kind.from_pretrained, folder, config, options)
+    model = _open(modified_class(kind).from_checked if ours else kind.from_pretrained, folder, config, options)
     name_layers(model)
     return model
 
 
 def _config(folder: Path, written: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The config, and the options that are not for it."""
+    """Return the config with the options that it has entries for, and the other options."""
     values = family_values(written, folder)
     kind = config_class(values.get("model_type"), folder)
-    kind = changed_config(kind) if is_changed(written, folder) else kind
+    kind = modified_config_class(kind) if is_modified(written, folder) else kind
     try:
         return with_options(kind, values, options)
-    except Exception as problem:  # a config's own checks raise what they like
+    except Exception as problem:  # a config's own checks raise any kind of exception
         family = values.get("model_type")
         raise ValueError(f"{folder / 'config.json'} does not fit {family}: {_first_line(problem)}") from None
 
 
 def _model_class(folder: Path, config: Any) -> Any:
+    """Return the class of transformers that the config names, checked to fit the config."""
     import transformers
 
     names = config.architectures
@@ -129,12 +165,12 @@ def _model_class(folder: Path, config: Any) -> Any:
     return kind
 
 
-def _open(opens: Callable[..., Any], folder: Path, config: Any, options: dict[str, Any]) -> Any:
-    """What `opens` makes of the folder, with one sentence for whatever it raises."""
-    settings = {**options, **SAFE, "output_loading_info": True}
+def _open(from_pretrained: Callable[..., Any], folder: Path, config: Any, options: dict[str, Any]) -> Any:
+    """Return the loaded model; turn any exception into a one-line ValueError."""
+    settings = {**options, **SAFE_OPTIONS, "output_loading_info": True}
     try:
-        model, found = opens(folder, config=config, **settings)
-    except Exception as problem:  # a folder may hold anything, and what trips over it raises what it likes
+        model, found = from_pretrained(folder, config=config, **settings)
+    except Exception as problem:  # an untrusted folder may cause any kind of exception
         if "ignore_mismatched_sizes" in str(problem):
             raise ValueError(f"{folder} has weights of other shapes than its config says.") from None
         if type(problem) is ValueError and str(problem).startswith(str(folder)):
@@ -147,3 +183,172 @@ def _open(opens: Callable[..., Any], folder: Path, config: Any, options: dict[st
 def _first_line(problem: Exception) -> str:
     lines = (str(problem).strip() or type(problem).__name__).splitlines()
     return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+class FolderConfig:
+    """Mixin for `PreTrainedConfig`: the class of `"model_type": "holdfast"`, whose `from_dict` returns a changed config."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
+        name = options.get("name_or_path") or "this folder"
+        require_sane_numbers(config_dict, name)
+        values = family_values(config_dict, name)
+        return modified_config_class(config_class(values.get("model_type"), name)).from_dict(values, **options)
+
+
+class HoldfastRouters:
+    """Mixin for `QuantizationConfigMixin`: a folder's `quantization_config` that names Holdfast as the method."""
+
+    def __init__(self, quantization_config: Any = None, **ignored: Any) -> None:
+        self.quant_method = MODEL_TYPE
+        self.quantization_config = quantization_config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+class AppliesChanges:
+    """Mixin for `HfQuantizer`: applies the changes that a config describes to a fresh model of the family's class."""
+
+    quantization_config: Any
+
+    def __init__(self, quantization_config: Any, **options: Any) -> None:
+        super().__init__(quantization_config, **options)  # type: ignore[call-arg]
+        self.pre_quantized = False  # the weights are to be read like those of a model that is not quantised
+
+    def validate_environment(self, *arguments: Any, weights_only: bool = True, **options: Any) -> None:
+        """Raise ValueError if the folder cannot be opened in this way."""
+        if self.quantization_config.quantization_config is not None:
+            raise ValueError("this model is quantised; open its folder with holdfast.load or an Auto class.")
+        if not weights_only:
+            raise ValueError("weights_only=False would run code from a pickle; this folder has safetensors.")
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Prepare the config: transformers calls this after it has read the config and before it uses it."""
+        return self._allow_loading(config)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """Do the same, under the name that transformers 5.17 calls."""
+        return self._allow_loading(config)
+
+    def _allow_loading(self, config: Any) -> Any:
+        """Remove the entry that stops the load without Holdfast, and everything that names code."""
+        if getattr(config, "holdfast", None) is None:
+            raise ValueError('its config has no "holdfast" section that names layers.')
+        if getattr(config, "transformers_weights", None) == NEEDS_HOLDFAST:
+            del config.transformers_weights
+        for name in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(config, name, "")):
+                raise ValueError(f"{getattr(config, name)} is a kernel to download; open this folder with holdfast.load.")
+        for name in CODE:
+            if "_implementation" not in name:
+                config.__dict__.pop(name, None)
+        return config
+
+    def preprocess_model(self, model: Any, dtype: Any = None, checkpoint_files: Any = None, **options: Any) -> None:
+        """Check the folder and apply its changes to the fresh model, before the weights are read."""
+        files = [str(file) for file in checkpoint_files or ()]
+        folder = Path(files[0]).parent if files else Path(model.config.name_or_path)
+        if not files or any(not file.endswith(".safetensors") for file in files):
+            raise ValueError(f"{folder} has no safetensors; other formats are not read.")
+        check_folder(folder)
+        _remove_quantizer_marks(model)
+        apply_saved_changes(model)
+        require_fitting_files(files, model, saved_specs(model))
+
+    def postprocess_model(self, model: Any, **options: Any) -> Any:
+        """Finish a model whose weights were read."""
+        assert isinstance(model, ModifiedModel)
+        _remove_quantizer_marks(model)
+        finish_loading(model)
+        return model
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+def _remove_quantizer_marks(model: Any) -> None:
+    """Remove the marks of a quantised model: this one is not quantised."""
+    model.__dict__.pop("hf_quantizer", None)
+    model.config.__dict__.pop("quantization_config", None)
+
+
+def _register_config(module: ModuleType) -> None:
+    from transformers.configuration_utils import PreTrainedConfig
+
+    # With this module's name: transformers prefers code from the folder to classes of its own modules.
+    kind = type("HoldfastConfig", (FolderConfig, PreTrainedConfig), {"__module__": __name__})
+    module.AutoConfig.register(MODEL_TYPE, kind, exist_ok=True)
+
+
+def _register_all_models(module: ModuleType) -> None:
+    for config in list(modified_configs):
+        register_models(config)
+
+
+def _register_quantizer(module: ModuleType) -> None:
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if MODEL_TYPE not in module.AUTO_QUANTIZER_MAPPING:
+        module.register_quantization_config(MODEL_TYPE)(with_mixin(QuantizationConfigMixin, HoldfastRouters))
+        module.register_quantizer(MODEL_TYPE)(with_mixin(HfQuantizer, AppliesChanges))
+
+
+REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.models.auto.configuration_auto": _register_config,
+    "transformers.models.auto.modeling_auto": _register_all_models,
+    "transformers.quantizers.auto": _register_quantizer,
+}
+
+
+def register() -> None:
+    """Add our entries to the registries of transformers that are imported, and to the others when they are."""
+    for name, add_entry in REGISTRIES.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            add_entry(module)
+    if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegistryFinder())
+
+
+class _RegistryFinder(MetaPathFinder):
+    """Import finder that finds a registry's module as the other finders do, with a loader that adds our entry."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in REGISTRIES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _RegistryLoader(spec.loader)
+                return spec
+        return None
+
+
+class _RegistryLoader(Loader):
+    """Loads a module with `loader`, then adds our entry to its registry."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)  # tools that show a module's source need more than the methods here
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        REGISTRIES[module.__name__](module)

@@ -1,8 +1,9 @@
-"""Models whose weights are spread over processes, made whole for writing: every process takes part, the first one writes.
+"""Training and saving on several ranks, and what a training loop sets in the routers of a model.
 
-Expert parallelism: the experts of a model spread over processes.
-
-What a training loop tells the routers of a model: how far it has come, how it scales its loss, what calibrates them.
+shard_experts        expert parallelism: distribute the experts of a model over ranks
+gathered_state       the full weights of a sharded model, for saving: every rank takes part, the first one writes
+set_progress, router_loss_scale, calibrate, trainer_callback
+                     training progress, loss scale and calibration
 """
 
 import math
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.hub.install import Wiring, wiring
-from holdfast.hub.layers import is_moe, sites
-from holdfast.hub.replacements import is_known, is_replaced, runs_ours
+from holdfast.hub.install import ModelHooks, hooks_of
+from holdfast.hub.layers import is_moe, moe_layers
+from holdfast.hub.replacements import has_foreign_forward, has_known_layout, use_holdfast_experts
 from holdfast.layers import Experts
-from holdfast.layers.expert_parallel import Owners
+from holdfast.layers.expert_parallel import ExpertShards
 from holdfast.routing import Router
 from holdfast.routing.state import several_ranks
 
@@ -25,8 +26,90 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Does this process hold only a part of some weight (FSDP2, `shard_experts`, tensor parallelism)?"""
+def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
+    """Distribute the experts of every MoE layer evenly over the ranks of `mesh`, in place.
+
+    On a mesh of one dimension each expert is on one rank. On one of two dimensions, experts are sharded along the last and
+    replicated along the first; gradients of replicas are averaged. Each rank runs its own batch, and tokens are sent to the
+    ranks that hold their experts. Wrap the rest of the model with DDP or FSDP2 afterwards: DDP ignores the experts without
+    an option, `fully_shard` needs `ignored_params`.
+
+    The experts' parameters keep their names and become DTensors, which torch.distributed.checkpoint and `holdfast.save`
+    support. From now on every rank must run the same number of forwards, in evaluation too.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    _require_ranks(model, mesh)
+    found = _expert_modules(model)
+    for name, experts in found.items():
+        _require_shardable(name, experts, mesh)
+    ignored = []
+    for name, experts in found.items():
+        experts.shards = ExpertShards(mesh, next(experts.parameters()).shape[0])
+        experts.shards.shard(experts)
+        ignored += [f"{name}.{parameter}".lstrip(".") for parameter, _ in experts.named_parameters(recurse=False)]
+        if not isinstance(experts, Experts):
+            use_holdfast_experts(experts, ragged=False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    return model
+
+
+def _expert_modules(model: nn.Module) -> dict[str, Any]:
+    """Return by name all modules of class `Experts`, and the experts of a known family."""
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    for moe_layer in moe_layers(model) if is_moe(model) else []:
+        if moe_layer.family is not None:
+            found[f"{moe_layer.name}.{moe_layer.family.experts}"] = moe_layer.experts
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts to shard; sparsify makes some, and an MoE must be of a family that "
+            "reroute knows."
+        )
+    return found
+
+
+def _require_ranks(model: nn.Module, mesh: "DeviceMesh") -> None:
+    if not several_ranks():
+        raise ValueError("there is no process group: start with torchrun and call torch.distributed.init_process_group.")
+    if hasattr(model, "module") and isinstance(model.module, nn.Module):
+        raise ValueError(f"{type(model).__name__} wraps the model; shard the experts of the one inside, before wrapping.")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions; experts are sharded along one dimension, or replicated and sharded "
+            "along two."
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks; use a mesh of all ranks, with a first dimension "
+            "for replicas if experts are sharded over fewer."
+        )
+
+
+def _require_shardable(name: str, experts: Any, mesh: "DeviceMesh") -> None:
+    from torch.distributed.tensor import DTensor
+
+    if getattr(experts, "shards", None) is not None:
+        raise ValueError(f"{name}: these experts are already sharded over ranks.")
+    if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
+        raise ValueError(f"{name}: its weights are already sharded; call shard_experts before fully_shard.")
+    if not isinstance(experts, Experts) and not has_known_layout(experts):
+        raise ValueError(f"{name}: {type(experts).__name__} of this transformers cannot be sharded; update transformers.")
+    if has_foreign_forward(experts):
+        raise ValueError(f"{name}: another library has replaced the forward of these experts; load the model without it.")
+    weight = next(experts.parameters())
+    if weight.device.type not in (mesh.device_type, "meta"):
+        raise ValueError(
+            f"{name}: its weights are on {weight.device.type}, the mesh is of {mesh.device_type}; move the model first."
+        )
+    count, ranks = weight.shape[0], mesh.size(-1)
+    if count % ranks:
+        raise ValueError(
+            f"{name}: cannot split {count} experts evenly over {ranks} ranks; use a number of ranks that divides {count}."
+        )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this rank has only a part of some weight (FSDP2, `shard_experts`, tensor parallelism)."""
     if not several_ranks():
         return False
     from torch.distributed.tensor import DTensor
@@ -34,15 +117,15 @@ def is_spread(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state with whole weights, on the first process; empty on the others. All of them call it."""
+def gathered_state(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state with full weights on the first rank, and {} on the others. Every rank must call this."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
 
 
-def on_first_process(action: Callable[[], object]) -> None:
-    """Act on the first process only; where that fails, all raise its error, and none waits for ever."""
+def on_first_rank(action: Callable[[], object]) -> None:
+    """Call `action` on the first rank only. If it raises, every rank raises its error, so that none waits for ever."""
     problem: list[Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -55,8 +138,11 @@ def on_first_process(action: Callable[[], object]) -> None:
 
 
 @contextmanager
-def as_if_whole(model: Any) -> Iterator[None]:
-    """Inside the `with`, transformers does not gather a model that it has distributed itself: the first process is alone."""
+def without_transformers_gather(model: Any) -> Iterator[None]:
+    """Inside the `with`, `save_pretrained` does not gather the weights of a model that transformers has distributed.
+
+    Only the first rank calls it, and a gather would wait for the others.
+    """
     config = model.config
     plan = config.__dict__.pop("distributed_config", None)
     try:
@@ -66,124 +152,44 @@ def as_if_whole(model: Any) -> Iterator[None]:
             config.distributed_config = plan
 
 
-def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
-    """Spread the experts of every MoE layer over the processes of `mesh`, in place: each holds an equal part of them.
-
-    A mesh of one dimension holds each expert once. Of two, the last spreads experts, and along the first are copies, whose
-    gradients are averaged. Each process runs its own batch, and tokens travel to the experts they chose. The rest of the
-    model is for DDP or FSDP2, afterwards; DDP leaves the experts alone by itself, `fully_shard` takes `ignored_params`.
-
-    The experts' parameters keep their names and become DTensors, which torch.distributed.checkpoint and `holdfast.save`
-    understand. From now on every process runs the same number of forwards, in evaluation too.
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
-    _require_processes(model, mesh)
-    found = _experts(model)
-    for name, experts in found.items():
-        _require_shardable(name, experts, mesh)
-    ignored = []
-    for name, experts in found.items():
-        experts.owners = Owners(mesh, next(experts.parameters()).shape[0])
-        experts.owners.take(experts)
-        ignored += [f"{name}.{parameter}".lstrip(".") for parameter, _ in experts.named_parameters(recurse=False)]
-        if not isinstance(experts, Experts):
-            runs_ours(experts, ragged=False)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    return model
-
-
-def _experts(model: nn.Module) -> dict[str, Any]:
-    """By name: ours, wherever they are, and those of a family we know."""
-    found: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    for site in sites(model) if is_moe(model) else []:
-        if site.family is not None:
-            found[f"{site.name}.{site.family.experts}"] = site.experts
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no experts to shard; sparsify makes some, and an MoE must be of a family that "
-            "reroute knows."
-        )
-    return found
-
-
-def _require_processes(model: nn.Module, mesh: "DeviceMesh") -> None:
-    if not several_ranks():
-        raise ValueError("there is no process group: start with torchrun and call torch.distributed.init_process_group.")
-    if hasattr(model, "module") and isinstance(model.module, nn.Module):
-        raise ValueError(f"{type(model).__name__} wraps the model; shard the experts of the one inside, before wrapping.")
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"the mesh has {mesh.ndim} dimensions; experts are spread along one, or copied and spread along two."
-        )
-    if mesh.size() != dist.get_world_size():
-        raise ValueError(
-            f"the mesh holds {mesh.size()} of {dist.get_world_size()} processes; give one of them all, with a first "
-            "dimension for copies where experts are spread over fewer."
-        )
-
-
-def _require_shardable(name: str, experts: Any, mesh: "DeviceMesh") -> None:
-    from torch.distributed.tensor import DTensor
-
-    if getattr(experts, "owners", None) is not None:
-        raise ValueError(f"{name}: these experts are spread over processes already.")
-    if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
-        raise ValueError(f"{name}: its weights are sharded already; call shard_experts before fully_shard.")
-    if not isinstance(experts, Experts) and not is_known(experts):
-        raise ValueError(f"{name}: {type(experts).__name__} of this transformers cannot be spread; update transformers.")
-    if is_replaced(experts):
-        raise ValueError(f"{name}: another library has replaced the forward of these experts; load the model without that.")
-    weight = next(experts.parameters())
-    if weight.device.type not in (mesh.device_type, "meta"):
-        raise ValueError(
-            f"{name}: its weights are on {weight.device.type}, the mesh is of {mesh.device_type}; move the model first."
-        )
-    count, ranks = weight.shape[0], mesh.size(-1)
-    if count % ranks:
-        raise ValueError(
-            f"{name}: {count} experts do not part among {ranks} processes; choose a number that divides {count}."
-        )
-
-
-def tell_progress(model: nn.Module, fraction: float) -> None:
-    """Tell every router how far training has come, from 0 to 1; annealing and growing routers follow it."""
+def set_progress(model: nn.Module, fraction: float) -> None:
+    """Set the training progress of every router, from 0 to 1; routers that anneal or grow depend on it."""
     for module in model.modules():
         if isinstance(module, Router):
             module.progress(fraction)
 
 
 def router_loss_scale(model: nn.Module, scale: float) -> None:
-    """Say by how much the training loss is multiplied before its backward, for loops that compute it from logits alone.
+    """Set the factor of the training loss before its backward, for loops that compute that loss from logits alone.
 
-    Where the loss contains `outputs.loss`, `outputs.router_loss` or `outputs.aux_loss`, the routers' losses are scaled with
-    it and this number is not used. Otherwise their gradients are added in the backward, multiplied by `scale`: 1 / n under
-    accumulation over n batches, times `scaler.get_scale()` under a gradient scaler.
+    If the training loss contains `outputs.loss`, `outputs.router_loss` or `outputs.aux_loss`, the routers' losses are scaled
+    with it, and this number is not used. Otherwise their gradients are added in the backward, multiplied by `scale`: 1 / n
+    under accumulation over n batches, times `scaler.get_scale()` under a gradient scaler.
     """
     if not (math.isfinite(scale) and scale >= 0):
         raise ValueError(f"scale is {scale}; it multiplies losses and must be finite and not negative.")
-    for changed in _changed_models(model):
-        changed.ledger.loss_scale = float(scale)
+    for hooks in _require_hooks(model):
+        hooks.collector.loss_scale = float(scale)
 
 
 @contextmanager
 def calibrate(model: nn.Module) -> Iterator[None]:
-    """Inside the `with`, a model in training mode teaches its routers without gradients too.
+    """Inside the `with`, forwards of a model in training mode update router state even without gradients.
 
-    For a model that is not trained further: the width of `smooth`, the graph of `symphony`, the statistics of `ac` come
-    from the texts that it is run on. Elsewhere a forward without gradients (a reference, a metric) teaches nothing.
+    For a model that is not trained further: the width of `smooth`, the graph of `symphony` and the statistics of `ac` come
+    from the texts that it is run on. Otherwise a forward without gradients (a reference, a metric) updates no state.
     """
     with ExitStack() as stack:
-        for changed in _changed_models(model):
-            stack.enter_context(changed.ledger.calibration())
+        for hooks in _require_hooks(model):
+            stack.enter_context(hooks.collector.calibration())
         yield
 
 
 def trainer_callback() -> Any:
-    """Return a callback for `transformers.Trainer` and what derives from it (TRL, sentence-transformers).
+    """Return a callback for `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers).
 
-    Before every step it tells the model's routers how far training has come, and by how much the Trainer scales its loss:
-    1 / accumulated batches, times the gradient scaler's factor.
+    Before every step it sets the training progress of the model's routers, and the factor by which the Trainer scales its
+    loss: 1 / accumulated batches, times the gradient scaler's factor.
     """
     from transformers import TrainerCallback
 
@@ -201,16 +207,16 @@ def trainer_callback() -> Any:
             if model is None:
                 return
             if state.max_steps > 0:
-                tell_progress(model, min(1.0, state.global_step / state.max_steps))
-            if any(True for _ in _wirings(model)):
-                batches = _accumulated(args.gradient_accumulation_steps, state.global_step, train_dataloader)
+                set_progress(model, min(1.0, state.global_step / state.max_steps))
+            if any(True for _ in _all_hooks(model)):
+                batches = _accumulated_batches(args.gradient_accumulation_steps, state.global_step, train_dataloader)
                 router_loss_scale(model, _scaler_factor(optimizer) / batches)
 
     return RouterCallback()
 
 
-def _accumulated(steps: int, done: int, batches: Any) -> int:
-    """Return how many batches the coming update accumulates: the last one of an epoch may have fewer."""
+def _accumulated_batches(steps: int, done: int, batches: Any) -> int:
+    """Return how many batches the next update accumulates: the last update of an epoch may have fewer."""
     try:
         count = len(batches)
     except TypeError:  # a stream
@@ -225,15 +231,16 @@ def _scaler_factor(optimizer: Any) -> float:
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-def _wirings(model: nn.Module) -> Iterator[Wiring]:
+def _all_hooks(model: nn.Module) -> Iterator[ModelHooks]:
+    """Yield the hooks of every changed model inside `model`, which may be a wrapper."""
     for module in model.modules():
-        found = wiring(module)
+        found = hooks_of(module)
         if found is not None:
             yield found
 
 
-def _changed_models(model: nn.Module) -> list[Wiring]:
-    found = list(_wirings(model))
+def _require_hooks(model: nn.Module) -> list[ModelHooks]:
+    found = list(_all_hooks(model))
     if not found:
-        raise ValueError(f"{type(model).__name__} holds no model that sparsify or reroute has changed.")
+        raise ValueError(f"{type(model).__name__} contains no model that sparsify or reroute has changed.")
     return found

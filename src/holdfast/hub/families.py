@@ -1,9 +1,9 @@
-"""The gating rules of families whose weights are no softmax.
+"""The model families that Holdfast supports: one declarative row each, and no branches on family names anywhere else.
 
-The model families we know: one declarative row each, no branches on names anywhere else.
+Paths are relative to a transformer layer: a module that contains an attention and, after it, a feed-forward network. The
+block of an MoE family contains a gate and experts; the gate returns router logits, weights (T,k) and expert indices (T,k).
 
-Paths are relative to a transformer layer, a module that holds an attention and, after it, a feed-forward network. An MoE
-family's block holds a gate and experts; the gate returns router logits, weights (T,k) and expert indices (T,k).
+Each MoE family has a rule for its weights. Those that are not a softmax over the selected experts come first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.kernels.select import top
 from holdfast.routing import Routing
 from holdfast.routing.conditions import HIGHEST_OF_GROUP, keep_best, keep_best_in_groups
-from holdfast.routing.declarations import SIGMOID, Conditions, NoBound
-from holdfast.routing.parts import Rule, Scores, shares
-from holdfast.routing.selection import Softmax, dampened
+from holdfast.routing.declarations import SIGMOID, Conditions, NoCertificate
+from holdfast.routing.parts import Rule, Scores, normalise
+from holdfast.routing.selection import Softmax, faded_gates
 
 
 class GroupedSigmoid(Rule):
-    """DeepSeek-V3: gates are sigmoids; chosen by gate plus a correction bias, within the best groups of experts.
+    """DeepSeek-V3: gates are sigmoids; the k largest gates plus a correction bias, within the best groups of experts.
 
-    The choice of groups is a top-k of its own: `smooth` makes the choice within groups continuous, not that of groups.
+    Groups are selected by a top-k of their own: `smooth` makes the selection within groups continuous, not that of groups.
     """
 
     gate = SIGMOID
@@ -33,7 +33,7 @@ class GroupedSigmoid(Rule):
     strip = 0.02  # levels are gates, between 0 and 1
 
     def __init__(self, gate: Any) -> None:
-        self.owner = gate  # the bias is its buffer: looked up when used, since offloading replaces it
+        self.owner = gate  # the bias is its buffer, looked up at every use because offloading replaces it
         self.groups, self.groups_kept = int(gate.num_group), int(gate.topk_group)
         self.renormalise = bool(gate.norm_topk_prob)
 
@@ -55,8 +55,8 @@ class GroupedSigmoid(Rule):
         return self.ranks(scores)
 
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
-        gates = dampened(scores, experts, in_use, fade)
-        return shares(gates) if self.renormalise else gates
+        gates = faded_gates(scores, experts, in_use, fade)
+        return normalise(gates) if self.renormalise else gates
 
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
         bias = self.bias.detach().to(scores.gates)
@@ -65,25 +65,28 @@ class GroupedSigmoid(Rule):
             return keep_best(keys, k, "gates", bias)
         in_groups = self.groups_kept * (keys.shape[-1] // self.groups)
         if k > in_groups:
-            raise NoBound(f"no certificate is known for {self.name}: it takes {k} experts, and its groups hold {in_groups}")
+            raise NoCertificate(
+                f"no certificate is known for {self.name}: it selects {k} experts, and its groups have {in_groups}"
+            )
         return keep_best_in_groups(keys, k, self.groups, self.groups_kept, "gates", bias)
 
 
 class SparseMixer(Rule):
-    """Phi-MoE in evaluation: an expert's weight is its share among those within a few per cent of it and not yet chosen.
+    """Phi-MoE in evaluation: an expert's weight is its softmax share among the experts close to it and not yet selected.
 
-    Weights are near 1 each and need not sum to 1. In training the family samples; a rerouted model does not.
+    "Close" is a logit within 2 * tolerance, relative. Weights are near 1 each and need not sum to 1. In training the family
+    samples; a rerouted model does not.
     """
 
     ordered = False
 
     def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance  # relative, as in the family: not blind to a shift of all logits
+        self.tolerance = tolerance  # relative, as in the family: a shift of all logits changes the weights
 
     def levels(self, scores: Scores) -> Tensor:
         if not scores.informed:
             return scores.logits
-        assert scores.raw is not None  # the logarithm of informed gates, on the level of the logits that they came from
+        assert scores.raw is not None  # the logarithm of informed gates, shifted back to the scale of the logits
         return scores.logits + torch.logsumexp(scores.raw, dim=-1, keepdim=True)
 
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
@@ -121,7 +124,7 @@ def _sparse_mixer(gate: Any) -> Rule:
 
 @dataclass(frozen=True)
 class MoEFamily:
-    """Where an MoE layer's parts sit, and the rule by which its gate weights experts."""
+    """The paths of an MoE layer's modules, and the rule by which its gate weights experts."""
 
     model_type: str
     gate: str  # in the block
@@ -130,12 +133,12 @@ class MoEFamily:
     experts: str = "experts"  # in the block
     weight: str = "weight"  # of the gate
     bias: str | None = None
-    scale: str | None = None  # the gate's attribute that weights are multiplied with
+    scale: str | None = None  # the gate's attribute that weights are multiplied by
     attention: str = "self_attn"
     projection: str = "self_attn.o_proj"
-    recurrent: str | None = None  # what mixes tokens in the layers without attention (linear attention, Mamba)
-    since: str = "5.17"  # the first transformers whose routers look like this
-    usual_order_since: str = "5.17"  # (logits, weights, indices); before, the other way round
+    recurrent: str | None = None  # the module in the place of attention in some layers (linear attention, Mamba)
+    since: str = "5.17"  # the first transformers with this layout
+    usual_order_since: str = "5.17"  # its gate returns (logits, weights, indices); in older versions the reverse
 
     @property
     def usual_order(self) -> bool:
@@ -144,9 +147,9 @@ class MoEFamily:
 
 @dataclass(frozen=True)
 class DenseFamily:
-    """Where a layer's feed-forward network sits, and how its weights become an expert's.
+    """The paths of a layer's feed-forward network, and how its weights become those of an expert.
 
-    The module `place` is replaced by the sparse layer, `bypassed` modules by nothing; `dropout` still acts on the output.
+    The module `place` is replaced by a `SparseLayer`, `bypassed` modules by the identity; `dropout` remains.
     """
 
     model_type: str
@@ -220,26 +223,26 @@ DENSE_FAMILIES = {
 
 
 def layers_of(family: MoEFamily | DenseFamily, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every transformer layer that has the family's parts, in the order of the model."""
+    """Yield name and module of every transformer layer that has the family's modules, in the order of the model."""
     if isinstance(family, MoEFamily):
         wanted = [f"{family.block}.{family.gate}", f"{family.block}.{family.experts}"]
     else:
         wanted = [family.projection, *family.up, family.down]
     for name, module in model.named_modules():
-        if mixer_of(family, module) is not None and all(find(module, path) is not None for path in wanted):
+        if mixer_of(family, module) is not None and all(find_submodule(module, path) is not None for path in wanted):
             yield name, module
 
 
 def mixer_of(family: MoEFamily | DenseFamily, layer: nn.Module) -> str | None:
-    """The path of what mixes a layer's tokens: its attention, or what a hybrid family has instead; None without either."""
+    """Return the path of a layer's attention, or of the recurrent module in its place; None if it has neither."""
     paths = [family.attention]
     if isinstance(family, MoEFamily) and family.recurrent is not None:
         paths.append(family.recurrent)
-    return next((path for path in paths if find(layer, path) is not None), None)
+    return next((path for path in paths if find_submodule(layer, path) is not None), None)
 
 
-def find(module: nn.Module, path: str) -> nn.Module | None:
-    """The submodule at `path`; None where there is none."""
+def find_submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the submodule at `path`; None if there is none."""
     current: nn.Module | None = module
     for step in path.split("."):
         current = None if current is None else current._modules.get(step)
@@ -247,28 +250,28 @@ def find(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def moe_family(model: nn.Module) -> MoEFamily:
-    """The row for an MoE model; a sentence about what is missing where there is none."""
-    return _row(model, MOE_FAMILIES, "MoE family", DENSE_FAMILIES, "A dense model becomes an MoE with holdfast.sparsify.")
+    """Return the row of an MoE model's family. Raise ValueError with advice if there is none."""
+    return _row(model, MOE_FAMILIES, "MoE family", DENSE_FAMILIES, "Make a dense model an MoE with holdfast.sparsify.")
 
 
 def dense_family(model: nn.Module) -> DenseFamily:
-    """The row for a dense model; a sentence about what is missing where there is none."""
-    return _row(model, DENSE_FAMILIES, "dense family", MOE_FAMILIES, "An MoE changes its routers with holdfast.reroute.")
+    """Return the row of a dense model's family. Raise ValueError with advice if there is none."""
+    return _row(model, DENSE_FAMILIES, "dense family", MOE_FAMILIES, "Change the routers of an MoE with holdfast.reroute.")
 
 
 def _row(model: nn.Module, table: Mapping[str, Family], kind: str, others: Mapping[str, Any], instead: str) -> Family:
     model_type = _model_type(model)
     if model_type not in table:
-        hint = instead if model_type in others else "A new one is a row in holdfast/hub/families.py."
-        raise ValueError(f"{unknown(kind, model_type, table)} {hint}")
+        hint = instead if model_type in others else "To support a new one, add a row to holdfast/hub/families.py."
+        raise ValueError(f"{unknown_name(kind, model_type, table)} {hint}")
     family = table[model_type]
     if _installed() < _version(family.since):
-        raise ValueError(f"{model_type} needs transformers {family.since} or later; this one is older.")
+        raise ValueError(f"{model_type} needs transformers {family.since} or later; the installed one is older.")
     return family
 
 
-def record(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Routing:
-    """What a family's gate returned, as a `Routing`: float32, slots sorted by weight, ties to the lower index."""
+def routing_from_gate(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Routing:
+    """Return the output of a family's gate as a `Routing`: float32, slots sorted by weight, ties by the lower index."""
     logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
     logits, weights = logits.flatten(0, -2).float(), weights.flatten(0, -2).float()
     experts = experts.flatten(0, -2).long()
@@ -278,8 +281,8 @@ def record(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Routing:
     return Routing(logits, rule.gate(logits), experts.gather(1, order), weights.gather(1, order))
 
 
-def detached(routing: Routing) -> Routing:
-    """What happened, without its graph and its losses."""
+def detached_routing(routing: Routing) -> Routing:
+    """Return the routing without its autograd graph and its losses."""
     return Routing(routing.logits.detach(), routing.gates.detach(), routing.experts, routing.weights.detach())
 
 
@@ -287,7 +290,7 @@ def _model_type(model: nn.Module) -> str:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise ValueError(
-            f"{type(model).__name__} is no Hugging Face model (it has no config.model_type) and holds no Router."
+            f"{type(model).__name__} is not a Hugging Face model (it has no config.model_type) and contains no Router."
         )
     return str(model_type)
 

@@ -1,23 +1,20 @@
-"""The config.json of a changed model: what is written, and what is believed of one that is read.
+"""The files of a saved folder: how each is written, and how an untrusted one is checked before it is used.
 
-    {"model_type": "holdfast",                       # plain transformers knows no such model: its Auto classes refuse
+config.json of a changed model:
+
+    {"model_type": "holdfast",                       # unknown to transformers without Holdfast: its Auto classes refuse it
      "transformers_weights": NEEDS_HOLDFAST,         # a class that reads this level as its own config refuses the weights
-     "model_config": {                               # the family's config, where the family's own class looks for it
+     "model_config": {                               # the family's config, which the family's own class reads
         "model_type": "mixtral", ...,
         "holdfast": {"format": 2, "layers": {...}},  # the routers
-        "quantization_config": {"quant_method": "holdfast"},   # calls `own_class` where Holdfast is imported
-        "transformers_weights": NEEDS_HOLDFAST}}     # and refuses the weights where it is not
+        "quantization_config": {"quant_method": "holdfast"},   # calls `AppliesChanges` if Holdfast is imported
+        "transformers_weights": NEEDS_HOLDFAST}}     # and refuses the weights if it is not
 
 In format 1 the family's config is the upper level itself, with "holdfast" in it.
 
-
-Checksums of a folder's weights, so that a file that was cut short or changed is noticed before it is believed.
-
-Whether a folder is whole and its weights are those of the model: checked however the folder is opened.
-
-The model card of a saved folder: what it is, and the two lines that load it.
-
-What quantisers and offloaders leave on a model: marks that forbid saving, and weights that cannot be written.
+holdfast.json is a manifest with checksums of the weights and of the description of routers: a file that is damaged or was
+changed is noticed before it is loaded. `check_folder` checks a folder, however it is opened; `require_all_used` and
+`require_fitting_files` check that its weights are those of the model. README.md is the model card.
 """
 
 import hashlib
@@ -28,16 +25,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from holdfast.files import LARGE, MIB, SMALL, read_json, require_regular, write_whole
+from holdfast.files import LARGE, MIB, SMALL, read_json, require_regular, write_atomically
 from holdfast.kernels.quantised import is_quantised
 from holdfast.model_size import require_sane_numbers
 
 MODEL_TYPE = "holdfast"
 SECTION = "model_config"
 NEEDS_HOLDFAST = "this folder is read after `import holdfast`, or with holdfast.load"  # in the error message
-NO_DTYPE = "this folder is read with holdfast.load"  # format 1's way of keeping others out
+NO_DTYPE = "this folder is read with holdfast.load"  # an invalid dtype, by which format 1 stops a load without Holdfast
 
-# What names code in a config: modules of the folder's own, or kernels to fetch from a hub.
+# Entries of a config that name code: modules in the folder, or kernels to download.
 CODE = (
     "auto_map",
     "attn_implementation",
@@ -53,11 +50,28 @@ CODE = (
     "distributed_config",
     "trust_remote_code",
 )
-UPPER = {"model_type", "transformers_version", "transformers_weights", SECTION, *CODE}  # code there is never looked at
+UPPER = {"model_type", "transformers_version", "transformers_weights", SECTION, *CODE}  # entries of the upper level
+MANIFEST, MANIFEST_FORMAT = "holdfast.json", 1
+FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # downloaded from a hub: no code, no pickles
+INDEX = "*.safetensors.index*.json"
+LARGEST = {  # bytes, by the first pattern that fits the name; a model of 10^12 parameters has an index of 15 MB
+    INDEX: 64 * MIB,
+    "trainer_state.json": LARGE,  # has the log of every step
+    "*config.json": SMALL,
+    "special_tokens_map.json": SMALL,
+    "added_tokens.json": SMALL,
+    "holdfast.json": SMALL,
+    "tokenizer.json": LARGE,
+    "vocab*.json": LARGE,
+    "*.txt": LARGE,
+    "*.model": LARGE,
+    "*.jinja": SMALL,
+    "*": None,  # weights, and files that no library reads
+}
 
 
-def wrapped(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json for the config `values` of a changed model."""
+def wrapped_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json for the config `values` of a changed model."""
     quantised = values.get("quantization_config")
     calls_us = {"quant_method": MODEL_TYPE, **({} if quantised is None else {"quantization_config": quantised})}
     section = {**values, "quantization_config": calls_us, "transformers_weights": NEEDS_HOLDFAST}
@@ -66,21 +80,21 @@ def wrapped(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def description_of(written: Mapping[str, Any]) -> Any:
-    """What a config.json says about routers, in either format; None where it says nothing."""
+    """Return the description of routers in a config.json, of either format; None if it has none."""
     section = written.get(SECTION)
     return section.get("holdfast") if isinstance(section, dict) else written.get("holdfast")
 
 
-def is_changed(written: Mapping[str, Any], name: object) -> bool:
-    """Whether this is the config of a changed model; a ValueError where it is half of one."""
+def is_modified(written: Mapping[str, Any], name: object) -> bool:
+    """Whether this is the config of a changed model. Raise ValueError if only some of the entries say so."""
     ours = written.get("model_type") == MODEL_TYPE
     if ours != (description_of(written) is not None):
-        raise ValueError(f"{name}: its config does not say whether Holdfast wrote it; it was changed.")
+        raise ValueError(f"{name}: its config was edited: its model_type and Holdfast's description of routers contradict.")
     return ours
 
 
 def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
-    """The family's config in a config.json, of a changed model or not, without what names code or keeps others out."""
+    """Return the family's config from any config.json, without entries that name code or stop a load."""
     values = _family_values(written, name)
     names = values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
@@ -89,24 +103,24 @@ def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
 
 
 def _family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
-    if not is_changed(written, name):
+    if not is_modified(written, name):
         return without_code(written)
     description, section = description_of(written), written.get(SECTION)
     own_type = description.get("model_type") if isinstance(description, dict) else None
     if isinstance(section, dict):
-        other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some of those
+        other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
         if other:
             raise ValueError(
                 f'{name}: its config says {other[0]!r} beside "{SECTION}", where it has no effect; put it inside.'
             )
         if section.get("model_type") != own_type:
             raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {own_type!r}.")
-        return unwrapped(section)
-    return {**unwrapped(written), "model_type": own_type}
+        return unwrapped_config(section)
+    return {**unwrapped_config(written), "model_type": own_type}
 
 
-def unwrapped(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A family's config as it was before `wrapped`, without what names code."""
+def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a family's config as it was before `wrapped_config`, without entries that name code."""
     values = without_code(section)
     if values.get("transformers_weights") == NEEDS_HOLDFAST:
         del values["transformers_weights"]
@@ -119,7 +133,7 @@ def unwrapped(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what names code, and without format 1's dtypes that there are not: for `load` and for `plan`."""
+    """Return a config without entries that name code, and without the invalid dtypes of format 1."""
     return {name: _inner_without_code(value) for name, value in values.items() if name not in CODE and value != NO_DTYPE}
 
 
@@ -130,55 +144,55 @@ def _inner_without_code(value: Any) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json."""
+    """Return the content of a folder's config.json."""
     try:
         written = read_json(folder / "config.json", object_hook=special_float)
     except FileNotFoundError:
-        raise ValueError(f"{folder} has no config.json: it is no model folder, or not complete.") from None
+        raise ValueError(f"{folder} has no config.json: it is not a model folder, or not complete.") from None
     if not isinstance(written, dict):
         raise ValueError(f"{folder / 'config.json'} does not describe a model.")
     return written
 
 
 def special_float(value: dict[str, Any]) -> Any:
-    """The number that transformers writes as {"__float__": "Infinity"}, which JSON has no word for."""
+    """Return the number that transformers writes as {"__float__": "Infinity"}: JSON has no infinity."""
     word = value.get("__float__")
     return float(word) if isinstance(word, str) and word in ("Infinity", "-Infinity", "NaN") else value
 
 
 def config_class(own_type: Any, name: object) -> Any:
-    """The family's config class."""
+    """Return transformers' config class for a model type."""
     from transformers import CONFIG_MAPPING
 
     if not isinstance(own_type, str) or own_type == MODEL_TYPE or own_type not in CONFIG_MAPPING:
-        raise ValueError(f"{name}: this transformers knows no model of type {own_type!r}.")
+        raise ValueError(f"{name}: the installed transformers has no model of type {own_type!r}.")
     return CONFIG_MAPPING[own_type]
 
 
-NAME = "holdfast.json"
-FORMAT = 1
-
-
 def write_manifest(folder: Path) -> None:
-    """Write the checksums of the weights in `folder` and of what its config says about routers."""
-    content = {"format": FORMAT, "description": _description(folder), "weights": _weights(folder)}
-    write_whole(folder / NAME, json.dumps(content, indent=2) + "\n")
+    """Write the checksums of the weights in `folder` and of its description of routers."""
+    content = {"format": MANIFEST_FORMAT, "description": _description(folder), "weights": _weights(folder)}
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 def check_manifest(folder: Path, *, weights: bool = True) -> None:
-    """Refuse a folder whose description or weights are not those that were written.
+    """Raise ValueError if the description of routers or the weights are not those that were written.
 
-    weights     False compares only the description: the checksums of large weights take long
+    weights     False checks only the description: the checksums of large weights take long
     """
     try:
-        content = read_json(folder / NAME)
+        content = read_json(folder / MANIFEST)
     except FileNotFoundError:
-        raise ValueError(f"{folder} has no {NAME}: it is not complete, or was not written by Holdfast.") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("weights"), dict):
-        raise ValueError(f"{folder / NAME} is in a format that this Holdfast does not read.")
+        raise ValueError(f"{folder} has no {MANIFEST}: it is not complete, or was not written by Holdfast.") from None
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != MANIFEST_FORMAT
+        or not isinstance(content.get("weights"), dict)
+    ):
+        raise ValueError(f"{folder / MANIFEST} is in a format that this Holdfast does not read.")
     for name in content["weights"]:
         if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{folder} lacks {name}, which its {NAME} lists: the folder is not complete.")
+            raise ValueError(f"{folder} lacks {name}, which its {MANIFEST} lists: the folder is not complete.")
     if _description(folder) != content.get("description"):
         raise ValueError(f"{folder / 'config.json'} describes other routers than were saved: it was changed.")
     if not weights:
@@ -207,39 +221,21 @@ def _description(folder: Path) -> str:
     return hashlib.sha256(json.dumps(description_of(config), sort_keys=True).encode()).hexdigest()
 
 
-FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched from a hub: no code, no pickles
-INDEX = "*.safetensors.index*.json"
-LARGEST = {  # bytes of a file by its name: the first pattern that fits; a model of 10^12 parameters has an index of 15 MB
-    INDEX: 64 * MIB,
-    "trainer_state.json": LARGE,  # holds the log of every step
-    "*config.json": SMALL,
-    "special_tokens_map.json": SMALL,
-    "added_tokens.json": SMALL,
-    "holdfast.json": SMALL,
-    "tokenizer.json": LARGE,
-    "vocab*.json": LARGE,
-    "*.txt": LARGE,
-    "*.model": LARGE,
-    "*.jinja": SMALL,
-    "*": None,  # weights, and what no library reads
-}
-
-
 def check_folder(folder: Path) -> dict[str, Any]:
-    """Refuse a folder that is damaged, or names files that are not its own; return what its config.json says."""
+    """Raise ValueError if a folder is damaged or refers to files outside of it; return the content of its config.json."""
     written = check_files(folder)
-    if is_changed(written, folder):
+    if is_modified(written, folder):
         check_manifest(folder)
     return written
 
 
 def check_files(folder: Path) -> dict[str, Any]:
-    """As `check_folder`, but for the checksums: those of large weights take long."""
+    """Check a folder as `check_folder` does, without the checksums of weights, which take long if they are large."""
     if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds an adapter; load the model it belongs to, and put the adapter on with peft.")
+        raise ValueError(f"{folder} is an adapter; load the model it belongs to, and add the adapter with peft.")
     require_own_files(folder)
     written = read_config(folder)
-    if is_changed(written, folder):
+    if is_modified(written, folder):
         check_manifest(folder, weights=False)
     require_sane_numbers(written, folder)
     _require_own_shards(folder)
@@ -247,7 +243,7 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def require_own_files(folder: Path) -> None:
-    """Refuse a folder in which a file that a library would read is not regular, too large, or a link out of the folder."""
+    """Raise ValueError if a file that a library would read is not regular, too large, or a link out of the folder."""
     for place in (folder, folder / "additional_chat_templates"):
         names = sorted(os.listdir(place)) if place.is_dir() else []
         for name in names:
@@ -264,7 +260,7 @@ def _require_own(file: Path, folder: Path, limit: int | None) -> None:
 
 
 def _require_own_shards(folder: Path) -> None:
-    """An index of shards may name any path; these must be safetensors in the folder itself."""
+    """Raise ValueError if an index of shards refers to anything but safetensors in the folder itself."""
     for index in folder.glob(INDEX):
         content = read_json(index, limit=64 * MIB)
         shards = content.get("weight_map") if isinstance(content, dict) else None
@@ -277,8 +273,8 @@ def _require_own_shards(folder: Path) -> None:
                 raise ValueError(f"{folder} lacks {name}, which its {index.name} lists: the folder is not complete.")
 
 
-def fetched(name: str, **options: Any) -> Path:
-    """The folder of a model on a hub, without its code and pickles."""
+def downloaded_folder(name: str, **options: Any) -> Path:
+    """Download a model from the hub, without its code and pickles, and return its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -287,7 +283,7 @@ def fetched(name: str, **options: Any) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise ValueError(
-            f"{name} is no folder here, and no model of that name could be fetched from the hub ({reason})."
+            f"there is no folder {name}, and no model of that name could be fetched from the hub ({reason})."
         ) from None
 
 
@@ -295,12 +291,12 @@ REPORTED = {"missing_keys": "lacks", "unexpected_keys": "has too many", "mismatc
 
 
 def require_all_used(found: Mapping[str, Any], model: Any, folder: object, *, layers: Iterable[str] | None = None) -> None:
-    """Refuse what transformers has made up or left out (`found` is its loading info): all of it, or that of `layers`.
+    """Raise ValueError for weights that transformers initialised or skipped (`found` is its loading info).
 
-    A head that the folder does not have starts anew, and transformers says so. Another number of labels is the user's choice
-    too (`ignore_mismatched_sizes`).
+    With `layers`, only the weights of these layers are checked: a head that is not in the folder is initialised, with a
+    warning of transformers, and another number of labels is the user's choice (`ignore_mismatched_sizes`).
     """
-    # What a folder has too much is named as there, the rest as in this model: with the base model's prefix or without.
+    # Unexpected weights have their names in the folder, the others those in the model: with the base model's prefix or not.
     prefix = f"{model.base_model_prefix}."
     inside = tuple(f"{name.removeprefix(prefix)}." for name in layers or ())
     for key, what in REPORTED.items():
@@ -310,7 +306,7 @@ def require_all_used(found: Mapping[str, Any], model: Any, folder: object, *, la
 
 
 def require_fitting_files(files: Iterable[str], model: Any, layers: Iterable[str]) -> None:
-    """Refuse safetensors with other names than the changed `layers` have, or with other shapes than the model."""
+    """Raise ValueError if safetensors have other names than the changed `layers`, or other shapes than the model."""
     from safetensors import safe_open
 
     files = list(files)
@@ -363,7 +359,7 @@ A program that does not import Holdfast is started with it: `holdfast run -- lm_
 
 
 def write_card(folder: Path, description: Mapping[str, Any]) -> None:
-    """Write README.md; one that is there already stays."""
+    """Write the model card to README.md, unless there is one."""
     if (folder / "README.md").exists():
         return
     layers = description["layers"].values()
@@ -375,16 +371,16 @@ def write_card(folder: Path, description: Mapping[str, Any]) -> None:
         family=base or description["model_type"],
         routers=routers,
     )
-    write_whole(folder / "README.md", text)
+    write_atomically(folder / "README.md", text)
 
 
 GGUF = "gguf"
 
 
 def unmark_dequantised(model: Any) -> None:
-    """Drop transformers' mark of a quantised model where GGUF weights were dequantised while loading.
+    """Remove transformers' mark of a quantised model if GGUF weights were dequantised while loading.
 
-    The mark forbids saving and training, but the weights are ordinary numbers.
+    The mark forbids saving and training, but the weights are not quantised any more.
     """
     config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
@@ -396,18 +392,18 @@ def unmark_dequantised(model: Any) -> None:
 
 
 def require_writable(model: Any) -> None:
-    """Raise where weights were quantised or offloaded in memory: transformers cannot write those and fails half-way."""
+    """Raise ValueError if weights were quantised or offloaded in memory: transformers would fail while writing them."""
     if not hasattr(model, "hf_device_map") and any(weight.is_meta for weight in model.parameters()):
         raise ValueError(
-            "the weights were offloaded in memory (cpu_offload, disk_offload), from where they cannot be saved; save the "
+            "the weights were offloaded in memory (cpu_offload, disk_offload) and cannot be saved from there; save the "
             "model before offloading it, or load it with a device_map."
         )
-    if getattr(model, "hf_quantizer", None) is not None:  # loaded with a quantization_config, which knows how, or says so
+    if getattr(model, "hf_quantizer", None) is not None:  # its quantization_config can save it, or raises an error itself
         return
     for name, weight in model.named_parameters():
         if is_quantised(weight):
             by = type(weight).__module__.split(".")[0]
             raise ValueError(
-                f"{name} was quantised in memory ({by}), which a folder cannot hold; save the model before quantising it, "
+                f"{name} was quantised in memory ({by}), which cannot be saved; save the model before quantising it, "
                 "and load it with a quantization_config."
             )

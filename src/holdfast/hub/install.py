@@ -1,6 +1,11 @@
-"""Putting routers and experts into a model, from specs: the same way for a model at hand and for one being loaded.
+"""Install routers, experts and hooks in a model, as specs say: the same way for a model in memory and one being loaded.
 
-A changed model's connections: each MoE layer's surroundings, the ledger of losses, the specs.
+    install_specs            change the layers of a fresh model: `make_sparse` for a dense model, `reroute_layers` for an MoE
+    initialise               give values to routers and experts that were built on `meta`
+    install_hooks            put one `ModelHooks` on the model, in the place of an earlier one
+
+`ModelHooks` is everything of Holdfast that runs around the layers: a `ContextCapture` for each MoE layer and one
+`LossCollector`. Every change of a model replaces it as a whole.
 """
 
 import warnings
@@ -11,86 +16,211 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from holdfast.hub.context import LOOKS_AHEAD, Surroundings
-from holdfast.hub.families import DenseFamily, dense_family, layers_of, record
-from holdfast.hub.layers import NATIVE, LayerSpec, Place, Site, build_routers, in_order, places, sites
-from holdfast.hub.losses import Ledger, text_config
-from holdfast.hub.replacements import GateScore, ReroutedGate, SparseLayer, install, is_known, is_replaced, runs_ours
+from holdfast.hub.context import NOT_CAUSAL, ContextCapture
+from holdfast.hub.families import DenseFamily, dense_family, layers_of, routing_from_gate
+from holdfast.hub.layers import (
+    NATIVE,
+    LayerInfo,
+    LayerSpec,
+    MoELayerRef,
+    build_routers,
+    layer_infos,
+    linked_in_order,
+    moe_layers,
+)
+from holdfast.hub.losses import LossCollector, text_config
+from holdfast.hub.replacements import (
+    GateScore,
+    ReroutedGate,
+    SparseLayer,
+    has_foreign_forward,
+    has_known_layout,
+    install_gate,
+    use_holdfast_experts,
+)
 from holdfast.layers import Experts, name_layers
 from holdfast.layers.experts import ACTIVATIONS, Activation
 from holdfast.routing import Router
-from holdfast.routing.registry import Host
+from holdfast.routing.registry import HostModel
 
 Module = TypeVar("Module", bound=nn.Module)
-SAME_ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # under transformers' names
+OUR_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
+MODIFIED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
+MOE_ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "num_experts_per_tok")  # of a config
 
 
-def repeat(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[Site]:
-    """Change a fresh model as `specs` say and return its MoE layers. Its weights are still to come."""
+def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoELayerRef]:
+    """Change the layers of a fresh model as `specs` say and return its MoE layers. Weights are loaded afterwards."""
     if any(spec.experts is not None for spec in specs.values()):
         family = dense_family(model)
         layers = {f"{name}.{family.place}".lstrip("."): layer for name, layer in layers_of(family, model)}
-        _require_known(specs, layers)
+        _require_present(specs, layers)
         make_sparse(family, {name: layers[name] for name in specs}, specs)
-        found = sites(model)
-    else:
-        found = sites(model)
-        _require_known(specs, {site.name: site for site in found})
-        reroute_sites(found, specs)
+        return moe_layers(model)
+    found = moe_layers(model)
+    _require_present(specs, {moe_layer.name: moe_layer for moe_layer in found})
+    reroute_layers(found, specs)
     return found
 
 
-def _require_known(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) -> None:
+def _require_present(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) -> None:
     for name in specs:
         if name not in layers:
             raise ValueError(f"its config names a layer {name!r} that the model does not have.")
 
 
-def reroute_sites(found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
-    """Give each layer that `specs` names the router it says, or change nothing."""
-    hosts = {site.name: host_of(site, specs[site.name]) for site in found if site.name in specs}
-    built = build_routers(places(found), specs, hosts)
-    for site in found:
-        if site.name in built:
-            require_runnable(site, built[site.name])
-    for site in found:
-        if site.name in built:
-            _place_router(site, specs[site.name], hosts[site.name], built[site.name])
+def reroute_layers(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
+    """Give each layer that `specs` names its router. An error is raised before the first layer is changed."""
+    hosts = {moe_layer.name: host_of(moe_layer, specs[moe_layer.name]) for moe_layer in found if moe_layer.name in specs}
+    built = build_routers(layer_infos(found), specs, hosts)
+    for moe_layer in found:
+        if moe_layer.name in built:
+            require_runnable(moe_layer, built[moe_layer.name])
+    for moe_layer in found:
+        if moe_layer.name in built:
+            _install_router(moe_layer, specs[moe_layer.name], hosts[moe_layer.name], built[moe_layer.name])
 
 
-def host_of(site: Site, spec: LayerSpec) -> Host:
-    """What the layer as it is brings along: its scores, and its rule for weights."""
-    if site.family is not None:
-        family, gate = site.family, site.gate
+def host_of(moe_layer: MoELayerRef, spec: LayerSpec) -> HostModel:
+    """Return what a new router takes over from the layer: its scores, its rule for weights and their scale."""
+    if moe_layer.family is not None:
+        family, gate = moe_layer.family, moe_layer.gate
         score = GateScore(gate, weight=family.weight, bias=family.bias)
         scale = 1.0 if family.scale is None else float(getattr(gate, family.scale))
-        return Host(True, score, family.rule(gate), scale)
-    router = site.router
+        return HostModel(True, score, family.rule(gate), scale)
+    router = moe_layer.router
     assert router is not None
-    return Host(True, router.score.host, spec.rule())
+    return HostModel(True, router.score.reusable_score, spec.rule())
 
 
-def _place_router(site: Site, spec: LayerSpec, host: Host, router: Router | None) -> None:
-    """Put a router where the layer has one; None is the family's own rule."""
-    if isinstance(site.block, SparseLayer):
-        assert router is not None
-        router = router.to(**_like(site.block.experts.down_proj, site.block.experts)).train(site.block.training)
-        site.block.router = _marked(router)
+def require_runnable(moe_layer: MoELayerRef, router: Router | None) -> None:
+    """Raise ValueError if the router would fail during a forward, or never run."""
+    if router is None or moe_layer.family is None:
         return
-    family, gate = site.family, site.gate
+    if not isinstance(moe_layer.gate, ReroutedGate) and has_foreign_forward(moe_layer.gate):
+        raise ValueError(
+            f"{moe_layer.name}: another library has replaced the gate's forward, so a router inside it would never run; "
+            "change the model before it is distributed."
+        )
+    if not router.select.ragged:
+        return
+    if has_foreign_forward(moe_layer.experts):
+        raise ValueError(
+            f"{moe_layer.name}: transformers has sharded these experts over ranks (distributed_config), and its dispatch "
+            "does not support unused slots; choose a router with a fixed k, or shard them with holdfast.shard_experts."
+        )
+    if not has_known_layout(moe_layer.experts):
+        raise ValueError(
+            f"{moe_layer.name}: {type(moe_layer.experts).__name__} of this transformers cannot run a router that uses a "
+            "different number of experts for each token; update transformers, or choose a router with a fixed k."
+        )
+
+
+def _install_router(moe_layer: MoELayerRef, spec: LayerSpec, host: HostModel, router: Router | None) -> None:
+    """Put a router into the layer; `router=None` means the family's own rule."""
+    if isinstance(moe_layer.block, SparseLayer):
+        assert router is not None
+        experts = moe_layer.block.experts
+        router = router.to(**_device_and_dtype(experts.down_proj, experts)).train(moe_layer.block.training)
+        moe_layer.block.router = _mark_initialised(router)
+        return
+    family, gate = moe_layer.family, moe_layer.gate
     assert family is not None
     weight = gate.get_parameter(family.weight)
     if router is not None:
-        router = _marked(router.to(**_like(weight, gate)).train(gate.training))
-    install(gate, router, family.rule(gate), spec.loss_terms() if router is None else None, family.usual_order)
-    # A score of another kind leaves the checkpoint's unused, and parameters without a gradient stop DDP.
-    used = router is None or router.score.host is host.score
-    if used == hasattr(gate, "was_trained"):
-        set_trained(gate, used)
+        router = _mark_initialised(router.to(**_device_and_dtype(weight, gate)).train(gate.training))
+    losses = spec.loss_terms() if router is None else None
+    install_gate(gate, router, family.rule(gate), losses, family.usual_order)
+    # A router with a score of its own leaves the gate's weights unused, and parameters without a gradient stop DDP.
+    is_used = router is None or router.score.reusable_score is host.score
+    if is_used == hasattr(gate, "was_trained"):
+        set_gate_trainable(gate, is_used)
 
 
-def _marked(module: Module) -> Module:
-    """`module`, marked as transformers marks what it need not initialise any more, unless its values are still to come."""
+def set_gate_trainable(gate: Any, trainable: bool) -> None:
+    """Freeze a gate's own weights while they are unused, or make those trainable again that were."""
+    if not trainable:
+        gate.was_trained = [name for name, parameter in gate.named_parameters(recurse=False) if parameter.requires_grad]
+    for name in gate.was_trained:
+        gate.get_parameter(name).requires_grad_(trainable)
+    if trainable:
+        del gate.was_trained
+
+
+def make_sparse(
+    family: DenseFamily, layers: Mapping[str, nn.Module], specs: Mapping[str, LayerSpec]
+) -> dict[str, SparseLayer]:
+    """Replace the feed-forward networks of `layers` by experts, whose weights the caller sets; keys are module names."""
+    infos = []
+    for name, layer in layers.items():
+        config: Any = layer.get_submodule(family.attention).config
+        dim, _ = _linear_shape(layer.get_submodule(family.down))
+        heads = None if family.windowed else int(config.num_attention_heads)
+        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads))
+    hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
+    routers = build_routers(linked_in_order(infos), specs, hosts)
+    experts = {name: _new_experts(family, layer, specs[name]) for name, layer in layers.items()}
+    made = {}
+    for name, layer in layers.items():
+        router = routers[name]
+        if router is None:
+            raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
+        made[name] = _install_sparse(family, layer, router, experts[name])
+    return made
+
+
+def _new_experts(family: DenseFamily, layer: nn.Module, spec: LayerSpec) -> Experts:
+    down: Any = layer.get_submodule(family.down)
+    dim, inner = _linear_shape(down)
+    return Experts(
+        dim,
+        spec.hidden or inner,
+        spec.experts or 0,
+        activation=activation_of(layer.get_submodule(family.attention).config, family),
+        gated=family.gated,
+        bias=getattr(down, "bias", None) is not None,
+        **_device_and_dtype(down.weight),
+    )
+
+
+def _install_sparse(family: DenseFamily, layer: nn.Module, router: Router, experts: Experts) -> SparseLayer:
+    dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
+    router = router.to(**_device_and_dtype(experts.down_proj))
+    sparse = _mark_initialised(SparseLayer(router, experts, dropout).train(layer.training))
+    layer.set_submodule(family.place, sparse)
+    for path in family.bypassed:
+        layer.set_submodule(path, nn.Identity())
+    return sparse
+
+
+def activation_of(config: Any, family: DenseFamily) -> str | Activation:
+    """Return the config's activation: our name for it if there is a fused kernel, else transformers' function."""
+    from transformers.activations import ACT2FN
+
+    name = getattr(config, family.activation)
+    name = OUR_ACTIVATIONS.get(name, name)
+    known: str | Activation = name if name in ACTIVATIONS else ACT2FN[name]
+    return known
+
+
+def _linear_shape(linear: Any) -> tuple[int, int]:
+    """Return (out, in) of a linear map; GPT-2's layers store their weight transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    out, inner = linear.weight.shape
+    return (inner, out) if isinstance(linear, Conv1D) else (out, inner)
+
+
+def _device_and_dtype(weight: torch.Tensor, module: nn.Module | None = None) -> dict[str, Any]:
+    """Return device and dtype of a weight; for one that accelerate has offloaded, the device that computes with it."""
+    device = weight.device
+    if device.type == "meta" and module is not None and hasattr(module, "_hf_hook"):
+        device = torch.device(getattr(module._hf_hook, "execution_device", None) or "cpu")
+    return {"device": device, "dtype": weight.dtype} if weight.is_floating_point() else {"device": device}
+
+
+def _mark_initialised(module: Module) -> Module:
+    """Mark `module` as initialised, so that transformers does not do it again; not if it is on `meta` without values."""
     if not any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         for part in module.modules():
             part._is_hf_initialized = part._is_started = True  # type: ignore[assignment]
@@ -99,25 +229,25 @@ def _marked(module: Module) -> Module:
 
 @torch.no_grad()
 def initialise(model: nn.Module, specs: Mapping[str, LayerSpec]) -> None:
-    """Give routers and experts of ours that were made on `meta` the values they start with.
+    """Give routers and experts that were built on `meta` their initial values.
 
-    Tensors that a checkpoint has filled, which transformers has marked, keep theirs.
+    Tensors that were loaded from a checkpoint keep their values: transformers has marked those.
     """
-    found = sites(model)
-    for site in found:
-        if site.family is None and not hasattr(site.experts, "_is_started"):
-            _start_experts(site.experts, float(getattr(site.config, "initializer_range", None) or 0.02))
-        if site.router is not None and not hasattr(site.router, "_is_started"):
-            spec = specs[site.name]
-            host = Host(rule=spec.rule()) if site.family is None else host_of(site, spec)
+    found = moe_layers(model)
+    for moe_layer in found:
+        if moe_layer.family is None and not hasattr(moe_layer.experts, "_is_started"):
+            _initialise_experts(moe_layer.experts, float(getattr(moe_layer.config, "initializer_range", None) or 0.02))
+        if moe_layer.router is not None and not hasattr(moe_layer.router, "_is_started"):
+            name, spec = moe_layer.name, specs[moe_layer.name]
+            host = HostModel(rule=spec.rule()) if moe_layer.family is None else host_of(moe_layer, spec)
             with torch.device("cpu"):
-                fresh = build_routers(places(found), {site.name: spec}, {site.name: host})[site.name]
+                fresh = build_routers(layer_infos(found), {name: spec}, {name: host})[name]
             assert fresh is not None
-            _start_router(site.router, fresh)
+            _initialise_router(moe_layer.router, fresh)
     name_layers(model)
 
 
-def _start_experts(experts: Any, std: float) -> None:
+def _initialise_experts(experts: Any, std: float) -> None:
     from transformers import initialization
 
     for name, parameter in experts.named_parameters(recurse=False):
@@ -125,7 +255,7 @@ def _start_experts(experts: Any, std: float) -> None:
     experts._is_started = True
 
 
-def _start_router(router: Any, fresh: Router) -> None:
+def _initialise_router(router: Any, fresh: Router) -> None:
     from transformers import initialization
 
     values = dict(chain(fresh.named_parameters(), fresh.named_buffers()))
@@ -134,213 +264,130 @@ def _start_router(router: Any, fresh: Router) -> None:
     router._is_started = True
 
 
-def set_trained(gate: Any, trained: bool) -> None:
-    """Let the gate's own weights learn, or not while they are unused."""
-    if not trained:
-        gate.was_trained = [name for name, parameter in gate.named_parameters(recurse=False) if parameter.requires_grad]
-    for name in gate.was_trained:
-        gate.get_parameter(name).requires_grad_(trained)
-    if trained:
-        del gate.was_trained
+class ModelHooks:
+    """The hooks of a changed model: a `ContextCapture` for each layer of `specs`, and the `LossCollector`."""
 
-
-def require_runnable(site: Site, router: Router | None) -> None:
-    """Refuse what would fail in the middle of a forward, or be passed by in silence."""
-    if router is None or site.family is None:
-        return
-    if not isinstance(site.gate, ReroutedGate) and is_replaced(site.gate):
-        raise ValueError(
-            f"{site.name}: another library has replaced the gate's forward, so a router in it would not be asked; "
-            "change the model before it is distributed."
-        )
-    if not router.select.ragged:
-        return
-    if is_replaced(site.experts):
-        raise ValueError(
-            f"{site.name}: transformers has spread these experts over processes (distributed_config), and its dispatch "
-            "cannot leave a slot unused; choose a router with a fixed k, or spread them with holdfast.shard_experts."
-        )
-    if not is_known(site.experts):
-        raise ValueError(
-            f"{site.name}: {type(site.experts).__name__} of this transformers cannot run a router that uses a different "
-            "number of experts for each token; update transformers, or choose a router with a fixed k."
-        )
-
-
-def make_sparse(
-    family: DenseFamily, layers: Mapping[str, nn.Module], specs: Mapping[str, LayerSpec]
-) -> dict[str, SparseLayer]:
-    """Replace the feed-forward networks of `layers`, by the name of their place, with experts of weights yet to be set."""
-    where = []
-    for name, layer in layers.items():
-        config: Any = layer.get_submodule(family.attention).config
-        dim, _ = _shape(layer.get_submodule(family.down))
-        heads = None if family.windowed else int(config.num_attention_heads)
-        where.append(Place(name, dim, specs[name].experts or 0, heads))
-    hosts = {name: Host(rule=specs[name].rule()) for name in layers}
-    routers = build_routers(in_order(where), specs, hosts)
-    experts = {name: _experts(family, layer, specs[name]) for name, layer in layers.items()}
-    made = {}
-    for name, layer in layers.items():
-        router = routers[name]
-        if router is None:
-            raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
-        made[name] = _place_sparse(family, layer, router, experts[name])
-    return made
-
-
-def _experts(family: DenseFamily, layer: nn.Module, spec: LayerSpec) -> Experts:
-    down: Any = layer.get_submodule(family.down)
-    dim, inner = _shape(down)
-    return Experts(
-        dim,
-        spec.hidden or inner,
-        spec.experts or 0,
-        activation=activation_of(layer.get_submodule(family.attention).config, family),
-        gated=family.gated,
-        bias=getattr(down, "bias", None) is not None,
-        **_like(down.weight),
-    )
-
-
-def _place_sparse(family: DenseFamily, layer: nn.Module, router: Router, experts: Experts) -> SparseLayer:
-    dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
-    sparse = SparseLayer(router.to(**_like(experts.down_proj)), experts, dropout).train(layer.training)
-    _marked(sparse)
-    layer.set_submodule(family.place, sparse)
-    for path in family.bypassed:
-        layer.set_submodule(path, nn.Identity())
-    return sparse
-
-
-def activation_of(config: Any, family: DenseFamily) -> str | Activation:
-    """The config's activation, under our name where we have a fused one."""
-    from transformers.activations import ACT2FN
-
-    name = getattr(config, family.activation)
-    name = SAME_ACTIVATION.get(name, name)
-    known: str | Activation = name if name in ACTIVATIONS else ACT2FN[name]
-    return known
-
-
-def _shape(linear: Any) -> tuple[int, int]:
-    """(out, in) of a linear map; GPT-2's keep their weights transposed."""
-    from transformers.pytorch_utils import Conv1D
-
-    out, inner = linear.weight.shape
-    return (inner, out) if isinstance(linear, Conv1D) else (out, inner)
-
-
-def _like(weight: torch.Tensor, module: nn.Module | None = None) -> dict[str, Any]:
-    """Device and dtype of a weight; of one that accelerate keeps elsewhere, the device it is computed on."""
-    device = weight.device
-    if device.type == "meta" and module is not None and hasattr(module, "_hf_hook"):
-        device = torch.device(getattr(module._hf_hook, "execution_device", None) or "cpu")
-    return {"device": device, "dtype": weight.dtype} if weight.is_floating_point() else {"device": device}
-
-
-CHANGED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
-ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "num_experts_per_tok")  # of a config
-
-
-class CountedGate:
-    """Count a layer that keeps the family's router, unchanged, in the balance loss that a trainer asks for.
-
-    The family's own loss is over all layers. Where routers of ours replace some, ours is over all of them too.
-    """
-
-    def __init__(self, site: Site, ledger: Ledger) -> None:
-        assert site.family is not None
-        self.rule, self.k = site.family.rule(site.gate), int(site.gate.top_k)
-        self.ledger, self.around = ledger, Surroundings(None, site.neighbours, ledger, None, self.k)
-        self.handle = site.gate.register_forward_hook(self)
-
-    def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        context = self.around.context(self.around.tokens(inputs[0]))
-        if self.ledger.asked:
-            self.ledger.collect(record(output, self.rule), output[1], None, context.token_mask, self.k)
-
-    def remove(self) -> None:
-        self.handle.remove()
-        self.around.remove()
-
-
-class Wiring:
-    """What holds the changes of a model together; one a model, replaced as a whole by the next change."""
-
-    def __init__(self, model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
-        routers = [site.router for site in found if site.name in specs and site.router is not None]
+    def __init__(self, model: nn.Module, found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
+        routers = [layer.router for layer in found if layer.name in specs and layer.router is not None]
         has_losses = any(spec.losses for spec in specs.values())
-        on_request = not has_losses and any(spec.router != NATIVE for spec in specs.values())
+        balance_on_request = not has_losses and any(spec.router != NATIVE for spec in specs.values())
         self.specs = dict(specs)
-        self.ledger = Ledger(
+        self.collector = LossCollector(
             model,
             routers,
-            own_coefficient=float(model.__dict__.get("_own_balance", 0.0)),
-            unit=float(getattr(text_config(model), "router_aux_loss_coef", 1.0)) or 1.0,
-            on_request=on_request,
-            lists_logits=found[0].family is None,
+            native_coefficient=float(model.__dict__.get("_native_balance", 0.0)),
+            aux_loss_divisor=float(getattr(text_config(model), "router_aux_loss_coef", 1.0)) or 1.0,
+            balance_on_request=balance_on_request,
+            adds_logits=found[0].family is None,
         )
-        by_name: dict[str, Surroundings] = {}
-        for site, place in zip(found, places(found), strict=True):
-            if site.name in specs:
-                before = by_name.get(place.before.name) if place.before else None
-                around = by_name[site.name] = Surroundings(
-                    site.router, site.neighbours, self.ledger, before, specs[site.name].k
-                )
-                holder = site.block if site.family is None else site.gate
-                holder.surroundings = around
-        self.surroundings = list(by_name.values())
-        kept = [site for site in found if site.name not in specs] if on_request else []
-        self.counted = [CountedGate(site, self.ledger) for site in kept if site.family is not None]
+        by_name: dict[str, ContextCapture] = {}
+        for layer, info in zip(found, layer_infos(found), strict=True):
+            if layer.name in specs:
+                previous = by_name.get(info.before.name) if info.before else None
+                capture = ContextCapture(layer.router, layer.layer_modules, self.collector, previous, specs[layer.name].k)
+                by_name[layer.name] = capture
+                holder = layer.block if layer.family is None else layer.gate
+                holder.context_capture = capture
+        self.captures = list(by_name.values())
+        unchanged = [layer for layer in found if layer.name not in specs] if balance_on_request else []
+        self.native_gates = [NativeGateBalance(layer, self.collector) for layer in unchanged if layer.family is not None]
 
     @property
-    def looks_ahead(self) -> bool:
-        """Does a router in a causal model let a route depend on later tokens?"""
-        return any(around.looks_ahead for around in self.surroundings)
+    def breaks_causality(self) -> bool:
+        """Whether a router in a causal model lets a token's routing depend on later tokens."""
+        return any(capture.breaks_causality for capture in self.captures)
 
     def remove(self) -> None:
-        self.ledger.remove()
-        for around in self.surroundings:
-            around.remove()
-        for gate in self.counted:
+        """Remove all hooks from the model."""
+        self.collector.remove()
+        for capture in self.captures:
+            capture.remove()
+        for gate in self.native_gates:
             gate.remove()
 
 
-def wiring(model: nn.Module) -> Wiring | None:
+class NativeGateBalance:
+    """A hook that includes a layer with the family's own, unchanged gate in the balance loss that a trainer requests.
+
+    The family's balance loss is over all layers. If routers of ours replace some of them, ours is over all layers too.
+    """
+
+    def __init__(self, moe_layer: MoELayerRef, collector: LossCollector) -> None:
+        assert moe_layer.family is not None
+        self.rule, self.k = moe_layer.family.rule(moe_layer.gate), int(moe_layer.gate.top_k)
+        self.collector = collector
+        self.context_capture = ContextCapture(None, moe_layer.layer_modules, collector, None, self.k)
+        self.handle = moe_layer.gate.register_forward_hook(self)
+
+    def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        context = self.context_capture.build_context(self.context_capture.as_sequences(inputs[0]))
+        if self.collector.wants_router_logits:
+            routing = routing_from_gate(output, self.rule)
+            self.collector.collect(routing, output[1], None, context.token_mask, self.k)
+
+    def remove(self) -> None:
+        self.handle.remove()
+        self.context_capture.remove()
+
+
+def hooks_of(model: nn.Module) -> ModelHooks | None:
+    """Return the hooks of a changed model; None for any other."""
     found = model.__dict__.get("_holdfast")
-    return found if isinstance(found, Wiring) else None
+    return found if isinstance(found, ModelHooks) else None
 
 
 def specs_of(model: nn.Module) -> dict[str, LayerSpec]:
-    current = wiring(model)
-    return {} if current is None else dict(current.specs)
+    """Return the specs of the layers that were changed, by name."""
+    hooks = hooks_of(model)
+    return {} if hooks is None else dict(hooks.specs)
 
 
-def own_balance(model: Any) -> float:
-    """Return the coefficient of the balance loss that the model itself adds in training, also while ours replaces it."""
-    coefficient = model.__dict__.get("_own_balance", getattr(model, "router_aux_loss_coef", 0.0))
+def install_hooks(model: nn.Module, found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
+    """Put hooks on the layers that `specs` names, in the place of all earlier hooks."""
+    current = hooks_of(model)
+    if current is not None:
+        current.remove()
+    _replace_native_balance(model, specs)
+    _add_moe_entries(text_config(model), specs)
+    for moe_layer in found:
+        if moe_layer.family is not None and hasattr(moe_layer.experts, "config"):
+            ragged = moe_layer.router is not None and moe_layer.router.select.ragged
+            use_holdfast_experts(moe_layer.experts, ragged=ragged)
+    if not specs:
+        model.__dict__.pop("_holdfast", None)
+        return
+    hooks = model.__dict__["_holdfast"] = ModelHooks(model, found, specs)
+    if hooks.breaks_causality:
+        warnings.warn(
+            f"{NOT_CAUSAL}: its perplexity cannot be compared with that of a causal model, and it cannot generate.",
+            stacklevel=3,
+        )
+
+
+def native_balance(model: Any) -> float:
+    """Return the coefficient of the balance loss that the model adds in training, also while ours replaces it."""
+    coefficient = model.__dict__.get("_native_balance", getattr(model, "router_aux_loss_coef", 0.0))
     return float(coefficient) if getattr(model.config, "output_router_logits", False) else 0.0
 
 
-def _replace_own_balance(model: Any, specs: Mapping[str, LayerSpec]) -> None:
-    """Switch the family's balance loss off where a router of ours selects, or brings losses; else switch it on again.
+def _replace_native_balance(model: Any, specs: Mapping[str, LayerSpec]) -> None:
+    """Switch the family's balance loss off where a router of ours selects or has losses; else switch it on again.
 
-    The family computes it from a top-k of the logits, whatever was selected.
+    The family computes it from the top-k of the logits, whatever experts were selected.
     """
     if any(spec.losses or spec.router != NATIVE for spec in specs.values()):
-        if hasattr(model, "router_aux_loss_coef"):  # added in any forward that is asked for router logits
-            model.__dict__.setdefault("_own_balance", model.router_aux_loss_coef)
+        if hasattr(model, "router_aux_loss_coef"):  # used in any forward for which router logits are requested
+            model.__dict__.setdefault("_native_balance", model.router_aux_loss_coef)
             model.router_aux_loss_coef = 0.0
-    elif "_own_balance" in model.__dict__:
-        model.router_aux_loss_coef = model.__dict__.pop("_own_balance")
+    elif "_native_balance" in model.__dict__:
+        model.router_aux_loss_coef = model.__dict__.pop("_native_balance")
 
 
-def _describe_experts(config: Any, specs: Mapping[str, LayerSpec]) -> None:
+def _add_moe_entries(config: Any, specs: Mapping[str, LayerSpec]) -> None:
     """Give the config the entries by which trainers recognise an MoE and weight its `aux_loss`, where it lacks them."""
-    before = config.__dict__.pop("_holdfast_entries", ())
-    for name in ENTRIES:
-        if isinstance(before, list | tuple) and name in before and hasattr(config, name):
+    added_before = config.__dict__.pop("_holdfast_entries", ())
+    for name in MOE_ENTRIES:
+        if isinstance(added_before, list | tuple) and name in added_before and hasattr(config, name):
             delattr(config, name)
     if not specs:
         return
@@ -348,7 +395,7 @@ def _describe_experts(config: Any, specs: Mapping[str, LayerSpec]) -> None:
     entries: dict[str, Any] = {"output_router_logits": False, "num_experts_per_tok": first.k}
     if first.experts is not None:
         entries["num_experts"] = first.experts
-    # 0 means that a trainer does not ask for the loss.
+    # 0 means that a trainer does not request the loss.
     entries["router_aux_loss_coef"] = 1.0 if any(spec.losses for spec in specs.values()) else 0.0
     added = [name for name in entries if not hasattr(config, name)]
     for name in added:
@@ -357,39 +404,19 @@ def _describe_experts(config: Any, specs: Mapping[str, LayerSpec]) -> None:
 
 
 def original_name(name: str) -> str:
-    """Return the folder or hub id that a model came from, as it was before the model was changed in memory."""
-    return name.partition(CHANGED_IN_MEMORY)[0]
+    """Return the folder or hub id that a model came from, without the mark that `mark_modified` adds."""
+    return name.partition(MODIFIED_IN_MEMORY)[0]
 
 
-def mark_changed(model: Any, changed: bool = True) -> None:
-    """Keep others from loading the model as it was before under the name that it came from.
+def mark_modified(model: Any, modified: bool = True) -> None:
+    """Mark the name that a changed model came from, so that other libraries do not load the unchanged model by it.
 
-    TRL makes DPO's reference model from `config._name_or_path`, and PEFT notes `name_or_path` as an adapter's base:
-    both would silently be the model with its old routers.
+    TRL makes DPO's reference model from `config._name_or_path`, and PEFT writes `name_or_path` as an adapter's base: both
+    would silently be the model with its old routers.
     """
-    changed = changed or "_opened_changed" in model.__dict__  # the folder holds other routers than the model's own
+    modified = modified or "_opened_modified" in model.__dict__  # the folder has other routers than the family's
     for owner, name in ((model.config, "_name_or_path"), (model, "name_or_path")):
         given = getattr(owner, name, None)
-        known = original_name(given) if isinstance(given, str) else ""
-        if known:
-            setattr(owner, name, known + CHANGED_IN_MEMORY if changed else known)
-
-
-def connect(model: nn.Module, found: list[Site], specs: Mapping[str, LayerSpec]) -> None:
-    """Connect the layers that `specs` names, and nothing else, in place of earlier connections."""
-    current = wiring(model)
-    if current is not None:
-        current.remove()
-    _replace_own_balance(model, specs)
-    _describe_experts(text_config(model), specs)
-    for site in found:
-        if site.family is not None and hasattr(site.experts, "config"):
-            runs_ours(site.experts, ragged=site.router is not None and site.router.select.ragged)
-    if not specs:
-        model.__dict__.pop("_holdfast", None)
-        return
-    wired = model.__dict__["_holdfast"] = Wiring(model, found, specs)
-    if wired.looks_ahead:
-        warnings.warn(
-            f"{LOOKS_AHEAD}: its perplexity compares with no causal model's, and it cannot generate.", stacklevel=3
-        )
+        original = original_name(given) if isinstance(given, str) else ""
+        if original:
+            setattr(owner, name, original + MODIFIED_IN_MEMORY if modified else original)

@@ -1,14 +1,16 @@
-"""Model outputs with fields for what routers add: `router_loss`, `aux_loss`, `router_logits`.
+"""Router losses in a model's training: added exactly once, whatever computes the training loss.
 
-A field that its class does not declare gets lost, or stops DDP and `torch.compile`, which take outputs apart and build them
-again from the class.
+There are two kinds of trainers. One uses `outputs.loss`, `outputs.router_loss` or `outputs.aux_loss`, which contain the
+routers' losses. The other computes its own loss from logits and ignores them, as TRL and sentence-transformers do. Both work
+because each layer's loss is also attached to that layer's expert weights (`AttachLoss`):
 
+    backward                                 gradient of a layer's loss
+    the training loss contains it            the gradient that arrives at the loss
+    the training loss does not contain it    `LossCollector.loss_scale`, once a gradient arrives at the expert weights
 
-The routers' losses in a model's training: counted once, whoever computes the loss.
-
-A trainer reads the routers' losses (`outputs.loss`, `outputs.router_loss`, `outputs.aux_loss`), or it computes its own loss
-from logits and ignores them, as TRL and sentence-transformers do. `Junction` serves both: each layer's loss hangs on that
-layer's routing weights too, and its gradient comes from what was read, or else from there.
+`LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
+fields for them (`with_router_fields`): a field that its class does not declare gets lost, or stops DDP and `torch.compile`,
+which take outputs apart and build them again from the class.
 """
 
 import dataclasses
@@ -22,39 +24,408 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.replacements import PerThread
-from holdfast.kernels.backward import recomputing
-from holdfast.layers.losses import Losses, alone, balance
+from holdfast.kernels.backward import is_recomputing
+from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
 from holdfast.routing.state import mean_over_ranks
 
-FIELDS = ("router_loss", "aux_loss", "router_logits")
-_extended: dict[type, type] = {}
+ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
+ROUTER_FIELDS = ("router_loss", "aux_loss", "router_logits")
+IGNORED_LABEL = -100  # transformers' losses skip it
+REENTRANT = (
+    "reentrant activation checkpointing drops the gradient of the routers' losses; call "
+    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}).'
+)
+FP16 = (
+    "the loss was computed in float16 without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
+    "and its scale is not known: pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
+    "holdfast.router_loss_scale(model, scaler.get_scale()) before each step."
+)
+TWICE = (
+    "this is a second backward through one forward, and the first one has added the routers' losses, which its loss did not "
+    "contain: run one backward of the sum, or add outputs.router_loss to the loss that shall train routers and "
+    "0 * outputs.router_loss to the others."
+)
+UNREAD = (
+    "the loss was computed without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
+    "so their gradients were added without scaling. That is right for one backward per step; under gradient "
+    "accumulation pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
+    "holdfast.router_loss_scale(model, scale)."
+)
 
 
-def extended(kind: type) -> type:
-    """Return the output class `kind` with the fields; always the same one."""
-    if kind not in _extended:
+class AttachLoss(torch.autograd.Function):
+    """Return `loss` and `weights` unchanged, and give `loss` its gradient exactly once.
+
+    The gradient is that of the returned loss if the training loss contains it. Otherwise it is
+    `collector.unread_gradient`, when a gradient arrives at the returned weights. After a backward of a training loss that
+    contains the loss, a second backward through the same forward adds nothing; after one of a training loss that does not,
+    a second one would count the loss twice and raises ValueError.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, loss: Tensor, weights: Tensor, collector: "LossCollector", is_fp16: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.collector, ctx.is_fp16, ctx.device = collector, is_fp16, loss.device
+        ctx.was_read = ctx.was_added = False
+        return loss.view_as(loss), weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor | None, of_weights: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.was_added:
+            raise ValueError(TWICE)
+        if of_loss is not None:
+            ctx.was_read = True
+        elif not ctx.was_read:
+            of_loss = torch.full((), ctx.collector.unread_gradient(ctx.is_fp16), device=ctx.device)
+            ctx.was_added = True
+        return of_loss, of_weights, None, None
+
+
+class CompiledAttachLoss(torch.autograd.Function):
+    """`AttachLoss` for a compiler, which passes a gradient of 0 for a loss that the training loss does not contain."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weights: Tensor, scale: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.scale = scale
+        return loss.clone(), weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return torch.where(of_loss != 0, of_loss, ctx.scale), of_weights, None
+
+
+@dataclasses.dataclass
+class _Forward:
+    """The current forward of the model, in one thread."""
+
+    is_running: bool = False
+    with_gradient: bool = False
+    wants_router_logits: bool = False
+    as_tuple: bool = False  # the caller wants a tuple, and router logits
+    token_ids: Tensor | None = None
+    layer_losses: list[Tensor] | None = None  # None: this forward computes no losses
+    requested_losses: list[Tensor] = dataclasses.field(default_factory=list)  # of layers, for `aux_loss` only
+    logits: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class _Forwards(PerThread):
+    def __init__(self) -> None:
+        self.current = _Forward()
+
+
+class LossCollector:
+    """Hooks around a model's forward that collect the layers' losses and put them into the model's outputs.
+
+    Losses are collected only while the model's forward runs: a recomputation during the backward adds none. A forward in
+    training mode without gradients (a reference model, old log-probabilities, a rollout) computes no losses and updates no
+    router state. A call of `model.forward` bypasses the hooks: there a forward without gradients does update state, since a
+    backward may recompute it later (GradCache).
+
+    native_coefficient   of the balance loss that the family adds to its loss when router logits are requested
+    aux_loss_divisor     divides `outputs.aux_loss`, so that a trainer's coefficient times it is the routers' loss
+    balance_on_request   no layer has losses: compute a balance loss if router logits are requested, as the family does
+    adds_logits          the family does not put router logits into its outputs
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: Sequence[Router] = (),
+        *,
+        native_coefficient: float = 0.0,
+        aux_loss_divisor: float = 1.0,
+        balance_on_request: bool = False,
+        adds_logits: bool = False,
+    ) -> None:
+        self._routers, self._config = routers, text_config(model)
+        self._native_coefficient, self._aux_loss_divisor = native_coefficient, aux_loss_divisor
+        self._balance_on_request, self._adds_logits = balance_on_request, adds_logits
+        self._forwards = _Forwards()
+        self._generating = self._calibrating = self._warned = False
+        self.loss_scale: float | None = None  # of losses that the training loss does not contain; None: not set
+        self.may_have_backward = True  # the current forward
+        self.learning_enabled = True  # routers compute losses and update state
+        # Of the last forward that a backward may recompute:
+        self._latest_wants_logits = False
+        self._latest_ids: Tensor | None = None
+        self.on_forward_end: list[Callable[[], None]] = []  # called when a forward's data are not needed any more
+        prepare_output_classes(model)
+        self._handles = [
+            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
+            model.register_forward_hook(self._end_forward, with_kwargs=True, always_call=True),
+        ]
+        inner: Any = getattr(model, "base_model", model)
+        if adds_logits and inner is not model:
+            self._handles.append(inner.register_forward_pre_hook(_drop_router_logits_option, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def _current(self) -> _Forward:
+        return self._forwards.current
+
+    @property
+    def wants_router_logits(self) -> bool:
+        """Whether router logits are requested, in the current forward or in the one that a backward recomputes."""
+        return self._current.wants_router_logits if self._current.is_running else self._latest_wants_logits
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """Return the token ids of the current forward, or of the one that a backward recomputes."""
+        return self._current.token_ids if self._current.is_running else self._latest_ids
+
+    def generation(self) -> AbstractContextManager[None]:
+        """Inside the `with`, forwards without gradients update no state, even during calibration."""
+        return self._temporarily("_generating")
+
+    def calibration(self) -> AbstractContextManager[None]:
+        """Inside the `with`, forwards without gradients update router state too."""
+        return self._temporarily("_calibrating")
+
+    @contextmanager
+    def _temporarily(self, flag: str) -> Iterator[None]:
+        before = getattr(self, flag)
+        setattr(self, flag, True)
+        try:
+            yield
+        finally:
+            setattr(self, flag, before)
+
+    def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
+        """Collect a layer's losses and logits; return the expert weights with the layer's loss attached.
+
+        losses   the layer's `Losses`, for evaluation, where routers compute none; None if the layer has none
+        """
+        if self.wants_router_logits and (
+            self._current.is_running or (not torch.compiler.is_compiling() and is_recomputing())
+        ):
+            self._collect_requested(routing, losses, token_mask, k)
+        if not routing.losses or not self.learning_enabled:
+            return weights
+        if self._current.with_gradient and self._current.is_running and not torch.is_grad_enabled():
+            raise ValueError(REENTRANT)
+        loss = routing.loss
+        if torch.is_grad_enabled() and loss.requires_grad:
+            loss, weights = self._attach_to_weights(loss, weights, routing.logits.device.type)
+        if self._current.layer_losses is not None:
+            self._current.layer_losses.append(loss)
+        return weights
+
+    def unread_gradient(self, is_fp16: bool) -> float:
+        """Return the gradient of a loss that the training loss does not contain.
+
+        It is `loss_scale`. If that is not set, raise ValueError under float16, and else warn once and return 1.
+        """
+        if self.loss_scale is not None:
+            return self.loss_scale
+        if is_fp16:
+            raise ValueError(FP16)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(UNREAD, stacklevel=2)
+        return 1.0
+
+    def _attach_to_weights(self, loss: Tensor, weights: Tensor, device: str) -> tuple[Tensor, Tensor]:
+        is_fp16 = weights.dtype == torch.float16 or (
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        )
+        if not torch.compiler.is_compiling():
+            attached: tuple[Tensor, Tensor] = AttachLoss.apply(loss, weights, self, is_fp16)
+            return attached
+        if is_fp16 and self.loss_scale is None:  # compiled code does not know whether the training loss contains it
+            raise ValueError(FP16)
+        traced: tuple[Tensor, Tensor] = CompiledAttachLoss.apply(
+            loss, weights, 1.0 if self.loss_scale is None else self.loss_scale
+        )
+        return traced
+
+    def _collect_requested(self, routing: Routing, losses: Any, token_mask: Tensor | None, k: int) -> None:
+        """Collect what a caller that requested router logits gets: the logits, and a loss that no router computed."""
+        current = self._current
+        if self._balance_on_request and current.is_running and current.with_gradient and not torch.is_grad_enabled():
+            raise ValueError(REENTRANT)
+        # A recomputation must save the same tensors as the forward, but its results are not counted.
+        requested, logits = (current.requested_losses, current.logits) if current.is_running else ([], [])
+        over_ranks = mean_over_ranks if torch.is_grad_enabled() and self.learning_enabled else single_process_mean
+        if self._adds_logits:
+            logits.append(routing.logits)
+        if self._balance_on_request:
+            requested.append(k * balance(routing, token_mask, over_ranks))  # when balanced, a family's loss is k and ours 1
+        elif isinstance(losses, Losses) and not routing.losses:
+            requested.append(
+                torch.stack([*losses(routing, token_mask, single_process_mean).values(), routing.gates.new_zeros(())]).sum()
+            )
+
+    def _begin_forward(
+        self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Start collecting; return changed arguments where the model shall not see the request for router logits."""
+        current = self._current
+        current.token_ids = options.get("input_ids", inputs[0] if inputs else None)
+        current.with_gradient, current.is_running = torch.is_grad_enabled(), True
+        self.may_have_backward = current.with_gradient or not model.training
+        if self.may_have_backward:
+            self._latest_ids = current.token_ids
+        if model.training:
+            self._enable_learning(current.with_gradient or (self._calibrating and not self._generating))
+        current.layer_losses = [] if model.training and self.learning_enabled else None
+        current.requested_losses, current.logits = [], []
+        requested = options.get(ROUTER_LOGITS)
+        current.wants_router_logits = bool(getattr(self._config, ROUTER_LOGITS, False) if requested is None else requested)
+        if current.with_gradient:
+            self._latest_wants_logits = current.wants_router_logits
+        current.as_tuple = current.wants_router_logits and options.get("return_dict") is False
+        if current.as_tuple:  # in a tuple one cannot tell the loss from the `aux_loss`
+            options = {**options, "return_dict": True}
+        if not current.wants_router_logits or not (self._adds_logits or options.get("fused_lm_head")):
+            return (inputs, options) if current.as_tuple else None
+        # A dense family does not know the option. TRL's own forward would compute the family's loss from the logits.
+        return inputs, {name: value for name, value in options.items() if name != ROUTER_LOGITS} | (
+            {} if self._adds_logits and not options.get("fused_lm_head") else {ROUTER_LOGITS: False}
+        )
+
+    def _enable_learning(self, enabled: bool) -> None:
+        if self.learning_enabled != enabled:
+            self.learning_enabled = enabled
+            for router in self._routers:
+                router.learning = enabled
+
+    def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
+        """Stop collecting, and return the outputs with what was collected."""
+        current = self._current
+        layer_losses, current.layer_losses = current.layer_losses, None
+        self._enable_learning(True)
+        current.is_running, self.may_have_backward = False, True
+        if not model.training:  # in training, a forward without gradients may come between another and its backward
+            current.token_ids = self._latest_ids = None
+            for clear in self.on_forward_end:
+                clear()
+        if outputs is not None and (layer_losses or current.wants_router_logits):  # None: the forward has raised
+            outputs = self._add_to_outputs(model, layer_losses, options, outputs)
+            if current.as_tuple:
+                outputs = tuple(value for name, value in outputs.items() if name != "router_loss")
+        current.requested_losses, current.logits = [], []  # they keep the graph alive
+        return outputs
+
+    def _add_to_outputs(
+        self, model: nn.Module, layer_losses: list[Tensor] | None, options: dict[str, Any], outputs: Any
+    ) -> Any:
+        """Add the routers' losses to the loss in the outputs, and set the fields for routers."""
+        if isinstance(outputs, tuple):  # return_dict=False: the loss, if there is one, comes first and is the only scalar
+            if outputs[0].dim() == 0:
+                return (outputs[0] + self._loss_to_add(model, layer_losses, options, outputs[0].device), *outputs[1:])
+            return outputs
+        if getattr(outputs, "loss", None) is not None:
+            outputs.loss = outputs.loss + self._loss_to_add(model, layer_losses, options, outputs.loss.device)
+        if dataclasses.is_dataclass(outputs) and isinstance(outputs, dict):  # as transformers' outputs are
+            outputs = with_router_fields(outputs)
+            self._set_router_fields(outputs, layer_losses)
+        return outputs
+
+    def _loss_to_add(
+        self, model: nn.Module, layer_losses: list[Tensor] | None, options: dict[str, Any], device: torch.device
+    ) -> Any:
+        """Return what is added to the model's own loss."""
+        if layer_losses:
+            return _total(layer_losses, device) * share_of_batch(model, options)
+        if self._balance_on_request and self._current.requested_losses and self._native_coefficient:
+            return self._native_coefficient * self._mean_requested(device) * share_of_batch(model, options)
+        return 0.0
+
+    def _set_router_fields(self, outputs: Any, layer_losses: list[Tensor] | None) -> None:
+        requested = self._current.requested_losses
+        if layer_losses:
+            outputs.router_loss = _total(layer_losses, layer_losses[-1].device)
+        if not self._current.wants_router_logits:
+            return
+        if self._balance_on_request:
+            if requested:
+                outputs.aux_loss = self._mean_requested(requested[-1].device)
+        elif layer_losses:
+            outputs.aux_loss = outputs.router_loss / self._aux_loss_divisor
+        elif requested:
+            outputs.aux_loss = _total(requested, requested[-1].device) / self._aux_loss_divisor
+        if self._adds_logits:
+            outputs.router_logits = tuple(self._current.logits)
+
+    def _mean_requested(self, device: torch.device) -> Tensor:
+        return _total(self._current.requested_losses, device) / len(self._current.requested_losses)
+
+
+def _total(losses: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([term.to(device) for term in losses]).sum()
+
+
+def _drop_router_logits_option(
+    model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Remove the request for router logits from the arguments of a dense family, which does not know it."""
+    if ROUTER_LOGITS not in options:
+        return None
+    return inputs, {name: value for name, value in options.items() if name != ROUTER_LOGITS}
+
+
+def text_config(model: Any) -> Any:
+    """Return the config of the model's text part, which is the config itself in most models."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
+    """Return the share of this forward in the number of items that the batch's loss is divided by; 1 without that number.
+
+    A trainer that accumulates gradients divides each part's summed loss by `num_items_in_batch`. The routers' losses are
+    means, so each part's loss is multiplied by its share, and the shares sum to 1. Losses and share are over all ranks.
+    """
+    items, labels = options.get("num_items_in_batch"), options.get("shift_labels")
+    if labels is None:
+        labels = options.get("labels")
+        labels = labels[..., 1:] if isinstance(labels, Tensor) and _shifts_labels(model) else labels
+    if items is None or not isinstance(labels, Tensor):
+        return 1.0
+    return mean_over_ranks((labels != IGNORED_LABEL).sum() / items)
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether the first label is never a target. The Trainer decides in the same way when it counts items."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+
+
+_classes_with_fields: dict[type, type] = {}
+
+
+def class_with_router_fields(kind: type) -> type:
+    """Return the output class `kind` with `ROUTER_FIELDS`; always the same class."""
+    if kind not in _classes_with_fields:
         known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        fields = [(name, Any, dataclasses.field(default=None)) for name in FIELDS if name not in known]
+        fields = [(name, Any, dataclasses.field(default=None)) for name in ROUTER_FIELDS if name not in known]
         made = dataclasses.make_dataclass(
             kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__, "__reduce_ex__": _reduce}
         )
         made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
-        _extended[kind] = made
-    return _extended[kind]
+        _classes_with_fields[kind] = made
+    return _classes_with_fields[kind]
 
 
 def _reduce(outputs: Any, protocol: Any) -> tuple[Any, ...]:
-    """For copies and pickles: the class cannot be found by its name, which is another's, but made again."""
-    return _made_again, (type(outputs).__bases__[0], {name: getattr(outputs, name) for name in outputs})
+    """Support copies and pickles: the class has the name of its base and is not found by it, so it is made again."""
+    return _rebuild, (type(outputs).__bases__[0], {name: getattr(outputs, name) for name in outputs})
 
 
-def _made_again(kind: type, values: dict[str, Any]) -> Any:
-    return extended(kind)(**values)
+def _rebuild(kind: type, values: dict[str, Any]) -> Any:
+    return class_with_router_fields(kind)(**values)
 
 
-def extend_annotated(model: Any) -> None:
-    """Make the extended class of what the model's forward returns now: a compiler cannot make one while it traces."""
+def prepare_output_classes(model: Any) -> None:
+    """Make the class with fields of what the model's forward returns: a compiler cannot make one while it traces."""
     from transformers.utils import ModelOutput
 
     try:
@@ -63,357 +434,15 @@ def extend_annotated(model: Any) -> None:
         return
     for kind in (returned, *typing.get_args(returned)):
         if isinstance(kind, type) and issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind):
-            extended(kind)
+            class_with_router_fields(kind)
 
 
-def with_fields(outputs: Any) -> Any:
-    """Return the outputs as an instance of their extended class."""
+def with_router_fields(outputs: Any) -> Any:
+    """Return the outputs as an instance of their class with fields for routers."""
     kind = type(outputs)
-    if kind in _extended.values():
+    if kind in _classes_with_fields.values():
         return outputs
-    return _extended[kind](**outputs) if kind in _extended else extended(kind)(**outputs)
-
-
-IGNORED = -100  # a label that transformers' losses leave out
-ASK = "output_router_logits"  # the option and config entry with which trainers ask for `outputs.aux_loss`
-REENTRANT = (
-    "reentrant activation checkpointing drops the gradient of the routers' losses; call "
-    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}).'
-)
-FP16 = (
-    "the loss was computed in float16 without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
-    "and by how much it is scaled is not known: pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
-    "holdfast.router_loss_scale(model, scaler.get_scale()) before each step."
-)
-TWICE = (
-    "this is a second backward through one forward, and the first one has added the routers' losses, which its loss did not "
-    "contain: take one backward of the sum, or add outputs.router_loss to the loss that shall train routers and "
-    "0 * outputs.router_loss to the others."
-)
-
-
-class Junction(torch.autograd.Function):
-    """Return `loss` and `weights` unchanged, and give `loss` its gradient once.
-
-    The gradient of the returned loss where it was read, else `ledger.unread_gradient`, when a gradient arrives at the
-    returned weights. After a backward that has read the loss, a second one through the same forward adds nothing to it;
-    after one that has not, a second one would count the loss twice, and is refused.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, weights: Tensor, ledger: "Ledger", half: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        ctx.set_materialize_grads(False)
-        ctx.ledger, ctx.half, ctx.device = ledger, half, loss.device
-        ctx.was_read = ctx.was_added = False
-        return loss.view_as(loss), weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, read: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if ctx.was_added:
-            raise ValueError(TWICE)
-        if read is not None:
-            ctx.was_read = True
-        elif not ctx.was_read:
-            read = torch.full((), ctx.ledger.unread_gradient(ctx.half), device=ctx.device)
-            ctx.was_added = True
-        return read, weights, None, None
-
-
-class CompiledJunction(torch.autograd.Function):
-    """`Junction` for a compiler, which hands in a gradient of 0 for what was not read."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, weights: Tensor, scale: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        ctx.scale = scale
-        return loss.clone(), weights.clone()
-
-    @staticmethod
-    def backward(ctx: Any, read: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return torch.where(read != 0, read, ctx.scale), weights, None
-
-
-@dataclasses.dataclass
-class _Forward:
-    """A forward of the model under way."""
-
-    under_way: bool = False
-    with_gradient: bool = False
-    asked: bool = False  # for router logits
-    as_tuple: bool = False  # asked for router logits, it is to return a tuple
-    ids: Tensor | None = None
-    read: list[Tensor] | None = None  # None: it makes no losses
-    requested: list[Tensor] = dataclasses.field(default_factory=list)
-    logits: list[Tensor] = dataclasses.field(default_factory=list)
-
-
-class _Forwards(PerThread):
-    def __init__(self) -> None:  # by every thread
-        self.now = _Forward()
-
-
-class Ledger:
-    """The losses of the forward under way, and the hooks that put them into the model's outputs.
-
-    Open only while the model's forward runs: what a recomputation collects during the backward is not counted again. A
-    forward without gradients (a reference model, old log-probabilities, a rollout) makes no losses and changes no state.
-    Calls of `model.forward` bypass the hooks: there a forward without gradients changes state, since it may be the first
-    half of one that a backward runs again (GradCache).
-
-    own_coefficient  of the balance loss that the family adds to its loss when it is asked for router logits
-    unit             what `outputs.aux_loss` is divided by, so that a trainer's coefficient times it is the routers' loss
-    on_request       no layer has losses: compute a balance loss where router logits are asked for, as the family does
-    lists_logits     the family does not record router logits itself
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        routers: Sequence[Router] = (),
-        *,
-        own_coefficient: float = 0.0,
-        unit: float = 1.0,
-        on_request: bool = False,
-        lists_logits: bool = False,
-    ) -> None:
-        self._routers, self._config = routers, text_config(model)
-        self._own_coefficient, self._unit = own_coefficient, unit
-        self._on_request, self._lists_logits = on_request, lists_logits
-        self._forwards = _Forwards()
-        self._generating = self._calibrating = self._warned = False
-        self.loss_scale: float | None = None  # of losses that were not read; None: not set
-        self._latest_asked = False  # for router logits, in the last forward that a backward may recompute
-        self.has_backward = True  # the forward under way, as far as one can tell
-        self.learning = True
-        self._latest_ids: Tensor | None = None  # of the last forward that a backward may recompute
-        self.when_done: list[Callable[[], None]] = []  # called when nothing of a forward is needed any more
-        extend_annotated(model)
-        self._handles = [
-            model.register_forward_pre_hook(self._open, with_kwargs=True),
-            model.register_forward_hook(self._close, with_kwargs=True, always_call=True),
-        ]
-        inner: Any = getattr(model, "base_model", model)
-        if lists_logits and inner is not model:
-            self._handles.append(inner.register_forward_pre_hook(_without_request, with_kwargs=True))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @property
-    def _now(self) -> "_Forward":
-        return self._forwards.now
-
-    @property
-    def asked(self) -> bool:
-        """Whether router logits were asked for, in the forward under way or in the one that a backward recomputes."""
-        return self._now.asked if self._now.under_way else self._latest_asked
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        """The tokens of the forward under way, or of the one that a backward recomputes."""
-        return self._now.ids if self._now.under_way else self._latest_ids
-
-    def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
-        """Collect what a layer's router did; return the weights for its experts, on which the layer's loss hangs.
-
-        losses   the layer's `Losses`, for evaluation, where routers compute none; None where it has none
-        """
-        if self.asked and (self._now.under_way or (not torch.compiler.is_compiling() and recomputing())):
-            self._collect_requested(routing, losses, token_mask, k)
-        if not routing.losses or not self.learning:
-            return weights
-        if self._now.with_gradient and self._now.under_way and not torch.is_grad_enabled():
-            raise ValueError(REENTRANT)
-        loss = routing.loss
-        if torch.is_grad_enabled() and loss.requires_grad:
-            loss, weights = self._join(loss, weights, routing.logits.device.type)
-        if self._now.read is not None:
-            self._now.read.append(loss)
-        return weights
-
-    def unread_gradient(self, half: bool) -> float:
-        """Return the gradient of a loss that was not read; refuse to guess it under float16, and warn of a guess of 1."""
-        if self.loss_scale is not None:
-            return self.loss_scale
-        if half:
-            raise ValueError(FP16)
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "the loss was computed without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
-                "so their gradients were added as they are. That is right for one backward a step; under gradient "
-                "accumulation pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
-                "holdfast.router_loss_scale(model, scale).",
-                stacklevel=2,
-            )
-        return 1.0
-
-    def generation(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards are those of a rollout."""
-        return self._with("_generating")
-
-    def calibration(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards without gradients teach routers too."""
-        return self._with("_calibrating")
-
-    @contextmanager
-    def _with(self, flag: str) -> Iterator[None]:
-        before = getattr(self, flag)
-        setattr(self, flag, True)
-        try:
-            yield
-        finally:
-            setattr(self, flag, before)
-
-    def _join(self, loss: Tensor, weights: Tensor, device: str) -> tuple[Tensor, Tensor]:
-        half = weights.dtype == torch.float16 or (
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-        )
-        if not torch.compiler.is_compiling():
-            joined: tuple[Tensor, Tensor] = Junction.apply(loss, weights, self, half)
-            return joined
-        if half and self.loss_scale is None:  # a compiler does not tell what was read
-            raise ValueError(FP16)
-        traced: tuple[Tensor, Tensor] = CompiledJunction.apply(
-            loss, weights, 1.0 if self.loss_scale is None else self.loss_scale
-        )
-        return traced
-
-    def _collect_requested(self, routing: Routing, losses: Any, token_mask: Tensor | None, k: int) -> None:
-        if self._on_request and self._now.under_way and self._now.with_gradient and not torch.is_grad_enabled():
-            raise ValueError(REENTRANT)
-        # A recomputation must save the tensors that the forward did, but its results are not counted again.
-        requested, logits = (self._now.requested, self._now.logits) if self._now.under_way else ([], [])
-        over_ranks = mean_over_ranks if torch.is_grad_enabled() and self.learning else alone
-        if self._lists_logits:
-            logits.append(routing.logits)
-        if self._on_request:
-            requested.append(k * balance(routing, token_mask, over_ranks))  # the family's own is k where ours is 1
-        elif isinstance(losses, Losses) and not routing.losses:
-            requested.append(torch.stack([*losses(routing, token_mask, alone).values(), routing.gates.new_zeros(())]).sum())
-
-    def _open(
-        self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._now.ids = options.get("input_ids", inputs[0] if inputs else None)
-        self._now.with_gradient, self._now.under_way = torch.is_grad_enabled(), True
-        self.has_backward = self._now.with_gradient or not model.training
-        if self.has_backward:
-            self._latest_ids = self._now.ids
-        if model.training:
-            self._let_learn(self._now.with_gradient or (self._calibrating and not self._generating))
-        self._now.read = [] if model.training and self.learning else None
-        self._now.requested, self._now.logits = [], []
-        asked = options.get(ASK)
-        self._now.asked = bool(getattr(self._config, ASK, False) if asked is None else asked)
-        if self._now.with_gradient:
-            self._latest_asked = self._now.asked
-        self._now.as_tuple = self._now.asked and options.get("return_dict") is False
-        if self._now.as_tuple:  # in a tuple, which value is the loss and which the `aux_loss` cannot be told
-            options = {**options, "return_dict": True}
-        if not self._now.asked or not (self._lists_logits or options.get("fused_lm_head")):
-            return (inputs, options) if self._now.as_tuple else None
-        # A dense family knows no such option. TRL's own forward would compute the family's loss from the logits.
-        return inputs, {name: value for name, value in options.items() if name != ASK} | (
-            {} if self._lists_logits and not options.get("fused_lm_head") else {ASK: False}
-        )
-
-    def _let_learn(self, learning: bool) -> None:
-        if self.learning != learning:
-            self.learning = learning
-            for router in self._routers:
-                router.learning = learning
-
-    def _close(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
-        read, self._now.read = self._now.read, None
-        self._let_learn(True)
-        self._now.under_way, self.has_backward = False, True
-        if not model.training:  # a forward without gradients in training may stand between another and its backward
-            self._now.ids = self._latest_ids = None
-            for forget in self.when_done:
-                forget()
-        if outputs is not None and (read or self._now.asked):  # None: the forward has raised
-            outputs = self._complete(model, read, options, outputs)
-            if self._now.as_tuple:
-                outputs = tuple(value for name, value in outputs.items() if name != "router_loss")
-        self._now.requested, self._now.logits = [], []  # they hold the graph
-        return outputs
-
-    def _complete(self, model: nn.Module, read: list[Tensor] | None, options: dict[str, Any], outputs: Any) -> Any:
-        """Return the outputs with what routers add to them."""
-        if isinstance(outputs, tuple):  # return_dict=False: the loss comes first, if there is one, and only it is a scalar
-            if outputs[0].dim() == 0:
-                return (outputs[0] + self._added(model, read, options, outputs[0].device), *outputs[1:])
-            return outputs
-        if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + self._added(model, read, options, outputs.loss.device)
-        if dataclasses.is_dataclass(outputs) and isinstance(outputs, dict):  # as transformers' outputs are
-            outputs = with_fields(outputs)
-            self._expose(outputs, read)
-        return outputs
-
-    def _added(self, model: nn.Module, read: list[Tensor] | None, options: dict[str, Any], device: torch.device) -> Any:
-        """Return what the model's own loss must be increased by."""
-        if read:
-            return _total(read, device) * share_of_batch(model, options)
-        if self._on_request and self._now.requested and self._own_coefficient:
-            return self._own_coefficient * self._mean_request(device) * share_of_batch(model, options)
-        return 0.0
-
-    def _expose(self, outputs: Any, read: list[Tensor] | None) -> None:
-        if read:
-            outputs.router_loss = _total(read, read[-1].device)
-        if not self._now.asked:
-            return
-        if self._on_request:
-            if self._now.requested:
-                outputs.aux_loss = self._mean_request(self._now.requested[-1].device)
-        elif read:
-            outputs.aux_loss = outputs.router_loss / self._unit
-        elif self._now.requested:
-            outputs.aux_loss = _total(self._now.requested, self._now.requested[-1].device) / self._unit
-        if self._lists_logits:
-            outputs.router_logits = tuple(self._now.logits)
-
-    def _mean_request(self, device: torch.device) -> Tensor:
-        return _total(self._now.requested, device) / len(self._now.requested)
-
-
-def _without_request(
-    model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the request for router logits away from a dense family, which does not know it."""
-    if ASK not in options:
-        return None
-    return inputs, {name: value for name, value in options.items() if name != ASK}
-
-
-def text_config(model: Any) -> Any:
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _total(losses: list[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([term.to(device) for term in losses]).sum()
-
-
-def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
-    """The share that this forward has of the items that the whole batch's loss is divided by; 1 where it is its own mean.
-
-    A trainer that accumulates gradients divides each part's summed loss by `num_items_in_batch`: the routers' losses, which
-    are means, then count by their part's share, and once in all. They are of the tokens of all processes, as is the share.
-    """
-    items, labels = options.get("num_items_in_batch"), options.get("shift_labels")
-    if labels is None:
-        labels = options.get("labels")
-        labels = labels[..., 1:] if isinstance(labels, Tensor) and _shifts_labels(model) else labels
-    if items is None or not isinstance(labels, Tensor):
-        return 1.0
-    return mean_over_ranks((labels != IGNORED).sum() / items)
-
-
-def _shifts_labels(model: nn.Module) -> bool:
-    """Is the first label never a target? As the Trainer decides when it counts."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    # The dictionary first: a compiler does not trace the making of a class.
+    return (
+        _classes_with_fields[kind](**outputs) if kind in _classes_with_fields else class_with_router_fields(kind)(**outputs)
+    )

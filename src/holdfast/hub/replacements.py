@@ -1,23 +1,19 @@
-"""What a forward under way notes down, for each thread its own: a model may serve several at once.
+"""The modules that a router runs in: a family's gate with a router inside, and the layer that replaces a dense network.
 
-Our functions in transformers' own tables of attention and experts functions, and how single modules are pointed at them.
+What happens to the tokens of an MoE layer in a changed model, step by step:
 
-A module finds its function by a name in its config. A module of ours gets a view of the config in which that one name is
-different: the model's config stays as it is, with its masks, its file and what the user sets in it later.
+    attention     If the router reads attention, `_attention_with_capture` calls the model's own attention function and
+                  hands its queries, keys, values and mask to the layer's `ContextCapture` (context.py).
+    gate          `ReroutedGate.forward` gets the router's `Context` from the `ContextCapture`, calls the router, passes the
+                  routing to `record_routing` (which attaches the router's losses, losses.py), and returns logits, weights
+                  and expert indices in the order of the family.
+    experts       The family's own experts run them; `_holdfast_experts` does where slots can be unused or experts are
+                  sharded over ranks.
 
-A family's gate with a router of ours inside.
+A model that `sparsify` made has a `SparseLayer` in the place of its feed-forward network; gate and experts are both ours.
 
-The gate stays the object it was, with its weights under their names, and an instance of its class, so that transformers
-still records its logits; only its class is now a subclass whose forward asks the router.
-
-Scores that are a checkpoint's own: read from the family's gate, which keeps its weights and their names.
-
-The layer that takes a feed-forward network's place.
-
-The output projection of an attention, in the shape of an `nn.Linear`, whatever module it is.
-
-The weight is that of the layer's forward: read through accelerate's hooks where it is offloaded, dequantised where it is
-quantised, and with the adapters that are in force.
+Attention and experts find their function by a name in their config (`_attn_implementation`). A module that shall use ours
+gets a `ConfigView`, in which only that name differs: the model's own config stays unchanged.
 """
 
 import sys
@@ -31,227 +27,120 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.adapters import running, with_mixin, without_mixin
-from holdfast.hub.families import record
+from holdfast.hub.adapters import active_module, with_mixin, without_mixin
+from holdfast.hub.families import routing_from_gate
 from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers import Experts
-from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used, run_experts
+from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
 from holdfast.routing import Router
 from holdfast.routing.declarations import Order, Values
 from holdfast.routing.parts import LinearScore, Rule
 from holdfast.routing.records import Context, Projection
-from holdfast.routing.scores import loaded
+from holdfast.routing.scores import weights_loaded
+
+NAME = "holdfast"  # of our functions in transformers' tables of attention and experts functions
+ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
+UNREADABLE_GATE = "a router cannot score by them; leave gates out when quantising"
+USE_SIMILARITY = "use 'similarity', which reads no weights"
 
 
 class PerThread(threading.local):
-    """Attributes that every thread has its own values of, from those of the class on. Copies and pickles start anew."""
+    """Attributes with separate values in every thread, initially those of the class. Copies and pickles start anew."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
 
-NAME = "holdfast"
-ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"
-
-
-class _Answer(PerThread):
-    """Whether a view gives our name."""
-
-    is_ours = True
-
-
-class ConfigView:
-    """A config in which one name is different."""
-
-    def __init__(self, config: Any, attribute: str) -> None:
-        self.__dict__.update(config=config, attribute=attribute, answer=_Answer())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying asks for these before there is a config
-            raise AttributeError(name)
-        own = self.__dict__
-        return NAME if name == own["attribute"] and own["answer"].is_ours else getattr(own["config"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["config"], name, value)
-
-    @contextmanager
-    def as_it_is(self) -> Iterator[Any]:
-        """Inside the `with`, the config without the difference: a native function looks up its own name there."""
-        answer = self.__dict__["answer"]
-        answer.is_ours = False
-        try:
-            yield self.__dict__["config"]
-        finally:
-            answer.is_ours = True
-
-
-def point(module: Any, attribute: str) -> None:
-    """Make `module` find our function under `attribute` of its config."""
-    _register()
-    if not isinstance(module.config, ConfigView):
-        module.config = ConfigView(module.config, attribute)
-
-
-def runs_ours(experts: Any, ragged: bool) -> None:
-    """Make a family's experts run our function, or its own: ours where slots stay unused or other processes have experts."""
-    ours = ragged or getattr(experts, "owners", None) is not None
-    point(experts, EXPERTS) if ours else unpoint(experts)
-
-
-def is_known(experts: Any) -> bool:
-    """Are these experts of the kind that our function runs?"""
-    return all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config"))
-
-
-def is_replaced(module: Any) -> bool:
-    """Has another library put a forward of its own on this module, where a class or a config cannot reach it?
-
-    As transformers does to spread experts (`distributed_config`). Accelerate's hooks are known and worked with.
-    """
-    return "forward" in vars(module) and "_old_forward" not in vars(module)
-
-
-def unpoint(module: Any) -> None:
-    if isinstance(module.config, ConfigView):
-        module.config = module.config.__dict__["config"]
-
-
-def _register() -> None:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _overheard_attention)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-
-
-def _overheard_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-    """The model's own attention function; the MoE layer behind it hears what went in."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    with module.config.as_it_is() as config:
-        eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
-        native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(config, ATTENTION), eager)
-        result = native(module, query, key, value, attention_mask, **options)
-    module.listener.hear(query, key, value, attention_mask, options)
-    return result
-
-
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """A family's experts for routers that leave slots unused, which not all of transformers' functions survive, and for
-    experts that are spread over processes."""
-    up_name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = (as_float(module, name, UNKNOWN_FORMAT) for name in (up_name, "down_proj"))
-    if module.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    activation = module._apply_gate if module.has_gate else module.act_fn
-    return run_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        up,
-        down,
-        getattr(module, f"{up_name}_bias") if module.has_bias else None,
-        module.down_proj_bias if module.has_bias else None,
-        activate=lambda hidden, plan: activate_used(hidden, plan, activation),
-        glu="silu" if _is_swiglu(module) else None,
-        owners=getattr(module, "owners", None),
-    )
-
-
-def _is_swiglu(module: Any) -> bool:
-    """silu(gate) * up and nothing else: then our kernels know it."""
-    from transformers.activations import SiLUActivation
-
-    moe = sys.modules["transformers.integrations.moe"]  # `_register` has seen to it; older compilers trace no lazy import
-    usual = getattr(moe, "_default_apply_gate", None)  # families with a gate of their own have their own function there
-    return (
-        bool(module.has_gate)
-        and usual is not None
-        and getattr(type(module), "_apply_gate", None) is usual
-        and type(module.act_fn) is SiLUActivation
-    )
-
-
 class ReroutedGate:
-    """Mixed into the class of a family's gate. Without a router it is the family's own rule, observed."""
+    """Mixin for the class of a family's gate: the gate's forward calls a router.
+
+    The gate remains the same object, with its weights under their names, and an instance of its class, so that transformers
+    still records its logits. With `holdfast = None` the family's own rule selects, and its routing is only recorded.
+    """
 
     holdfast: Router | None
-    surroundings: Any  # set by `wire`
+    context_capture: Any  # a `ContextCapture`, set by `ModelHooks`
     rule: Rule
     losses: Any
     training: bool
-    usual_order: bool  # (logits, weights, indices)
+    usual_order: bool  # returns (logits, weights, indices); otherwise the reverse
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        surroundings = self.surroundings
-        tokens = surroundings.tokens(hidden_states)
-        context = surroundings.context(tokens)
+        tokens = self.context_capture.as_sequences(hidden_states)
+        context = self.context_capture.build_context(tokens)
         if self.holdfast is None:
             output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states)  # type: ignore[misc]
-            has_losses = self.training and self.losses is not None and surroundings.ledger.learning
-            if surroundings.is_read or has_losses or surroundings.ledger.asked:
-                routing = record(output, self.rule)
-                if has_losses:
-                    routing = replace(routing, losses=self.losses(routing, context.token_mask))
-                weights = surroundings.leave(tokens, routing, context, self.losses, output[1])
-                output = (output[0], weights, output[2])
-            return output
-        surroundings.follow(self.holdfast)
-        routing = self.holdfast(tokens, context)
-        weights = surroundings.leave(tokens, routing, context, self.holdfast.losses)
+            return self._record_native_routing(tokens, context, output)
+        return self._route_with_holdfast(self.holdfast, tokens, context)
+
+    def _route_with_holdfast(self, router: Router, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the family's gate would, from the router's routing."""
+        self.context_capture.attach_router(router)
+        routing = router(tokens, context)
+        weights = self.context_capture.record_routing(tokens, routing, context, router.losses)
         experts = routing.experts
-        usable = context.usable(tokens)
-        if usable is not None and self.holdfast.select.ragged:
-            # Then our function runs the experts, and takes the sentinel; not all of transformers' own do.
+        usable = context.usable_rows(tokens)
+        if usable is not None and router.select.ragged:
+            # Then `_holdfast_experts` runs, which accepts the index of unused slots; not all functions of transformers do.
             experts = experts.where(usable.view(-1, 1), routing.gates.shape[-1])
             weights = weights.where(usable.view(-1, 1), 0.0)
         output = (routing.logits, weights, experts)
         return output if self.usual_order else output[::-1]
 
+    def _record_native_routing(
+        self, tokens: Tensor, context: Context, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Record the family's own routing where it is needed, and attach this layer's losses to its weights."""
+        capture = self.context_capture
+        has_losses = self.training and self.losses is not None and capture.collector.learning_enabled
+        if not (capture.is_read_by_next or has_losses or capture.collector.wants_router_logits):
+            return output
+        routing = routing_from_gate(output, self.rule)
+        if has_losses:
+            routing = replace(routing, losses=self.losses(routing, context.token_mask))
+        weights = capture.record_routing(tokens, routing, context, self.losses, output[1])
+        return output[0], weights, output[2]
 
-def install(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
-    """Put a router into a family's gate; None is the family's own rule."""
+
+def install_gate(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
+    """Put a router into a family's gate; `router=None` means the family's own rule."""
     if not isinstance(gate, ReroutedGate):
-        _become(gate, with_mixin(type(gate), ReroutedGate))
+        _set_class(gate, with_mixin(type(gate), ReroutedGate))
     gate.holdfast, gate.rule, gate.losses, gate.usual_order = router, rule, losses, usual_order  # type: ignore[assignment]
 
 
-def uninstall(gate: nn.Module) -> None:
-    """The gate as it was."""
+def uninstall_gate(gate: nn.Module) -> None:
+    """Give a gate its own class back and remove everything that `install_gate` put on it."""
     if isinstance(gate, ReroutedGate):
-        _become(gate, without_mixin(type(gate)))
-        for name in ("holdfast", "rule", "losses", "surroundings", "usual_order"):
+        _set_class(gate, without_mixin(type(gate)))
+        for name in ("holdfast", "rule", "losses", "context_capture", "usual_order"):
             if hasattr(gate, name):
                 delattr(gate, name)
 
 
-def _become(gate: nn.Module, kind: type) -> None:
+def _set_class(gate: nn.Module, kind: type) -> None:
     gate.__class__ = kind
-    if "_old_forward" in gate.__dict__:  # accelerate has put a function of its own before the class's: it calls this one
+    if "_old_forward" in gate.__dict__:  # accelerate's hook replaces `forward` on the object and calls this one
         gate._old_forward = types.MethodType(kind.forward, gate)  # type: ignore[attr-defined, assignment]
 
 
-UNREADABLE_GATE = "a router cannot score by them; leave gates out when quantising"
-
-
 class GateScore(LinearScore):
-    """logits = x W^T (+ b), with W and b those of a gate.
+    """logits = x W^T (+ b), where W and b are the weights of a family's gate.
 
-    Looked up when used, not copied: training updates the gate's own weights, `restore` has nothing to put back, and
-    offloading may replace the tensors between forwards.
+    They are looked up at every use, not copied: training updates the gate's own weights, `restore` has nothing to put back,
+    and offloading may replace the tensors between forwards.
     """
 
     def __init__(self, gate: nn.Module, *, weight: str = "weight", bias: str | None = None) -> None:
         super().__init__()
-        # Past nn.Module's bookkeeping: the gate holds the router, so it cannot be a part of it too.
+        # Not registered as a submodule: the gate contains the router, so the router cannot contain the gate.
         self.__dict__["gate"] = gate
         self.weight_name, self.bias_name = weight, bias
         self.experts, self.dim = self.matrix.shape
 
     @property
     def matrix(self) -> Tensor:
-        # Not `get_parameter`: while an adapter (PEFT's) adds to it, it is none.
+        # Not `get_parameter`: while a PEFT adapter adds to the weight, it is not a parameter.
         return as_float(self.__dict__["gate"], self.weight_name, UNREADABLE_GATE)
 
     @property
@@ -269,46 +158,163 @@ class GateScore(LinearScore):
 
 
 class SparseLayer(nn.Module):
-    """Experts and a router where a model had one feed-forward network: `(B,N,d)` to `(B,N,d)`."""
+    """A router and experts in the place of a dense feed-forward network: `(B,N,d)` to `(B,N,d)`."""
 
-    surroundings: Any  # set by `wire`
+    context_capture: Any  # a `ContextCapture`, set by `ModelHooks`
 
     def __init__(self, router: Router, experts: Experts, dropout: nn.Module | None = None) -> None:
         super().__init__()
         self.router, self.experts, self.dropout = router, experts, dropout
-        # What `reroute` took out, the router and its spec, for `restore`: not a part of the model any more.
+        # The router that `reroute` replaced, with its spec, for `restore`. It is not a submodule any more.
         self.__dict__["former"] = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        surroundings = self.surroundings
-        router = running(self.router)
-        surroundings.follow(router)
-        context = surroundings.context(hidden_states)
+        capture = self.context_capture
+        router = active_module(self.router)
+        capture.attach_router(router)
+        context = capture.build_context(hidden_states)
         routing = self.router(hidden_states, context)
-        weights = surroundings.leave(hidden_states, routing, context, router.losses)
-        flat = context.clean(hidden_states).reshape(-1, hidden_states.shape[-1])
+        weights = capture.record_routing(hidden_states, routing, context, router.losses)
+        flat = context.zero_unusable(hidden_states).reshape(-1, hidden_states.shape[-1])
         out = self.experts(flat, routing.experts, weights).view(hidden_states.shape)
         return out if self.dropout is None else self.dropout(out)
 
 
-INSTEAD = "use 'similarity', which reads no weights"
+class _ThreadOverride(PerThread):
+    """Whether this thread sees Holdfast's implementation name."""
+
+    is_active = True
+
+
+class ConfigView:
+    """A view of a config in which one entry has the value "holdfast"; everything else is read and set in the config."""
+
+    def __init__(self, config: Any, attribute: str) -> None:
+        self.__dict__.update(config=config, attribute=attribute, override=_ThreadOverride())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying looks these up before there is a config
+            raise AttributeError(name)
+        own = self.__dict__
+        return NAME if name == own["attribute"] and own["override"].is_active else getattr(own["config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["config"], name, value)
+
+    @contextmanager
+    def unmodified(self) -> Iterator[Any]:
+        """Inside the `with`, show the config's own value: a native function looks up its own name there."""
+        override = self.__dict__["override"]
+        override.is_active = False
+        try:
+            yield self.__dict__["config"]
+        finally:
+            override.is_active = True
+
+
+def override_config(module: Any, attribute: str) -> None:
+    """Make `module` use our function: give it a view of its config in which `attribute` is "holdfast"."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_with_capture)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _holdfast_experts)
+    if not isinstance(module.config, ConfigView):
+        module.config = ConfigView(module.config, attribute)
+
+
+def restore_config(module: Any) -> None:
+    """Give `module` its own config back."""
+    if isinstance(module.config, ConfigView):
+        module.config = module.config.__dict__["config"]
+
+
+def _attention_with_capture(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> Any:
+    """Run the model's own attention function and pass its arguments to the MoE layer's `ContextCapture`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with module.config.unmodified() as config:
+        eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+        native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(config, ATTENTION), eager)
+        result = native(module, query, key, value, attention_mask, **options)
+    module.context_capture.capture_attention(query, key, value, attention_mask, options)
+    return result
+
+
+def use_holdfast_experts(experts: Any, ragged: bool) -> None:
+    """Make a family's experts run our function if slots can be unused or experts are sharded; else the family's own."""
+    ours = ragged or getattr(experts, "shards", None) is not None
+    override_config(experts, EXPERTS) if ours else restore_config(experts)
+
+
+def has_known_layout(experts: Any) -> bool:
+    """Whether `_holdfast_experts` can run these experts."""
+    return all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "config"))
+
+
+def has_foreign_forward(module: Any) -> bool:
+    """Whether another library has set a forward on this module that hides the one of its class.
+
+    Transformers does so to distribute experts (`distributed_config`). Accelerate's hooks are supported and not meant here.
+    """
+    return "forward" in vars(module) and "_old_forward" not in vars(module)
+
+
+def _holdfast_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run a family's experts where slots can be unused, or experts are sharded over ranks.
+
+    Not all of transformers' own functions accept the index of an unused slot.
+    """
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    up, down = (as_float(module, name, UNKNOWN_FORMAT) for name in (up_name, "down_proj"))
+    if module.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    activation = module._apply_gate if module.has_gate else module.act_fn
+    return run_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        up,
+        down,
+        getattr(module, f"{up_name}_bias") if module.has_bias else None,
+        module.down_proj_bias if module.has_bias else None,
+        activate=lambda hidden, plan: activate_used_rows(hidden, plan, activation),
+        glu="silu" if _is_swiglu(module) else None,
+        shards=getattr(module, "shards", None),
+    )
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Whether the activation is exactly silu(gate) * up, for which there is a fused kernel."""
+    from transformers.activations import SiLUActivation
+
+    moe = sys.modules["transformers.integrations.moe"]  # imported by `override_config`; older compilers trace no late import
+    usual = getattr(moe, "_default_apply_gate", None)  # families with another activation replace this method
+    return (
+        bool(module.has_gate)
+        and usual is not None
+        and getattr(type(module), "_apply_gate", None) is usual
+        and type(module.act_fn) is SiLUActivation
+    )
 
 
 def as_linear(module: Any) -> nn.Linear | Projection:
-    """Return the projection as weight and bias of a linear map; raise where its kind is not known.
+    """Return the output projection of an attention as weight and bias of a linear map, in the layout of `nn.Linear`.
 
-    GPT-2's keep their weights transposed. PEFT's LoRA and DoRA change the weight of the layer that they wrap.
+    The weight is the one that the layer's forward uses: loaded through accelerate's hooks if it is offloaded, dequantised if
+    it is quantised, and with the active LoRA or DoRA adapters of PEFT. Raise ValueError if its kind is not known.
     """
     if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
         return module
-    with loaded(module):
+    with weights_loaded(module):
         base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-        weight = as_float(base, "weight", f"the attention router cannot read them; {INSTEAD}")
+        weight = as_float(base, "weight", f"the attention router cannot read them; {USE_SIMILARITY}")
         if weight.is_meta:
             raise ValueError(
-                f"the output projection's weights, which the attention router reads, are not in memory; {INSTEAD}."
+                f"the output projection's weights, which the attention router reads, are not in memory; {USE_SIMILARITY}."
             )
-
         weight = weight.t() if _is_transposed(base) else weight
         if base is module:
             return Projection(weight, base.bias)
@@ -316,30 +322,35 @@ def as_linear(module: Any) -> nn.Linear | Projection:
 
 
 def _is_transposed(base: nn.Module) -> bool:
+    """Whether a layer stores its weight as (in, out), as GPT-2's do."""
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(base, Conv1D)
 
 
 def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
-    """Return what the adapters in force make of the base layer's `weight (d,in)` and bias."""
+    """Return the base layer's `weight (d,in)` and bias with the active adapters applied."""
     if module.disable_adapters or module.merged:
         return Projection(weight, bias)
     if not hasattr(module, "lora_A"):
-        raise _unreadable(_kind(module))
-    changed = weight
+        raise _unreadable_adapter(_adapter_kind(module))
+    adapted = weight
     for name in module.active_adapters:
         if name in module.lora_A:
-            changed = changed + _change(module, name, weight)
+            adapted = adapted + _adapter_delta(module, name, weight)
             added = getattr(module.lora_B[name], "bias", None)  # LoraConfig(lora_bias=True)
             if added is not None:
                 added = added * module.scaling[name]
                 bias = added if bias is None else bias + added
-    return Projection(changed, bias)
+    return Projection(adapted, bias)
 
 
-def _change(module: Any, name: str, weight: Tensor) -> Tensor:
-    """Return what one adapter adds to `weight (d,in)`."""
+def _adapter_delta(module: Any, name: str, weight: Tensor) -> Tensor:
+    """Return what one adapter adds to `weight (d,in)`.
+
+    LoRA adds its delta D. DoRA (section 4.3 of the paper) replaces W by m (W + D) / |W + D| with a learned length m per row;
+    no gradient flows through the length |W + D|.
+    """
     delta: Tensor = module.get_delta_weight(name)
     if getattr(module, "fan_in_fan_out", False):
         delta = delta.t()
@@ -347,21 +358,20 @@ def _change(module: Any, name: str, weight: Tensor) -> Tensor:
     if variant is None:
         return delta
     if type(variant).__name__ != "DoraLinearVariant":
-        raise _unreadable(type(variant).__name__.removesuffix("LinearVariant"))
-    # DoRA learns the length of each row; no gradient flows through the length that it had (section 4.3 of the paper).
+        raise _unreadable_adapter(type(variant).__name__.removesuffix("LinearVariant"))
     length = torch.linalg.vector_norm(weight + delta, dim=1).detach()
     factor = (module.lora_magnitude_vector[name].weight / length).unsqueeze(1)
     return (factor - 1) * weight + factor * delta
 
 
-def _kind(module: Any) -> str:
-    """Return the name of the method: PEFT keeps a package for each."""
+def _adapter_kind(module: Any) -> str:
+    """Return the name of PEFT's method, which is the name of its package."""
     steps = type(module).__module__.split(".")
     return steps[2] if steps[:2] == ["peft", "tuners"] and len(steps) > 2 else type(module).__name__
 
 
-def _unreadable(kind: str) -> ValueError:
+def _unreadable_adapter(kind: str) -> ValueError:
     return ValueError(
         f"the attention router cannot read an adapter of kind {kind} on the output projection; merge it (merge_adapter), "
-        f"leave that layer out of target_modules, or {INSTEAD}."
+        f"leave that layer out of target_modules, or {USE_SIMILARITY}."
     )

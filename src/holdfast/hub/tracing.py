@@ -1,11 +1,10 @@
-"""Record what every router of a model does, without changing the model.
+"""Observe the routers of a model without changing it, and check a model and its inputs before a measurement.
 
-Hooks of our own, because many families record no router logits at all, and the others only the logits.
-
-
-What every router of a model was asked: its tokens and the context they came in, so that it can be asked again.
-
-What a model must be before it is tried: finite, with a row for every token and a place for every position.
+trace                   record the `Routing` of every MoE layer. It uses its own hooks, because many families record no
+                        router logits, and the others nothing but logits
+router_calls            record the inputs of every router, tokens and context, so that it can be called again with others
+require_finite, require_known_tokens, require_positions
+                        raise ValueError for weights that are not finite, unknown token ids, too long sequences
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,11 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.hub.context import token_mask_of
-from holdfast.hub.families import detached, record
-from holdfast.hub.layers import is_moe, sites
-from holdfast.kernels.backward import recomputing
+from holdfast.hub.families import detached_routing, routing_from_gate
+from holdfast.hub.layers import is_moe, moe_layers
+from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.parts import Rule
 
@@ -30,11 +29,11 @@ Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding
 
 @final
 class Step:
-    """The `Routing` of each MoE layer in one forward: `step[i]`, T = B x N tokens, one sequence after the other."""
+    """The `Routing` of each MoE layer in one forward: `step[i]`, T = B x N tokens in the order of the sequences."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
-        self.shape: tuple[int, int] | None = None  # (B,N); None where the model's input does not tell
+        self.shape: tuple[int, int] | None = None  # (B,N); None if the model's input does not show it
         self._padding: Tensor | None = None
         self._padding_known = False
         self._routings: dict[int, Routing] = {}
@@ -44,8 +43,8 @@ class Step:
         """(B,N) bool, True where the token is real; None if all are."""
         if not self._padding_known:
             raise ValueError(
-                "padding is unknown, because the model's forward was called in a way that passes hooks by; call model(...) "
-                "rather than model.forward(...)."
+                "padding is unknown because the call did not run the model's hooks; call model(...) instead of "
+                "model.forward(...)."
             )
         return self._padding
 
@@ -55,7 +54,7 @@ class Step:
     def __getitem__(self, layer: int) -> Routing:
         place = range(len(self))[layer]
         if place not in self._routings:
-            raise ValueError(f"layer {layer} has recorded nothing: run the model inside the trace, without `each`.")
+            raise ValueError(f"layer {layer} has no recorded routing: run the model inside the trace, without `each`.")
         return self._routings[place]
 
     def __iter__(self) -> Iterator[Routing]:
@@ -65,7 +64,7 @@ class Step:
 class Routes:
     """The `Routing` of each MoE layer in the last forward: `routes[i]`, of the layer `routes.names[i]`.
 
-    `routes.steps` holds a `Step` for each forward that was kept, in their order; the last one is what `routes` itself shows.
+    `routes.steps` has a `Step` for each forward that was kept, in order; `routes` itself shows the last one.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -89,24 +88,24 @@ class Routes:
 
 @contextmanager
 def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each | None = None) -> Iterator[Routes]:
-    """Inside the `with`, every forward of `model` records each MoE layer's `Routing`, detached, padding known.
+    """Inside the `with`, record the detached `Routing` of each MoE layer in every forward of `model`, and its padding.
 
     keep    "last" keeps the last forward only. "all" keeps every forward in `routes.steps`: of `generate()`, the prompt (or
-            each chunk of it) and then every token, so that the steps joined along N are the routes of the whole sequence
-            (the rows of a beam search change places between steps; `beam_indices` of its output says how). A token takes
-            2 E + 2 K numbers a layer, on the model's device, as long as `routes` lives
-    each    `each(layer, routing, padding)` is called instead of keeping anything: memory is then bounded by one layer
+            each chunk of it) and then every token, so that the steps joined along N are the routing of the whole sequence
+            (a beam search reorders rows between steps; `beam_indices` of its output has the order). A token takes
+            2 E + 2 K numbers per layer, on the model's device, as long as `routes` exists
+    each    `each(layer, routing, token_mask)` is called and nothing is kept: memory is then bounded by one layer
 
-    Works for every family of `holdfast.hub.families` and for models with Holdfast routers. What activation checkpointing
-    computes again in the backward is not recorded again.
+    This works for every family of `holdfast.hub.families` and for models with Holdfast routers. A recomputation by
+    activation checkpointing is not recorded.
     """
     if keep not in ("last", "all"):
-        raise ValueError(unknown("keep", keep, ("last", "all")))
+        raise ValueError(unknown_name("keep", keep, ("last", "all")))
     if each is not None and keep == "all":
-        raise ValueError('keep="all" and each=... exclude each other: `each` is for keeping nothing.')
-    routers = watched(model)
+        raise ValueError('keep="all" and each=... exclude each other: with `each`, nothing is kept.')
+    routers = routing_modules(model)
     recorder = _Recorder([name for name, _, _ in routers], keep == "all", each)
-    base = getattr(model, "base_model", None)  # called by itself, or by the model around it
+    base = getattr(model, "base_model", None)  # may be called directly, or by the model
     handles = []
     for called in [model, base] if isinstance(base, nn.Module) and base is not model else [model]:
         handles.append(called.register_forward_pre_hook(recorder.begin, with_kwargs=True))
@@ -121,22 +120,24 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Is there anything to trace?"""
+    """Whether the model has routers that can be traced."""
     return is_moe(model) or any(isinstance(module, Router) for module in model.modules())
 
 
-def watched(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]]:
-    """Name, module and rule of what routes in each MoE layer: a Router of ours, or a family's gate with its rule."""
+def routing_modules(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]]:
+    """Return name, module and rule of what routes in each MoE layer: a `Router`, or a family's gate with its rule."""
     found: list[tuple[str, nn.Module, Rule | None]] = []
     if not is_moe(model):
         found.extend((name, module, None) for name, module in model.named_modules() if isinstance(module, Router))
-    for site in [] if found else sites(model):
-        if site.family is None:
-            found.append((f"{site.name}.router", site.block.get_submodule("router"), None))
-        elif site.router is not None:
-            found.append((f"{site.name}.{site.family.gate}", site.router, None))
+    for moe_layer in [] if found else moe_layers(model):
+        if moe_layer.family is None:
+            found.append((f"{moe_layer.name}.router", moe_layer.block.get_submodule("router"), None))
+        elif moe_layer.router is not None:
+            found.append((f"{moe_layer.name}.{moe_layer.family.gate}", moe_layer.router, None))
         else:
-            found.append((f"{site.name}.{site.family.gate}", site.gate, site.family.rule(site.gate)))
+            found.append(
+                (f"{moe_layer.name}.{moe_layer.family.gate}", moe_layer.gate, moe_layer.family.rule(moe_layer.gate))
+            )
     return found
 
 
@@ -145,11 +146,11 @@ class _Recorder:
 
     def __init__(self, names: Sequence[str], all_steps: bool, each: Each | None) -> None:
         self.routes, self._all_steps, self._each = Routes(names), all_steps, each
-        self._running: nn.Module | None = None  # the model whose forward is under way
+        self._running: nn.Module | None = None  # the model whose forward runs
         self._recorded: set[int] = set()  # layers, in the last step
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Start a step with what the model is given, unless a model around it has started one."""
+        """Start a step with the model's inputs, unless a model around it has started one."""
         if self._running is not None:
             return
         self._running = model
@@ -170,16 +171,16 @@ class _Recorder:
             self._running = None
 
     def record(self, rule: Rule | None, layer: int, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what a router did, or hand it on."""
-        if recomputing():
+        """Keep a router's routing, or pass it to `each`."""
+        if is_recomputing():
             return
         steps = self.routes.steps
         if self._running is None and (not steps or steps[-1]._padding_known or layer in self._recorded):
-            self._next_step()  # of a forward whose start no hook saw
+            self._next_step()  # a forward that did not run the model's hooks
         self._recorded.add(layer)
         step = steps[-1]
-        with torch.no_grad():  # or checkpointing would find tensors of the forward missing when it computes them again
-            routing = detached(output if rule is None else record(output, rule))
+        with torch.no_grad():  # checkpointing requires that a recomputation saves the same tensors as the forward
+            routing = detached_routing(output if rule is None else routing_from_gate(output, rule))
         if self._each is None:
             step._routings[layer] = routing
         else:
@@ -195,7 +196,7 @@ class _Recorder:
 
 
 def _tokens_before(options: dict[str, Any]) -> int | None:
-    """How many tokens a KV cache holds before a forward; None where nothing says."""
+    """Return how many tokens a KV cache has before a forward; None if it is not known."""
     positions, past = options.get("cache_position"), options.get("past_key_values")
     if isinstance(positions, Tensor):
         return int(positions[0])
@@ -204,8 +205,8 @@ def _tokens_before(options: dict[str, Any]) -> int | None:
 
 @final
 @dataclass(frozen=True)
-class Call:
-    """One layer's router in the last forward. A family's own gate is a callable from tokens to a `Routing`."""
+class RouterCall:
+    """The call of one layer's router in the last forward. A family's own gate is a callable from tokens to a `Routing`."""
 
     name: str
     route: Router | Callable[[Tensor], Routing]
@@ -214,22 +215,22 @@ class Call:
 
 
 @contextmanager
-def calls(model: nn.Module) -> Iterator[list[Call]]:
-    """Inside the `with`, the list holds the calls of the last forward, a call for each MoE layer in the model's order."""
-    heard: list[Call] = []
+def router_calls(model: nn.Module) -> Iterator[list[RouterCall]]:
+    """Inside the `with`, the list has the router calls of the last forward: one per MoE layer, in the model's order."""
+    captured: list[RouterCall] = []
     handles = []
-    for layer, (name, module, rule) in enumerate(watched(model)):
-        listen = partial(_hear, heard, layer, name, rule)
-        handles.append(module.register_forward_pre_hook(listen, with_kwargs=True))
+    for layer, (name, module, rule) in enumerate(routing_modules(model)):
+        hook = partial(_capture_call, captured, layer, name, rule)
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
-        yield heard
+        yield captured
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hear(
-    heard: list[Call],
+def _capture_call(
+    captured: list[RouterCall],
     layer: int,
     name: str,
     rule: Rule | None,
@@ -237,52 +238,52 @@ def _hear(
     given: tuple[Any, ...],
     named: dict[str, Any],
 ) -> None:
-    del heard[layer:]  # of an earlier forward
+    del captured[layer:]  # those of an earlier forward
     tokens = given[0].detach()
     if isinstance(module, Router):
         context = given[1] if len(given) > 1 else named.get("context")
-        heard.append(Call(name, module, tokens, context))
+        captured.append(RouterCall(name, module, tokens, context))
     else:
         assert rule is not None
-        heard.append(Call(name, partial(_ask, module, rule), tokens, None))
+        captured.append(RouterCall(name, partial(_call_gate, module, rule), tokens, None))
 
 
-def _ask(gate: nn.Module, rule: Rule, tokens: Tensor) -> Routing:
-    return record(gate(tokens), rule)
+def _call_gate(gate: nn.Module, rule: Rule, tokens: Tensor) -> Routing:
+    return routing_from_gate(gate(tokens), rule)
 
 
-CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
 def require_finite(model: Any) -> None:
-    """Of the weights that are in memory; those on a disk cannot be looked at."""
+    """Raise ValueError if a weight in memory is NaN or infinite. Weights on a disk are not checked."""
     for name, weight in model.state_dict().items():
-        here = weight.to_local() if hasattr(weight, "to_local") else weight  # of one that is spread, this process's part
-        if here.dtype in CHECKED and not here.is_meta and not _is_finite(here):
-            raise ValueError(f"{name}: its weights hold NaN or infinity; the checkpoint is broken.")
+        local = weight.to_local() if hasattr(weight, "to_local") else weight  # this rank's part of a sharded weight
+        if local.dtype in FLOAT_DTYPES and not local.is_meta and not _is_finite(local):
+            raise ValueError(f"{name}: its weights contain NaN or infinity; the checkpoint is broken.")
 
 
 def _is_finite(weight: Tensor) -> bool:
-    # A sum takes no memory, and is not finite where any weight is not. Finite ones may overflow: then each is looked at.
+    # A sum needs no memory and is not finite if a weight is not. A sum of finite weights may overflow: then check each.
     return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
 
 
-def require_known(model: Any, ids: Tensor) -> None:
-    """Of each token: an embedding says nothing of use about one that it has no row for."""
+def require_known_tokens(model: Any, ids: Tensor) -> None:
+    """Raise ValueError if the model's embedding has no row for a token id: its own error would not say so."""
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if known is not None and ids.numel() and (largest := int(ids.max())) >= known:
-        raise ValueError(f"there is a token {largest}, but this model has {known}: the tokeniser is not this model's.")
+        raise ValueError(f"there is a token id {largest}, but this model has {known} tokens: use the model's tokeniser.")
 
 
-def require_room(model: Any, length: int) -> None:
-    """For sequences of that length."""
+def require_positions(model: Any, length: int) -> None:
+    """Raise ValueError if sequences of this length have more positions than the model."""
     longest = longest_sequence(model)
     if longest is not None and length > longest:
         raise ValueError(f"length is {length}, but the model's positions end at {longest} (max_position_embeddings).")
 
 
 def longest_sequence(model: Any) -> int | None:
-    """Where its config says so; some say -1 for no end."""
+    """Return the number of positions in the model's config; None if there is none, or -1 for no limit."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(longest) if longest and longest > 0 else None

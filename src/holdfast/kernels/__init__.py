@@ -1,7 +1,8 @@
 """Operations of routers and experts, one folder each.
 
     __init__.py     the operation's public functions; each chooses between PyTorch and Triton by itself
-    naive.py        the mathematics in a few plain lines, which tests compare the fast versions with
+    naive.py        the mathematics in a few plain lines, which tests compare the fast versions with; where one function
+                    is enough, it is in __init__.py and its name ends with `_reference`
     triton.py       Triton kernels and the functions that launch them; imported only where Triton can run
 
     fp32_linear     products that stay float32                    select        top-k, its smooth strip, and weights

@@ -53,7 +53,7 @@ def refuse_second_derivatives(grad: Tensor, message: str) -> Tensor:
     return out
 
 
-def recomputing() -> bool:
+def is_recomputing() -> bool:
     """Return whether a backward is running, in which checkpointing runs a forward again."""
     task: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
     return task != -1
@@ -62,7 +62,7 @@ def recomputing() -> bool:
 @torch.library.custom_op("holdfast::first_forward", mutates_args=())
 def _first_forward(like: Tensor) -> Tensor:
     # An operator rather than a Python test, so that a compiled layer asks each time it runs, not once when traced.
-    return torch.full((), not recomputing(), device=like.device)  # a fill: copying a scalar over would wait for the GPU
+    return torch.full((), not is_recomputing(), device=like.device)  # a fill: copying a scalar over would wait for the GPU
 
 
 @_first_forward.register_fake
@@ -70,7 +70,7 @@ def _(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.bool, device=like.device)
 
 
-def first_forward(like: Tensor) -> Tensor:
+def is_first_forward(like: Tensor) -> Tensor:
     """Return a bool on the device of `like`: False where checkpointing recomputes a forward that already counted."""
     out: Tensor = _first_forward(like)
     return out

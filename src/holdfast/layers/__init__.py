@@ -1,4 +1,10 @@
-"""Experts and the layer around them."""
+"""The MoE layer, its experts, and the losses of its router.
+
+moe.py              the layer, and the dense feed-forward network of a shared expert
+experts.py          experts with fused weights
+expert_parallel.py  experts that are sharded over ranks
+losses.py           balance and other losses of a `Routing`
+"""
 
 from holdfast.layers.experts import Experts as Experts
 from holdfast.layers.moe import FeedForward as FeedForward

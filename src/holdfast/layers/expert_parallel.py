@@ -1,12 +1,12 @@
-"""Experts spread over processes: each process holds some of them, and tokens go to the processes of their experts.
+"""Expert parallelism: experts are sharded over ranks, and tokens are sent to the ranks that have their experts.
 
-    T tokens, R processes of a group; a token has one row for each process it goes to, sorted by process, then by token
+    T tokens, R ranks of a group; a token has one row for each rank it is sent to; rows are sorted by rank, then by token
 
-A token goes once to every process that has one of its experts, with its weights, and returns as the sum over them. What a
-process receives is an ordinary batch for its own experts, in which the slots of others are unused.
+A token is sent once to every rank that has one of its experts, with its weights. The outputs are returned and added. What a
+rank receives is an ordinary batch for its own experts, in which the slots of other ranks' experts are unused.
 
-Sending is a gather and an exchange, returning an exchange and a sum over each token's rows; each is the other's backward.
-Sums are taken in a fixed order, so that nothing adds with atomics.
+Sending is a gather and an exchange; returning is an exchange and a sum over the rows of each token. Each is the backward of
+the other. Sums are taken in a fixed order, without atomic additions.
 """
 
 from collections.abc import Callable
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 NO_SECOND_DERIVATIVES = (
-    "experts that are spread over processes do not support second derivatives of their weights; keep all experts on every "
-    "process (do not call shard_experts), or take first derivatives only."
+    "sharded experts do not support second derivatives of their weights; keep all experts on every rank (do not call "
+    "shard_experts), or take first derivatives only."
 )
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens (T,d), experts (T,K), weights (T,K) -> (T,d)
 
 
-class Owners:
-    """Who holds which experts: equal parts along the last dimension of a mesh; along the first of two, copies."""
+class ExpertShards:
+    """Which rank has which experts: equal shards along the last dimension of a mesh, replicas along the first of two."""
 
     def __init__(self, mesh: "DeviceMesh", experts: int) -> None:
         assert experts % mesh.size(-1) == 0
         self.mesh, self.experts, self.each = mesh, experts, experts // mesh.size(-1)
 
-    def take(self, module: nn.Module) -> None:
-        """Leave `module` this process's part of its experts' parameters, as DTensors; the first process's values count."""
+    def shard(self, module: nn.Module) -> None:
+        """Replace the parameters of `module` by this rank's shards, as DTensors, with the values of the first rank."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         placements = [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
@@ -46,27 +46,33 @@ class Owners:
             part = distribute_tensor(parameter.detach(), self.mesh, placements)
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
-    def own(self, parameter: Any) -> Tensor:
-        """This process's part, as a plain tensor."""
-        out: Tensor = _Own.apply(parameter.to_local(), self.mesh)
+    def local_part(self, parameter: Any) -> Tensor:
+        """Return this rank's shard of a DTensor, as a plain tensor."""
+        out: Tensor = _MeanGradient.apply(parameter.to_local(), self.mesh)
         return out
 
     def run(self, run: Run, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """As `run` with all experts would, by way of the processes that have them. Every process of the mesh calls it."""
+        """Return what `run` would return with all experts, by running it on the ranks that have them.
+
+        Every rank of the mesh must call it.
+        """
         last = self.mesh.ndim - 1
-        owner, me = experts // self.each, self.mesh.get_local_rank(last)
+        owner, rank = experts // self.each, self.mesh.get_local_rank(last)
         wanted = (owner.unsqueeze(2) == torch.arange(self.mesh.size(last), device=experts.device)).any(1)
         exchange = plan_exchange(wanted, self.mesh.get_group(last))
-        arrived = send_rows(experts, exchange)
-        here = arrived // self.each == me
-        arrived = (arrived - me * self.each).where(here, self.each)
-        outputs = run(send_rows(tokens, exchange), arrived, send_rows(weights, exchange).where(here, 0.0))
+        received = send_rows(experts, exchange)
+        here = received // self.each == rank
+        local = (received - rank * self.each).where(here, self.each)
+        outputs = run(send_rows(tokens, exchange), local, send_rows(weights, exchange).where(here, 0.0))
         return return_rows(outputs, exchange)
 
 
-class _Own(torch.autograd.Function):
-    """Identity. The gradient that arrives is the sum over the losses of all processes that sent tokens; what a process that
-    saw the whole batch would have is their mean, as DDP and FSDP2 take it of all other parameters."""
+class _MeanGradient(torch.autograd.Function):
+    """The identity, whose gradient is divided by the number of ranks and added over replicas.
+
+    The incoming gradient is the sum over the losses of all ranks that sent tokens. The gradient of the whole batch is their
+    mean, which DDP and FSDP2 take for all other parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: "DeviceMesh") -> Tensor:
@@ -83,40 +89,40 @@ class _Own(torch.autograd.Function):
 
 
 class RowExchange(NamedTuple):
-    """Which tokens go to which process; planned by all processes of the group together."""
+    """Which tokens are sent to which rank. All ranks of the group plan it together."""
 
-    order: Tensor  # (S,) the place of each row that is sent, counted through all of (T,R)
-    places: Tensor  # (T,R) the row of each token for each process; S where it does not go there
-    sent: list[int]  # how many rows go to each process
-    received: list[int]  # and come from each
+    order: Tensor  # (S,) the flat index in (T,R) of each row that is sent
+    places: Tensor  # (T,R) the row of each token for each rank; S if it is not sent there
+    sent: list[int]  # the number of rows sent to each rank
+    received: list[int]  # the number of rows received from each rank
     group: dist.ProcessGroup
 
 
 def plan_exchange(wanted: Tensor, group: dist.ProcessGroup) -> RowExchange:
-    """Plan the exchange for `wanted (T,R)`, True where a token goes to a process.
+    """Plan the exchange for `wanted (T,R)`, True where a token is sent to a rank.
 
-    This waits for the device once, to learn how many rows come.
+    This synchronises with the device once, to read the numbers of rows.
     """
     sent = wanted.sum(0)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     to_each, from_each = torch.stack([sent, received]).tolist()
-    by_process = wanted.t().reshape(-1)
-    going = by_process.nonzero().squeeze(1)
-    tokens, processes = max(wanted.shape[0], 1), wanted.shape[1]
-    order = going % tokens * processes + going // tokens
-    places = (by_process.cumsum(0) - 1).where(by_process, sum(to_each)).view(wanted.t().shape).t()
+    by_rank = wanted.t().reshape(-1)
+    going = by_rank.nonzero().squeeze(1)
+    tokens, ranks = max(wanted.shape[0], 1), wanted.shape[1]
+    order = going % tokens * ranks + going // tokens
+    places = (by_rank.cumsum(0) - 1).where(by_rank, sum(to_each)).view(wanted.t().shape).t()
     return RowExchange(order, places.contiguous(), to_each, from_each, group)
 
 
 def send_rows(values: Tensor, exchange: RowExchange) -> Tensor:
-    """Send `values (T,n)` of this process's tokens; return those (S',n) that arrive, from each process in turn."""
+    """Send `values (T,n)` of this rank's tokens; return the received rows (S',n), sorted by the rank they come from."""
     out: Tensor = _SendRows.apply(values, exchange)
     return out
 
 
 def return_rows(values: Tensor, exchange: RowExchange) -> Tensor:
-    """Send `values (S',n)` of the tokens that arrived back; return (T,n), each token's sum over the processes it went to."""
+    """Return `values (S',n)` of received rows to their ranks; return (T,n), the sum over the rows of each token."""
     out: Tensor = _ReturnRows.apply(values, exchange)
     return out
 

@@ -1,6 +1,9 @@
-"""Activations by name, so that configurations can hold them; any callable on tensors works too.
+"""Experts: E feed-forward networks with fused weights in the Hugging Face layout. No token is dropped.
 
-The experts: E feed-forward networks with fused weights in the Hugging Face layout, run without dropping a token.
+    y_t = sum_s weight_ts FFN_{expert_ts}(x_t),   FFN(x) = down(activation(gate x) * up x)  or  down(activation(up x))
+
+Slots are sorted by expert, each expert multiplies its rows, and the results are added in float32 (`kernels.dispatch` and
+`kernels.grouped`).
 """
 
 import functools
@@ -12,52 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.kernels.dispatch import Dispatch, dispatch
 from holdfast.kernels.grouped import gather_mm, mm_combine
 from holdfast.kernels.quantised import as_float
-from holdfast.layers.expert_parallel import Owners
+from holdfast.layers.expert_parallel import ExpertShards
 
 Activation = Callable[[Tensor], Tensor]
 
 
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": _relu_squared,
-    "tanh": F.tanh,
-    "sigmoid": F.sigmoid,
-}
-
-
-def resolve(activation: str | Activation) -> tuple[str | None, Activation]:
-    """The name, if it has one, and the function."""
-    if callable(activation):
-        return None, activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(unknown("activation", activation, ACTIVATIONS))
-    return activation, ACTIVATIONS[activation]
-
-
-UNKNOWN_FORMAT = "experts cannot be run from this format; leave them out when quantising"
+UNKNOWN_FORMAT = "experts cannot run with weights in this format; exclude them from quantisation"
 
 
 class Experts(nn.Module):
     """y_t = sum_s weight_ts FFN_{expert_ts}(x_t), with FFN(x) = down(activation(gate x) * up x) or down(activation(up x)).
 
-    Parameters are `gate_up_proj (E,2*hidden,dim)` (plain: `up_proj (E,hidden,dim)`) and `down_proj (E,dim,hidden)`, with
-    `bias=True` also `gate_up_proj_bias`/`up_proj_bias` and `down_proj_bias`. An index of E is a slot that is not used.
+    Parameters are `gate_up_proj (E,2*hidden,dim)` (not gated: `up_proj (E,hidden,dim)`) and `down_proj (E,dim,hidden)`, with
+    `bias=True` also `gate_up_proj_bias`/`up_proj_bias` and `down_proj_bias`. An expert index of E marks an unused slot.
     """
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter
-    owners: Owners | None = None  # where experts are spread over processes (`shard_experts`)
+    shards: ExpertShards | None = None  # set by `shard_experts`
 
     def __init__(
         self,
@@ -76,7 +55,7 @@ class Experts(nn.Module):
             if value < 1:
                 raise ValueError(f"{what} is {value}; Experts needs at least 1.")
         self.dim, self.hidden, self.experts, self.gated = dim, hidden, experts, gated
-        self.activation_name, self.activation = resolve(activation)
+        self.activation_name, self.activation = resolve_activation(activation)
         self._up_name = "gate_up_proj" if gated else "up_proj"
         inner = 2 * hidden if gated else hidden
         shapes: dict[str, tuple[int, ...]] = {self._up_name: (experts, inner, dim), "down_proj": (experts, dim, hidden)}
@@ -88,13 +67,13 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each expert starts as an `nn.Linear` of its size would."""
+        """Initialise each expert as an `nn.Linear` of its size."""
         for name, parameter in self.named_parameters():
             bound = 1 / math.sqrt(self.hidden if name.startswith("down") else self.dim)
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """`tokens (T,d)`, `experts (T,K)`, `weights (T,K)` to `(T,d)`; the sum over slots is taken in float32."""
+        """Return (T,d) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32."""
         self._check(tokens, experts, weights)
         up_bias = self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None
         down_bias = self.down_proj_bias if self.has_bias else None
@@ -108,12 +87,12 @@ class Experts(nn.Module):
             down_bias,
             activate=self._activate,
             glu=self.activation_name if self.gated else None,
-            owners=self.owners,
+            shards=self.shards,
         )
 
     def _activate(self, hidden: Tensor, plan: Dispatch) -> Tensor:
         activation = self._gate if self.gated else self.activation
-        return activate_used(hidden, plan, activation) if self.activation_name is None else activation(hidden)
+        return activate_used_rows(hidden, plan, activation) if self.activation_name is None else activation(hidden)
 
     def _gate(self, hidden: Tensor) -> Tensor:
         gate, up = hidden.chunk(2, dim=-1)
@@ -152,29 +131,30 @@ def run_experts(
     *,
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None = None,
-    owners: Owners | None = None,
+    shards: ExpertShards | None = None,
 ) -> Tensor:
-    """`tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; an index of E is an unused slot.
+    """Run `tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; index E marks an unused slot.
 
-    `glu` names the activation if `activate` is gated and it has a name: there may be a kernel for it. With `owners` the
-    weights are this process's part of them, and tokens travel.
+    activate    the activation, on rows in the order of a `Dispatch`
+    glu         the name of the activation if it is gated, because there may be a kernel for it
+    shards      with sharded experts: `up` and `down` are DTensors, and tokens are sent to the ranks of their experts
     """
     dtype = _compute_dtype(tokens, up)
-    if owners is None:
-        out = _run(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu)
+    if shards is None:
+        out = _run_local(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu)
     elif torch.compiler.is_exporting():
         raise ValueError(
-            "these experts are spread over processes, which an exported program cannot reach; export on one process."
+            "these experts are sharded over ranks, which an exported program cannot use; export the model on one rank."
         )
     else:
-        up, down = owners.own(up), owners.own(down)
-        up_bias, down_bias = (None if bias is None else owners.own(bias) for bias in (up_bias, down_bias))
-        run = partial(_run, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
-        out = owners.run(run, tokens.to(dtype), experts, weights.float())
+        up, down = shards.local_part(up), shards.local_part(down)
+        up_bias, down_bias = (None if bias is None else shards.local_part(bias) for bias in (up_bias, down_bias))
+        run = partial(_run_local, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
+        out = shards.run(run, tokens.to(dtype), experts, weights.float())
     return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
 
 
-def _run(
+def _run_local(
     tokens: Tensor,
     experts: Tensor,
     weights: Tensor,
@@ -185,10 +165,10 @@ def _run(
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None,
 ) -> Tensor:
-    """Experts that are all at hand, on tokens in the dtype of the products and float32 weights."""
+    """Run experts that are all on this rank, on tokens in the dtype of the products, with float32 weights."""
     dtype = tokens.dtype
     if torch.compiler.is_exporting():
-        out = _every_expert(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
+        out = _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
         return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
     plan = dispatch(experts, up.shape[0])
     hidden = gather_mm(tokens, up.to(dtype), plan)
@@ -198,7 +178,7 @@ def _run(
     return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
 
 
-def _every_expert(
+def _run_all_experts(
     tokens: Tensor,
     experts: Tensor,
     weights: Tensor,
@@ -207,12 +187,12 @@ def _every_expert(
     up_bias: Tensor | None,
     activate: Callable[[Tensor, Dispatch], Tensor],
 ) -> Tensor:
-    """Run every expert on every token and keep what was chosen.
+    """Run every expert on every token and add the results of the selected ones, for exported programs.
 
-    For exported programs: shapes do not depend on the routes, and no operator is ours. It costs E / K times the products.
+    Shapes do not depend on the routing, and all operators are torch's. It takes E / K times as many products.
     """
     count = up.shape[0]
-    tokens = tokens.where((experts < count).any(1, keepdim=True), 0.0)  # one that takes no expert may hold NaN
+    tokens = tokens.where((experts < count).any(1, keepdim=True), 0.0)  # a token without an expert may contain NaN
     hidden = torch.matmul(tokens.unsqueeze(0), up.transpose(1, 2))  # (E,T,inner)
     hidden = hidden if up_bias is None else hidden + up_bias.to(hidden.dtype).unsqueeze(1)
     rows = hidden.flatten(0, 1)
@@ -220,14 +200,14 @@ def _every_expert(
     outputs = torch.bmm(activate(rows, all_used).view(count, tokens.shape[0], -1), down.transpose(1, 2)).float()
     dense = weights.new_zeros(tokens.shape[0], count + 1).scatter_add(1, experts, weights)[:, :count]
     chosen = (experts.unsqueeze(-1) == torch.arange(count, device=experts.device)).any(1)  # (T,E)
-    # Not a product with a weight of 0 alone: an expert that was not chosen may overflow, and 0 times infinity is NaN.
+    # A weight of 0 is not enough: an expert that was not selected may overflow, and 0 times infinity is NaN.
     return (outputs.where(chosen.t().unsqueeze(-1), 0.0) * dense.t().unsqueeze(-1)).sum(0).to(tokens.dtype)
 
 
-def activate_used(hidden: Tensor, plan: Dispatch, activation: Activation) -> Tensor:
-    """An activation we do not know: it may have parameters, which must not learn from rows of nobody.
+def activate_used_rows(hidden: Tensor, plan: Dispatch, activation: Activation) -> Tensor:
+    """Apply an activation without a known name, which may have parameters, with 0 in unused rows.
 
-    On a GPU those are uninitialised memory; on a CPU there are none.
+    Parameters must not get gradients from unused rows: on a GPU these are uninitialised memory. On a CPU there are none.
     """
     if hidden.device.type == "cpu":
         return activation(hidden)
@@ -241,7 +221,7 @@ def _compute_dtype(tokens: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _add_bias(hidden: Tensor, bias: Tensor, plan: Dispatch) -> Tensor:
-    """Each row plus its expert's bias, as a product with a 0/1 matrix: then the backward is one too, and repeats exactly."""
+    """Add the bias of its expert to each row, as a product with a 0/1 matrix, whose backward is deterministic."""
     row = torch.arange(hidden.shape[0], device=hidden.device)
     expert = torch.searchsorted(plan.offsets, row.to(plan.offsets.dtype), right=True)
     member = expert.unsqueeze(1) == torch.arange(bias.shape[0], device=hidden.device)
@@ -250,7 +230,31 @@ def _add_bias(hidden: Tensor, bias: Tensor, plan: Dispatch) -> Tensor:
 
 
 def _mixed_bias(experts: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
-    """sum_s weight_ts bias_{expert_ts}, through the dense (T,E) weights."""
+    """Return sum_s weight_ts bias_{expert_ts}, computed with dense weights (T,E)."""
     dense = weights.new_zeros(weights.shape[0], bias.shape[0] + 1).scatter_add(1, experts, weights)
     with torch.autocast(weights.device.type, enabled=False):
         return dense[:, :-1] @ bias.float()
+
+
+def resolve_activation(activation: str | Activation) -> tuple[str | None, Activation]:
+    """Return the name, or None for a callable, and the function of an activation."""
+    if callable(activation):
+        return None, activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(unknown_name("activation", activation, ACTIVATIONS))
+    return activation, ACTIVATIONS[activation]
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "tanh": F.tanh,
+    "sigmoid": F.sigmoid,
+}

@@ -1,4 +1,4 @@
-"""Metrics of tasks and of routing: streaming, blind to padding, mergeable. They read records, never a model."""
+"""Metrics of tasks and of routing. They read records, never a model; they skip padding, and parts of a run can be merged."""
 
 from holdfast.metrics.accumulator import Accumulator as Accumulator
 from holdfast.metrics.changes import ChangeReport as ChangeReport
@@ -6,11 +6,11 @@ from holdfast.metrics.changes import Changes as Changes
 from holdfast.metrics.changes import PredictionStability as PredictionStability
 from holdfast.metrics.changes import RoutingChanges as RoutingChanges
 from holdfast.metrics.changes import set_changes as set_changes
+from holdfast.metrics.jump import FlipPoints as FlipPoints
 from holdfast.metrics.jump import Jumps as Jumps
-from holdfast.metrics.jump import SwitchingPoints as SwitchingPoints
 from holdfast.metrics.jump import jump as jump
 from holdfast.metrics.jump import jumps as jumps
-from holdfast.metrics.jump import nearest_switch as nearest_switch
+from holdfast.metrics.jump import nearest_flip as nearest_flip
 from holdfast.metrics.near_ties import Boundary as Boundary
 from holdfast.metrics.near_ties import NearTie as NearTie
 from holdfast.metrics.near_ties import NearTieMass as NearTieMass

@@ -1,6 +1,6 @@
-"""Near-tie mass: how many tokens are about to switch experts.
+"""Near-ties: tokens whose k-th and (k+1)-th expert differ by less than a given width, so that a small change flips them.
 
-Appendix C.4 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts".
+See appendix C.4 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts".
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ GATES: tuple[Callable[[Tensor], Tensor], ...] = (partial(torch.softmax, dim=-1),
 
 
 def compared(routing: Routing) -> Tensor:
-    """(T,E) what experts were compared in, as far as a record tells: the logits, or log gates where these say otherwise.
+    """Return (T,E): what experts were ranked by, as far as a record shows it: the logits, or else the log gates.
 
-    After an informer, or with noise, gates are no function of the logits as scored any more, and selection read the gates.
+    After an informer, or with noise, the gates are not a function of the scored logits, and selection read the gates.
     """
     for gate in GATES:
         if torch.allclose(gate(routing.logits), routing.gates, rtol=1e-3, atol=1e-6):
@@ -32,47 +32,47 @@ def compared(routing: Routing) -> Tensor:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where a router switches: between the k-th expert and the next, by `levels (T,E)` of a routing."""
+    """The decision boundary of a router: between the k-th expert and the next, by `levels (T,E)` of a routing."""
 
-    k: int | None = None  # None: as many as the token uses. Smooth top-k uses more than its k, so there k is needed
+    k: int | None = None  # None: the number of experts of the token. Smooth top-k uses more than its k, so it needs k
     levels: Callable[[Routing], Tensor] = compared
 
 
 def boundary_of(router: Router) -> Boundary:
-    """Return the boundary that a router's selector declares. In training, noise may have moved what the record holds."""
+    """Return the boundary that a router's selector declares; in training, noise may change its levels."""
     core = router.select.core
     return Boundary(core) if router.training else Boundary(core, partial(_levels, router.select.levels, router.informed))
 
 
 def levels_of(rule: Rule) -> Callable[[Routing], Tensor]:
-    """Return `Boundary.levels` for the rule of a gate that is not ours, such as that of a Hugging Face family."""
+    """Return `Boundary.levels` for the rule of a native gate of a Hugging Face family."""
     return partial(_levels, rule.levels, False)
 
 
 def _levels(levels: Callable[[Scores], Tensor], informed: bool, routing: Routing) -> Tensor:
-    return levels(Scores.recorded(routing, informed=informed)).squeeze(0)
+    return levels(Scores.from_routing(routing, informed=informed)).squeeze(0)
 
 
 @dataclass(frozen=True)
 class NearTie:
-    """Of one strip, `width` wide, below the k-th level."""
+    """Near-ties in the strip of this `width` below the k-th level."""
 
     width: float
-    share: float  # of the tokens, with another expert in the strip
-    experts: float  # in the strip and not among the k best, per token
+    share: float  # of tokens with another expert in the strip
+    experts: float  # per token, in the strip and not among the k best
 
 
 @dataclass(frozen=True)
 class NearTieMass:
     strips: list[NearTie]
-    explained: float  # share of the tokens whose k best by level were all chosen; below 1, these are the wrong levels
+    explained: float  # share of tokens whose k best experts by level were all selected; below 1, the levels are wrong
 
 
 class NearTies(Accumulator[NearTieMass]):
-    """The share of tokens with level_(k) - level_(k+1) < eps, and the mean number of experts j beyond the k best with
-    level_(k) - level_j < eps, for several eps. Levels are logits; after an informer, log gates.
+    """Count near-ties for several widths eps: tokens with level_(k) - level_(k+1) < eps.
 
-    A token that uses no expert, or all of them, is far from any tie.
+    Also the mean number of experts j beyond the k best with level_(k) - level_j < eps. Levels are logits; after an
+    informer, log gates. A token that selects no expert, or all of them, is no near-tie.
     """
 
     def __init__(self, widths: Sequence[float] = WIDTHS, boundary: Boundary | None = None) -> None:
@@ -96,7 +96,7 @@ class NearTies(Accumulator[NearTieMass]):
         order = top(levels, int(k.max()) if tokens else 0)
         order = order.where(torch.arange(order.shape[1], device=levels.device) < k, experts)
         best = torch.zeros(tokens, experts + 1, dtype=torch.bool, device=levels.device).scatter(1, order, True)[:, :experts]
-        lowest = levels.where(best, torch.inf).amin(-1, keepdim=True)  # the k-th; infinity where there is none
+        lowest = levels.where(best, torch.inf).amin(-1, keepdim=True)  # the k-th; infinity if there is none
         gaps = (lowest.double() - levels).where(~best, torch.inf)
         near = [gaps < width for width in self.widths]
         self._add(

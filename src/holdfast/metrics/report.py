@@ -1,4 +1,4 @@
-"""All routing metrics of all layers in one pass, as plain data that JSON can hold.
+"""All routing metrics of all layers in one pass over the data, as values that JSON can store.
 
 ```python
 report = RoutingReport()
@@ -31,7 +31,7 @@ class LayerMetrics:
         self.entropy, self.load, self.co_selection = GateEntropy(), ExpertLoad(), CoSelection()
         self.experts_per_token, self.weight_sum = ExpertsPerToken(), WeightSums()
         self.near_ties = NearTies(widths, boundary)
-        self.instability = LayerInstability()  # against the layer before; the only one that sees two layers
+        self.instability = LayerInstability()  # against the layer before; the only metric of two layers
 
     @property
     def tokens(self) -> int:
@@ -68,11 +68,11 @@ class LayerMetrics:
 
 
 class RoutingReport:
-    """Collects `each(layer, routing, padding)` of all layers; memory is O(E^2) a layer, and one layer's selection.
+    """Collect `each(layer, routing, token_mask)` of all layers. Memory is O(E^2) per layer, and one layer's selection.
 
     names         of the layers, for the result
     widths        of the strips in which near-ties are counted
-    boundaries    by layer, where a router's k or levels cannot be seen in its records: `boundary_of(router)`
+    boundaries    by layer, if a router's k or levels are not visible in its records: `boundary_of(router)`
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RoutingReport:
 
     @torch.no_grad()
     def each(self, layer: int, routing: Routing, token_mask: Tensor | None) -> None:
-        """One layer's routing in one forward; layers of a forward come in order."""
+        """Add one layer's routing of one forward; call it for the layers of a forward in order."""
         metrics = self._layer(layer)
         metrics.update(routing, token_mask)
         if self._last is not None:
@@ -99,25 +99,25 @@ class RoutingReport:
         self._last = (layer, selection_only(routing), token_mask)
 
     def merge(self, other: Self) -> Self:
-        """Add what `other` has seen. Changes and returns this report."""
+        """Add the data of `other`; change and return this report."""
         for layer, metrics in other._layers.items():
             self._layer(layer).merge(metrics)
         return self
 
     def result(self, baseline: "RoutingReport | None" = None, *, graphs: bool = True) -> dict[str, Any]:
-        """{"layers": [...], "overall": {...}}: dicts, lists, numbers, strings and None only.
+        """Return {"layers": [...], "overall": {...}}: dicts, lists, numbers, strings and None only.
 
         "overall" has means over layers (as ACMoE's Table 6), and the number of dead experts. "instability" compares a layer
-        with the one before; None for the first, and where the two do not see the same tokens. With a `baseline` on the same
-        data, "entropy_ratio" is the entropy over that of its layer (Mutual-Inform, Figure 2), None where that is 0.
-        `graphs=False` leaves out the E x E counts.
+        with the one before; it is None for the first layer, and if the two do not get the same tokens. With a `baseline` on
+        the same data, "entropy_ratio" is the entropy over that of the baseline's layer (Mutual-Inform, Figure 2), None if
+        that is 0. `graphs=False` omits the E x E counts.
         """
         if not self._layers:
-            raise ValueError("the report has seen no layer: pass its `each` to holdfast.trace and run the model.")
+            raise ValueError("the report has no data: pass its `each` to holdfast.trace and run the model.")
         layers = []
         for layer, metrics in sorted(self._layers.items()):
             if not metrics.tokens:
-                raise ValueError(f"layer {layer} has seen padding only; there is nothing to report.")
+                raise ValueError(f"layer {layer} got only padding; there is nothing to report.")
             result = {"layer": layer, **layer_name(self.names, layer), **metrics.result()}
             if baseline is not None:
                 if layer not in baseline._layers:
@@ -127,7 +127,7 @@ class RoutingReport:
             if not graphs:
                 del result["co_selection"]["counts"]
             layers.append(result)
-        return plain({"layers": layers, "overall": _overall(layers)})
+        return without_nan({"layers": layers, "overall": _overall(layers)})
 
     def _layer(self, layer: int) -> LayerMetrics:
         if layer not in self._layers:
@@ -166,10 +166,10 @@ def layer_name(names: Sequence[str], layer: int) -> dict[str, str]:
     return {"name": names[layer]} if layer < len(names) else {}
 
 
-def plain(data: Any) -> Any:
-    """The same with None in place of NaN and infinities, which JSON does not know."""
+def without_nan(data: Any) -> Any:
+    """Return `data` with None in place of NaN and infinity, which JSON cannot store."""
     if isinstance(data, dict):
-        return {key: plain(value) for key, value in data.items()}
+        return {key: without_nan(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [plain(value) for value in data]
+        return [without_nan(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,12 +1,11 @@
-"""The co-selection graph: which experts are chosen together, and how well that connects them.
+"""Routing metrics of one layer: which experts are selected, how often, together with which others, and with what weight.
 
-Entropy of the gates: how undecided a router is.
-
-Instability: do tokens that share an expert in one layer still share one in the next?
-
-Load: how evenly tokens are spread over experts.
-
-How many experts a token uses, and what their weights sum to.
+CoSelection         which experts are selected together, and how well that connects them
+GateEntropy         how undecided a router is
+LayerInstability    whether tokens that share an expert in one layer still share one in the next
+ExpertLoad          how evenly tokens are distributed over experts
+ExpertsPerToken     how many experts a token uses
+WeightSums          what the gate weights of a token sum to
 """
 
 from dataclasses import dataclass
@@ -14,23 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.metrics.accumulator import Accumulator, kept, only_real
+from holdfast.metrics.accumulator import Accumulator, only_real, real_rows
 from holdfast.routing import Routing
-from holdfast.routing.parts import shares
+from holdfast.routing.parts import normalise
 
 
 @dataclass(frozen=True)
 class CoSelectionGraph:
-    counts: list[list[int]]  # E x E: tokens that chose both; on the diagonal, tokens that chose the expert
-    spectral_gap: float  # 0: the experts fall into groups that never meet; 1: no structure at all
+    counts: list[list[int]]  # E x E: tokens that selected both; on the diagonal, tokens that selected the expert
+    spectral_gap: float  # 0: experts form groups that no token connects; 1: no structure
 
 
 class CoSelection(Accumulator[CoSelectionGraph]):
     """C = Z^T Z with Z (T,E) the 0/1 matrix of the selected sets (Symphony, Algorithm 1), and the spectral gap 1 - lambda_2.
 
     lambda_2 is the second largest eigenvalue of the row-normalised counts D^-1 C, Symphony's graph, over the experts that
-    were chosen at all. It is similar to D^-1/2 C D^-1/2, so its eigenvalues are real, and lie in [0, 1] because C is a
-    product Z^T Z: lambda_2 is the rho of Symphony's Proposition 1. With one expert a token the graph is diagonal, the gap 0.
+    were selected at all. It is similar to D^-1/2 C D^-1/2, so its eigenvalues are real, and lie in [0, 1] because C is a
+    product Z^T Z: lambda_2 is the rho of Symphony's Proposition 1. With one expert per token the gap is 0.
     """
 
     def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
@@ -44,7 +43,7 @@ class CoSelection(Accumulator[CoSelectionGraph]):
 
 
 def spectral_gap(counts: Tensor) -> float:
-    """1 - lambda_2 of D^-1 C, for a symmetric `counts (E,E)` whose unused rows are 0; 1 where fewer than two are used."""
+    """Return 1 - lambda_2 of D^-1 C for symmetric `counts (E,E)`, rows of dead experts 0; 1 if fewer than two are used."""
     used = counts.diagonal() > 0
     counts = counts[used][:, used].double()
     if len(counts) < 2:
@@ -57,21 +56,21 @@ def spectral_gap(counts: Tensor) -> float:
 class GateEntropy(Accumulator[float]):
     """mean_t -sum_e g_te log g_te in nats, from 0 to log E, g the gates that selection read over their sum.
 
-    High entropy makes routes fluctuate (Mutual-Inform, section 3.3). A token whose gates are all 0 has entropy 0.
+    High entropy makes routing fluctuate (Mutual-Inform, section 3.3). A token whose gates are all 0 has entropy 0.
     """
 
     def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
-        gates = shares(only_real(routing, token_mask).gates.double())
+        gates = normalise(only_real(routing, token_mask).gates.double())
         self._add(entropy=torch.special.entr(gates).sum(), tokens=gates.shape[0])
 
     def result(self) -> float:
         return self._mean("entropy")
 
     def ratio(self, baseline: "GateEntropy") -> float:
-        """Entropy over that of a baseline's same layer (Mutual-Inform, Figure 2): below 1 is more decided."""
+        """Return the entropy over that of the baseline's layer (Mutual-Inform, Figure 2); below 1 is more decided."""
         reference = baseline.result()
         if reference == 0:
-            raise ValueError("the baseline's gates have entropy 0; there is no ratio to it.")
+            raise ValueError("the baseline's gates have entropy 0, so that the ratio is not defined.")
         return self.result() / reference
 
 
@@ -84,14 +83,16 @@ class LayerInstability(Accumulator[float]):
     """
 
     def update(self, previous: Routing, routing: Routing, token_mask: Tensor | None = None) -> None:
-        """The same tokens in layer l-1 and in layer l."""
+        """Add the routings of the same tokens in layer l-1 and in layer l."""
         if previous.experts.shape[0] != routing.experts.shape[0]:
             raise ValueError(
                 f"{previous.experts.shape[0]} tokens in one layer and {routing.experts.shape[0]} in the next; "
                 "instability needs the same tokens in both."
             )
-        before, now = (kept(record.experts[:, 0], token_mask).to(routing.experts.device) for record in (previous, routing))
-        groups = [record.gates.shape[-1] + 1 for record in (previous, routing)]  # the last group took no expert
+        before, now = (
+            real_rows(record.experts[:, 0], token_mask).to(routing.experts.device) for record in (previous, routing)
+        )
+        groups = [record.gates.shape[-1] + 1 for record in (previous, routing)]  # the last group: tokens without an expert
         joint = torch.bincount(before * groups[1] + now, minlength=groups[0] * groups[1])
         self._add(joint=joint.view(groups), tokens=now.shape[0])
 
@@ -104,16 +105,16 @@ class LayerInstability(Accumulator[float]):
 
 @dataclass(frozen=True)
 class Load:
-    percent: list[float]  # of the tokens, that chose each expert; the sum is 100 times the experts per token
-    std: float  # of the percentages (ACMoE Table 6), 0 when even
-    cv: float  # std / mean (survey 5.2), which does not depend on how many experts a token uses
-    dead: list[int]  # experts that no token chose
+    percent: list[float]  # of tokens that selected each expert; the sum is 100 times the experts per token
+    std: float  # standard deviation of the percentages (ACMoE Table 6), 0 if even
+    cv: float  # load unevenness, std / mean (survey 5.2); does not depend on the number of experts per token
+    dead: list[int]  # experts that no token selected
 
 
 class ExpertLoad(Accumulator[Load]):
-    """c_e, how many tokens chose expert e, as percentages of the tokens; their standard deviation and CV; dead experts.
+    """The percentage of tokens that select each expert, its standard deviation, the load unevenness (CV), and dead experts.
 
-    Both take the population's standard deviation: the experts are all there are. Nobody chosen at all has CV 0.
+    Both use the population's standard deviation, since all experts are counted. If no expert is selected, the CV is 0.
     """
 
     def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
@@ -131,11 +132,11 @@ class ExpertLoad(Accumulator[Load]):
 @dataclass(frozen=True)
 class ExpertCount:
     mean: float
-    histogram: list[int]  # how many tokens used 0, 1, ..., E experts
+    histogram: list[int]  # number of tokens with 0, 1, ..., E experts
 
 
 class ExpertsPerToken(Accumulator[ExpertCount]):
-    """mean_t |S_t|: what a token costs. k for top-k, more for smooth top-k, anything for top-p and ReLU."""
+    """mean_t |S_t|, which decides the cost of a token: k for top-k, more for smooth top-k, any number for top-p and ReLU."""
 
     def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
         chosen = only_real(routing, token_mask).chosen
@@ -155,12 +156,12 @@ class WeightSum:
 class WeightSums(Accumulator[WeightSum]):
     """Mean and standard deviation over tokens of sum_e w_te: 1 and 0 where weights are renormalised.
 
-    A mean that drifts tells that a router scales its layer's output up or down.
+    A mean that drifts shows that a router scales its layer's output up or down.
     """
 
     def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
         sums = only_real(routing, token_mask).weights.double().sum(-1)
-        # Centred at 1, where sums usually are: squares of the distance lose no digits to a difference of large numbers.
+        # Centred at 1, the usual sum, so that the variance is not a difference of large numbers.
         self._add(tokens=sums.shape[0], excess=(sums - 1).sum(), squares=(sums - 1).square().sum())
 
     def result(self) -> WeightSum:

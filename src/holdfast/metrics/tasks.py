@@ -1,13 +1,11 @@
-"""Accuracy: is the right class among the k best?
+"""Metrics of tasks: how well a model predicts tokens or classifies images.
 
-How well a language model predicts: perplexity per token, perplexity per word, bits per byte.
+    Accuracy                                    whether the right class is among the k largest logits
+    Perplexity, WordPerplexity, BitsPerByte     the same sum of negative log-likelihoods per token, word or byte
+    AnomalyPrecision                            detection of unknown classes, as ImageNet-O defines it
+    MeanCorruptionError                         errors under common corruptions, relative to a baseline's
 
-All three are one sum of negative log-likelihoods, in nats, over different units. The sum never depends on the tokeniser's
-units, so figures per word or per byte can be compared between tokenisers, figures per token cannot.
-
-Telling images of unknown classes apart: the area under the precision-recall curve, as ImageNet-O defines it.
-
-Mean corruption error: errors under common corruptions, relative to those of a baseline.
+Values per word or per byte can be compared between tokenisers; values per token cannot, because tokens differ.
 """
 
 import math
@@ -18,20 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.errors import unknown
-from holdfast.metrics.accumulator import Accumulator, kept
+from holdfast.errors import unknown_name
+from holdfast.metrics.accumulator import Accumulator, real_rows
 
 
 class Accuracy(Accumulator[float]):
     """The share of examples whose target is among the `k` largest logits; k=1 is accuracy, k=5 top-5 accuracy.
 
-    Ties go to the lower class, as in `argmax`. Logits that are NaN rank above everything, so a broken model is wrong.
+    Ties go to the lower class, as in `argmax`. Logits that are NaN rank above everything, so a model with NaN scores 0.
     """
 
     def __init__(self, k: int = 1) -> None:
         super().__init__()
         if k < 1:
-            raise ValueError(f"k is {k}; a target can be among the 1, 2, ... best.")
+            raise ValueError(f"k is {k}; it must be at least 1.")
         self.k = k
 
     @property
@@ -39,8 +37,8 @@ class Accuracy(Accumulator[float]):
         return (self.k,)
 
     def update(self, logits: Tensor, targets: Tensor, token_mask: Tensor | None = None) -> None:
-        """`logits (...,C)`, `targets (...)`; for tokens as well as for whole examples."""
-        right = hits(logits, targets, self.k, token_mask)
+        """Add `logits (...,C)` and `targets (...)`, of tokens or of whole examples."""
+        right = in_top_k(logits, targets, self.k, token_mask)
         self._add(right=right.sum(), examples=right.numel())
 
     def result(self) -> float:
@@ -48,32 +46,33 @@ class Accuracy(Accumulator[float]):
 
 
 @torch.no_grad()
-def hits(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | None = None) -> Tensor:
-    """(R,) bool, for each real example: is its target among the k best?"""
+def in_top_k(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | None = None) -> Tensor:
+    """Return (R,) bool for each real example: whether its target is among the k largest logits."""
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}; expected targets of shape "
-            f"{tuple(logits.shape[:-1])}, a class for each row."
+            f"{tuple(logits.shape[:-1])}, one class for each row."
         )
-    rows, targets = kept(logits.reshape(-1, logits.shape[-1]), token_mask), kept(targets.reshape(-1), token_mask)
+    rows, targets = real_rows(logits.reshape(-1, logits.shape[-1]), token_mask), real_rows(targets.reshape(-1), token_mask)
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < rows.shape[1]:
         raise ValueError(
             f"targets run from {int(targets.min())} to {int(targets.max())}, but there are {rows.shape[1]} classes; "
-            "mask targets that are not scored with padding."
+            "set token_mask to False for targets that are not scored."
         )
     own = rows.gather(1, targets.unsqueeze(1))
-    ahead = ~(rows <= own)  # not `rows > own`: NaN must not make a target the best
+    ahead = ~(rows <= own)  # not `rows > own`: with NaN, a target must not count as the largest
     earlier = torch.arange(rows.shape[1], device=rows.device) < targets.unsqueeze(1)
     return (ahead | ((rows == own) & earlier)).sum(1) < k
 
 
-IGNORED = -100  # transformers' label for a target that is not scored
+IGNORED = -100  # transformers' label of targets that are not scored
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log softmax(logits)[target] in float32: `logits (...,V)`, `targets (...)` to (...); 0 where a target is -100.
+    """Return -log softmax(logits)[target] in float32, from `logits (...,V)` and `targets (...)`; 0 if a target is -100.
 
-    Nothing is shifted: logits at a place must predict the target at that place. Pass `targets != -100` on as padding.
+    Nothing is shifted: the logits at a position must predict the target at that position. Pass `targets != -100` to metrics
+    as `token_mask`.
     """
     flat = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), reduction="none", ignore_index=IGNORED
@@ -85,8 +84,8 @@ class Perplexity(Accumulator[float]):
     """exp(total nll / number of tokens)."""
 
     def update(self, nll: Tensor, token_mask: Tensor | None = None) -> None:
-        """`nll`, one number of nats for each token, for example from `token_nll`."""
-        nll = kept(nll.detach().reshape(-1), token_mask)
+        """Add `nll`, the nats of each token, for example from `token_nll`."""
+        nll = real_rows(nll.detach().reshape(-1), token_mask)
         self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel())
 
     def result(self) -> float:
@@ -94,11 +93,11 @@ class Perplexity(Accumulator[float]):
 
 
 class WordPerplexity(Accumulator[float]):
-    """exp(total nll / number of words), the word-level figure where a tokeniser splits words."""
+    """exp(total nll / number of words), the word-level perplexity for tokenisers that split words."""
 
     def update(self, nll: Tensor, words: int, token_mask: Tensor | None = None) -> None:
-        """`words`: how many words the text behind these tokens has."""
-        nll = kept(nll.detach().reshape(-1), token_mask)
+        """Add the nats of tokens; `words` is the number of words of their text."""
+        nll = real_rows(nll.detach().reshape(-1), token_mask)
         self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel(), words=words)
 
     def result(self) -> float:
@@ -106,11 +105,11 @@ class WordPerplexity(Accumulator[float]):
 
 
 class BitsPerByte(Accumulator[float]):
-    """total nll / (ln 2 * number of bytes): what enwik8's "bits per character" is."""
+    """total nll / (ln 2 * number of bytes), which enwik8 calls bits per character."""
 
     def update(self, nll: Tensor, byte_count: int, token_mask: Tensor | None = None) -> None:
-        """`byte_count`: how many UTF-8 bytes the text behind these tokens has."""
-        nll = kept(nll.detach().reshape(-1), token_mask)
+        """Add the nats of tokens; `byte_count` is the number of UTF-8 bytes of their text."""
+        nll = real_rows(nll.detach().reshape(-1), token_mask)
         self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel(), bytes=byte_count)
 
     def result(self) -> float:
@@ -125,10 +124,10 @@ def _exp(nats: float) -> float:
 
 
 class AnomalyPrecision:
-    """AUPR = sum_n (R_n - R_(n-1)) P_n over the thresholds n, falling (Hendrycks et al. 2021, ImageNet-O).
+    """AUPR = sum_n (R_n - R_(n-1)) P_n over decreasing thresholds n (Hendrycks et al. 2021, ImageNet-O).
 
     The anomaly score is minus the largest softmax probability and out-of-distribution is the positive class. The curve needs
-    every score, so memory grows with the number of examples, 9 bytes each, unlike that of the other metrics.
+    every score, so that unlike other metrics it stores 9 bytes per example.
     """
 
     def __init__(self) -> None:
@@ -136,10 +135,10 @@ class AnomalyPrecision:
         self._positive: list[Tensor] = []
 
     def update(self, logits: Tensor, out_of_distribution: Tensor | bool, token_mask: Tensor | None = None) -> None:
-        """`logits (...,C)`; out_of_distribution (...) bool, or one bool for all."""
+        """Add `logits (...,C)`; `out_of_distribution (...)` is bool, or one bool for all."""
         rows = logits.detach().reshape(-1, logits.shape[-1])
         positive = torch.as_tensor(out_of_distribution, dtype=torch.bool).cpu().expand(logits.shape[:-1]).reshape(-1)
-        rows, positive = kept(rows, token_mask), kept(positive, token_mask)
+        rows, positive = real_rows(rows, token_mask), real_rows(positive, token_mask)
         scores = -torch.softmax(rows.double(), dim=-1).amax(-1).cpu()
         if scores.isnan().any():
             raise ValueError(f"{int(scores.isnan().sum())} examples have NaN or infinite logits; they cannot be ranked.")
@@ -147,7 +146,7 @@ class AnomalyPrecision:
         self._positive.append(positive)
 
     def merge(self, other: Self) -> Self:
-        """Add what `other` has seen. Changes and returns this metric."""
+        """Add the data of `other`; change and return this metric."""
         self._scores += other._scores
         self._positive += other._positive
         return self
@@ -158,11 +157,11 @@ class AnomalyPrecision:
         found = int(positive.sum())
         if found in (0, len(positive)):
             raise ValueError(
-                f"AnomalyPrecision has seen {found} out-of-distribution examples and {len(positive) - found} others; "
+                f"AnomalyPrecision has {found} out-of-distribution examples and {len(positive) - found} others; "
                 "it needs both kinds."
             )
         scores, order = scores.sort(descending=True)
-        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # equal scores fall together
+        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # equal scores share a threshold
         caught = positive[order].cumsum(0)[last].double()
         flagged = (torch.arange(len(scores)) + 1)[last]
         gained = torch.diff(caught, prepend=torch.zeros(1, dtype=torch.float64))
@@ -170,7 +169,7 @@ class AnomalyPrecision:
 
 
 # AlexNet's top-1 errors on ImageNet-C in per cent, means over the five severities (Hendrycks & Dietterich 2019). They are
-# divisors for ImageNet-C only: on other data, divide by the errors of a baseline that was run on that data.
+# divisors for ImageNet-C only; on other data, divide by the errors of a baseline on that data.
 ALEXNET_ERRORS: Mapping[str, float] = {
     "gaussian_noise": 88.6,
     "shot_noise": 89.4,
@@ -191,11 +190,11 @@ ALEXNET_ERRORS: Mapping[str, float] = {
 
 
 class MeanCorruptionError(Accumulator[float]):
-    """mCE = 100 * mean_c ( mean_s error_cs / baseline_c ), in per cent as published; lower is better, the baseline has 100.
+    """mCE = 100 * mean_c ( mean_s error_cs / baseline_c ), in per cent as published; lower is better; the baseline has 100.
 
     `baseline` has the baseline's error on each corruption in per cent, averaged over severities: `ALEXNET_ERRORS` for
     ImageNet-C, another run's `errors()` for other data. A mean over fewer corruptions or severities than the baseline's is
-    another metric, so `result()` wants them all.
+    another metric, so `result()` raises ValueError unless all are present.
     """
 
     def __init__(self, baseline: Mapping[str, float], *, severities: Iterable[int] = (1, 2, 3, 4, 5)) -> None:
@@ -206,7 +205,7 @@ class MeanCorruptionError(Accumulator[float]):
         for corruption, error in self.baseline.items():
             if not 0 < error <= 100:
                 raise ValueError(
-                    f"the baseline's error on {corruption} is {error}; it is a divisor in per cent, above 0 and up to 100."
+                    f"the baseline's error on {corruption} is {error}; expected a percentage above 0 and up to 100."
                 )
 
     @property
@@ -216,23 +215,21 @@ class MeanCorruptionError(Accumulator[float]):
     def update(
         self, corruption: str, severity: int, logits: Tensor, targets: Tensor, token_mask: Tensor | None = None
     ) -> None:
-        """`logits (...,C)` of corrupted images and their `targets (...)`."""
+        """Add `logits (...,C)` of corrupted images and their `targets (...)`."""
         if corruption not in self.baseline:
-            raise ValueError(unknown("corruption", corruption, self.baseline))
+            raise ValueError(unknown_name("corruption", corruption, self.baseline))
         if severity not in self.severities:
-            raise ValueError(f"severity is {severity}; this mCE is over severities {_listed(self.severities)}.")
-        right = hits(logits, targets, token_mask=token_mask)
+            raise ValueError(f"severity is {severity}; expected one of {_listed(self.severities)}.")
+        right = in_top_k(logits, targets, token_mask=token_mask)
         wrong = right.numel() - int(right.sum())
         self._add(**{f"wrong {corruption} {severity}": wrong, f"images {corruption} {severity}": right.numel()})
 
     def errors(self) -> dict[str, float]:
-        """The error on each corruption in per cent, the mean over severities."""
+        """Return the error on each corruption in per cent, the mean over severities."""
         cells = [(corruption, severity) for corruption in self.baseline for severity in self.severities]
         missing = [f"{c} {s}" for c, s in cells if float(self._sums.get(f"images {c} {s}", 0)) == 0]
         if missing:
-            raise ValueError(
-                f"mCE has seen no images of {_listed(missing[:5])} ({len(missing)} of {len(cells)} are missing)."
-            )
+            raise ValueError(f"mCE has no images of {_listed(missing[:5])} ({len(missing)} of {len(cells)} are missing).")
         rates = {(c, s): 100 * float(self._sums[f"wrong {c} {s}"]) / float(self._sums[f"images {c} {s}"]) for c, s in cells}
         return {c: sum(rates[c, s] for s in self.severities) / len(self.severities) for c in self.baseline}
 

@@ -1,41 +1,52 @@
-"""A model with each of several routers: what it has, does, holds and sends.
+"""`plan`: what a model would cost with each of several routers, from its config alone.
 
-Symphony's overhead as its paper counts it (SymphonySMoE, appendix F.1), beside what this library runs and holds.
-
-L MoE layers, M experts, k of them chosen, N tokens of one sequence. The paper counts
+Also Symphony's overhead as its paper counts it (SymphonySMoE, appendix F.1), and as this library runs it.
+L MoE layers, M experts, k of them selected, N tokens of one sequence. The paper counts
 
     memory     L M^2 numbers of 4 bytes at inference, L (M^2 + N C(k,2)) in training: the graph, and a list of the pairs of
-               experts that each token chose, of all layers at once
+               experts that each token selected, of all layers at once
     compute    L N M^2 at inference, L N (M^2 + C(k,2)) in training: a multiply-add as 1, no backward
     units      2^20 bytes as an MB, and 2^30 operations as a G
 
-Ours keeps no list: co-selections are summed into a second M x M matrix, staged until the next step, which is a buffer at
-inference too. A multiply-add counts 2, counting is a product of 0/1 matrices over all M^2 pairs, and the mix has a backward.
+Holdfast stores no list: co-selections are summed into a second M x M matrix, staged until the next step. It is a buffer, at
+inference too. Here a multiply-add counts 2, counting is a product of 0/1 matrices over all M^2 pairs, and the mix has a
+backward.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from math import comb
 from typing import Any
 
-from holdfast.errors import unknown
-from holdfast.planning import flops, resources
-from holdfast.planning.outline import Outline, Setting, outline, sequence_of
-from holdfast.planning.resources import Layout, layouts
-from holdfast.planning.skeleton import Change, Choice, default_routers, planned, read_config, require_own_weights
+from holdfast.errors import unknown_name
+from holdfast.planning.meta_model import Change, Choice, build_on_meta, default_routers, read_config, require_own_weights
+from holdfast.planning.model_shape import ModelShape, Setting, measure_shape, sequence_lengths
+from holdfast.planning.resources import (
+    Flops,
+    InferenceMemory,
+    Layout,
+    TrainingMemory,
+    activation_bytes,
+    forward_flops,
+    inference_memory,
+    layouts,
+    training_flops,
+    training_memory,
+)
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
-USUAL_SEQUENCE = 4096
+DEFAULT_SEQUENCE = 4096
 GIB = 2**30
-# What values of a config that do not go together raise, wherever they meet first.
-UNFITTING = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+FLOAT_BYTES = 4
+PENDING_FLAG_BYTES = 1  # per layer
+# Inconsistent values of a config may raise any of these, anywhere in a model.
+CONFIG_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of the model. `batch` is one GPU's; `sequence` None is 4096, or what the model has room for."""
+    """How the model is used. `batch` is per GPU; `sequence=None` is 4096, or less if the model has fewer positions."""
 
     sequence: int | None = None
     batch: int = 1
@@ -46,7 +57,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(unknown("dtype", self.dtype, DTYPES))
+            raise ValueError(unknown_name("dtype", self.dtype, DTYPES))
         for name in ("sequence", "batch", "gpus", "gpu_memory"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -55,7 +66,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Planned:
-    """One router's column."""
+    """The costs of the model with one router: one column of the plan."""
 
     router: str
     parameters: int
@@ -63,21 +74,23 @@ class Planned:
     active_parameters: float
     router_parameters: int
     experts_a_token: float  # the mean, at inference
-    about: str  # where that number is not certain, or a cost not known
-    forward: flops.Flops
-    training: flops.Flops
+    about: str  # which of the numbers are uncertain, and which parts declare no cost
+    forward: Flops
+    training: Flops
     activations: dict[str, float]  # bytes, "kept" and "checkpointed"
-    training_memory: resources.Training
-    inference_memory: resources.Inference
+    training_memory: TrainingMemory
+    inference_memory: InferenceMemory
     layouts: tuple[Layout, ...]
 
     def fits(self, gpu_memory: float) -> dict[str, bool]:
-        """Of each layout: is there room for it in so many GiB?"""
+        """Return, by layout, whether it fits into `gpu_memory` GiB."""
         return {layout.name: layout.total <= gpu_memory * GIB for layout in self.layouts}
 
 
 @dataclass(frozen=True)
 class Plan:
+    """The costs of one model with each of several routers."""
+
     model: str
     model_type: str
     sequence: int
@@ -89,11 +102,11 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """One GPU's, a step."""
+        """Return the tokens of one GPU in a step."""
         return self.sequence * self.workload.batch
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, with the sums that people ask for."""
+        """Return the plan as plain data, with totals."""
         plain = asdict(self)
         for entry, column in zip(plain["columns"], self.columns, strict=True):
             entry["forward"]["total"], entry["training"]["total"] = column.forward.total, column.training.total
@@ -116,13 +129,13 @@ def plan(
     sizes: Mapping[str, Any] | None = None,
     workload: Workload | None = None,
 ) -> Plan:
-    """What a model would be with each router, from its config alone.
+    """Return what a model would cost with each router, from its config alone.
 
     model       a Hugging Face folder, its config.json, a name on the hub, or a family ("llama"); no weights are read
     routers     names of `holdfast.list_routers()`, also joined by + and with options in brackets, and "native" for an MoE;
                 by default the plain one and the five robust ones
     sizes       fields of the config to change, {"num_hidden_layers": 48}
-    experts, k, layers, hidden    as of `sparsify`; of a model that has experts, k and layers as of `reroute`
+    experts, k, layers, hidden    as for `sparsify`; for a model that has experts, k and layers as for `reroute`
 
     Example:
         plan = holdfast.plan("llama", ["smoe", "similarity[rank=64]"], experts=8, k=2)
@@ -131,7 +144,7 @@ def plan(
     workload = workload or Workload()
     config = read_config(model, sizes)
     if not sizes:
-        with _fitting(model):
+        with _explain_config_errors(model):
             require_own_weights(model, config)
     sequence = _sequence(config, workload.sequence)
     setting = Setting(sequence, DTYPES[workload.dtype])
@@ -139,9 +152,9 @@ def plan(
     columns, shapes = [], []
     for name in routers or default_routers(config, k):
         choice = Choice.of(name) if isinstance(name, str) else name
-        with _fitting(model):
-            shapes.append(outline(planned(config, choice, change), setting))
-        columns.append(_column(choice.label, shapes[-1], setting, workload))
+        with _explain_config_errors(model):
+            shapes.append(measure_shape(build_on_meta(config, choice, change), setting))
+        columns.append(_plan_router(choice.label, shapes[-1], setting, workload))
     shape = shapes[0]
     return Plan(
         model=model,
@@ -156,31 +169,31 @@ def plan(
 
 
 @contextmanager
-def _fitting(model: str) -> Iterator[None]:
-    """Turn what values that do not go together raise into one sentence."""
+def _explain_config_errors(model: str) -> Iterator[None]:
+    """Raise ValueError with a one-line message for any error that inconsistent values of a config cause."""
     try:
         yield
-    except UNFITTING as problem:
+    except CONFIG_ERRORS as problem:
         reason = " ".join(str(problem).split()) or type(problem).__name__
-        raise ValueError(f"{model} cannot be planned: its config does not fit together ({reason}).") from problem
+        raise ValueError(f"{model} cannot be planned: its config is inconsistent ({reason}).") from problem
 
 
-def _sequence(config: Any, asked: int | None) -> int:
-    fixed, longest = sequence_of(config)
+def _sequence(config: Any, requested: int | None) -> int:
+    fixed, longest = sequence_lengths(config)
     if fixed is not None:
-        if asked not in (None, fixed):
-            raise ValueError(f"sequence is {asked}, but the pictures of this model are {fixed} tokens; leave it out.")
+        if requested not in (None, fixed):
+            raise ValueError(f"sequence is {requested}, but the images of this model have {fixed} tokens; leave it out.")
         return fixed
-    if asked is None:
-        return USUAL_SEQUENCE if longest is None else min(USUAL_SEQUENCE, longest)
-    if longest is not None and asked > longest:
-        raise ValueError(f"sequence is {asked}, but the model's positions end at {longest} (max_position_embeddings).")
-    return asked
+    if requested is None:
+        return DEFAULT_SEQUENCE if longest is None else min(DEFAULT_SEQUENCE, longest)
+    if longest is not None and requested > longest:
+        raise ValueError(f"sequence is {requested}, but the model has {longest} positions (max_position_embeddings).")
+    return requested
 
 
-def _column(label: str, shape: Outline, setting: Setting, workload: Workload) -> Planned:
-    tokens, number = setting.sequence * workload.batch, setting.number
-    training_memory = resources.training(shape, tokens, number, workload.checkpointing)
+def _plan_router(label: str, shape: ModelShape, setting: Setting, workload: Workload) -> Planned:
+    tokens, number_bytes, checkpointing = setting.sequence * workload.batch, setting.number_bytes, workload.checkpointing
+    memory = training_memory(shape, tokens, number_bytes, checkpointing)
     notes = {sparse.active.about for sparse in shape.sparse} | {
         f"{part}: cost not declared, only its parameters and state are counted"
         for sparse in shape.sparse
@@ -194,34 +207,30 @@ def _column(label: str, shape: Outline, setting: Setting, workload: Workload) ->
         router_parameters=shape.router_parameters,
         experts_a_token=sum(sparse.active.inference for sparse in shape.sparse) / len(shape.sparse),
         about="; ".join(sorted(notes - {""})),
-        forward=flops.forward(shape, setting),
-        training=flops.training(shape, setting, workload.checkpointing),
+        forward=forward_flops(shape, setting),
+        training=training_flops(shape, setting, checkpointing),
         activations={
-            name: tokens * resources.activations(shape, number, checkpointed)
+            name: tokens * activation_bytes(shape, number_bytes, checkpointed)
             for name, checkpointed in (("kept", False), ("checkpointed", True))
         },
-        training_memory=training_memory,
-        inference_memory=resources.inference(shape, tokens, number),
+        training_memory=memory,
+        inference_memory=inference_memory(shape, tokens, number_bytes),
         layouts=tuple(
             layouts(
                 shape,
-                training_memory,
+                memory,
                 gpus=workload.gpus,
                 tokens=tokens,
-                number=number,
-                checkpointing=workload.checkpointing,
+                number_bytes=number_bytes,
+                checkpointing=checkpointing,
             )
         ),
     )
 
 
-NUMBER = 4
-PENDING = 1  # a flag, one byte a layer
-
-
 @dataclass(frozen=True)
 class Overhead:
-    """Bytes and operations of all layers for one sequence."""
+    """What Symphony adds to a model: bytes and operations of all layers for one sequence."""
 
     inference_bytes: int
     training_bytes: int
@@ -230,23 +239,24 @@ class Overhead:
 
 
 def symphony_by_the_paper(*, layers: int, experts: int, k: int, tokens: int) -> Overhead:
-    graph, pairs = experts**2, comb(k, 2)
+    """Return the overhead as the paper counts it."""
+    graph, pairs = experts**2, math.comb(k, 2)
     return Overhead(
-        inference_bytes=layers * graph * NUMBER,
-        training_bytes=layers * (graph + tokens * pairs) * NUMBER,
+        inference_bytes=layers * graph * FLOAT_BYTES,
+        training_bytes=layers * (graph + tokens * pairs) * FLOAT_BYTES,
         inference_operations=layers * tokens * graph,
         training_operations=layers * tokens * (graph + pairs),
     )
 
 
 def symphony_here(*, layers: int, experts: int, tokens: int) -> Overhead:
-    """State and matrix products of this library, for the same layers and tokens; whatever k is."""
+    """Return the state and the matrix products of this library for the same layers and tokens; they do not depend on k."""
     graph = experts**2
-    state = layers * (2 * graph * NUMBER + PENDING)
+    state = layers * (2 * graph * FLOAT_BYTES + PENDING_FLAG_BYTES)
     mix = 2 * layers * tokens * graph
     return Overhead(
         inference_bytes=state,
         training_bytes=state,
         inference_operations=mix,
-        training_operations=3 * mix,  # the mix, the counts, and the mix's backward: the graph has no gradient
+        training_operations=3 * mix,  # the mix, the counts, and one product in the mix's backward: the graph has no gradient
     )

@@ -1,67 +1,136 @@
-"""Bytes: weights, gradients, AdamW's states, activations, routers' state, and the caches of decoding.
+"""FLOPs, memory and communication of a model whose shape is known.
 
-    weights      b a parameter                         gradients    b a trained parameter
-    AdamW        8 a trained parameter (two float32 moments), and 4 more for a float32 master copy where b < 4
-    activations  a token and layer, in numbers of b bytes; attention in blocks (flash), which keeps no N x N matrix:
-                   6 d, and 8 bytes d where b < 4      two norms: what they read (in float32 too), scaled, and put out
+FLOPs per token: a multiply-add counts 2, only matrix products count, a backward costs twice its forward. Causal attention
+counts the half that it needs. Parts of routers declare their own FLOPs (`Part.cost`), because some of them have no backward.
+
+Memory in bytes, b bytes per number of the model:
+
+    weights      b per parameter                       gradients    b per trained parameter
+    AdamW        8 per trained parameter (two float32 moments), and 4 more for a float32 master copy if b < 4
+    activations  per token and layer, in numbers of b bytes; attention in blocks (flash), which stores no N x N matrix:
+                   6 d, and 8 bytes d if b < 4         two norms: their inputs (in float32 too), scaled, and their outputs
                    H (D + D_v) + H_kv (D + D_v)        queries and the mixed values, keys and values
-                   4 hidden, not gated 2 hidden        a dense network: what its first maps put out, activated, multiplied
-                   experts, ours     slots 3 hidden                       not gated: slots 2 hidden
-                   experts, native   slots (2 d + 4 hidden)               not gated: slots (2 d + 2 hidden)
-                 a token beside the layers: 2 d, a logit b, and while the loss is computed 12 bytes a logit more (its
+                   4 hidden, not gated 2 hidden        a dense network: outputs of its first maps, activated, multiplied
+                   Holdfast's experts   slots 3 hidden                    not gated: slots 2 hidden
+                   native experts       slots (2 d + 4 hidden)            not gated: slots (2 d + 2 hidden)
+                 per token outside the layers: 2 d, b per logit, and while the loss is computed 12 bytes more per logit (its
                  float32 copy, its log-probability, its gradient)
-    checkpointed d a token and layer, and one layer's activations or the loss's, of which there is one at a time
+    checkpointed d per token and layer, and the activations of one layer or of the loss, whichever is larger
 
-The activations are an estimate. A router that may use a different number of experts for each token makes room for all of
-them on a GPU, where nobody waits to learn how many there are: its `slots` are E.
+Activations are an estimate. A router that may use a different number of experts for each token reserves memory for all E on
+a GPU, because reading the number would synchronise with the host: its `slots` are E.
 
-
-Bytes that each of n GPUs sends in a training step, and what it holds, for three ways to spread a model.
+Communication, bytes that each of n GPUs sends in a training step, and what it holds, for three layouts:
 
     ring all-reduce of S bytes 2 S (n-1)/n        all-gather or reduce-scatter of S bytes S (n-1)/n
-    exchange     a token's row goes once to each other GPU that has one of its experts, and back, forward and backward; with
-                 it K indices of 8 bytes, out, and K float32 weights, out and as gradients back: 4 d b + 16 K. Where
-                 experts are chosen uniformly, a token of K of E, it goes to (e-1) (1 - C(E-E/e, K) / C(E, K)) of the others
-                 on average; fewer where a family (DeepSeek's) chooses within groups. A recomputation goes out again,
-                 d b + 12 K, and comes home again, d b, only where something after the experts is kept for the backward:
-                 torch stops at the last tensor that it needs
-    ddp          everything everywhere; gradients all-reduced
-    fsdp         weights, gradients and optimizer in n shares; weights gathered for the forward and again for the backward,
-                 where a recomputation uses them too, gradients reduce-scattered; two layers are whole at a time, the one
-                 at work and the next
-    expert       experts in e shares, e the largest number that divides both n and E; the rest as ddp, and experts' gradients
-                 all-reduced among the n / e GPUs that hold the same
+    exchange     a token's vector is sent once to each other GPU that holds one of its experts, and back, in the forward and
+                 in the backward; with it K indices of 8 bytes, sent once, and K float32 weights, sent once, with gradients
+                 that come back: 4 d b + 16 K. If experts are selected uniformly, K of E per token, it is sent to
+                 (e-1) (1 - C(E-E/e, K) / C(E, K)) other GPUs on average; to fewer if a family (DeepSeek) selects within
+                 groups. A recomputation sends it again, d b + 12 K, and back again, d b, only if something after the
+                 experts is saved for the backward: torch stops at the last tensor that it needs
+    ddp          everything on every GPU; gradients are all-reduced
+    fsdp         weights, gradients and optimizer in n shards; weights are gathered for the forward and again for the
+                 backward, which a recomputation uses too; gradients are reduce-scattered; two layers are complete at a time,
+                 the current one and the next
+    expert       experts in e shards, e the greatest common divisor of n and E; the rest as ddp, and the experts' gradients
+                 are all-reduced among the n / e GPUs that hold the same experts
 
-Routers' statistics are all-reduced, float32 or int64, in each training forward, whatever the layout. A recomputation learns
-nothing and sums only what routes and losses need.
+Router statistics, float32 or int64, are all-reduced in each training forward in every layout. A recomputation updates no
+state and sums only what routing and losses need.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from holdfast.planning.outline import LayerShape, Outline
+from holdfast.planning.model_shape import LayerShape, ModelShape, Setting
 from holdfast.routing.declarations import FLOAT, INTEGER
 
-MOMENTS = 8  # bytes a parameter of AdamW
+MOMENTS = 8  # bytes per parameter of AdamW
 MASTER = 4
 
 
 @dataclass(frozen=True)
-class Training:
-    """Bytes of one model and `tokens` of a batch, on one GPU that holds all of it."""
+class Flops:
+    """FLOPs per token, the mean over a sequence."""
+
+    projections: float  # of attention
+    mixing: float  # attention's scores and weighted sums
+    dense: float  # feed-forward networks that every token passes
+    experts: float
+    head: float  # outside the layers: logits, image patches
+    parts: dict[str, float] = field(default_factory=dict)  # of the routers, by part
+
+    @property
+    def router(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def total(self) -> float:
+        return self.projections + self.mixing + self.dense + self.experts + self.head + self.router
+
+
+def forward_flops(shape: ModelShape, setting: Setting) -> Flops:
+    """Return the FLOPs of inference: one forward over a sequence."""
+    return _flops(shape, setting, experts_as="inference", part="forward", times=1)
+
+
+def training_flops(shape: ModelShape, setting: Setting, checkpointing: bool = False) -> Flops:
+    """Return the FLOPs of a training step: forward, backward and the routers' state updates.
+
+    Checkpointing adds a second forward of every layer, in which routers update no state.
+    """
+    step = _flops(shape, setting, experts_as="training", part="training", times=3)
+    if not checkpointing:
+        return step
+    again = _flops(shape, setting, experts_as="training", part="again", times=1)
+    return Flops(
+        projections=step.projections + again.projections,
+        mixing=step.mixing + again.mixing,
+        dense=step.dense + again.dense,
+        experts=step.experts + again.experts,
+        head=step.head,
+        parts={name: step.parts[name] + again.parts[name] for name in step.parts},
+    )
+
+
+def _flops(shape: ModelShape, setting: Setting, *, experts_as: str, part: str, times: int) -> Flops:
+    parts: dict[str, float] = {}
+    experts = 0.0
+    for layer in shape.layers:
+        if (sparse := layer.sparse) is None:
+            continue
+        used = getattr(sparse.active, experts_as)
+        rows, tokens = sparse.bias_flops(layer.dim, used)
+        # The 0/1 matrix that assigns rows to experts has no gradient: its product has one in the backward, others two.
+        experts += times * (sparse.flops * used + tokens) + min(times, 2) * rows
+        for cost in sparse.costs:
+            parts[cost.part] = parts.get(cost.part, 0.0) + getattr(cost, part)
+    return Flops(
+        projections=times * sum(layer.attention.projections for layer in shape.layers),
+        mixing=times * sum(layer.attention.mixing for layer in shape.layers),
+        dense=times * sum(layer.dense for layer in shape.layers),
+        experts=experts,
+        head=times * (shape.outside_flops + shape.outside_flops_per_sequence / setting.sequence),
+        parts=parts,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one model and the tokens of a batch, on one GPU that holds all of it."""
 
     weights: float
     gradients: float
     moments: float
     master: float
     activations: float
-    routers: float  # of the activations, what routers keep
+    routers: float  # the part of the activations that routers save
     state: float
 
     @property
     def held(self) -> float:
-        """What stays from step to step."""
+        """Return the bytes that stay in memory between steps."""
         return self.weights + self.gradients + self.moments + self.master + self.state
 
     @property
@@ -70,8 +139,8 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Inference:
-    """Bytes while decoding `tokens` of all sequences together."""
+class InferenceMemory:
+    """Bytes while decoding, for the tokens of all sequences together."""
 
     weights: float
     state: float
@@ -83,67 +152,69 @@ class Inference:
         return self.weights + self.state + self.cache + self.router_cache
 
 
-def training(shape: Outline, tokens: int, number: int, checkpointing: bool = False) -> Training:
-    kept_by_routers = [sum(cost.kept for cost in sparse.costs) for sparse in shape.sparse]
-    routers = max(kept_by_routers, default=0.0) if checkpointing else sum(kept_by_routers)
-    return Training(
-        weights=float(number * shape.parameters),
-        gradients=float(number * shape.trained),
+def training_memory(shape: ModelShape, tokens: int, number_bytes: int, checkpointing: bool = False) -> TrainingMemory:
+    """Return the memory of a training step on `tokens` tokens."""
+    saved_by_routers = [sum(cost.kept for cost in sparse.costs) for sparse in shape.sparse]
+    routers = max(saved_by_routers, default=0.0) if checkpointing else sum(saved_by_routers)
+    return TrainingMemory(
+        weights=float(number_bytes * shape.parameters),
+        gradients=float(number_bytes * shape.trained),
         moments=float(MOMENTS * shape.trained),
-        master=0.0 if number >= MASTER else float(MASTER * shape.trained),
-        activations=tokens * activations(shape, number, checkpointing),
+        master=0.0 if number_bytes >= MASTER else float(MASTER * shape.trained),
+        activations=tokens * activation_bytes(shape, number_bytes, checkpointing),
         routers=tokens * routers,
         state=float(shape.state),
     )
 
 
-def inference(shape: Outline, tokens: int, number: int) -> Inference:
+def inference_memory(shape: ModelShape, tokens: int, number_bytes: int) -> InferenceMemory:
+    """Return the memory of decoding, with `tokens` tokens in the caches."""
     cache, rows = 0.0, 0.0
     if shape.decodes:
-        cache = float(sum(number * layer.attention.cached for layer in shape.layers))
+        cache = float(sum(number_bytes * layer.attention.cached for layer in shape.layers))
         rows = sum(cost.cached for sparse in shape.sparse for cost in sparse.costs)
-    return Inference(float(number * shape.parameters), float(shape.state), tokens * cache, tokens * rows)
+    return InferenceMemory(float(number_bytes * shape.parameters), float(shape.state), tokens * cache, tokens * rows)
 
 
-def layer_activations(layer: LayerShape, number: int) -> float:
-    """Bytes a token."""
+def activation_bytes(shape: ModelShape, number_bytes: int, checkpointing: bool) -> float:
+    """Return the activations in bytes per token, at the peak of a training step."""
+    each = [_layer_activation_bytes(layer, number_bytes) for layer in shape.layers]
+    outside = number_bytes * (2 * shape.dim + shape.vocabulary)
+    loss = 3.0 * FLOAT * shape.vocabulary
+    if not checkpointing:
+        return sum(each) + outside + loss
+    inputs = sum(number_bytes * layer.dim for layer in shape.layers)
+    return inputs + outside + max(*each, loss)
+
+
+def _layer_activation_bytes(layer: LayerShape, number_bytes: int) -> float:
+    """Return what one layer saves for its backward, in bytes per token."""
     attention = layer.attention
     width = attention.key_width + attention.value_width
     numbers = 6.0 * layer.dim + attention.key_heads * width + attention.heads * width
     numbers += 2 * max(layer.dense_widths - layer.dim, 0)
-    beside = float(FLOAT * attention.heads)  # the logarithms of the sums
-    if number < FLOAT:
-        beside += 2 * FLOAT * layer.dim
+    other_bytes = float(FLOAT * attention.heads)  # the softmax's log-sums, float32 in any dtype
+    if number_bytes < FLOAT:
+        other_bytes += 2 * FLOAT * layer.dim
     if layer.sparse is not None:
         sparse = layer.sparse
-        slot = sparse.inner + sparse.hidden if sparse.ours else 2 * (layer.dim + sparse.inner)
+        slot = sparse.inner + sparse.hidden if sparse.runs_holdfast else 2 * (layer.dim + sparse.inner)
         numbers += sparse.active.slots * slot
-        beside += sum(cost.kept for cost in sparse.costs)
-    return number * numbers + beside
-
-
-def activations(shape: Outline, number: int, checkpointing: bool) -> float:
-    """Bytes a token, at the peak of a step."""
-    each = [layer_activations(layer, number) for layer in shape.layers]
-    outside = number * (2 * shape.dim + shape.vocabulary)
-    loss = 3.0 * FLOAT * shape.vocabulary
-    if not checkpointing:
-        return sum(each) + outside + loss
-    inputs = sum(number * layer.dim for layer in shape.layers)
-    return inputs + outside + max(*each, loss)
+        other_bytes += sum(cost.kept for cost in sparse.costs)
+    return number_bytes * numbers + other_bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one GPU, in bytes."""
+    """What one GPU holds, and what it sends in a step, in bytes."""
 
     name: str
     held: float  # weights, gradients, optimizer, state
-    gathered: float  # for a moment
+    gathered: float  # weights of other GPUs, held temporarily
     activations: float
-    sent: float  # a step, for the model
-    exchanged: float  # a step, between experts
-    summed: float  # a step, for the routers' state
+    sent: float  # for weights and gradients
+    exchanged: float  # tokens sent to experts and back
+    summed: float  # for the routers' state
 
     @property
     def total(self) -> float:
@@ -155,77 +226,85 @@ class Layout:
 
 
 def layouts(
-    shape: Outline, memory: Training, *, gpus: int, tokens: int, number: int, checkpointing: bool = False
+    shape: ModelShape, memory: TrainingMemory, *, gpus: int, tokens: int, number_bytes: int, checkpointing: bool = False
 ) -> list[Layout]:
-    """`tokens` are one GPU's."""
-    summed = reduced(float(sums(shape) + (sums_again(shape) if checkpointing else 0)), gpus)
-    ways: list[Callable[[], Layout]] = [
-        lambda: _ddp(memory, gpus, summed),
-        lambda: _fsdp(shape, memory, gpus, number, summed),
-        lambda: _expert(shape, memory, gpus, tokens, number, summed, checkpointing),
+    """Return the layouts "ddp", "fsdp" and "expert". `tokens` is the number of tokens of one GPU."""
+    summed = statistics_bytes(shape) + (recomputed_statistics_bytes(shape) if checkpointing else 0)
+    sent_for_state = all_reduce_bytes(float(summed), gpus)
+    return [
+        _ddp(memory, gpus, sent_for_state),
+        _fsdp(shape, memory, gpus, number_bytes, sent_for_state),
+        _expert_parallel(shape, memory, gpus, tokens, number_bytes, sent_for_state, checkpointing),
     ]
-    return [way() for way in ways]
 
 
-def sums(shape: Outline) -> int:
-    """Bytes of the statistics that routers sum over ranks in one training forward."""
+def statistics_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the statistics that routers sum over ranks in one training forward."""
     return sum(cost.summed for sparse in shape.sparse for cost in sparse.costs)
 
 
-def sums_again(shape: Outline) -> int:
-    """And in a recomputation of it."""
+def recomputed_statistics_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the statistics that routers sum over ranks in a recomputation."""
     return sum(cost.summed_again for sparse in shape.sparse for cost in sparse.costs)
 
 
-def reduced(size: float, gpus: int) -> float:
-    """What each GPU sends in a ring all-reduce."""
+def all_reduce_bytes(size: float, gpus: int) -> float:
+    """Return the bytes that each GPU sends in a ring all-reduce of `size` bytes."""
     return 2 * size * (gpus - 1) / gpus
 
 
-def _ddp(memory: Training, gpus: int, summed: float) -> Layout:
-    return Layout("ddp", memory.held, 0.0, memory.activations, reduced(memory.gradients, gpus), 0.0, summed)
+def _ddp(memory: TrainingMemory, gpus: int, summed: float) -> Layout:
+    return Layout("ddp", memory.held, 0.0, memory.activations, all_reduce_bytes(memory.gradients, gpus), 0.0, summed)
 
 
-def _fsdp(shape: Outline, memory: Training, gpus: int, number: int, summed: float) -> Layout:
+def _fsdp(shape: ModelShape, memory: TrainingMemory, gpus: int, number_bytes: int, summed: float) -> Layout:
     share = (gpus - 1) / gpus
     sharded = memory.held - memory.state
-    whole = 2 * number * max(layer.parameters for layer in shape.layers) if gpus > 1 else 0.0
+    gathered = 2 * number_bytes * max(layer.parameters for layer in shape.layers) if gpus > 1 else 0.0
     sent = (2 * memory.weights + memory.gradients) * share
-    return Layout("fsdp", sharded / gpus + memory.state, whole, memory.activations, sent, 0.0, summed)
+    return Layout("fsdp", sharded / gpus + memory.state, gathered, memory.activations, sent, 0.0, summed)
 
 
-def visited(experts: int, used: float, processes: int) -> float:
-    """How many other processes have one of the `used` experts of a token, on average, where all are as likely.
-
-    A mean number that is none of experts counts as of tokens that use the next lower and the next higher one.
-    """
-
-    def of(number: int) -> float:
-        return (processes - 1) * (1 - math.comb(experts - experts // processes, number) / math.comb(experts, number))
-
-    lower = math.floor(used)
-    return of(lower) if lower == used else (lower + 1 - used) * of(lower) + (used - lower) * of(lower + 1)
-
-
-def row(layer: LayerShape, number: int, checkpointing: bool = False) -> float:
-    """Bytes that travel for each GPU that a token goes to."""
-    assert layer.sparse is not None
-    again = int(checkpointing)
-    vectors = 4 + again * (2 if layer.goes_on else 1)
-    return vectors * layer.dim * number + layer.sparse.active.slots * (INTEGER * (1 + again) + FLOAT * (2 + again))
-
-
-def _expert(
-    shape: Outline, memory: Training, gpus: int, tokens: int, number: int, summed: float, checkpointing: bool
+def _expert_parallel(
+    shape: ModelShape,
+    memory: TrainingMemory,
+    gpus: int,
+    tokens: int,
+    number_bytes: int,
+    summed: float,
+    checkpointing: bool,
 ) -> Layout:
-    divided = math.gcd(gpus, *(sparse.experts for sparse in shape.sparse))
+    shards = math.gcd(gpus, *(sparse.experts for sparse in shape.sparse))
     experts = shape.expert_parameters / shape.parameters
-    held = (memory.held - memory.state) * (1 - experts + experts / divided) + memory.state
+    held = (memory.held - memory.state) * (1 - experts + experts / shards) + memory.state
     exchanged = tokens * sum(
-        visited(sparse.experts, sparse.active.training, divided) * row(layer, number, checkpointing)
+        mean_other_ranks(sparse.experts, sparse.active.training, shards)
+        * exchanged_bytes(layer, number_bytes, checkpointing)
         for layer in shape.layers
         if (sparse := layer.sparse) is not None
     )
-    shared = reduced(memory.gradients * (1 - experts), gpus)
-    own = reduced(memory.gradients * experts / divided, gpus // divided)
-    return Layout("expert", held, 0.0, memory.activations, shared + own, exchanged, summed)
+    replicated = all_reduce_bytes(memory.gradients * (1 - experts), gpus)
+    own = all_reduce_bytes(memory.gradients * experts / shards, gpus // shards)
+    return Layout("expert", held, 0.0, memory.activations, replicated + own, exchanged, summed)
+
+
+def mean_other_ranks(experts: int, used: float, ranks: int) -> float:
+    """Return how many other ranks hold one of the `used` experts of a token, on average, if all sets are equally likely.
+
+    If `used` is not a whole number, some tokens use the next lower number of experts and the rest the next higher one.
+    """
+
+    def mean(number: int) -> float:
+        return (ranks - 1) * (1 - math.comb(experts - experts // ranks, number) / math.comb(experts, number))
+
+    lower = math.floor(used)
+    return mean(lower) if lower == used else (lower + 1 - used) * mean(lower) + (used - lower) * mean(lower + 1)
+
+
+def exchanged_bytes(layer: LayerShape, number_bytes: int, checkpointing: bool = False) -> float:
+    """Return the bytes that a step sends for each pair of a token and another rank that holds its experts."""
+    assert layer.sparse is not None
+    again = int(checkpointing)
+    vectors = 4 + again * (2 if layer.continues_after_experts else 1)
+    indices_and_weights = layer.sparse.active.slots * (INTEGER * (1 + again) + FLOAT * (2 + again))
+    return vectors * layer.dim * number_bytes + indices_and_weights

@@ -1,4 +1,4 @@
-"""Stored results and audits, each as one HTML file with plots. Reads JSON, never a live model."""
+"""HTML reports of stored comparisons and audits, each one file with plots, rendered from JSON and never from a model."""
 
 from holdfast.report.audit_page import render_audit, write_audit
 from holdfast.report.comparison_page import render, write_report

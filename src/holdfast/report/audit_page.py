@@ -1,6 +1,6 @@
-"""The plots of an audit as plain data for plotly, as in `holdfast.report.plots`.
+"""The HTML page of an audit, rendered from the stored JSON alone: its verdict, tables, tokens at risk and plots.
 
-The page of an audit: what is wrong with a model, from the stored JSON alone.
+Plots are data for plotly, as in `holdfast.report.plots`.
 """
 
 import math
@@ -12,19 +12,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.page_shell import coloured, filled, flat, write_page
+from holdfast.report.page_shell import decimal, flattened, listed, render_template, with_text_colour, write_page
 from holdfast.report.plot_data import (
     ALL_LAYERS,
     Plot,
     Trace,
     curve_of,
-    every,
-    folded,
-    height,
-    label,
+    escaped,
     layer_axis,
     names_axis,
+    plot_height,
+    tick_step,
     trace,
+    wrapped_label,
 )
 from holdfast.report.stored_audit import (
     AtRisk,
@@ -38,27 +38,27 @@ from holdfast.report.stored_audit import (
     parse_audit,
     read_audit,
 )
-from holdfast.report.verdict import figure, listed
 
-DECADES = (-5, 0)  # of the shares that change: from what stands for 0 to all
-LEAST = -4.5  # the logarithm that the smallest change above 0 is drawn with
-MOST_GAPS = 32  # cells in a row with a pixel between them; with more there would be little else on a phone
-LOW = 1e-3  # a relative radius that nobody would notice
+DECADES = (-5, 0)  # powers of ten of the shares that flip; the lowest stands for 0
+LEAST = -4.5  # the smallest shares above 0 are drawn at this power of ten
+MOST_GAPS = 32  # rows of more cells have no gaps, which would fill a phone's screen
+LOW = 1e-3  # a perturbation of this relative size is too small to notice
 
 
 def audit_plots(audit: Audit) -> list[Plot]:
-    """Those that have something to show."""
+    """Return the plots that have data."""
     return [plot for plot in (make(audit) for make in (flips, radii, undecided, load)) if plot.data]
 
 
 def flips(audit: Audit) -> Plot:
+    """Draw the share of flips by perturbation and layer as a heat map."""
     layers = [layer.layer for layer in audit.layers]
     names, shares, texts = [], [], []
     for name, (one, _) in audit.ran.items():
         found = {layer.layer: layer.flips for layer in one.layers}
-        names.append(folded(name))
+        names.append(wrapped_label(name))
         shares.append([_logarithm(found.get(layer)) for layer in layers])
-        texts.append([f"{label(name)}, layer {layer}: {_percent(found.get(layer))}" for layer in layers])
+        texts.append([f"{escaped(name)}, layer {layer}: {_percent(found.get(layer))}" for layer in layers])
     ticks = list(range(DECADES[0], DECADES[1] + 1))
     bar = {
         "tickvals": ticks,
@@ -66,16 +66,16 @@ def flips(audit: Audit) -> Plot:
         **_bar("% of the tokens"),
     }
     data = [_heat(layers, names, shares, texts, zmin=DECADES[0], zmax=DECADES[1], colorbar=bar)] if names else []
-    layout = {"xaxis": _cells(layers, "layer"), "yaxis": names_axis(), "height": 90 + height(data)}
+    layout = {"xaxis": _cells(layers, "layer"), "yaxis": names_axis(), "height": 90 + plot_height(data)}
     caption = (
-        "The share of tokens whose set of experts changes, by perturbation and layer, on a logarithmic scale. "
-        "What has no effect on a token should be at 0 in every layer; a gap is a layer without such tokens."
+        "The share of tokens that flip, by perturbation and layer, on a logarithmic scale. A perturbation that does not "
+        "change the token itself should flip none; a gap is a layer without tokens to compare."
     )
-    return Plot("flips", "What changes, layer by layer", caption, data, layout)
+    return Plot("flips", "Flips by layer", caption, data, layout)
 
 
 def radii(audit: Audit) -> Plot:
-    """Bars over the logarithms of the radii. What is below all edges, and above, stands beside them in bins of their own."""
+    """Draw a histogram of the logarithms of the radii. Radii below and above all edges have bins of their own."""
     known = {str(layer.layer): layer.radius for layer in audit.layers if isinstance(layer.radius, Radii)}
     data: list[Trace] = []
     if known:
@@ -97,14 +97,15 @@ def radii(audit: Audit) -> Plot:
     }  # fmt: skip
     kinds = " and ".join(sorted({found.kind for found in known.values()}))
     caption = (
-        "How far a router's input may move, in shares of its length, before its token can change experts "
-        f"({label(kinds)} certificates). Left of the dotted line, at {LOW:g}, nobody would notice the change. "
-        "The outermost bars hold everything beyond."
+        "The relative radius: no perturbation of the router's input up to this share of its norm can flip the token "
+        f"({escaped(kinds)} certificates). Left of the dotted line, at {LOW:g}, a change too small to notice may flip it. "
+        "The outermost bars contain all smaller and all larger radii."
     )
     return Plot("radii", "Certified radii", caption, data, layout)
 
 
 def undecided(audit: Audit) -> Plot:
+    """Draw the share of undecided tokens by layer, a curve for each dtype."""
     found: dict[str, list[tuple[int, float]]] = {}
     for layer in audit.layers:
         if not isinstance(layer.undecided, Skipped):
@@ -112,19 +113,20 @@ def undecided(audit: Audit) -> Plot:
                 found.setdefault(name, []).append((layer.layer, 100 * one.share))
     data = []
     for place, (name, shares) in enumerate(found.items()):
-        hover = f"{label(name)}, layer %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
+        hover = f"{escaped(name)}, layer %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
         x, y = [layer for layer, _ in shares], [share for _, share in shares]
-        data.append(curve_of(place, None, x, y, hover, name=label(name)))
+        data.append(curve_of(place, None, x, y, hover, name=escaped(name)))
     layout = {
         "xaxis": layer_axis(1 + max(layer.layer for layer in audit.layers)),
         "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
     }
-    caption = "The share of tokens that rounding to a dtype, of a router's input and weights, may send to other experts."
+    caption = "The share of tokens that may flip if the router's input and weights are rounded to a dtype."
     return Plot("undecided", "Undecided tokens", caption, data, layout)
 
 
 def load(audit: Audit) -> Plot:
+    """Draw the load of each expert of each layer as a heat map."""
     layers = [str(layer.layer) for layer in audit.layers]
     most = max(len(layer.load.percent) for layer in audit.layers)
     rows, texts = [], []
@@ -144,13 +146,14 @@ def load(audit: Audit) -> Plot:
         "height": tall,
     }
     caption = (
-        "How many tokens chose each expert, over what it would be if all of its layer were chosen equally often (1); "
-        "0 is a dead expert."
+        "The number of tokens that selected each expert, divided by the even load of its layer: 1 is even, 0 is a dead "
+        "expert."
     )
     return Plot("load", "Load per expert", caption, data, layout)
 
 
 def _histogram(layer: str, edges: Sequence[float], counts: Sequence[int]) -> Trace:
+    """Return the bars of one layer."""
     total = sum(counts) or 1
     shares = [100 * count / total for count in counts]
     centres = [(low + high) / 2 for low, high in pairwise(edges)]
@@ -161,7 +164,7 @@ def _histogram(layer: str, edges: Sequence[float], counts: Sequence[int]) -> Tra
 
 
 def _bins(edges: Sequence[float]) -> Iterator[str]:
-    """In words. The outermost edges are only drawn."""
+    """Yield each bin as text. The outermost edges are drawn but have no value."""
     values = [f"{10**edge:.2g}" for edge in edges]
     yield f"below {values[1]}"
     for low, high in pairwise(values[1:-1]):
@@ -176,14 +179,14 @@ def _heat(x: Sequence[Any], y: Sequence[Any], z: list[Any], texts: list[list[str
 
 
 def _bar(title: str) -> dict[str, Any]:
-    """A colour scale above the plot: beside it, a phone would have no room."""
+    """Return a colour scale above the plot: beside it there is no room on a phone."""
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 1}
     return {**place, "thickness": 10, "outlinewidth": 0, "tickangle": 0, "title": {"text": title, "side": "top"}}
 
 
 def _cells(numbers: Sequence[int], title: str) -> dict[str, Any]:
-    """The title begins with an empty line, or plotly sets it between two numbers where they are far apart."""
-    ticks = {"tick0": 0, "dtick": every(len(numbers))}
+    """Return an axis of whole numbers. An empty line before the title keeps it below the tick numbers."""
+    ticks = {"tick0": 0, "dtick": tick_step(len(numbers))}
     return {"title": {"text": f"<br>{title}"}, **ticks, "zeroline": False, "showgrid": False}
 
 
@@ -203,8 +206,8 @@ SAFE = "#fee8c8"
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """A table: what stands in front of each row, and its columns."""
+class Table:
+    """A table: the name of each row, and its cells by column."""
 
     names: list[str]
     rows: list[dict[str, str]]
@@ -212,7 +215,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Token:
-    """With what is around it; where its own characters cannot be told apart from its neighbours', with both beside it."""
+    """A token with the text around it; `context` has the whole text if the token's place in it is not known."""
 
     text: str
     level: int
@@ -224,7 +227,7 @@ class Token:
 
 
 def write_audit(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
-    """The page of a stored audit, of its file, or of the folder it is in. Overwrites nothing unless forced."""
+    """Write the page of a stored audit, given as data, as its file or as its folder. Overwrite a file only with `force`."""
     target = Path(path)
     if isinstance(stored, str | Path):
         source = Path(stored)
@@ -236,11 +239,11 @@ def write_audit(stored: Mapping[str, Any] | str | Path, path: str | Path, *, for
 
 
 def render_audit(stored: Mapping[str, Any]) -> str:
-    """The page. A `ValueError` says in one sentence what is wrong with what is stored."""
+    """Return the page as HTML. Raise ValueError with a one-line error if the stored audit is not valid."""
     found = findings(checked(stored))
     audit = parse_audit(stored)
     drawn = audit_plots(audit)
-    return filled(
+    return render_template(
         "audit.html",
         {"plots": {plot.name: asdict(plot) for plot in drawn}},
         title=audit.title,
@@ -261,15 +264,18 @@ def render_audit(stored: Mapping[str, Any]) -> str:
 
 
 def verdict(audit: Audit, severities: Sequence[str]) -> str:
+    """Return the number of findings by severity as a sentence."""
     counts = Counter(severities)
     said = listed([f"{count} {name}" for name, count in counts.items()]) if counts else ""
     few = "finding" if len(severities) == 1 else "findings"
-    found = f"{len(severities)} {few}, the most harmful first: {said}." if said else "Nothing to complain about."
-    return found if audit.status == "complete" else f"The audit was interrupted; this is of what it had seen. {found}"
+    found = f"{len(severities)} {few}, the most harmful first: {said}." if said else "No findings."
+    return (
+        found if audit.status == "complete" else f"The audit was interrupted; this page covers the finished batches. {found}"
+    )
 
 
-def layers_table(audit: Audit) -> Sheet:
-    """Layers without a certificate have dashes, and say why in the last column; all rows have the same columns."""
+def layers_table(audit: Audit) -> Table:
+    """Return routing metrics by layer. Layers without a certificate have dashes, and the reason in the last column."""
     widths = list(dict.fromkeys(strip.width for layer in audit.layers for strip in layer.near_ties.strips))
     undecided = [{} if isinstance(layer.undecided, Skipped) else layer.undecided for layer in audit.layers]
     dtypes = list(dict.fromkeys(name for one in undecided for name in one))
@@ -280,49 +286,52 @@ def layers_table(audit: Audit) -> Sheet:
         rows.append(
             {
                 "experts": str(layer.experts),
-                "entropy, nats": figure(layer.entropy, 3),
-                "of the most there can be": share(layer.entropy_share),
-                "unevenness of load (CV)": figure(layer.load.cv, 3),
+                "entropy, nats": decimal(layer.entropy, 3),
+                "entropy, share of maximum": share(layer.entropy_share),
+                "load unevenness (CV)": decimal(layer.load.cv, 3),
                 "dead experts": str(len(layer.load.dead)),
-                **{f"tokens within {width:g} of a tie": share(ties.get(width)) for width in widths},
+                **{f"near-ties ({width:g})": share(ties.get(width)) for width in widths},
                 **{f"undecided in {name}": share(dtype[name].share if name in dtype else None) for name in dtypes},
                 "median relative radius": _median(layer.radius),
-                **({"no certificate, because": reason} if any(reasons) else {}),
+                **({"why no certificate": reason} if any(reasons) else {}),
             }
         )
-    return Sheet([str(layer.layer) for layer in audit.layers], rows)
+    return Table([str(layer.layer) for layer in audit.layers], rows)
 
 
-def perturbations_table(audit: Audit) -> Sheet:
+def perturbations_table(audit: Audit) -> Table:
+    """Return what each perturbation changes."""
     rows = [
         {
-            "what it is": one.about,
-            "sets that change": share(found.flips),
-            "first experts": share(found.first_flips),
+            "what it does": one.about,
+            "flips": share(found.flips),
+            "first expert": share(found.first_flips),
             "output": share(found.output.total),
             "output, by flips": share(found.output.flip),
-            "output, the rest": share(found.output.rest),
+            "output, other": share(found.output.rest),
             "predictions": share(found.prediction_flips),
             "loss": signed(None if found.loss is None else found.loss.change),
         }
         for one, found in audit.ran.values()
     ]
-    return Sheet(list(audit.ran), rows)
+    return Table(list(audit.ran), rows)
 
 
-def skipped_table(audit: Audit) -> Sheet:
+def skipped_table(audit: Audit) -> Table:
+    """Return the perturbations that were skipped, with the reason."""
     skipped = {name: one for name, one in audit.perturbations.items() if one.skipped is not None}
-    rows = [{"what it is": one.about, "why": one.skipped or ""} for one in skipped.values()]
-    return Sheet(list(skipped), rows)
+    rows = [{"what it does": one.about, "why": one.skipped or ""} for one in skipped.values()]
+    return Table(list(skipped), rows)
 
 
 def what_if_tables(found: WhatIf) -> dict[str, Any]:
-    cost = Sheet(
+    """Return the cost and the changes before and after the router was replaced."""
+    cost = Table(
         [name.replace("_", " ") for name in found.cost],
         [{"before": number(pair.before, 4), "after": number(pair.after, 4)} for pair in found.cost.values()],
     )
     columns = {
-        "sets that change": found.flips,
+        "flips": found.flips,
         "output, by flips": found.flip_output,
         "predictions": found.prediction_flips,
     }
@@ -335,36 +344,37 @@ def what_if_tables(found: WhatIf) -> dict[str, Any]:
         }
         for name in found.flips
     ]
-    return {"router": found.router, "cost": cost, "changes": Sheet(list(found.flips), rows)}
+    return {"router": found.router, "cost": cost, "changes": Table(list(found.flips), rows)}
 
 
 def risks() -> list[dict[str, str]]:
-    """The legend, the worst first. A token's level is a place in it."""
-    named = [{"name": f"below {bound:g}", **coloured(colour)} for bound, colour in RISKS.items()]
-    return [*named, {"name": f"{max(RISKS):g} and more", **coloured(SAFE)}]
+    """Return the legend, the smallest radii first. A token's level is an index into it."""
+    named = [{"name": f"below {bound:g}", **with_text_colour(colour)} for bound, colour in RISKS.items()]
+    return [*named, {"name": f"{max(RISKS):g} and more", **with_text_colour(SAFE)}]
 
 
 def token(entry: AtRisk) -> Token:
+    """Return a token at risk with the text around it."""
     level = _level(entry.relative)
     if entry.position is None:
         where = f"row {entry.place} of batch {entry.batch}"
     else:
         where = f"position {entry.position} of sequence {entry.sequence}, batch {entry.batch}"
-    where = f"layer {entry.layer}, expert {entry.leaves} gives way to {entry.enters}; {where}"
+    where = f"layer {entry.layer}, expert {entry.leaves} would be replaced by {entry.enters}; {where}"
     radius = number(entry.relative, 2)
     if entry.text is None:
         return Token(f"row {entry.place}" if entry.token is None else f"token {entry.token}", level, radius, where)
     text, context, before, after = entry.text, entry.context or "", entry.before, entry.after
     if before is not None and after is not None and before + text + after == context:
         return Token(_lines(text), level, radius, where, _lines(before), _lines(after))
-    if text and _times(text, context) == 1:  # a word's leading space belongs to no token when it is decoded alone
+    if text and _times(text, context) == 1:  # decoded alone, a token may lose its leading space
         before, _, after = context.partition(text)
         return Token(_lines(text), level, radius, where, _lines(before), _lines(after))
     return Token(_lines(text), level, radius, where, context=_lines(context) if context else None)
 
 
 def view(audit: Audit) -> dict[str, list[dict[str, Any]]]:
-    """By layer, and for all of them by each token's least radius: the pieces of a text with their levels of risk."""
+    """Return the tokens of a text with their levels of risk, by layer; for all layers, by each token's smallest radius."""
     if audit.view is None or not audit.view.layers:
         return {}
     least = [_least(radii) for radii in zip(*audit.view.layers.values(), strict=True)]
@@ -388,27 +398,27 @@ def _level(relative: float | None) -> int:
 
 
 def how(audit: Audit) -> dict[str, dict[str, str]]:
-    """How it was run, in groups."""
+    """Return how the audit was run: model, data, settings, versions."""
     groups: dict[str, Mapping[str, Any]] = {
         "Model": audit.model,
         "Data": audit.data,
         "Settings": audit.settings,
         "Versions": audit.versions,
-        "Run": {"status": audit.status, "seconds": figure(audit.seconds, 1)},
+        "Run": {"status": audit.status, "seconds": decimal(audit.seconds, 1)},
     }
-    return {title: dict(flat(group)) for title, group in groups.items() if group}
+    return {title: dict(flattened(group)) for title, group in groups.items() if group}
 
 
 def share(value: float | None) -> str:
-    return figure(value) if value is None else f"{100 * value:.2f}%"
+    return decimal(value) if value is None else f"{100 * value:.2f}%"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    return figure(value) if value is None else f"{value:.{digits}g}"
+    return decimal(value) if value is None else f"{value:.{digits}g}"
 
 
 def signed(value: float | None) -> str:
-    return figure(value) if value is None else f"{value:+.4f}"
+    return decimal(value) if value is None else f"{value:+.4f}"
 
 
 def _median(found: Radii | Skipped) -> str:
@@ -418,10 +428,10 @@ def _median(found: Radii | Skipped) -> str:
 
 
 def _times(text: str, within: str) -> int:
-    """How often it occurs, overlapping itself or not."""
+    """Return how often `text` occurs, overlaps counted."""
     return sum(within.startswith(text, place) for place in range(len(within)))
 
 
 def _lines(text: str) -> str:
-    """Ends of lines are marked, since a token may be nothing else."""
+    """Mark ends of lines, since a token may consist of nothing else."""
     return "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))

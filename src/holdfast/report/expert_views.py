@@ -1,12 +1,11 @@
-"""Expert graphs as they evolved (Symphony's paper, figure 4): the data of one heat map for each snapshot.
+"""Two views of experts, as data for the page: the expert graph over training, and tokens coloured by expert.
 
-A learned graph is Symphony's A, where a_jk is how much the score of expert k counts for expert j. Other routers have none;
-theirs is how often the tokens chose two experts together, each row as shares of its sum.
+The expert graph (Symphony's paper, figure 4) has one heat map for each snapshot. A learned graph is Symphony's A, where a_jk
+is the weight of the score of expert k in that of expert j. For other routers it is how often tokens select two experts
+together, each row as shares of its sum.
 
-
-Which expert took what (ACMoE's paper, figure 1): words and patches in the colours of their experts, as data for the page.
-
-The page's script builds the views, and sets strings only as text, never as markup.
+Tokens by expert (ACMoE's paper, figure 1) are words or image patches in the colours of their first expert. The page's
+script builds them, and inserts strings only as text, never as markup.
 """
 
 import base64
@@ -18,17 +17,17 @@ from holdfast.report.stored_comparison import Cell, Picture, Results, Snapshots,
 
 Graph = list[list[float | None]]
 
-SHOWN = 12  # snapshots at most; more heat maps nobody reads, and they make the page large
+SHOWN = 12  # snapshots at most: more heat maps make the page large and hard to read
 MEANING = {
-    "learned": "the graph that {router} learnt: how much the score of a column's expert counts for the expert of the row",
-    "co-selection": "which experts {router} chose together: of all that tokens of a row's expert chose, the share "
-    "of the column's",
+    "learned": "the graph that {router} learned: the weight of the column's expert in the score of the row's expert",
+    "co-selection": "how often {router} selects two experts together: of all selected by tokens of the row's expert, "
+    "the share of the column's expert",
 }
 
 
 @dataclass(frozen=True)
 class Evolution:
-    router: int  # its place among the rows
+    router: int  # its index among the rows
     caption: str
     steps: list[int]
     low: float  # ends of the colour scale, which all layers and snapshots share
@@ -37,7 +36,7 @@ class Evolution:
 
 
 def evolutions(results: Results) -> list[Evolution]:
-    """Of the first seed of each router that has graphs."""
+    """Return the expert graphs of the first seed of each router that has some."""
     found = []
     for place, row in enumerate(results.rows):
         cell = results.first_seed_of(row.router, _has_graphs)
@@ -65,7 +64,7 @@ def _evolution(place: int, cell: Cell, snapshots: Snapshots) -> Evolution:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Places among `count`, the first and the last always, and `most` at most."""
+    """Return at most `most` evenly spaced indices below `count`, with the first and the last."""
     return list(range(count)) if count <= most else [round(at * (count - 1) / (most - 1)) for at in range(most)]
 
 
@@ -77,12 +76,12 @@ def _has_graphs(cell: Cell) -> bool:
     return cell.snapshots is not None and any(layer.graphs for layer in cell.snapshots.layers)
 
 
-# Far from each other, and from grey, the colour of the pictures under them.
+# Far from each other, and from grey, the colour of the images below them.
 COLOURS = (
     "#e6194b", "#3cb44b", "#ffd500", "#4363d8", "#f58231", "#911eb4", "#42d4f4", "#f032e6",
     "#bfef45", "#f5a3bd", "#2f8f86", "#c9a6f7", "#9a6324", "#8c1c1c", "#8ff0b0", "#808000",
 )  # fmt: skip
-BORDERS = ("none", "dashed", "dotted", "double")  # these tell experts apart whose colours are the same
+BORDERS = ("none", "dashed", "dotted", "double")  # these distinguish experts of the same colour
 
 Pixels = tuple[int, int, str]  # width, height, and base64 of a byte for each pixel, row by row
 
@@ -90,13 +89,13 @@ Pixels = tuple[int, int, str]  # width, height, and base64 of a byte for each pi
 @dataclass(frozen=True)
 class Views:
     shown: list[dict[str, Any]]  # one for each router that has one
-    pixels: list[Pixels]  # routers are shown the same pictures, so these are kept once
+    pixels: list[Pixels]  # all routers show the same images, so each is stored once
     experts: list[int]  # all that occur, for the legend
     caption: str
 
 
 def views(results: Results) -> Views:
-    """Of the first seed of each router that has a view."""
+    """Return the views of the first seed of each router that has one."""
     cells = [results.first_seed_of(row.router, _has_a_view) for row in results.rows]
     pixels = {pixels_of(picture): None for cell in cells if cell for picture in _pictures(cell)}
     places = {found: place for place, found in enumerate(pixels)}
@@ -114,18 +113,18 @@ def views(results: Results) -> Views:
     return Views(shown, list(pixels), sorted(experts), _caption([cell for cell in cells if cell]))
 
 
-def look(expert: int) -> str:
-    """The classes that give an expert its colour and its border; the page's script names them the same way."""
+def css_classes(expert: int) -> str:
+    """Return the CSS classes of an expert's colour and border; views.js computes the same names."""
     return f"expert-{expert % len(COLOURS)} border-{expert // len(COLOURS) % len(BORDERS)}"
 
 
-def ink_on(colour: str) -> str:
-    """Black or white, whichever can be read better: one of them always has a contrast above 4.5."""
+def text_colour_on(colour: str) -> str:
+    """Return black or white, whichever has more contrast: one of them always has a contrast above 4.5."""
     return "#000000" if luminance(colour) > 0.179 else "#ffffff"
 
 
 def luminance(colour: str) -> float:
-    """As WCAG 2.1 defines it, from 0 to 1."""
+    """Return the relative luminance as WCAG 2.1 defines it, from 0 to 1."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -137,11 +136,11 @@ def pixels_of(picture: Picture) -> Pixels:
 
 
 def _caption(cells: list[Cell]) -> str:
-    parts = {"piece of a test text" if isinstance(cell.view, TextView) else "patch of test pictures" for cell in cells}
+    parts = {"piece of a test text" if isinstance(cell.view, TextView) else "patch of test images" for cell in cells}
     seeds = sorted({cell.seed for cell in cells})
     return (
         f"The first expert of every {' and every '.join(sorted(parts))}, as of seed {', '.join(map(str, seeds))}. Experts "
-        "have no common names: one colour is one expert within a router and a layer, and says nothing about another's."
+        "have no common order: one colour is one expert within a router and a layer, and means nothing in another."
     )
 
 

@@ -1,22 +1,23 @@
-"""What all pages share: themes, scripts, the templates' surroundings, and the rules for writing a page to a file."""
+"""What all pages share: colour themes, rendering of templates with their scripts, writing of files, number formats."""
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import require_extra
-from holdfast.files import write_whole
-from holdfast.report.expert_views import BORDERS, COLOURS, ink_on
+from holdfast.files import write_atomically
+from holdfast.report.expert_views import BORDERS, COLOURS, text_colour_on
 from holdfast.report.stored_comparison import NAME
 
 PAGE = Path(__file__).parent / "page"  # templates, style and scripts
-SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one calls the others
+SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one uses the others
 AUDIT = "audit.json"
 STORED = {NAME: "stored results", AUDIT: "a stored audit"}
 
-# Okabe and Ito's colours for the colour-blind, darkened or lightened until they can be read on their ground.
+# Okabe and Ito's colours for the colour-blind, darkened or lightened for contrast with the background.
 THEMES: dict[str, dict[str, Any]] = {
     "light": {
         "ground": "#ffffff",
@@ -40,7 +41,7 @@ THEMES: dict[str, dict[str, Any]] = {
 
 
 def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> Path:
-    """Whole or not at all, and over nothing that is there already unless forced; never over what pages are made from."""
+    """Write a page atomically. Raise ValueError if the file exists and `force` is False, or has the name of a result."""
     if path.is_dir() or path.name in STORED:
         what = "a folder" if path.is_dir() else f"the name of {STORED[path.name]}"
         raise ValueError(f"{path} is {what}; name an .html file to write to.")
@@ -48,12 +49,12 @@ def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> P
         raise ValueError(f"{path} is a symbolic link; remove it, or name another file.")
     if path.exists() and not force:
         raise ValueError(f"{path} exists; choose another file with --out, or overwrite it with --force.")
-    write_whole(path, page())
+    write_atomically(path, page())
     return path
 
 
-def filled(template: str, data: Mapping[str, Any], **values: Any) -> str:
-    """A page. All values are escaped; scripts run only if they are ours, by their checksums. `data` is what they draw."""
+def render_template(template: str, data: Mapping[str, Any], **values: Any) -> str:
+    """Return a page. All values are escaped; only the scripts with our checksums may run. `data` is what they draw."""
     require_extra("writing a page", "jinja2", "plotly")
     import jinja2
     from markupsafe import Markup
@@ -74,7 +75,7 @@ def filled(template: str, data: Mapping[str, Any], **values: Any) -> str:
     return templates.get_template(template).render(
         data={**empty, **data, "themes": THEMES, "looks": looks},
         themes=THEMES,
-        experts=[coloured(colour) for colour in COLOURS],
+        experts=[with_text_colour(colour) for colour in COLOURS],
         borders=BORDERS,
         style=Markup((PAGE / "report.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in scripts],
@@ -83,15 +84,30 @@ def filled(template: str, data: Mapping[str, Any], **values: Any) -> str:
     )
 
 
-def coloured(colour: str) -> dict[str, str]:
-    """A ground, and what can be read on it."""
-    return {"colour": colour, "ink": ink_on(colour)}
+def with_text_colour(colour: str) -> dict[str, str]:
+    """Return a background colour with a text colour that is readable on it."""
+    return {"colour": colour, "ink": text_colour_on(colour)}
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A tree as dotted names and words."""
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the entries of a nested mapping as dotted names and text."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as text: "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def decimal(value: float | None, digits: int = 2) -> str:
+    """Return a number with a fixed number of decimals, and a dash for None."""
+    return "\u2013" if value is None else f"{value:,.{digits}f}"
+
+
+def rise(nats: float) -> float:
+    """Return the rise of a perplexity in percent, from the rise of the loss in nats."""
+    return 100 * math.expm1(nats)

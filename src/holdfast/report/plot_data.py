@@ -1,12 +1,7 @@
-"""What all plots are made of: traces as plain data for plotly, marks, labels and axes.
+"""What all plots are made of (traces for plotly, marks, labels, axes), and the plots of attacks and of routing stability.
 
-A trace's `meta` says which router it belongs to, by place among the rows, and where needed which layer; the page's script
-shows and hides by these.
-
-
-Every attack that was tried, beside the one that routers are compared by: a table and a plot.
-
-How steady the choice of experts is: while the router learns, and when its input is disturbed.
+A trace's `meta` has the index of its router among the rows, and where needed its layer; the page's script shows and hides
+traces by these. `plots` has the other plots of a comparison.
 """
 
 import html
@@ -17,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.report.page_shell import decimal, listed, rise
 from holdfast.report.stored_comparison import Cell, Layer, Results
-from holdfast.report.verdict import figure, listed, rise
 
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "triangle-down", "cross", "x", "star")  # plotly's names
 DASHES = ("solid", "dash", "dot", "dashdot")
-WIDTH = 22  # of names on an axis, in characters
+WIDTH = 22  # characters of a line of a name on an axis
 ALL_LAYERS = "all"
 
 Trace = dict[str, Any]
@@ -38,7 +33,7 @@ class Plot:
 
     @property
     def layered(self) -> bool:
-        """Whether it shows one layer at a time."""
+        """Whether the plot shows one layer at a time."""
         return any("layer" in trace["meta"] for trace in self.data)
 
 
@@ -56,7 +51,7 @@ def curve_of(
 
 
 def range_over_layers(router: int, routers: int, found: Sequence[tuple[int, Sequence[float]]], hover: str) -> Trace:
-    """A layer's mean over seeds, with a bar from the lowest seed to the highest."""
+    """Return the curve of each layer's mean over seeds, with bars from the lowest seed to the highest."""
     means = [statistics.fmean(values) for _, values in found]
     bars = {
         "type": "data",
@@ -66,17 +61,17 @@ def range_over_layers(router: int, routers: int, found: Sequence[tuple[int, Sequ
         "thickness": 1.5,
         "width": 3,
     }
-    # side by side, or the bars of the routers hide each other
+    # next to each other, or the bars of the routers would hide each other
     x = [layer + 0.06 * (router - (routers - 1) / 2) for layer, _ in found]
     return curve_of(router, None, x, means, hover, error_y=bars)
 
 
 def layer_axis(layers: int) -> dict[str, Any]:
-    return {"title": {"text": "layer"}, "tick0": 0, "dtick": every(layers), "zeroline": False}
+    return {"title": {"text": "layer"}, "tick0": 0, "dtick": tick_step(layers), "zeroline": False}
 
 
-def every(count: int) -> int:
-    """Ticks on whole numbers, about ten of them at most."""
+def tick_step(count: int) -> int:
+    """Return the step between ticks on whole numbers, for about ten ticks at most."""
     return max(1, math.ceil(count / 10))
 
 
@@ -88,23 +83,23 @@ def dash(router: int) -> str:
     return DASHES[router // len(SYMBOLS) % len(DASHES)]
 
 
-def label(name: str) -> str:
-    """A name as it is: plotly reads tags in its texts, and fields in braces in its templates."""
+def escaped(name: str) -> str:
+    """Return a name that plotly shows literally: it reads tags in its texts, and fields in braces in its templates."""
     return html.escape(name, quote=False).replace("%", "&#37;")
 
 
-def folded(name: str) -> str:
-    """A label in lines of at most WIDTH, broken between words where it can be: on a phone long names leave no room."""
+def wrapped_label(name: str) -> str:
+    """Return an escaped name in lines of at most WIDTH, broken between words if possible, so that it fits on a phone."""
     lines = [""]
     for word in re.findall(rf"[^+, ]{{1,{WIDTH - 2}}}[+, ]{{0,2}}|[+, ]", name):
         if len(lines[-1]) + len(word.rstrip()) > WIDTH:
             lines.append("")
         lines[-1] += word
-    return "<br>".join(map(label, lines))
+    return "<br>".join(map(escaped, lines))
 
 
-def height(data: Sequence[Trace]) -> int:
-    """For names on the y axis, with room for those of several lines."""
+def plot_height(data: Sequence[Trace]) -> int:
+    """Return the height of a plot with names on its y axis, with room for names of several lines."""
     names = {name for trace in data for name in trace["y"]}
     return 100 + sum(22 + 16 * (1 + name.count("<br>")) for name in names)
 
@@ -114,7 +109,7 @@ def names_axis() -> dict[str, Any]:
 
 
 def by_layer(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Layer]]]:
-    """The routing on the clean data of all seeds: first of all layers together, then of each."""
+    """Yield the routing metrics of all seeds on clean data: first of all layers together, then of each layer."""
     found: dict[int, list[Layer]] = {}
     for layer in (layer for cell in cells for layer in cell.clean.routing.layers):
         found.setdefault(layer.layer, []).append(layer)
@@ -125,50 +120,51 @@ def by_layer(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Layer]]]:
 
 
 def mean_of(values: Iterable[Any], read: Callable[[Any], float | None]) -> float | None:
-    """Over those that have one."""
+    """Return the mean over the values that have a number; None if none has."""
     numbers = [number for number in map(read, values) if number is not None]
     return statistics.fmean(numbers) if numbers else None
 
 
 def every_attack_table(results: Results) -> Iterator[dict[str, str]]:
-    """A row for each router, by column; none where nothing was tried."""
+    """Yield for each router its result under every attack; yield nothing if there was no attack."""
     names = _names(results)
     for row in results.rows if names else []:
         cells = results.cells_of(row.router)
         columns = {}
         for name in names:
-            columns[name] = figure(mean_of(_figures(cells, name), float))
+            columns[name] = decimal(mean_of(_results_of(cells, name), float))
             if any(trial.cost for cell in results.cells if (trial := cell.trials.get(name))):
                 nats = [trial.cost.mean for cell in cells if (trial := cell.trials.get(name)) and trial.cost]
                 mean = mean_of([number for number in nats if number is not None], float)
-                columns[f"{name}, cost on untouched words"] = figure(None) if mean is None else f"{rise(mean):+.2f}%"
+                columns[f"{name}, cost on untouched words"] = decimal(None) if mean is None else f"{rise(mean):+.2f}%"
         yield columns
 
 
 def every_attack(results: Results) -> Plot:
+    """Draw each router's result under every attack."""
     measure, data = results.run.measure, list[Trace]()
     for place, row in enumerate(results.rows):
         means: dict[str, float] = {}
         for name in _names(results):
-            seeds = _figures(results.cells_of(row.router), name)
+            seeds = _results_of(results.cells_of(row.router), name)
             mean = mean_of(seeds, float)
             if mean is None:
                 continue
-            means[folded(name)] = mean
+            means[wrapped_label(name)] = mean
             small = {"size": 5, "symbol": symbol(place)}
-            where = [folded(name)] * len(seeds)
+            where = [wrapped_label(name)] * len(seeds)
             data.append(trace(place, seeds, where, mode="markers", marker=small, opacity=0.45, hoverinfo="skip"))
         if means:
             large = {"size": 11, "symbol": symbol(place), "line": {"width": 2}}
-            hover = f"{label(row.router)}, %{{y}}: %{{x:.2f}}<extra></extra>"
+            hover = f"{escaped(row.router)}, %{{y}}: %{{x:.2f}}<extra></extra>"
             data.append(trace(place, [*means.values()], [*means], mode="markers", marker=large, hovertemplate=hover))
-    layout = {"xaxis": {"title": {"text": label(measure.name)}}, "yaxis": names_axis(), "height": height(data)}
+    layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
     caption = f"{measure.sentence} Large marks are means over seeds, small ones single seeds."
     return Plot("every-attack", "Every attack", caption, data, layout)
 
 
 def cost(results: Results) -> Plot:
-    """The cost of the attack on untouched words, with its interval; nothing to show where it was not measured."""
+    """Draw the cost of the attack on untouched words, with its interval; the plot is empty if that was not measured."""
     data = list[Trace]()
     for place, row in enumerate(results.rows):
         if row.cost is None or row.cost.mean is None:
@@ -178,54 +174,58 @@ def cost(results: Results) -> Plot:
         if mean is not None and low is not None and high is not None:
             error = {"type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low]}
         marker = {"size": 10, "symbol": symbol(place), "line": {"width": 2}}
-        hover = f"{label(row.router)}: %{{x:+.2f}}%<extra></extra>"
+        hover = f"{escaped(row.router)}: %{{x:+.2f}}%<extra></extra>"
         data.append(
-            trace(place, [mean], [folded(row.router)], mode="markers", marker=marker, error_x=error, hovertemplate=hover)
+            trace(
+                place, [mean], [wrapped_label(row.router)], mode="markers", marker=marker, error_x=error, hovertemplate=hover
+            )
         )
     layout = {
-        "xaxis": {"title": {"text": "rise of the perplexity, %"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": "perplexity rise, %"}, "rangemode": "tozero"},
         "yaxis": names_axis(),
         "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
-        "height": height(data),
+        "height": plot_height(data),
     }
     caption = (
-        "How much the attack raises the perplexity of the words that it left alone, which are the same in both texts, with "
-        "95% intervals. Left of 0 it would help."
+        "How much the attack raises the perplexity of the untouched words, which are the same in both texts, with 95% "
+        "intervals. Left of 0 the perplexity falls."
     )
     return Plot("cost", "Cost of the attack on untouched words", caption, data, layout)
 
 
 def _names(results: Results) -> list[str]:
-    """In the order in which they are first met."""
+    """Return the names of all attacks, in the order of the stored results."""
     return list(dict.fromkeys(name for cell in results.cells for name in cell.trials))
 
 
-def _figures(cells: Sequence[Cell], name: str) -> list[float]:
-    """Of the seeds that have one."""
+def _results_of(cells: Sequence[Cell], name: str) -> list[float]:
+    """Return the results of the seeds that have one."""
     found = [cell.trials[name].figure for cell in cells if name in cell.trials]
     return [number for number in found if number is not None]
 
 
 def fluctuation(results: Results) -> Plot:
+    """Draw the share of flips between snapshots of the training."""
     data: list[Trace] = []
     for place, row in enumerate(results.rows):
         for layer, changes in _changes(results.cells_of(row.router)).items():
             steps = sorted(changes)
             means = [statistics.fmean(changes[step]) for step in steps]
-            hover = f"{label(row.router)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
+            hover = f"{escaped(row.router)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
             data.append(curve_of(place, layer, steps, means, hover))
     layout = {
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
     }
     caption = (
-        "Routing fluctuation: the share of tokens that go to other experts than they did at the snapshot before, the mean "
-        "over seeds. Lower is steadier."
+        "Routing fluctuation: the share of tokens that flip between a snapshot and the one before, the mean over seeds. "
+        "Lower is more stable."
     )
     return Plot("fluctuation", "Fluctuation while training", caption, data, layout)
 
 
 def consistency(results: Results) -> Plot:
+    """Draw the share of tokens that keep their experts under a perturbation, by layer."""
     data: list[Trace] = []
     layers = 0
     for place, row in enumerate(results.rows):
@@ -235,20 +235,20 @@ def consistency(results: Results) -> Plot:
                 if share is not None:
                     found.setdefault(layer, []).append(100 * share)
         if found:
-            hover = f"{label(row.router)}, layer %{{x:.0f}}: %{{y:.2f}}% of the tokens<extra></extra>"
+            hover = f"{escaped(row.router)}, layer %{{x:.0f}}: %{{y:.2f}}% of the tokens<extra></extra>"
             data.append(range_over_layers(place, len(results.rows), sorted(found.items()), hover))
             layers = max(layers, max(found) + 1)
     layout = {"xaxis": layer_axis(layers), "yaxis": {"title": {"text": "% of the tokens"}}}
-    disturbed = list(dict.fromkeys(cell.consistency.what for cell in results.cells if cell.consistency))
+    perturbations = list(dict.fromkeys(cell.consistency.what for cell in results.cells if cell.consistency))
     caption = (
-        f"The share of tokens that keep their experts under {listed(disturbed) if disturbed else 'noise'}: the mean over "
-        "seeds, with bars from the lowest seed to the highest. Higher is steadier."
+        f"The share of tokens that keep their experts under {listed(perturbations) if perturbations else 'noise'}: "
+        "the mean over seeds, with bars from the lowest seed to the highest. Higher is more stable."
     )
     return Plot("consistency", "Consistency per layer", caption, data, layout)
 
 
 def _changes(cells: list[Cell]) -> dict[str, dict[int, list[float]]]:
-    """Percent of the tokens that changed experts, by layer and by the step at which the later snapshot was taken."""
+    """Return the percentage of tokens that flipped, by layer and by the step of the later snapshot."""
     found: dict[str, dict[int, list[float]]] = {ALL_LAYERS: {}}
     for snapshots in (cell.snapshots for cell in cells if cell.snapshots):
         for layer in snapshots.layers:

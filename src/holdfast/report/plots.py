@@ -1,4 +1,4 @@
-"""The plots as plain data for plotly. The page's script adds colours, because these depend on the reader's theme."""
+"""The plots of a comparison, as data for plotly. The page's script adds colours, which depend on the reader's theme."""
 
 import math
 import statistics
@@ -14,25 +14,25 @@ from holdfast.report.plot_data import (
     cost,
     curve_of,
     dash,
-    every,
+    escaped,
     every_attack,
     fluctuation,
-    folded,
-    height,
-    label,
     layer_axis,
     names_axis,
+    plot_height,
     range_over_layers,
     symbol,
+    tick_step,
     trace,
+    wrapped_label,
 )
 from holdfast.report.stored_comparison import Difference, Layer, Results
 
-POINTS = 200  # of a training curve; more steps are averaged
+POINTS = 200  # points of a training curve at most; longer curves are averaged
 
 
 def plots(results: Results) -> list[Plot]:
-    """Those that have something to show."""
+    """Return the plots that have data."""
     made = [
         clean_and_attacked,
         cost,
@@ -49,9 +49,10 @@ def plots(results: Results) -> list[Plot]:
 
 
 def clean_and_attacked(results: Results) -> Plot:
+    """Draw each router's result on clean and on attacked data."""
     measure, data = results.run.measure, []
     for place, row in enumerate(results.rows):
-        name, filled, hollow = folded(row.router), symbol(place), f"{symbol(place)}-open"
+        name, filled, hollow = wrapped_label(row.router), symbol(place), f"{symbol(place)}-open"
         if row.clean is None or row.attacked is None:
             continue
         cells = results.cells_of(row.router)
@@ -69,17 +70,18 @@ def clean_and_attacked(results: Results) -> Plot:
             data.append(
                 trace(place, [mean], [name], hovertemplate=f"%{{y}}, {text}: %{{x:.2f}}", mode="markers", marker=marker)
             )
-    layout = {"xaxis": {"title": {"text": label(measure.name)}}, "yaxis": names_axis(), "height": height(data)}
+    layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
     caption = (
         f"{measure.sentence} Filled marks are clean, open marks attacked: {measure.attack}. Large marks are means over "
         "seeds, small ones single seeds."
     )
     if results.targets_are_attacked:
-        caption += " The attack changes what is to be predicted too, so compare routers, not filled marks with open ones."
-    return Plot("clean-attacked", "Clean against attacked", caption, data, layout)
+        caption += " The attack also changes the targets, so compare routers, not filled marks with open ones."
+    return Plot("clean-attacked", "Clean and attacked", caption, data, layout)
 
 
 def differences(results: Results) -> Plot:
+    """Draw each router's difference to the baseline, with its interval."""
     baseline, data = results.rows[0], []
     for place, row in enumerate(results.rows):
         for text, found, shape in (
@@ -92,7 +94,7 @@ def differences(results: Results) -> Plot:
                 trace(
                     place,
                     [found.mean],
-                    [folded(f"{row.router}, {text}")],
+                    [wrapped_label(f"{row.router}, {text}")],
                     error_x=_error(found),
                     hovertemplate="%{y}: %{x:+.3g}",
                     mode="markers",
@@ -103,18 +105,19 @@ def differences(results: Results) -> Plot:
         "xaxis": {"title": {"text": "difference"}},
         "yaxis": names_axis(),
         "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
-        "height": height(data),
+        "height": plot_height(data),
     }
     intervals = sum("array" in trace["error_x"] for trace in data)
     caption = (
         f"In {results.run.measure.name}, paired by seed, with 95% intervals: left of 0 is better than {baseline.router}, "
-        f"and an interval that holds 0 is no difference. Each interval stands alone: of {intervals} about "
-        f"{0.05 * intervals:.2g} would miss 0 by chance."
+        f"and an interval that contains 0 is no difference. Intervals are not corrected for their number: without any "
+        f"difference, about {0.05 * intervals:.2g} of {intervals} would miss 0 by chance."
     )
     return Plot("differences", "Difference to the baseline", caption, data, layout)
 
 
 def training(results: Results) -> Plot:
+    """Draw the training loss."""
     data: list[Trace] = []
     longest = 0
     for place, row in enumerate(results.rows):
@@ -129,10 +132,10 @@ def training(results: Results) -> Plot:
             data.append(trace(place, steps, losses, mode="lines", line={"width": 1}, opacity=0.3, hoverinfo="skip"))
         steps, losses = _thinned(shared, [statistics.fmean(curve[step] for curve in curves) for step in shared])
         style = {"width": 2, "dash": dash(place)}
-        hover = f"{label(row.router)}, step %{{x}}: %{{y:.3f}}<extra></extra>"
+        hover = f"{escaped(row.router)}, step %{{x}}: %{{y:.3f}}<extra></extra>"
         data.append(trace(place, steps, losses, mode="lines", line=style, hovertemplate=hover))
     width = math.ceil(longest / POINTS)
-    caption = "Training loss, the mean over seeds, and single seeds faintly." + (
+    caption = "Training loss: the mean over seeds; thin lines are single seeds." + (
         f" Each point is the mean of {width} steps." if width > 1 else ""
     )
     layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "loss"}}}
@@ -140,6 +143,7 @@ def training(results: Results) -> Plot:
 
 
 def load(results: Results) -> Plot:
+    """Draw the load of experts, sorted, relative to even load."""
     data: list[Trace] = []
     most = 0
     for place, row in enumerate(results.rows):
@@ -148,21 +152,22 @@ def load(results: Results) -> Plot:
             curves = [curve for curve in curves if len(curve) == len(curves[0])]
             mean = [statistics.fmean(same) for same in zip(*curves, strict=True)]
             most = max(most, len(mean))
-            hover = f"{label(row.router)}, place %{{x}}: %{{y:.2f}} times the even load<extra></extra>"
+            hover = f"{escaped(row.router)}, rank %{{x}}: %{{y:.2f}} times the even load<extra></extra>"
             data.append(curve_of(place, layer, list(range(1, len(mean) + 1)), mean, hover))
     layout = {
-        "xaxis": {"title": {"text": "experts, the busiest first"}, "tick0": 1, "dtick": every(most)},
+        "xaxis": {"title": {"text": "experts, the busiest first"}, "tick0": 1, "dtick": tick_step(most)},
         "yaxis": {"title": {"text": "load / even load"}, "rangemode": "tozero"},
         "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"dash": "dot"}}],
     }
     caption = (
-        "How many tokens chose each expert, over what it would be if all were chosen equally often (1, dotted); 0 is a dead "
-        "expert. Experts have no common names between runs, so they are ranked before the mean over seeds. Clean data."
+        "The number of tokens that selected each expert, divided by the even load (1, dotted); 0 is a dead expert. Experts "
+        "have no common order between runs, so they are sorted by load before the mean over seeds. Clean data."
     )
     return Plot("load", "Load per expert", caption, data, layout)
 
 
 def entropy(results: Results) -> Plot:
+    """Draw the entropy of the gates by layer."""
     data: list[Trace] = []
     most, layers = set(), 0
     for place, row in enumerate(results.rows):
@@ -175,7 +180,7 @@ def entropy(results: Results) -> Plot:
             most.add(math.log(states[0].experts))
             layers = max(layers, states[0].layer + 1)
         if found:
-            hover = f"{label(row.router)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
+            hover = f"{escaped(row.router)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
             data.append(range_over_layers(place, len(results.rows), found, hover))
     ceiling = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level, "y1": level, "line": {"dash": "dot"}}
@@ -188,12 +193,13 @@ def entropy(results: Results) -> Plot:
     }
     caption = (
         "Entropy of the gates, the mean over tokens and seeds; bars reach from the lowest seed to the highest. The dotted "
-        "line is the logarithm of the number of experts, a router that does not decide at all. Clean data."
+        "line is the logarithm of the number of experts, the entropy of a uniform router. Clean data."
     )
     return Plot("entropy", "Routing entropy per layer", caption, data, layout)
 
 
 def near_ties(results: Results) -> Plot:
+    """Draw the share of near-ties by the width of the gap."""
     data: list[Trace] = []
     for place, row in enumerate(results.rows):
         for layer, states in by_layer(results.cells_of(row.router)):
@@ -201,8 +207,8 @@ def near_ties(results: Results) -> Plot:
             for strip in (strip for state in states for strip in state.near_ties.strips):
                 if strip.share is not None:
                     shares.setdefault(strip.width, []).append(100 * strip.share)
-            means = [statistics.fmean(values) or None for _, values in sorted(shares.items())]  # a log axis knows no 0
-            hover = f"{label(row.router)}, closer than %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
+            means = [statistics.fmean(values) or None for _, values in sorted(shares.items())]  # a log axis has no 0
+            hover = f"{escaped(row.router)}, closer than %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
             data.append(curve_of(place, layer, sorted(shares), means, hover))
     widths = sorted({x for curve in data for x in curve["x"]})
     ticks = {"tickmode": "array", "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}
@@ -211,12 +217,11 @@ def near_ties(results: Results) -> Plot:
         "yaxis": {"title": {"text": "% of the tokens"}, "type": "log", "dtick": 1, "exponentformat": "none"},
     }
     caption = (
-        "Near-tie mass: the share of tokens that a change of this size in their scores can send to another expert, "
-        "by the gap between the last chosen expert and the next; both "
-        "axes are logarithmic, and where no token is that close there is no point. Lower is steadier for routers that "
-        "jump; a smooth one does not jump there. Clean data."
+        "The share of tokens that are near-ties: the last selected expert and the next differ by less than the gap on the x "
+        "axis, so that a change of this size in their scores can flip them. Both axes are logarithmic; a share of 0 has no "
+        "point. Lower is more stable, except for smooth routers, whose output does not jump at a flip. Clean data."
     )
-    return Plot("near-ties", "Near-tie mass", caption, data, layout)
+    return Plot("near-ties", "Near-ties", caption, data, layout)
 
 
 def _relative_load(layer: Layer) -> list[float]:
@@ -225,7 +230,7 @@ def _relative_load(layer: Layer) -> list[float]:
 
 
 def _thinned(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Means over as many neighbours as leave at most POINTS."""
+    """Return means over neighbouring steps, so that at most POINTS points are left."""
     width = math.ceil(len(steps) / POINTS)
     parts = range(0, len(steps), width)
     return (

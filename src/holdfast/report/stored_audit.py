@@ -1,4 +1,4 @@
-"""What `holdfast audit` stored, read back and checked. docs/audit.md explains every key."""
+"""Read and check what `holdfast audit` stored. docs/audit.md explains every key."""
 
 import json
 from collections.abc import Mapping
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from holdfast.auditing import Finding
 
 
-class _Part(BaseModel):
-    """Numbers that findings are made from must be there; others may have broken, and are then None."""
+class _StoredModel(BaseModel):
+    """Numbers that findings need must be present; others may be None, where a model's numbers were NaN."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Skipped(_Part):
+class Skipped(_StoredModel):
     skipped: str
 
 
 def _kind(found: Any) -> str:
-    """Tells what was left out from what was found, so that a mistake in one is not told as one in the other."""
+    """Return whether an entry was skipped or found, so that an error message is about the right kind."""
     return "skipped" if isinstance(found, Skipped) or (isinstance(found, dict) and "skipped" in found) else "found"
 
 
 _IfSkipped = Annotated[Skipped, Tag("skipped")]
 
 
-class Radii(_Part):
-    """`counts` are of the tokens below all edges, between each two, and above all."""
+class Radii(_StoredModel):
+    """A histogram of radii: `counts` has the tokens below all edges, between neighbouring edges, and above all."""
 
     kind: str
     median: Number
@@ -58,39 +58,39 @@ class Radii(_Part):
         if len(self.counts) != len(self.edges) + 1:
             raise ValueError(f"needs {len(self.edges) + 1} counts for its {len(self.edges)} edges, has {len(self.counts)}")
         if self.edges[0] <= 0 or any(high <= low for low, high in pairwise(self.edges)):
-            raise ValueError("needs edges above 0 that grow")
+            raise ValueError("needs increasing edges above 0")
         return self
 
 
-class Undecided(_Part):
+class Undecided(_StoredModel):
     share: float
     decided_that_flip: int
 
 
-class Load(_Part):
+class Load(_StoredModel):
     percent: list[float] = Field(min_length=1)
     cv: float
     dead: list[int]
 
 
-class Strip(_Part):
+class Strip(_StoredModel):
     width: float
     share: float
 
 
-class NearTies(_Part):
+class NearTies(_StoredModel):
     strips: list[Strip]
 
 
-class Usage(_Part):
+class Usage(_StoredModel):
     mean: float
 
 
-class CoSelection(_Part):
+class CoSelection(_StoredModel):
     groups: int
 
 
-class Layer(_Part):
+class Layer(_StoredModel):
     layer: NonNegativeInt
     tokens: int
     experts: PositiveInt
@@ -104,17 +104,17 @@ class Layer(_Part):
     undecided: Annotated[_IfSkipped | Annotated[dict[str, Undecided], Tag("found")], Discriminator(_kind)]
 
 
-class Output(_Part):
+class Output(_StoredModel):
     total: Number
     flip: Number
     rest: Number
 
 
-class Loss(_Part):
+class Loss(_StoredModel):
     change: Number
 
 
-class Changes(_Part):
+class Changes(_StoredModel):
     flips: float
     first_flips: Number
     output: Output
@@ -122,13 +122,13 @@ class Changes(_Part):
     loss: Loss | None
 
 
-class LayerChanges(_Part):
+class LayerChanges(_StoredModel):
     layer: NonNegativeInt
     flips: float
     weight_change: Number
 
 
-class Perturbed(_Part):
+class Perturbed(_StoredModel):
     about: str
     harmless: bool
     skipped: str | None
@@ -138,11 +138,11 @@ class Perturbed(_Part):
     @model_validator(mode="after")
     def _ran(self) -> Self:
         if self.skipped is None and (self.overall is None or not self.layers):
-            raise ValueError("was run, and needs layers and overall")
+            raise ValueError("was not skipped, and needs layers and overall")
         return self
 
 
-class AtRisk(_Part):
+class AtRisk(_StoredModel):
     batch: int
     layer: int
     place: int
@@ -158,12 +158,12 @@ class AtRisk(_Part):
     enters: int
 
 
-class Pair(_Part):
+class Pair(_StoredModel):
     before: Number
     after: Number
 
 
-class WhatIf(_Part):
+class WhatIf(_StoredModel):
     router: str
     cost: dict[str, Pair]
     flips: dict[str, Pair]
@@ -171,8 +171,8 @@ class WhatIf(_Part):
     prediction_flips: dict[str, Pair]
 
 
-class View(_Part):
-    """The tokens of a text, and by layer the relative radius of each; None where it is infinite."""
+class View(_StoredModel):
+    """The tokens of a text, and by layer the relative radius of each; None if it is infinite."""
 
     pieces: list[str]
     layers: dict[str, list[Number]]
@@ -184,7 +184,7 @@ class View(_Part):
         return self
 
 
-class Audit(_Part):
+class Audit(_StoredModel):
     status: str
     model: dict[str, Any]
     data: dict[str, Any]
@@ -218,43 +218,46 @@ class Audit(_Part):
 
 
 def read_audit(path: Path) -> dict[str, Any]:
-    """What is stored in a file, or in a folder that `holdfast audit` wrote to."""
+    """Return the audit stored in a file, or in a folder that `holdfast audit` wrote to."""
     path = path / AUDIT if path.is_dir() else path
     try:
         stored = json.loads(read_bytes(path, limit=LARGEST))
     except OSError as problem:
         raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
     except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path} is damaged and no JSON ({problem}); audit the model again.") from None
+        raise ValueError(f"{path} is damaged: it is not JSON ({problem}); audit the model again.") from None
     return checked(stored, str(path))
 
 
 def checked(stored: Any, source: str = AUDIT) -> dict[str, Any]:
-    """Itself, or one sentence about the first thing that is wrong. `source` is what the sentence calls it."""
+    """Return `stored`. Raise ValueError with a one-line error about the first problem; `source` is its name there."""
     from holdfast.auditing.report import SCHEMA
 
     if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
         found = stored.get("schema") if isinstance(stored, Mapping) else None
-        raise ValueError(f"{source} is no audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
+        raise ValueError(f"{source} is not an audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
     parse_audit(stored, source)
     return dict(stored)
 
 
 def parse_audit(stored: Mapping[str, Any], source: str = AUDIT) -> Audit:
+    """Return the stored audit as typed data. Raise ValueError with a one-line error about the first problem."""
     try:
         return Audit.model_validate(stored)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the whole"
+        place = ".".join(str(part) for part in first["loc"]) or "its top level"
         raise ValueError(f"{source} is damaged at {place}: {first['msg'].lower()}; audit the model again.") from None
 
 
 def findings(stored: Mapping[str, Any], source: str = AUDIT) -> "list[Finding]":
-    """What is wrong with the model, the most harmful first."""
+    """Return the findings of a stored audit, the most harmful first."""
     from holdfast.auditing import AuditReport, diagnose
 
     names = AuditReport.__dataclass_fields__
     try:
         return diagnose(AuditReport(**{name: value for name, value in stored.items() if name in names}))
-    except (KeyError, TypeError, ValueError) as problem:  # such as a perturbation that this version has never heard of
-        raise ValueError(f"{source} holds what this version does not know ({problem}); audit the model again.") from None
+    except (KeyError, TypeError, ValueError) as problem:  # for example a perturbation of another version
+        raise ValueError(
+            f"{source} has an entry that this version cannot read ({problem}); audit the model again."
+        ) from None

@@ -1,4 +1,4 @@
-"""What `holdfast compare` stored, read back and checked. Keys that the report does not show are passed over."""
+"""Read and check what `holdfast compare` stored. Keys that the report does not show are skipped."""
 
 import hashlib
 import json
@@ -28,14 +28,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Number = Annotated[float | None, BeforeValidator(_finite)]  # None where a run broke: JSON knows no NaN
+Number = Annotated[float | None, BeforeValidator(_finite)]  # None stands for NaN and infinity, which JSON does not have
 
 
-class _Part(BaseModel):
+class _StoredModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Difference(_Part):
+class Difference(_StoredModel):
     mean: Number
     low: Number
     high: Number
@@ -43,8 +43,8 @@ class Difference(_Part):
     words: str
 
 
-class Cost(_Part):
-    """On the words that the attack left alone, the rise of the loss in nats a word; `words` says it as perplexity."""
+class Cost(_StoredModel):
+    """The rise of the loss on untouched words, in nats per word; `words` is the rise of the perplexity as text."""
 
     mean: Number
     low: Number
@@ -53,17 +53,17 @@ class Cost(_Part):
 
     @property
     def certain(self) -> bool:
-        """Whether the interval lies above 0."""
+        """Whether the whole interval is above 0."""
         return self.low is not None and self.low > 0
 
 
 class EqualCompute(Difference):
-    """The difference to the baseline with more experts a token."""
+    """The difference to the baseline with more experts per token."""
 
     router: str
 
 
-class Row(_Part):
+class Row(_StoredModel):
     router: str
     seeds: list[int]
     parameters: int
@@ -77,22 +77,22 @@ class Row(_Part):
     equal_compute: EqualCompute | None = Field(None, alias="equal compute")
 
 
-class Load(_Part):
+class Load(_StoredModel):
     percent: list[float]
     cv: Number
     dead: list[int]
 
 
-class Strip(_Part):
+class Strip(_StoredModel):
     width: float
     share: Number
 
 
-class NearTies(_Part):
+class NearTies(_StoredModel):
     strips: list[Strip]
 
 
-class Layer(_Part):
+class Layer(_StoredModel):
     layer: int
     experts: int
     entropy: Number
@@ -101,32 +101,32 @@ class Layer(_Part):
     instability: Number = None
 
 
-class Routing(_Part):
+class Routing(_StoredModel):
     layers: list[Layer]
 
 
-class Score(_Part):
-    """`figure` is what routers are compared by; results from before there were pictures call it `perplexity`."""
+class Score(_StoredModel):
+    """`figure` is the number that routers are compared by; old results call it `perplexity`."""
 
     figure: Number = Field(validation_alias=AliasChoices("figure", "perplexity"))
-    figure_of_kept: Number = Field(  # over the targets that the attack left alone
+    figure_of_kept: Number = Field(  # over the untouched targets
         None, validation_alias=AliasChoices("figure_of_kept", "perplexity_of_clean_targets")
     )
     routing: Routing
 
 
-class Trial(_Part):
+class AttackResult(_StoredModel):
     figure: Number
     cost: Cost | None = None
 
 
-class LayerSnapshots(_Part):
+class LayerSnapshots(_StoredModel):
     layer: int
     fluctuation: list[Number]  # between each snapshot and the next
     graphs: list[list[list[Number]]] = []  # of each snapshot, experts x experts
 
 
-class Snapshots(_Part):
+class Snapshots(_StoredModel):
     steps: list[int]
     graph: Literal["learned", "co-selection"] = "co-selection"
     layers: list[LayerSnapshots]
@@ -145,12 +145,12 @@ class Snapshots(_Part):
         return self
 
 
-class Consistency(_Part):
+class Consistency(_StoredModel):
     what: str
     layers: list[Number]
 
 
-class TextView(_Part):
+class TextView(_StoredModel):
     kind: Literal["text"]
     pieces: list[str]
     experts: list[list[NonNegativeInt]]  # the first expert of each piece, for each layer
@@ -162,7 +162,7 @@ class TextView(_Part):
         return self
 
 
-class Picture(_Part):
+class Picture(_StoredModel):
     label: str
     said: str
     pixels: list[Annotated[list[float], Field(min_length=1)]] = Field(min_length=1)  # grey, 0 is black and 1 white
@@ -178,17 +178,17 @@ class Picture(_Part):
         return self
 
 
-class PicturesView(_Part):
+class PicturesView(_StoredModel):
     kind: Literal["pictures"]
     pictures: list[Picture]
 
 
-class Entry(_Part):
+class Entry(_StoredModel):
     step: int
     loss: Number = None
 
 
-class Cell(_Part):
+class Cell(_StoredModel):
     router: str
     seed: int
     first_batch: str = ""
@@ -196,17 +196,17 @@ class Cell(_Part):
     log: list[Entry]
     clean: Score
     attacked: Score
-    trials: dict[str, Trial] = {}
+    trials: dict[str, AttackResult] = {}
     snapshots: Snapshots | None = None
     consistency: Consistency | None = None
     view: Annotated[TextView | PicturesView, Field(discriminator="kind")] | None = None
 
 
-class Measure(_Part):
-    """What `figure` is; lower is better. A name such as "error, %" says its unit behind the comma."""
+class Measure(_StoredModel):
+    """What `figure` measures; lower is better. In a name such as "error, %" the unit follows the comma."""
 
     name: str = "perplexity"
-    long: str = "perplexity a token"
+    long: str = "perplexity per token"
     attack: str = "a swap of some of the words"
 
     @property
@@ -222,7 +222,7 @@ class Measure(_Part):
         return f"{self.long[:1].upper()}{self.long[1:]}; lower is better."
 
 
-class Run(_Part):
+class Run(_StoredModel):
     holdfast: str
     recipe: dict[str, Any]
     data: dict[str, Any] = Field(validation_alias=AliasChoices("data", "text"))
@@ -230,58 +230,58 @@ class Run(_Part):
     measure: Measure = Measure()
 
 
-class Results(_Part):
-    """A comparison. The first row is the baseline's."""
+class Results(_StoredModel):
+    """A comparison. The first row is the baseline."""
 
     run: Run
     versions: dict[str, str] = {}
     rows: list[Row] = Field(min_length=1)
     cells: list[Cell]
-    checksum: str = ""  # of the file, where it was read from one
+    checksum: str = ""  # of the file, if it was read from one
 
     def cells_of(self, router: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.router == router]
 
     def first_seed_of(self, router: str, has: Callable[[Cell], bool]) -> Cell | None:
-        """For what is shown of one run only."""
+        """Return the router's cell of the lowest seed for which `has` is true."""
         return min(filter(has, self.cells_of(router)), key=lambda cell: cell.seed, default=None)
 
     @property
     def title(self) -> str:
-        """What was trained, on which data."""
+        """What was trained, and on which data."""
         about, name = str(self.run.recipe.get("about") or "A comparison of routers"), self.run.data.get("name")
         return f"{about}, on {name}" if name else about
 
     @property
     def targets_are_attacked(self) -> bool:
-        """Whether the attack changes what is to be predicted too, and clean and attacked figures are not of one task."""
+        """Whether the attack also changes the targets, so that clean and attacked numbers cannot be compared directly."""
         return any(cell.attacked.figure_of_kept is not None for cell in self.cells)
 
 
 def read_results(folder: Path) -> Results:
-    """The results of a comparison in its folder."""
+    """Return the results of a comparison from its folder."""
     if folder.is_file():
-        raise ValueError(f"{folder} is a file; give the folder of a comparison, which holds {NAME}.")
+        raise ValueError(f"{folder} is a file; give the folder of a comparison, which contains {NAME}.")
     path = folder / NAME
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {NAME}; give the folder that a finished `holdfast compare` wrote to.")
+        raise ValueError(f"{folder} has no {NAME}; give the folder that a finished `holdfast compare` wrote to.")
     content = read_bytes(path, limit=LARGEST)
     try:
         stored = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged and no JSON ({error}); run the same `holdfast compare` again.") from None
+        raise ValueError(f"{path} is damaged: it is not JSON ({error}); run the same `holdfast compare` again.") from None
     if isinstance(stored, dict):
         stored["checksum"] = hashlib.sha256(content).hexdigest()
     return parse(stored, str(path))
 
 
 def parse(stored: Any, source: str = NAME) -> Results:
-    """Checked, with one sentence about the first thing that is wrong. `source` is what the sentence calls it."""
+    """Return the results as typed data. Raise ValueError with a one-line error about the first problem in `source`."""
     try:
         return Results.model_validate(stored)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the whole"
+        place = ".".join(str(part) for part in first["loc"]) or "its top level"
         raise ValueError(
             f"{source} is damaged or of another version, at {place}: {first['msg'].lower()}; "
             "run the same `holdfast compare` again."

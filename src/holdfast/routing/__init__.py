@@ -1,4 +1,13 @@
-"""Routers: records, the pipeline, its parts, and the table of names."""
+"""Routers: a pipeline of parts that scores, clusters, informs and selects experts for tokens.
+
+router.py           the pipeline
+records.py          its input `Context` and its output `Routing`
+parts.py            the base class of each stage
+scores.py, clustering.py, expert_graph.py, token_graph.py, selection.py, smoothing.py   the parts
+state.py            parts that update state without gradients
+registry.py, presets.py, plugins.py                 routers by name
+declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
+"""
 
 from holdfast.routing.clustering import Clustered as Clustered
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph

@@ -1,7 +1,7 @@
-"""How much a dot product can change when a token is moved, and what rounding can do to it.
+"""Bounds for the change of a dot product when a token is perturbed, and for its rounding error.
 
-|w . dx| <= dual(w) |dx|, with equality for the worst dx: the dual of l2 is l2, that of l_inf is the sum of magnitudes
-|computed - exact| <= gamma_n sum_q |x_q w_q|  for n terms in any order, gamma_n = n u / (1 - n u)  (Higham 2002, 3.1)
+|w . dx| <= dual(w) |dx|, with equality for the worst dx; the dual norm of l2 is l2, that of l_inf is l_1
+|computed - exact| <= gamma_n sum_q |x_q w_q| for n terms in any order, gamma_n = n u / (1 - n u)  (Higham 2002, 3.1)
 """
 
 import math
@@ -11,42 +11,42 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 
 Norm = Literal["l2", "linf"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
-ABOVE = 1 + 1e-9  # on every quotient and norm that must not be too small: float64 rounds too
+ABOVE = 1 + 1e-9  # a factor for every upper bound: float64 rounds too
 
 
 def check_norm(norm: str) -> None:
     if norm not in NORMS:
-        raise ValueError(unknown("norm", norm, NORMS))
+        raise ValueError(unknown_name("norm", norm, NORMS))
 
 
 def lengths(rows: Tensor, norm: Norm) -> Tensor:
-    """(...) of `rows (..., d)`."""
+    """Return (...): the norms of `rows (..., d)`."""
     return rows.norm(dim=-1) if norm == "l2" else rows.abs().amax(-1)
 
 
 def dual(rows: Tensor, norm: Norm) -> Tensor:
-    """(...): the most that `rows (..., d)` can change a score by, for each unit of a perturbation's length."""
+    """Return (...): the dual norms of `rows (..., d)`, the largest change of a score for a perturbation of length 1."""
     return rows.norm(dim=-1) if norm == "l2" else rows.abs().sum(-1)
 
 
 def dual_scaled(rows: Tensor, scales: Tensor, norm: Norm) -> Tensor:
-    """(U,n): dual(rows * scales) for `rows (n,d)` and positive `scales (U,d)`, without a tensor of all three sizes."""
+    """Return (U,n): dual(rows * scales) for `rows (n,d)` and positive `scales (U,d)`, without a tensor (U,n,d)."""
     if norm == "l2":
         return (scales.square() @ rows.square().t()).sqrt()
     return scales @ rows.abs().t()
 
 
 def spans(weight: Tensor, scales: Tensor, norm: Norm) -> Tensor:
-    """(U,n,n): dual((w_i - w_j) * scales_u), from differences: of nearly equal experts a Gram matrix keeps nothing."""
+    """Return (U,n,n): dual((w_i - w_j) * scales_u). Differences, because a Gram matrix cancels for nearly equal experts."""
     return torch.stack([dual_scaled(weight - row, scales, norm) for row in weight], dim=1)
 
 
 def stretch(matrix: Tensor, norm: Norm) -> float:
-    """The largest |M dx|_2 for |dx| = 1. Of l_inf it is hard to find: the least of three upper bounds."""
+    """Return an upper bound of |M dx|_2 for |dx| = 1: the operator norm, or for l_inf the least of three upper bounds."""
     spectral = float(torch.linalg.matrix_norm(matrix, ord=2))
     if norm == "l2":
         return spectral * ABOVE
@@ -55,17 +55,17 @@ def stretch(matrix: Tensor, norm: Norm) -> float:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Return u, the largest relative error of rounding to the nearest number of `dtype`."""
+    """Return the unit roundoff u: the largest relative error of rounding to the nearest number of `dtype`."""
     return torch.finfo(dtype).eps / 2
 
 
 def gamma(terms: int, u: float) -> float:
-    """Return n u / (1 - n u); infinity where n u >= 1, and nothing can be said."""
+    """Return n u / (1 - n u); infinity if n u >= 1, where there is no bound."""
     return terms * u / (1 - terms * u) if terms * u < 1 else math.inf
 
 
 def largest_in_sequence(values: Tensor, real: Tensor) -> Tensor:
-    """(T,): the largest of `values (T,)`, none negative, among the real tokens (B,N) of each one's sequence."""
+    """Return (T,): the largest of `values (T,)`, which are not negative, among the real tokens of the same sequence."""
     table = values.view(real.shape).where(real, 0.0)
     return table.amax(1, keepdim=True).expand_as(table).reshape(-1)
 
@@ -73,23 +73,23 @@ def largest_in_sequence(values: Tensor, real: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class DotProductChange:
-    """How far u_i.u_j / tau can change for any token j of i's sequence, u = R x: a bound for `Mixing.change`.
+    """A bound for `Mixing.change`: how much u_i.u_j / tau can change for any token j of the sequence of i, with u = R x.
 
-    At most (r |u_i| + r |u_j| + r^2) / tau in l2, for tokens moved by r and R = 1.
+    In l2, for tokens perturbed by up to r and R = 1, it is (r |u_i| + r |u_j| + r^2) / tau.
     """
 
-    lengths: Tensor  # (T,) of u, in the dual norm
-    longest: Tensor  # (T,) of u in the token's sequence
-    sizes: Tensor  # (T,), of |R| |x|, for rounding; at least as long as u
-    largest: Tensor  # (T,) of sizes in the token's sequence
-    speed: float  # how far u moves for each unit of x
-    width: float  # what r^2 is multiplied with
-    terms: int  # of the sums that are rounded
+    lengths: Tensor  # (T,) dual norm of u
+    longest: Tensor  # (T,) largest of `lengths` in the sequence
+    sizes: Tensor  # (T,) norm of |R| |x|, at least that of u, for rounding
+    largest: Tensor  # (T,) largest of `sizes` in the sequence
+    speed: float  # largest change of u for a change of x by 1
+    width: float  # the factor of r^2
+    terms: int  # number of terms of the rounded sums
     tau: float
 
     @classmethod
     def at(cls, rows: Tensor, real: Tensor, reduce: Tensor | None, tau: float, norm: Norm) -> "DotProductChange":
-        """For tokens given as `rows (T,d)` in float64, `real (B,N)`, and R = `reduce (n,d)`; None is the identity."""
+        """Return the bound for tokens `rows (T,d)` in float64, `real (B,N)` and R = `reduce (n,d)`; None is the identity."""
         width = rows.shape[1]
         if reduce is None:
             lengths = sizes = dual(rows, norm)
@@ -103,7 +103,7 @@ class DotProductChange:
     def __call__(self, radius: Tensor, rounded: bool) -> Tensor:
         far = radius * self.speed
         change = far * (self.lengths + self.longest) + self.width * far.square()
-        if rounded:  # before and after
+        if rounded:  # both dot products, before and after the perturbation, are rounded
             growth = far * self.width
             error = gamma(self.terms, unit(torch.float32))
             change = change + 2 * error * (self.sizes + growth) * (self.largest + growth)

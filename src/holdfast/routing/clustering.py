@@ -1,7 +1,8 @@
-"""Clustered scores (ACMoE): features in which a token's cluster is tight count more.
+"""The stage cluster (ACMoE): features in which the cluster of a token has a small spread count more.
 
-c      the expert a token took first at the previous MoE layer; h that layer's router inputs
-s_cq   the spread of feature q within cluster c;  m_c = 1 / max(s_c, a tenth of its mean), scaled to mean 1
+c       the cluster of a token: its expert with the largest weight in the previous MoE layer
+h       the router inputs of that layer
+s_cq    the spread of feature q of h within cluster c;  m_c = 1 / max(s_c, a tenth of its mean), scaled to mean 1
 logits = (x * m_c) W^T, and no gradient flows through m
 """
 
@@ -12,33 +13,35 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
 from holdfast.kernels.fp32_linear import scaled_linear_float32
 from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
 from holdfast.kernels.select import top
-from holdfast.routing.declarations import FLOAT, Cost, Order, Place, Scales, Values
-from holdfast.routing.parts import LinearScore, Score, Traits, shares
+from holdfast.routing.declarations import FLOAT, Cost, LayerSizes, Order, Scales, Values
+from holdfast.routing.parts import LinearScore, Score, Traits, normalise
 from holdfast.routing.records import Context, Previous
-from holdfast.routing.scores import is_offloaded, loaded
+from holdfast.routing.scores import is_offloaded, weights_loaded
 from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
 
-MEMORY = 0.9
-FEWEST_TOKENS = 8  # a cluster with fewer in a batch keeps its spread
-SMALLEST_SPREAD = 0.1  # relative to the cluster's mean spread
+MEMORY = 0.9  # of the running mean of the spreads
+FEWEST_TOKENS = 8  # a cluster with fewer tokens in a batch keeps its spreads
+SMALLEST_SPREAD = 0.1  # relative to the mean spread of the cluster
 
 
 class Clustered(Score, StatefulPart):
-    """Another score, linear in x, on features scaled by how tight the token's cluster is (definitions 1 and 2).
+    """A linear score on features that are scaled by the spreads of the token's cluster (definitions 1 and 2).
 
-    spread      "mad", the mean absolute deviation about the cluster's mean, or "variance"
-    mix         average m over the token's `mix` best previous experts, weighted by their gates (appendix C.6)
-    stats       "running": spreads are an exponential mean (0.9) over training batches, under the state rule. "batch": of the
-                batch at hand, the paper's reading, which leaks across sequences and time and dies at batch size 1
-    depth       which MoE layer this is, from 0; with `skip`, how many of the first stay plain. Without a previous layer in
-                the context, or a previous expert, a token is scored plainly
-    clusters    how many experts the previous layer has, if another number than this one
+    base        the linear score
+    spread      "mad", the mean absolute deviation from the mean of the cluster, or "variance"
+    mix         average m over the `mix` best previous experts of a token, weighted by their gates (appendix C.6)
+    stats       "running": spreads are an exponential mean (0.9) over training batches. "batch", as in the paper: spreads
+                of the current batch; then other sequences and later tokens change the routing, and one token has no spread
+    depth       the index of this MoE layer, from 0
+    skip        the number of first layers that use the base score unchanged. So do tokens without a previous expert, and all
+                tokens if the context has no previous layer
+    clusters    the number of experts of the previous layer, if it differs from this layer's
     """
 
     reads = ("previous",)
@@ -60,19 +63,19 @@ class Clustered(Score, StatefulPart):
         super().__init__()
         clusters = experts if clusters is None else clusters
         if spread not in ("mad", "variance"):
-            raise ValueError(unknown("spread", spread, ("mad", "variance")))
+            raise ValueError(unknown_name("spread", spread, ("mad", "variance")))
         if stats not in ("running", "batch"):
-            raise ValueError(unknown("kind of statistics", stats, ("running", "batch")))
+            raise ValueError(unknown_name("kind of statistics", stats, ("running", "batch")))
         if not 1 <= mix <= clusters:
             raise ValueError(f"mix is {mix}; it must be between 1 and the number of clusters, {clusters}.")
         if skip < 0:
-            raise ValueError(f"skip is {skip}; it counts layers and cannot be negative.")
+            raise ValueError(f"skip is {skip}; a number of layers must not be negative.")
         if not isinstance(base, LinearScore):
-            raise ValueError(f"clustering scales features of a score that is linear in x; {type(base).__name__} is not.")
+            raise ValueError(f"clustering needs a score that is linear in its tokens; {type(base).__name__} is not.")
         self.dim, self.experts, self.base = dim, experts, base
         self.spread, self.mix, self.stats, self.clusters = spread, mix, stats, clusters
-        self.plain = depth is not None and depth < skip
-        independent = stats == "running" or self.plain
+        self.is_skipped = depth is not None and depth < skip
+        independent = stats == "running" or self.is_skipped
         self.traits = Traits(causal=independent, batch_invariant=independent, cacheable=independent) & base.traits
         self.register_buffer("spreads", torch.ones(clusters, dim))
         self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
@@ -82,21 +85,21 @@ class Clustered(Score, StatefulPart):
         return (self.base,)
 
     @property
-    def host(self) -> Score | None:
-        return self.base.host
+    def reusable_score(self) -> Score | None:
+        return self.base.reusable_score
 
-    def cost(self, place: Place) -> Cost:
-        """Scales are a product (T,C) by (C,d), computed again in the backward; spreads take three such products."""
-        if self.plain:
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count the scales, a product (T,C) by (C,d) that the backward computes again; spreads take three such products."""
+        if self.is_skipped:
             return Cost("clusters")
-        scaling = 2.0 * self.clusters * place.dim
+        scaling = 2.0 * self.clusters * sizes.dim
         batch = self.stats == "batch"
-        summed = FLOAT * (self.clusters + 2 * self.clusters * place.dim)
+        summed = FLOAT * (self.clusters + 2 * self.clusters * sizes.dim)
         return Cost(
             "clusters",
             forward=scaling + (3 * scaling if batch else 0),
             backward=scaling,
-            learning=0 if batch else 3 * scaling,
+            state_update=0 if batch else 3 * scaling,
             kept=FLOAT * self.clusters,
             summed=summed,
             summed_again=summed if batch else 0,
@@ -108,31 +111,31 @@ class Clustered(Score, StatefulPart):
     def begin_training_forward(self) -> None:
         on_side_stream(self.spreads, super().begin_training_forward)
 
-    def absorb_where(self, due: Tensor) -> None:
+    def update_state_where(self, due: Tensor) -> None:
         batch = self.get_buffer("staged_deviations"), self.get_buffer("staged_counts")
         clusters.update_spreads(self.spreads, *batch, due, memory=MEMORY, fewest=FEWEST_TOKENS)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        if context.previous is None or self.plain:
+        if context.previous is None or self.is_skipped:
             logits: Tensor = self.base(tokens, context)
             return logits
-        if is_offloaded(self.base):  # its own forward, which would load its weights, does not run
-            with loaded(self.base):
+        if is_offloaded(self.base):  # the forward of `base`, which would load its weights, does not run
+            with weights_loaded(self.base):
                 return self._clustered(tokens, context, context.previous)
         return self._clustered(tokens, context, context.previous)
 
     def _clustered(self, tokens: Tensor, context: Context, previous: Previous) -> Tensor:
         matrix = self.base.matrix
         if self.mix == 1:
-            return self.base.finish(self._grouped(tokens, matrix, previous, context.real(tokens)))
+            return self.base.finish(self._grouped(tokens, matrix, previous, context.checked_mask(tokens)))
         features = self.features(tokens, context)
         assert features is not None
         return self.base.finish(scaled_linear_float32(tokens, *features, matrix))
 
     def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
-        """Return (x * m_c) matrix^T, as from `features`, for tokens of one cluster each.
+        """Return (x * m_c) matrix^T for tokens that have one cluster each (mix = 1); equal to the scales of `features`.
 
-        On a GPU the running spreads become scales while tokens are grouped by cluster.
+        On a GPU the scales are computed in parallel to the grouping of tokens by cluster.
         """
         self._check(previous)
         rows = tokens.reshape(-1, self.dim)
@@ -149,22 +152,23 @@ class Clustered(Score, StatefulPart):
         return projected.view(*tokens.shape[:-1], matrix.shape[0])
 
     def features(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
-        """Return mixture (T,C) and scales (C,d), whose product each token's features are multiplied with.
+        """Return mixture (T,C) and scales (C,d): the features of each token are multiplied by their product.
 
-        A row of 0 in the mixture leaves a token as it is; None leaves all. In training this stages the batch's spreads.
+        A token whose row in the mixture is 0 is unchanged; None means that all tokens are. In training this stages the
+        spreads of the batch.
         """
         previous = context.previous
-        if previous is None or self.plain:
+        if previous is None or self.is_skipped:
             return None
         self._check(previous)
         members = naive.members(previous.routing.experts[:, 0], self.clusters)
-        real = context.real(tokens)
+        real = context.checked_mask(tokens)
         real = None if real is None else real.flatten()
         spreads = self._spreads(lambda: self._deviations(previous, members, real))
         return self._mixture(previous, members, context), feature_scales(spreads)
 
     def order(self, tokens: Tensor, context: Context) -> Order | None:
-        """That of the base, on scaled features: a move of the token leaves its cluster as it is."""
+        """Declare the order of the base on scaled features: a perturbation of a token does not change its cluster."""
         order, features = self.base.order(tokens, context), self.features(tokens, context)
         return order if order is None or features is None else replace(order, scales=Scales(*features))
 
@@ -172,43 +176,43 @@ class Clustered(Score, StatefulPart):
         return self.base.values(tokens, context)
 
     def _deviations(self, previous: Previous, groups: clusters.Groups, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sums over each cluster's real tokens, over all ranks, of |h - mean| or its square, and their numbers."""
+        """Return the sums of |h - mean| or its square over the real tokens of each cluster on all ranks, and the counts."""
         inputs, squared = previous.tokens.detach().reshape(-1, self.dim), self.spread == "variance"
         return clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
 
     def _over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the sum over ranks in training; None in evaluation, where a rank may run forwards that others do not."""
+        """Return the sum over ranks in training; None in evaluation, where ranks may run different numbers of forwards."""
         return sum_over_ranks if self.training and several_ranks() else None
 
     def _spreads(self, of_batch: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the spreads to use now; in training, learn from the batch's sums of deviations and counts."""
+        """Return the spreads for this forward; in training, stage the batch's sums of deviations and counts."""
         wait_for_side_stream(self.spreads)
         if self.stats == "batch":
             deviations, counts = of_batch()
             return (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
         if self.training:
-            self.learn(lambda: dict(zip(("deviations", "counts"), of_batch(), strict=True)))
+            self.stage_in_background(lambda: dict(zip(("deviations", "counts"), of_batch(), strict=True)))
         return self.spreads
 
     def _check(self, previous: Previous) -> None:
         width, experts = previous.tokens.shape[-1], previous.routing.gates.shape[-1]
         if width != self.dim:
-            raise ValueError(f"the previous MoE layer's tokens have width {width}, this layer's {self.dim}: no clusters.")
+            raise ValueError(f"the previous MoE layer has width {width} and this layer {self.dim}; `ac` needs equal widths.")
         if experts != self.clusters:
             raise ValueError(f"the previous MoE layer has {experts} experts; set clusters={experts} (now {self.clusters}).")
 
     def _mixture(self, previous: Previous, members: Tensor, context: Context) -> Tensor:
-        """Return (T,C): the weight of each cluster's scales for a token; all 0 where features stay as they are."""
+        """Return (T,C): the weight of the scales of each cluster for a token; all 0 if its features are unchanged."""
         if self.mix == 1:
             return members
         gates = previous.routing.gates.detach()
         if context.token_mask is not None:
-            gates = context.clean(gates.view(*context.token_mask.shape, -1)).flatten(0, 1)
+            gates = context.zero_unusable(gates.view(*context.token_mask.shape, -1)).flatten(0, 1)
         best = top(gates, self.mix)
         weights = torch.zeros_like(gates).scatter(1, best, gates.gather(1, best))
-        return shares(weights) * members.sum(1, keepdim=True)
+        return normalise(weights) * members.sum(1, keepdim=True)
 
 
 def feature_scales(spreads: Tensor) -> Tensor:
-    """Return m (C,d): the inverse of each cluster's spreads, floored at a tenth of their mean, with mean 1."""
+    """Return m (C,d): the inverse spreads of each cluster, limited to a tenth of their mean, scaled to mean 1."""
     return naive.feature_scales(spreads, SMALLEST_SPREAD)

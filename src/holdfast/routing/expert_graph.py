@@ -1,6 +1,6 @@
-"""The expert graph of SymphonySMoE (algorithm 1): experts that are chosen together vouch for each other.
+"""The expert graph of SymphonySMoE (algorithm 1): experts that are selected together raise each other's gates.
 
-g = p A^T, with A a running, normalised count of which experts the tokens choose together
+g = p A^T, with A a running mean of normalised counts of how often two experts are selected together
 """
 
 from collections.abc import Callable, Mapping
@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import count_pairs
-from holdfast.routing.declarations import FLOAT, Cost, Place
+from holdfast.routing.declarations import FLOAT, Cost, LayerSizes
 from holdfast.routing.parts import TINY, Informer
 from holdfast.routing.records import Context
 from holdfast.routing.selection import check_k
@@ -24,22 +24,22 @@ SINKHORN_ROUNDS = 200
 
 
 class ExpertGraph(Informer, StatefulPart):
-    """g_j = sum_k a_jk p_k. Each batch stages C = Z^T Z, Z the 0/1 matrix of the top k raw logits of its real tokens.
+    """g_j = sum_k a_jk p_k. Each batch stages C = Z^T Z, with Z the 0/1 matrix of the top k raw logits of its real tokens.
 
-    beta            A <- beta A + (1 - beta) A', A' the normalised C
-    init            "zero" (the paper's best: the layer is silent until the first batch is committed), "identity",
-                    "uniform", "kaiming" or "xavier", the last two by absolute value since gates are not negative
+    beta            A <- beta A + (1 - beta) A', with A' the normalised C
+    init            "zero" (the best in the paper: the layer outputs 0 until the first batch is committed), "identity",
+                    "uniform", "kaiming" or "xavier"; the last two use absolute values, because gates are not negative
     normalize       "row"          a_jk = C_jk / sum_k C_jk (algorithm 1); g need not sum to 1
-                    "conditional"  a_jk = C_jk / C_kk, the chance of j where k is chosen (eqn 7); g sums to k
-                    "sinkhorn"     symmetric and doubly stochastic, from the identity: what proposition 1 assumes
-    threshold       smaller entries count as 0 (a sparse graph)
-    weights         (of the selector) are raw gates, as in the paper; `weights="softmax"` renormalises them, and is the
-                    rule beside a token-side informer
-    decay_unused    the paper's reading, where a row nobody chose fades; by default it keeps its value
+                    "conditional"  a_jk = C_jk / C_kk, the share of the tokens of k that also select j (eqn 7); g sums to k
+                    "sinkhorn"     symmetric and doubly stochastic, starting at the identity, as proposition 1 assumes
+    threshold       entries below it count as 0 (a sparse graph)
+    weights         (option of the selector) raw gates by default, as in the paper; `weights="softmax"` renormalises them,
+                    and is the default beside a token-side informer
+    decay_unused    let rows of experts without tokens decay, as in the paper; by default they keep their values
     """
 
     side = "expert"
-    entering: ClassVar[Mapping[str, Any]] = {"init": "identity"}  # a zero graph would silence a layer that works
+    pretrained_defaults: ClassVar[Mapping[str, Any]] = {"init": "identity"}  # with a zero graph the layer would output 0
     graph: Tensor
 
     def __init__(
@@ -56,55 +56,57 @@ class ExpertGraph(Informer, StatefulPart):
         super().__init__()
         check_k(k, experts)
         if not 0 <= beta < 1:
-            raise ValueError(f"beta is {beta}; it must be at least 0 and below 1, or the graph never learns.")
+            raise ValueError(f"beta is {beta}; it must be at least 0 and below 1, or the graph never changes.")
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold is {threshold}; entries of the graph lie between 0 and 1.")
         if normalize not in NORMALISED:
-            raise ValueError(unknown("normalisation", normalize, NORMALISED))
+            raise ValueError(unknown_name("normalisation", normalize, NORMALISED))
         init = ("identity" if normalize == "sinkhorn" else "zero") if init is None else init
         if init not in INITIAL:
-            raise ValueError(unknown("initialisation", init, INITIAL))
+            raise ValueError(unknown_name("initialisation", init, INITIAL))
         if normalize == "sinkhorn" and init != "identity":
-            raise ValueError(f"a sinkhorn graph starts at the identity, not at {init!r}, or it is not doubly stochastic.")
+            raise ValueError(f"init is {init!r}; a sinkhorn graph must start at 'identity', which is doubly stochastic.")
         self.k, self.beta, self.normalize, self.threshold, self.decay_unused = k, beta, normalize, threshold, decay_unused
         self.register_buffer("graph", INITIAL[init](experts))
         self.register_statistics(together=torch.zeros(experts, experts))
 
-    def absorb(self) -> dict[str, Tensor]:
+    def new_state(self) -> dict[str, Tensor]:
         together = self.get_buffer("staged_together")
         updated = self.beta * self.graph + (1 - self.beta) * NORMALISED[self.normalize](together)
-        if self.decay_unused or self.normalize == "sinkhorn":  # a part of a doubly stochastic graph cannot stand still
+        if self.decay_unused or self.normalize == "sinkhorn":  # rows of a doubly stochastic graph change together
             return {"graph": updated}
         chosen = together.diagonal() > 0
         return {"graph": updated.where(chosen.unsqueeze(1 if self.normalize == "row" else 0), self.graph)}
 
     def expert_graph(self) -> Tensor:
-        """(E,E): the graph as it acts, without what is below the threshold."""
+        """Return A (E,E), with 0 for entries below the threshold."""
         graph = snapshot_for_backward(self.graph, self.training)
         return graph if self.threshold == 0 else graph.where(graph >= self.threshold, 0.0)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         graph = self.expert_graph()
         if self.training:
-            self.learn(lambda: {"together": sum_over_ranks(count_pairs(logits.detach(), context.real(tokens), self.k))})
+            self.stage_in_background(
+                lambda: {"together": sum_over_ranks(count_pairs(logits.detach(), context.checked_mask(tokens), self.k))}
+            )
         return linear_float32(gates, graph)
 
-    def cost(self, place: Place) -> Cost:
-        """Gates times the graph, which has no gradient: 2 E^2 each way. Co-selections are one more such product."""
-        mix = 2.0 * place.experts**2
-        graph = FLOAT * place.experts * place.experts
-        return Cost("expert graph", mix, mix, learning=mix, kept=FLOAT * place.experts, summed=graph)
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count gates times the graph, which has no gradient, and the counts C, one more such product."""
+        mix = 2.0 * sizes.experts**2
+        graph = FLOAT * sizes.experts * sizes.experts
+        return Cost("expert graph", mix, mix, state_update=mix, kept=FLOAT * sizes.experts, summed=graph)
 
     def snapshot(self) -> dict[str, Tensor]:
         return {"graph": self.expert_graph()}
 
     def spectral_gap(self) -> float:
-        """|lambda_1| - |lambda_2|: how fast a disagreement between experts dies out."""
+        """Return |lambda_1| - |lambda_2|: how fast differences between experts decay."""
         sizes = torch.linalg.eigvals(self.expert_graph().double()).abs().sort(descending=True).values
         return float(sizes[0] - sizes[1]) if len(sizes) > 1 else float(sizes[0])
 
     def rho(self) -> float:
-        """|A (I - 11^T/E)|_2: how much of a perturbation of p gets through (proposition 1)."""
+        """Return |A (I - 11^T/E)|_2: the largest factor of a perturbation of p in g (proposition 1)."""
         graph = self.expert_graph().double()
         return float(torch.linalg.matrix_norm(graph - graph.mean(1, keepdim=True), ord=2))
 
@@ -121,7 +123,7 @@ def _conditional(together: Tensor) -> Tensor:
 
 
 def _sinkhorn(together: Tensor) -> Tensor:
-    """D C D with unit row and column sums, by the symmetric iteration x <- sqrt(x / C x); 1 on an unused diagonal."""
+    """Return D C D with row and column sums of 1, by the symmetric iteration x <- sqrt(x / C x); C_jj = 1 if j is unused."""
     counts = together.double() + torch.diag((together.diagonal() == 0).double())
     counts = counts / counts.amax()
     scale = counts.sum(1).rsqrt()

@@ -1,6 +1,11 @@
-"""The slots of the pipeline: score -> inform -> select, and what every part declares about itself.
+"""The parts of a router: the base class of each stage, and what a part declares about itself.
 
-tokens (B,N,d) -> logits (B,N,E) -> gates (B,N,E) -> experts, weights (B,N,K)
+    Score       tokens (B,N,d) -> logits (B,N,E)
+    Informer    gates (B,N,E)  -> gates (B,N,E)                 mixes experts or tokens
+    Selector    Scores         -> experts, weights (B,N,K)      by a Rule, if it has one
+
+Certificates, plans and audits read the declarations (`order`, `cost`, `held_weights`, ...) and never the class of a part.
+What a part does not declare is reported as unknown.
 """
 
 from abc import ABC, abstractmethod
@@ -14,19 +19,19 @@ from torch import Tensor, nn
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import TINY as TINY
 from holdfast.kernels.select import Amounts
-from holdfast.kernels.select import shares as shares
+from holdfast.kernels.select import normalise as normalise
 from holdfast.routing.bounds import Norm
 from holdfast.routing.declarations import (
     FLOAT,
     SOFTMAX,
-    Active,
+    ActiveExperts,
     Compared,
     Conditions,
     Cost,
     GateFunction,
+    LayerSizes,
     Mixing,
     Order,
-    Place,
     Values,
     projection_flops,
 )
@@ -35,15 +40,15 @@ from holdfast.routing.records import Context, Routing
 
 @dataclass(frozen=True)
 class Traits:
-    """What holds for a router in evaluation; the conformance suite tests that it does, and that what is denied does not."""
+    """Properties of a router in evaluation. The conformance suite tests each, True or False."""
 
-    causal: bool = True  # a later token changes nothing earlier, when the context is causal
-    batch_invariant: bool = True  # other sequences and padding change nothing
-    cacheable: bool = True  # decoding step by step, with a cache, equals one forward
-    sequence_aware: bool = False  # looks beyond its token, so tokens must come as (B,N,d)
+    causal: bool = True  # in a causal context, a later token does not change the routing of an earlier one
+    batch_invariant: bool = True  # other sequences and padding do not change the routing
+    cacheable: bool = True  # decoding step by step with a cache gives the routing of one forward
+    sequence_aware: bool = False  # reads other tokens, so tokens must have shape (B,N,d)
 
     def __and__(self, other: "Traits") -> "Traits":
-        """The traits of two parts in one pipeline."""
+        """Return the traits of two parts in one pipeline."""
         return Traits(
             causal=self.causal and other.causal,
             batch_invariant=self.batch_invariant and other.batch_invariant,
@@ -53,36 +58,34 @@ class Traits:
 
 
 class Part(nn.Module, ABC):
-    """A component of a router (abstract). Options are keyword-only and checked when built."""
+    """One part of a router (abstract). Its options are keyword-only and are checked in the constructor."""
 
     traits: Traits = Traits()
-    coefficients: tuple[str, ...] = ()  # the loss coefficients it carries, by attribute name
-    # The fields of a Context it needs beyond causal, padding and cache. "attention" comes without the output projection,
-    # which may have to be loaded and dequantised: "attention.projection" asks for it, and for keys and values of the whole
-    # sequence, so that a model that attends within windows is refused.
+    coefficients: tuple[str, ...] = ()  # the names of its attributes that are loss coefficients
+    # The fields of a Context that it needs besides `causal`, `token_mask` and `cache`. "attention" comes without the output
+    # projection, which may have to be loaded and dequantised. "attention.projection" adds it, and the keys and values of the
+    # whole sequence; models with sliding windows do not have those and raise an error.
     reads: tuple[str, ...] = ()
-    entering: ClassVar[
-        Mapping[str, Any]
-    ] = {}  # defaults with which it enters a pretrained model, so as to start from its outputs
+    pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options that keep the outputs of a pretrained model at the start
 
     def progress(self, fraction: float) -> None:
-        """Training has come this far, from 0 to 1."""
+        """Receive the training progress, from 0 to 1."""
 
     @property
     def wrapped(self) -> "tuple[Part, ...]":
-        """The parts inside this one that declare their own cost."""
+        """The parts inside this one, which declare their own cost."""
         return ()
 
-    def cost(self, place: Place) -> Cost | None:
-        """Return what this part costs in a layer, without the parts it wraps; None: only its parameters are counted."""
+    def cost(self, sizes: LayerSizes) -> Cost | None:
+        """Declare the cost of this part in a layer, without the parts it wraps; None: only its parameters are counted."""
         return None
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Return what is worth watching while training, by name. "graph" (E,E) is a learned graph of the experts."""
+        """Return tensors to watch during training, by name. "graph" (E,E) is a learned expert graph."""
         return {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move to another device as any module, but keep state float32: `model.to(torch.bfloat16)` must not round it."""
+        """Move as any module does, but keep state in float32: `model.to(torch.bfloat16)` must not round it."""
         kept = {name: state for name, state in self._buffers.items() if state is not None and state.is_floating_point()}
         super()._apply(fn, recurse)
         for name, state in kept.items():
@@ -93,103 +96,107 @@ class Part(nn.Module, ABC):
 
 
 class Score(Part):
-    """Tokens to logits (abstract)."""
+    """The stage score (abstract): computes logits from tokens."""
 
     dim: int
     experts: int
 
     @property
-    def host(self) -> "Score | None":
-        """The score that a later `reroute` of the same layer may keep; None where there is none."""
+    def reusable_score(self) -> "Score | None":
+        """The score that a later `reroute` of the same layer may keep; None if there is none."""
         return None
 
     @abstractmethod
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """`tokens (B,N,d)`, in the model's dtype, to float32 logits `(B,N,E)`."""
+        """Return float32 logits (B,N,E) of `tokens (B,N,d)`, which have the model's dtype."""
 
     def order(self, tokens: Tensor, context: Context) -> Order | None:
-        """Declare keys that are affine in the token and have the order of the logits; None: no certificate is known."""
+        """Declare keys that are affine in a token and ordered as its logits; None: no certificate is known."""
         return None
 
     def values(self, tokens: Tensor, context: Context) -> Values | None:
-        """Declare how the logits follow from these keys, for selectors and informers that need more than their order."""
+        """Declare how the logits are computed from these keys, for selectors and informers that need more than the order."""
         return None
 
 
 class LinearScore(Score):
-    """A score that reads its tokens through one matrix only (abstract): logits = finish(x matrix^T)."""
+    """A score that multiplies its tokens with one matrix (abstract): logits = finish(x matrix^T)."""
 
     @property
     @abstractmethod
     def matrix(self) -> Tensor:
-        """(n,d), what tokens are multiplied with."""
+        """The matrix (n,d)."""
 
     @abstractmethod
     def finish(self, projected: Tensor) -> Tensor:
-        """`projected (B,N,n)`, float32, to logits `(B,N,E)`."""
+        """Return logits (B,N,E) of the products `projected (B,N,n)`, float32."""
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return self.finish(linear_float32(tokens, self.matrix))
 
     @property
-    def host(self) -> Score | None:
+    def reusable_score(self) -> Score | None:
         return self
 
-    def cost(self, place: Place) -> Cost | None:
-        """Count the product with `matrix` and its two gradients. A score whose `finish` has products adds them."""
+    def cost(self, sizes: LayerSizes) -> Cost | None:
+        """Count the product with `matrix` and its two gradients. A score whose `finish` has products must add them."""
         forward = projection_flops(self.matrix)
-        return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * sizes.experts)
 
 
 class Informer(Part):
-    """Gates to gates, looking at other experts or at other tokens (abstract).
+    """The stage inform (abstract): mixes the gates of experts or of tokens.
 
-    The expert side acts as `gates @ graph^T`, the token side as `graph @ gates`, so one of each composes in any order.
+    The expert side computes `gates @ graph^T`, the token side `graph @ gates`: one of each side gives the same result in any
+    order.
     """
 
     side: Literal["expert", "token"]
 
     @property
     def inert(self) -> bool:
-        """Does it leave gates as they are, so that the router may pass it by and be the plain one to the last bit?"""
+        """Whether it never changes gates. The router then skips it, and returns exactly what it returns without it."""
         return False
 
     def expert_graph(self) -> Tensor | None:
-        """Declare A (E,E), with which an informer on the expert side acts as g = p A^T; None: no certificate is known."""
+        """Declare the matrix A (E,E) of an expert-side informer, g = p A^T; None: no certificate is known."""
         return None
 
     def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing | None:
-        """Declare how an informer on the token side mixes `tokens (B,N,d)`, and how much a move within a radius, measured
-        in `norm`, changes that; None: no certificate is known."""
+        """Declare how a token-side informer mixes `tokens (B,N,d)`, and how much a perturbation up to a radius in `norm`
+        changes the mixing; None: no certificate is known."""
         return None
 
     @abstractmethod
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        """Non-negative `gates (B,N,E)` to the same shape; the result need not sum to 1. `logits` are the raw scores."""
+        """Return the mixed gates, non-negative and of the shape of `gates (B,N,E)`; they need not sum to 1."""
 
 
 class Scores:
-    """What a selector reads, as logits and as gates. Exactly one of the two is primary; `key` is that one."""
+    """What a selector reads, as logits and as gates.
+
+    `key` is the one that the other was computed from: logits, or, after an informer, gates.
+    """
 
     def __init__(self, logits: Tensor | None, gates: Tensor, informed: bool, raw: Tensor | None = None) -> None:
         self._logits = logits
         self.gates = gates  # (B,N,E), non-negative
         self.informed = informed
-        self.raw = raw  # (B,N,E), the logits as scored
+        self.raw = raw  # (B,N,E), the logits of the score
 
     @property
     def logits(self) -> Tensor:
-        """(B,N,E); after an informer log(max(gates, tiny)), made only for those who ask."""
+        """(B,N,E); after an informer log(max(gates, tiny)), computed only when read."""
         return self.gates.clamp_min(TINY).log() if self._logits is None else self._logits
 
     @property
     def key(self) -> Tensor:
-        """What to sort by: the one of the two that was not rounded or saturated by an exp or a log."""
+        """(B,N,E): what to sort by. An exp or a log has not rounded or saturated it."""
         return self.gates if self.informed else self.logits
 
     @property
     def compares(self) -> Compared:
-        """Which of the two `key` is."""
+        """Whether `key` are logits or gates."""
         return "gates" if self.informed else "logits"
 
     @classmethod
@@ -197,85 +204,88 @@ class Scores:
         return cls(None, gates, informed=True, raw=raw)
 
     @classmethod
-    def recorded(cls, routing: Routing, *, informed: bool) -> "Scores":
-        """Return what the selector read, (1,T,E), from the record of its routing; `informed`: gates are an informer's."""
+    def from_routing(cls, routing: Routing, *, informed: bool) -> "Scores":
+        """Return what the selector read, (1,T,E), when the router returned `routing`; `informed` if an informer ran."""
         logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
         return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
 
 
 class Rule(ABC):
-    """A model's convention (abstract): how logits become gates, by what experts are ranked, how the chosen are weighted.
+    """How logits become gates, how experts are ranked, and how selected experts are weighted (abstract).
 
-    Slots come ranked; `fade` is the logarithm of what dampens a slot, None where none is.
+    A model has one rule, whatever its router: pretrained experts expect the weights they were trained with.
     """
 
-    gate: GateFunction = SOFTMAX  # the distribution that informers act on and selection reads
-    ordered = True  # the ranks' order is the weights' order
-    renormalise = True  # the sum of a token's weights does not depend on which experts it uses, at least roughly
-    convention: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule, if any
-    strip = 0.1  # a narrow strip below the k-th, in levels: of a softmax, the experts within 10% of its gate
+    gate: GateFunction = SOFTMAX  # computes the gates that informers and selectors read
+    ordered = True  # a larger rank means a larger weight
+    renormalise = True  # the sum of a token's weights hardly depends on which experts it uses
+    weights_option: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule
+    strip = 0.1  # a narrow width of the strip, in levels; with softmax gates, 10% of the k-th gate
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return type(self).__name__
 
     def ranks(self, scores: Scores) -> Tensor:
-        """(B,N,E): what experts are sorted by."""
+        """Return (B,N,E): what experts are sorted by."""
         return scores.key
 
     def levels(self, scores: Scores) -> Tensor:
-        """(B,N,E): what the gaps between experts are measured in, in the same order as the ranks."""
+        """Return (B,N,E): the values whose differences are the gaps between experts, in the same order as the ranks."""
         return scores.logits
 
     def amounts(self, scores: Scores) -> Amounts | None:
-        """What `weigh` weighs by, where that is all it does and one kernel can do it; None for a rule of another kind."""
+        """Return what `weigh` computes weights from, if one kernel can do all it does; None for other rules."""
         return None
 
     @abstractmethod
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
-        """(B,N,K): the weight of each slot `experts (B,N,K)`, 0 where not `in_use`; the first k are the chosen ones."""
+        """Return (B,N,K): the weight of each slot of `experts (B,N,K)`, sorted by rank; 0 where not `in_use`.
+
+        The first k slots are the hard core. `fade` is the logarithm of a factor for each slot; None is no factor.
+        """
 
     def held_weights(self, experts: Tensor, scores: Scores, live: "Selection") -> Tensor:
-        """(B,N,K): the weights of `experts (B,N,K)`, held fixed, under `scores`, as of `Selector.held_weights`."""
+        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`, as `Selector.held_weights`."""
         in_use = experts < scores.gates.shape[-1]
         slots = experts.where(in_use, 0)
-        # `weigh` takes slots ranked: Phi-MoE's weight of an expert depends on which went before.
+        # `weigh` needs sorted slots: in Phi-MoE the weight of an expert depends on the experts ranked before it.
         ranks = self.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
         order = ranks.argsort(dim=-1, descending=True, stable=True)
         weights = self.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
-        return live.where_chosen(experts, torch.zeros_like(weights).scatter(-1, order, weights))
+        return live.weights_if_same_set(experts, torch.zeros_like(weights).scatter(-1, order, weights))
 
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
-        """Declare what must hold for tokens to keep their k experts; None: no certificate is known."""
+        """Declare the conditions under which tokens keep their k experts; None: no certificate is known."""
         return None
 
 
 class Selection(NamedTuple):
     """What a selector returns."""
 
-    experts: Tensor  # (B,N,K), the sentinel E in unused slots
+    experts: Tensor  # (B,N,K), E in unused slots
     weights: Tensor  # (B,N,K), 0 in unused slots
-    gates: Tensor  # (B,N,E), what it read
+    gates: Tensor  # (B,N,E), as in the scores it read
     losses: Mapping[str, Tensor]
-    scale: float = 1.0  # what a router has multiplied the weights with; 1 as a selector returns them
+    scale: float = 1.0  # the factor of a router in the weights; 1 in what a selector returns
 
     @classmethod
-    def recorded(cls, routing: Routing, scale: float = 1.0) -> "Selection":
-        """Return the selection, (1,T,K), in the record of a router's forward; `scale` is the router's."""
+    def from_routing(cls, routing: Routing, scale: float = 1.0) -> "Selection":
+        """Return the selection (1,T,K) in `routing`, with the `scale` of its router."""
         experts, weights, gates = (rows.unsqueeze(0) for rows in (routing.experts, routing.weights, routing.gates))
         return cls(experts, weights, gates, {}, scale)
 
     def weights_of(self, experts: Tensor) -> Tensor:
-        """(B,N,K): the weight that each of `experts (B,N,K)` has in this selection, 0 where it was not chosen."""
+        """Return (B,N,K): the weight of each of `experts (B,N,K)` in this selection; 0 if it was not selected."""
         dense = self.weights.new_zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1)
         dense = dense.scatter_add(-1, self.experts, self.weights)
         return dense.gather(-1, experts).where(experts < self.gates.shape[-1], 0.0)
 
-    def where_chosen(self, experts: Tensor, otherwise: Tensor, *, scaled: bool = False) -> Tensor:
-        """(B,N,K): `weights_of(experts)` where a token's `experts` are the chosen set, in any order; else `otherwise`.
+    def weights_if_same_set(self, experts: Tensor, otherwise: Tensor, *, scaled: bool = False) -> Tensor:
+        """Return `weights_of(experts)` for tokens whose `experts (B,N,K)` are the selected set, else `otherwise (B,N,K)`.
 
-        `otherwise` is multiplied with `scale`, unless it was made of weights that are `scaled` already.
+        `otherwise` is multiplied by `scale`, unless it is `scaled` already.
         """
         none = torch.zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1, dtype=torch.bool, device=self.gates.device)
         held, chosen = (none.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
@@ -284,53 +294,54 @@ class Selection(NamedTuple):
 
 
 class Selector(Part):
-    """Scores to experts and weights (abstract)."""
+    """The stage select (abstract): chooses experts from scores and gives them weights."""
 
-    rule: Rule | None = None  # the convention it ranks and weighs by, where it has one
+    rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
 
     @property
     def ragged(self) -> bool:
-        """May it leave slots unused? Experts functions that are not ours do not all survive the sentinel."""
+        """Whether it may leave slots unused. Not all experts functions of other libraries support an unused slot."""
         return True
 
     @property
     def gate(self) -> GateFunction:
-        """The distribution that informers act on and selection reads."""
+        """The function from logits to the gates that informers and the selector read."""
         return SOFTMAX if self.rule is None else self.rule.gate
 
     def conditions(self, scores: Scores) -> Conditions | None:
-        """Declare what must hold for tokens to keep their set, in evaluation; None: no certificate is known."""
+        """Declare the conditions under which tokens keep their selected set in evaluation; None: no certificate is known."""
         return None
 
     @property
     def core(self) -> int | None:
-        """How many of the best experts are certified and compared as a token's set; None: all that it chooses.
+        """The size of the hard core, which is certified and compared as a token's set; None: all selected experts.
 
-        Experts beyond the core enter and leave with weight 0, which is no switch.
+        Experts outside the core enter and leave with weight 0, which is not a flip.
         """
         return None
 
     @property
-    def convention(self) -> Literal["softmax", "switch"] | None:
-        """The option `weights` of `TopK` that weights experts as this selector does; None where none does."""
-        return None if self.rule is None else self.rule.convention
+    def weights_option(self) -> Literal["softmax", "switch"] | None:
+        """The option `weights` of `TopK` that weighs experts as this selector does; None if no option does."""
+        return None if self.rule is None else self.rule.weights_option
 
     def levels(self, scores: Scores) -> Tensor:
-        """(B,N,E): what the gaps between experts are measured in, in the order by which they are chosen."""
+        """Return (B,N,E): the values whose differences are the gaps between experts, in the order of selection."""
         return scores.logits if self.rule is None else self.rule.levels(scores)
 
-    def active_experts(self, place: Place) -> Active | None:
-        """Return how many experts a token uses in a layer; None: plans count all of them."""
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
+        """Declare how many experts a token uses in a layer; None: plans count all experts."""
         return None
 
     @abstractmethod
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        """(B,N,K): the weights of `experts (B,N,K)`, held fixed, under `scores`; 0 in unused slots, which hold E.
+        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; 0 in unused slots (index E).
 
-        `live` is what this selector returned for `scores`, with weights multiplied by `live.scale`: where a token's held set
-        is the one in `live`, the weights are those in `live`, bit for bit; elsewhere they have the same scale.
-        `live.where_chosen` does both. Differentiable in the scores.
+        `live` is what this selector returned for `scores`, with weights multiplied by `live.scale`. A token whose held set
+        is the one in `live` must get exactly the weights in `live`; other tokens get weights of the same scale.
+        `live.weights_if_same_set` does both. The result is differentiable in the scores.
         """
 
     @abstractmethod
-    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection: ...
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        """Return the experts and weights of each token, and the loss terms of this part."""

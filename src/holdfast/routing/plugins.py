@@ -1,9 +1,9 @@
-"""Routers of other people: Python files that a user names, and installed packages with an entry point.
+"""Routers from outside the package: Python files that the user passes, and installed packages with an entry point.
 
-A plugin file is code, and it is run. Only the user names one, on the command line or to `load_plugin`: no checkpoint and no
-recipe does. What was trained with a plugin records its checksum, so that a later command can say which file it needs.
+A plugin file is code that Holdfast runs. Only the user can name one, on the command line or with `load_plugin`; a checkpoint
+or a recipe cannot. What is trained with a plugin stores its checksum, so that a later command can name the missing file.
 
-A package that registers routers when it is imported declares an entry point of the group `holdfast.routers`:
+A package that registers routers on import declares an entry point of the group `holdfast.routers`:
 
     [project.entry-points."holdfast.routers"]
     mine = "my_package.routers"
@@ -25,14 +25,14 @@ from holdfast.routing.registry import split_options
 
 say = logging.getLogger("holdfast")
 GROUP = "holdfast.routers"
-FEW = 12  # characters of a checksum that are shown to people
+SHOWN = 12  # characters of a checksum in messages and module names
 
 
 @dataclass(frozen=True)
 class Plugin:
     """Code that registered routers: a file with its checksum, or an installed package."""
 
-    name: str  # of the file, or of the package with its version
+    name: str  # the name of the file, or the package with its version
     routers: tuple[str, ...]
     checksum: str | None = None
     path: Path | None = None
@@ -42,13 +42,15 @@ _plugins: list[Plugin] = []  # loaded by this process
 
 
 def load_plugin(path: str | os.PathLike[str], *, checksum: str | None = None) -> Plugin:
-    """Run a Python file that registers routers with `holdfast.register`. A file that was loaded before is not run again.
+    """Run a Python file that registers routers with `holdfast.register`, and return its description.
+
+    A file that this process has loaded before is not run again.
 
     checksum    the SHA-256 that the file must have; None accepts any
     """
-    place = Path(path).absolute()
+    file = Path(path).absolute()
     try:
-        source = place.read_bytes()
+        source = file.read_bytes()
     except OSError as problem:
         raise ValueError(f"the plugin {path} cannot be read ({problem.strerror or problem}).") from None
     found = hashlib.sha256(source).hexdigest()
@@ -57,12 +59,12 @@ def load_plugin(path: str | os.PathLike[str], *, checksum: str | None = None) ->
     for plugin in _plugins:
         if plugin.checksum == found:
             return plugin
-    module = ModuleType(f"holdfast_plugin_{found[:FEW]}")
-    module.__file__ = str(place)
-    sys.modules[module.__name__] = module  # type hints and pickles look a class's module up
+    module = ModuleType(f"holdfast_plugin_{found[:SHOWN]}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # type hints and pickle look up the module of a class
 
     def run() -> None:
-        exec(compile(source, str(place), "exec"), module.__dict__)
+        exec(compile(source, str(file), "exec"), module.__dict__)
 
     try:
         names = _registered_by(run)
@@ -71,27 +73,27 @@ def load_plugin(path: str | os.PathLike[str], *, checksum: str | None = None) ->
         raise ValueError(f"the plugin {path} failed: {type(problem).__name__}: {problem}") from problem
     if not names:
         raise ValueError(f"the plugin {path} registers no router; use holdfast.register in it.")
-    _plugins.append(Plugin(place.name, names, found, place))
+    _plugins.append(Plugin(file.name, names, found, file))
     return _plugins[-1]
 
 
 def plugin_files() -> list[tuple[Path, str]]:
-    """Return the plugin files that this process loaded, with their checksums, for a process that it starts."""
+    """Return the plugin files of this process, with their checksums, for a process that it starts to load."""
     return [(plugin.path, plugin.checksum) for plugin in _plugins if plugin.path is not None and plugin.checksum is not None]
 
 
 def plugins_of(router: str) -> list[dict[str, Any]]:
-    """Return descriptions of the plugins that the router's names come from, to be stored with what is trained."""
+    """Return descriptions of the plugins that registered the names of `router`, to be stored with a trained model."""
     names = split_options(router)[0]
     found = [(plugin, [name for name in plugin.routers if name in names]) for plugin in _plugins]
     return [{"name": plugin.name, "routers": used, "checksum": plugin.checksum} for plugin, used in found if used]
 
 
 def require_plugins(stored: Any, what: str) -> None:
-    """Raise a ValueError that names the plugin whose routers are not registered; log a warning where a file differs.
+    """Raise ValueError if routers of a stored plugin are not registered; log a warning if a plugin file has changed.
 
-    stored  what `plugins_of` returned, read from a file that may hold anything
-    what    was trained with these plugins, for the sentence
+    stored  what `plugins_of` returned, read from a file; it is checked
+    what    what was trained with these plugins, for the message
     """
     fields = {"name": str, "routers": list, "checksum": str | None}
     for entry in stored if isinstance(stored, list) else [stored]:
@@ -99,7 +101,7 @@ def require_plugins(stored: Any, what: str) -> None:
             raise ValueError("its list of plugins is damaged.")
         known = {preset.name for preset in REGISTRY}
         checksum = entry["checksum"]
-        stamp = "" if checksum is None else f" (SHA-256 {checksum[:FEW]}...)"
+        stamp = "" if checksum is None else f" (SHA-256 {checksum[:SHOWN]}...)"
         missing = [str(name) for name in entry["routers"] if name not in known]
         if missing:
             how = "install that package" if checksum is None else "name the file with --plugin FILE"
@@ -109,7 +111,7 @@ def require_plugins(stored: Any, what: str) -> None:
 
 
 def _registered_by(run: Callable[[], Any]) -> tuple[str, ...]:
-    """Return the names of the routers that `run` registers; where it fails, none of them stays registered."""
+    """Return the names of the routers that `run` registers; if it raises an error, unregister them."""
     before = set(REGISTRY.names())
     try:
         run()
@@ -121,7 +123,7 @@ def _registered_by(run: Callable[[], Any]) -> tuple[str, ...]:
 
 
 def _load_installed() -> None:
-    """Import the installed packages that have an entry point; one that fails is a warning, not an error."""
+    """Import the installed packages that have an entry point; log a warning for each that fails."""
     for entry in entry_points(group=GROUP):
         package = entry.name if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
         try:

@@ -1,4 +1,7 @@
-"""The named routers. A name claims only the slots it is about; linear scores and top-k are defaults, not claims."""
+"""The routers that Holdfast registers, and the functions that build, list and register routers by name.
+
+A preset lists only the stages it replaces. Linear scores and top-k are the defaults of the others.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -15,7 +18,7 @@ for _preset in (
     Preset("smoe", "linear scores, top-k, weights renormalised", "Shazeer et al. 2017"),
     Preset(
         "switch",
-        "linear scores, top-1 unless told otherwise, weights are the raw gates",
+        "linear scores, top-1 by default, weights are the raw gates",
         "Fedus et al. 2022",
         {"select": "holdfast.routing.selection:TopK"},
         {"k": 1, "weights": "switch"},
@@ -47,7 +50,7 @@ for _preset in (
     ),
     Preset(
         "symphony",
-        "experts chosen together vouch for each other: gates times a learned expert graph",
+        "experts that are selected together raise each other's gates, by a learned expert graph",
         "SymphonySMoE, algorithm 1",
         {"expert": "holdfast.routing.expert_graph:ExpertGraph"},
         {"weights": "switch"},
@@ -85,41 +88,41 @@ for _preset in (
 def create_router(name: str, *, dim: int, experts: int, k: int | None = None, **options: Any) -> Router:
     """Build a router by name, for tokens of width `dim`: `create_router("xmoe+top-p", dim=512, experts=16, p=0.1)`.
 
-    `+` joins names that claim different slots. `options` are those of `Router` (losses, layer, check_finite) and of the
-    parts that the names bring; an unknown one is an error.
+    `+` joins names that replace different stages. `options` are those of `Router` (losses, layer, check_finite) and of the
+    parts that the names bring; an unknown option raises ValueError.
     """
     return REGISTRY.build(name, dim=dim, experts=experts, k=k, **options)
 
 
 def list_routers() -> dict[str, str]:
-    """Every registered name with one line of help."""
+    """Return every registered name with one line of help."""
     return {preset.name: f"{preset.about} ({preset.paper})" for preset in REGISTRY}
 
 
 def register(
     name: str,
     *,
-    slot: str,
+    stage: str,
     about: str,
     paper: str,
     defaults: Mapping[str, Any] | None = None,
     also: Mapping[str, type[Part] | str] | None = None,
 ) -> Callable[[PartClass], PartClass]:
-    """Class decorator: make a part available to `create_router` under `name`.
+    """Return a class decorator that makes a part available to `create_router` under `name`.
 
-    slot        what the part fills: "score", "cluster", "expert", "token" or "select"
+    stage       what the part fills: "score", "cluster", "expert", "token" or "select"
     about       one line of help
-    paper       where it comes from
-    defaults    of its options
-    also        other slots that the name fills, with the class of each part or "module:Class", which is imported when first
-                used: `also={"select": TopK}, defaults={"k_final": "all"}` on a score makes `smoe-dropout`
+    paper       the source of the method
+    defaults    default values of its options
+    also        other stages that the name replaces: stage to the class of its part, or to "module:Class", which is imported
+                when first used. `also={"select": TopK}, defaults={"k_final": "all"}` on a score makes `smoe-dropout`
     """
 
     def add(part: PartClass) -> PartClass:
         others = also or {}
-        if slot in others:
-            raise ValueError(f"{name!r} fills the slot {slot!r} with {part.__name__}, and again in `also`; name it once.")
-        REGISTRY.add(Preset(name, about, paper, {slot: part, **others}, defaults or {}))
+        if stage in others:
+            raise ValueError(f"{name!r} replaces the stage {stage!r} with {part.__name__} and again in `also`; remove one.")
+        REGISTRY.add(Preset(name, about, paper, {stage: part, **others}, defaults or {}))
         return part
 
     return add

@@ -1,8 +1,6 @@
-"""What earlier tokens left behind while decoding: rows, one a token, that travel with the model's own KV cache.
+"""The input and output records of a router: `Context` is what it may read besides its tokens, `Routing` what it returns.
 
-What happened (`Routing`) and what a router may look at beyond its token (`Context`).
-
-B sequences of N tokens, T = B*N tokens in all, width d, E experts, K slots a token
+B sequences of N tokens, T = B*N tokens in all, width d, E experts, K slots per token
 """
 
 from collections.abc import Callable, Mapping
@@ -12,69 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-
-class RouterCache:
-    """One layer's per-token rows by name, each `(B, past, ...)`. Rows, not running sums: those cannot be cropped."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, Tensor] = {}
-
-    def extend(self, name: str, rows: Tensor) -> Tensor:
-        """Add the new tokens' `rows (B, n, ...)` under `name`; returns the rows of all tokens so far."""
-        past = self._rows.get(name)
-        self._rows[name] = rows if past is None else torch.cat([past, rows], dim=1)
-        return self._rows[name]
-
-    def length(self, name: str) -> int:
-        """How many tokens have left a row under `name`."""
-        return self._rows[name].shape[1] if name in self._rows else 0
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens have left rows here."""
-        lengths = [rows.shape[1] for rows in self._rows.values()]
-        return max(lengths) if lengths else 0
-
-    @property
-    def bytes(self) -> int:
-        """How much memory the rows take."""
-        return sum(rows.numel() * rows.element_size() for rows in self._rows.values())
-
-    def reorder(self, sequences: Tensor) -> None:
-        """Beam search: sequence i continues what sequence `sequences[i]` was. Also selects a part of the batch."""
-        self._map(lambda rows: rows.index_select(0, sequences.to(rows.device)))
-
-    def repeat(self, times: int) -> None:
-        """Each sequence becomes `times` sequences, next to each other."""
-        self._map(lambda rows: rows.repeat_interleave(times, dim=0))
-
-    def crop(self, length: int) -> None:
-        """Forget all tokens after the first `length`."""
-        self._map(lambda rows: rows[:, :length])
-
-    def reset(self) -> None:
-        self._rows.clear()
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._rows = {name: change(rows) for name, rows in self._rows.items()}
-
-
-LARGEST_IN_PADDING = 2.0**50  # products of two such numbers stay far within float32
+LARGEST_IN_PADDING = 2.0**50  # the product of two such numbers is far below the largest float32
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts each token goes to, and what was read to decide it. Losses, metrics and certificates read this."""
+    """The experts of each token, their weights, and the scores they were selected by.
 
-    logits: Tensor  # (T,E) float32, as scored
-    gates: Tensor  # (T,E) float32, what selection read; non-negative, need not sum to 1
-    experts: Tensor  # (T,K) int64, sorted by weight, descending; the sentinel E marks an unused slot
+    Losses, metrics and certificates read this.
+    """
+
+    logits: Tensor  # (T,E) float32, the scores before the gate function
+    gates: Tensor  # (T,E) float32, what the selector read; non-negative, need not sum to 1
+    experts: Tensor  # (T,K) int64, sorted by weight, descending; E marks an unused slot
     weights: Tensor  # (T,K) float32, 0 in unused slots
-    losses: Mapping[str, Tensor] = field(default_factory=dict)  # as they enter the training loss; empty in evaluation
+    losses: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # weighted, ready to be added to the training loss; empty in evaluation
 
     @property
     def used(self) -> Tensor:
-        """(T,K) bool: which slots hold an expert."""
+        """(T,K) bool: which slots have an expert."""
         return self.experts < self.gates.shape[-1]
 
     @property
@@ -86,24 +42,24 @@ class Routing:
 
     @property
     def dense_weights(self) -> Tensor:
-        """(T,E): each token's weight for each expert, 0 where it was not chosen."""
+        """(T,E): the weight of each expert for each token, 0 if it was not selected."""
         tokens, experts = self.gates.shape
         dense = self.weights.new_zeros(tokens, experts + 1)
         return dense.scatter_add(1, self.experts, self.weights)[:, :experts]
 
     @property
     def loss(self) -> Tensor:
-        """The sum of `losses`: what the caller adds to the training loss."""
+        """The sum of `losses`, which the caller adds to the training loss."""
         return torch.stack([*self.losses.values(), self.gates.new_zeros(())]).sum()
 
 
-# So that `torch.export` takes a layer that returns one.
+# `torch.export` can then export a layer that returns a Routing.
 pytree.register_dataclass(Routing, serialized_type_name="holdfast.Routing")
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Weights of a linear map that is no `nn.Linear`, in the shape of one."""
+    """The weights of a linear map that is not an `nn.Linear`, in the same layout."""
 
     weight: Tensor  # (d, in)
     bias: Tensor | None = None
@@ -111,62 +67,113 @@ class Projection:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention just before this layer."""
+    """The attention just before an MoE layer."""
 
-    query: Tensor  # (B,heads,N,D), of the tokens at hand
+    query: Tensor  # (B,heads,N,D), of the N tokens of this forward
     key: Tensor  # (B,key heads,M,D), of all tokens so far: M is N unless decoding
     value: Tensor  # (B,key heads,M,D_v)
     projection: nn.Linear | Projection | None  # the output projection; None unless a part reads "attention.projection"
     output: Tensor  # (B,N,d), after the projection, before the residual
-    mask: Tensor | None = None  # broadcasts to (B,heads,N,M): bool, True where allowed, or added to the scores
-    scale: float | None = None  # what q.k is multiplied with; 1/sqrt(D) if None
+    mask: Tensor | None = (
+        None  # broadcasts to (B,heads,N,M): bool, True where allowed, or a float that is added to the scores
+    )
+    scale: float | None = None  # the factor of q.k; None is 1/sqrt(D)
 
 
 @dataclass(frozen=True)
 class Previous:
-    """The previous MoE layer's router inputs and what it did with them."""
+    """The inputs of the previous MoE layer's router, and the routing it returned."""
 
     tokens: Tensor  # (B,N,d)
     routing: Routing
 
 
+class RouterCache:
+    """The rows that earlier tokens stored in one layer while decoding, by name, each `(B, past, ...)`.
+
+    There is one row for each token, as in the model's KV cache, and not a running sum: sums cannot be cropped.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Tensor] = {}
+
+    def extend(self, name: str, rows: Tensor) -> Tensor:
+        """Append the `rows (B, n, ...)` of new tokens under `name`; return the rows of all tokens so far."""
+        past = self._rows.get(name)
+        self._rows[name] = rows if past is None else torch.cat([past, rows], dim=1)
+        return self._rows[name]
+
+    def length(self, name: str) -> int:
+        """Return the number of tokens with a row under `name`."""
+        return self._rows[name].shape[1] if name in self._rows else 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens with rows."""
+        lengths = [rows.shape[1] for rows in self._rows.values()]
+        return max(lengths) if lengths else 0
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all rows, in bytes."""
+        return sum(rows.numel() * rows.element_size() for rows in self._rows.values())
+
+    def reorder(self, sequences: Tensor) -> None:
+        """Replace sequence i by sequence `sequences[i]`, for beam search. This can also select a part of the batch."""
+        self._map(lambda rows: rows.index_select(0, sequences.to(rows.device)))
+
+    def repeat(self, times: int) -> None:
+        """Repeat each sequence `times` times, in adjacent rows of the batch."""
+        self._map(lambda rows: rows.repeat_interleave(times, dim=0))
+
+    def crop(self, length: int) -> None:
+        """Remove the rows of all tokens after the first `length`."""
+        self._map(lambda rows: rows[:, :length])
+
+    def reset(self) -> None:
+        self._rows.clear()
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._rows = {name: change(rows) for name, rows in self._rows.items()}
+
+
 @dataclass(frozen=True)
 class Context:
-    """What a router may look at beyond its token; passed, never global."""
+    """What a router may read besides its tokens. It is passed to `forward`, never stored globally."""
 
-    causal: bool = False
+    causal: bool = False  # a token may use only tokens before it
     token_mask: Tensor | None = None  # (B,N) bool, True where the token is real
     attention: Attention | None = None
     previous: Previous | None = None
-    cache: RouterCache | None = None  # what earlier tokens left behind while decoding
+    cache: RouterCache | None = None  # the rows of earlier tokens while decoding
     token_ids: Tensor | None = None  # (B,N), for hash and distilled routers
 
-    def real_or_all(self, tokens: Tensor) -> Tensor:
-        """(B,N) bool: which tokens are real."""
-        real = self.real(tokens)
+    def real_tokens(self, tokens: Tensor) -> Tensor:
+        """Return (B,N) bool: which of `tokens (B,N,d)` are real. Without a mask, all are."""
+        real = self.checked_mask(tokens)
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if real is None else real
 
-    def usable(self, rows: Tensor) -> Tensor | None:
-        """(B,N) bool: which of `rows (B,N,...)` can be computed with, all but padding that holds NaN or huge numbers.
+    def usable_rows(self, rows: Tensor) -> Tensor | None:
+        """Return (B,N) bool: False for rows of padding in `rows (B,N,...)` that contain NaN or huge numbers.
 
-        None where there is no padding. A real token's NaN is not hidden: it is an error that the user must see.
+        Return None if there is no mask. Rows of real tokens are always True: their NaN is an error that the user must see.
         """
         if self.token_mask is None:
             return None
         return self.token_mask | (rows.detach().flatten(2).abs().amax(-1) <= LARGEST_IN_PADDING)
 
-    def clean(self, rows: Tensor) -> Tensor:
-        """`rows (B,N,...)` with 0 where they are not usable: 0 times NaN is NaN, also in the gradient of a weight.
+    def zero_unusable(self, rows: Tensor) -> Tensor:
+        """Return `rows (B,N,...)` with 0 in rows that are not usable: 0 times NaN is NaN, also in the gradient of a weight.
 
-        Other padding stays: a model may read it (SigLIP takes the last token of a text, padding or not).
+        Other padding is unchanged: a model may read it (SigLIP reads the last token of a text even if it is padding).
         """
-        usable = self.usable(rows)
+        usable = self.usable_rows(rows)
         return rows if usable is None else rows.where(usable.view(*usable.shape, *[1] * (rows.dim() - 2)), 0.0)
 
-    def real(self, tokens: Tensor) -> Tensor | None:
-        """Return `token_mask`, checked against `tokens (B,N,d)`: its type, its shape, and that it holds a real token.
+    def checked_mask(self, tokens: Tensor) -> Tensor | None:
+        """Return `token_mask`; raise ValueError if it does not fit `tokens (B,N,d)` or marks no token as real.
 
-        The last is checked on a CPU only, and not while compiling: a GPU would have to be waited for.
+        The second condition is checked on a CPU only, and not while compiling: on a GPU it would synchronise with the host.
         """
         if self.token_mask is None:
             return None
@@ -175,8 +182,8 @@ class Context:
                 f"token_mask is {self.token_mask.dtype} of shape {tuple(self.token_mask.shape)}; expected bool of shape "
                 f"{tuple(tokens.shape[:2])}, True where the token is real (for an attention mask of 0 and 1: mask.bool())."
             )
-        at_once = self.token_mask.device.type == "cpu" and not torch.compiler.is_compiling()
-        if at_once and self.token_mask.numel() and not self.token_mask.any():
+        is_readable = self.token_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_readable and self.token_mask.numel() and not self.token_mask.any():
             raise ValueError(
                 f"token_mask marks all {self.token_mask.numel()} tokens of the batch as padding; it must be True where a "
                 "token is real (a mask that is True for padding: ~mask)."

@@ -1,4 +1,13 @@
-"""The pipeline: tokens -> scores -> distribution -> selection, and the `Routing` that says what happened."""
+"""The router: one pipeline of stages from tokens to a `Routing`.
+
+    score     tokens (B,N,d)  -> logits (B,N,E)           how well each expert fits a token
+    cluster   (optional)                                  a score whose features are scaled by the token's cluster
+    inform    logits -> gates (B,N,E)                     gate function, then up to one informer on each side (optional)
+    select    gates  -> experts, weights (B,N,K)          which experts run, and how much each counts
+
+Every stage is one part (`holdfast.routing.parts`). `Router.forward` runs them in this order, in float32 whatever the model's
+dtype is, and returns the `Routing` with one row for each of the T = B*N tokens.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,30 +22,18 @@ from holdfast.routing.parts import Informer, Part, Score, Scores, Selection, Sel
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
 
-LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, padding) -> weighted terms by name
-
-
-def _becomes_onnx() -> bool:
-    return torch.onnx.is_in_onnx_export()
-
-
-# `torch.onnx.export` tries again with Dynamo, which takes `is_in_onnx_export` for False. This has it call the function. The
-# decorator `torch.compiler.assume_constant_result` does the same, but loads all of Dynamo when this module is imported.
-_becomes_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _detach_unless(usable: Tensor | None, values: Tensor) -> Tensor:
-    """Return `values (B,N,n)`, detached where not usable: native experts send NaN back from padding that holds NaN."""
-    return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
+LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, token_mask) -> weighted terms by name
 
 
 class Router(nn.Module):
-    """score, then up to one informer a side, then select; in float32 whatever the model's dtype.
+    """A pipeline of parts: `score`, then the informers in `inform`, at most one on each side, then `select`.
 
-    losses          what to add to `Routing.losses` in training, for example `holdfast.Losses(balance=0.01)`
-    layer           its place in the model, for error messages
-    check_finite    in training, NaN or infinite scores are an error; False lets them through
-    scale           what weights are multiplied with, where experts were trained so
+    A clustered score (`Clustered`) does the stages score and cluster: it is passed as `score`.
+
+    losses          loss terms to add to `Routing.losses` in training, for example `holdfast.Losses(balance=0.01)`
+    layer           the router's module path in the model, for error messages
+    check_finite    in training, raise an error if scores are NaN or infinite; False lets them through
+    scale           a factor for all weights, if the experts were trained with one
     """
 
     def __init__(
@@ -53,11 +50,13 @@ class Router(nn.Module):
         super().__init__()
         for part, kind in ((score, Score), (select, Selector), *((informer, Informer) for informer in inform)):
             if not isinstance(part, kind):
-                raise ValueError(f"Router(score, select, inform): a {type(part).__name__} where a {kind.__name__} belongs.")
+                raise ValueError(
+                    f"Router(score, select, inform) expected a {kind.__name__}, but got a {type(part).__name__}."
+                )
         for side in ("expert", "token"):
             count = sum(informer.side == side for informer in inform)
             if count > 1:
-                raise ValueError(f"{count} informers on the {side} side; a Router takes at most one a side.")
+                raise ValueError(f"there are {count} informers on the {side} side; a Router takes at most one on each side.")
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
         self.losses, self.check_finite, self.scale = losses, check_finite, scale
         self._layer, self._learning = layer, True
@@ -65,7 +64,7 @@ class Router(nn.Module):
 
     @property
     def layer(self) -> str:
-        """Its place in the model, for error messages."""
+        """The router's module path in the model, for error messages."""
         return self._layer
 
     @layer.setter
@@ -73,16 +72,9 @@ class Router(nn.Module):
         self._layer = name
         self._name = encode_name(name).to(self.get_buffer("_name").device)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As any module; the name is written anew, since a buffer that is not saved comes back from `meta` as garbage."""
-        super()._apply(fn, recurse)
-        if not self.get_buffer("_name").is_meta:
-            self.layer = self._layer
-        return self
-
     @property
     def learning(self) -> bool:
-        """Does a training forward teach it, and make losses? Not while a model in training mode generates."""
+        """Whether a training forward updates state and returns losses; False while a model in training mode generates."""
         return self._learning
 
     @learning.setter
@@ -102,6 +94,7 @@ class Router(nn.Module):
 
     @property
     def parts(self) -> list[Part]:
+        """All parts, in the order of the pipeline."""
         return [self.score, *self.informers, self.select]
 
     @property
@@ -110,7 +103,7 @@ class Router(nn.Module):
 
     @property
     def traits(self) -> Traits:
-        """What holds for the whole pipeline: only what holds for each part."""
+        """The traits of the whole pipeline: sequence-aware if one part is, and each other trait if every part has it."""
         combined = Traits()
         for part in self.parts:
             combined = combined & part.traits
@@ -118,99 +111,137 @@ class Router(nn.Module):
 
     @property
     def reads(self) -> set[str]:
-        """The fields of a Context that its parts need beyond causal, padding and cache."""
+        """The fields of a Context that the parts need besides `causal`, `token_mask` and `cache`."""
         return {field for part in self.parts for field in part.reads}
 
     @property
     def informed(self) -> bool:
-        """Does an informer change what the selector reads?"""
+        """Whether an informer changes the gates that the selector reads."""
         return any(not informer.inert for informer in self.informers)
 
-    def scores_of(self, routing: Routing) -> Scores:
-        """Return what the selector read, (1,T,E), from the record of a forward in evaluation."""
-        return Scores.recorded(routing, informed=self.informed)
-
-    def held_weights(self, experts: Tensor, routing: Routing) -> Tensor:
-        """(T,K): the weights of `experts (T,K)`, held fixed, under the scores of `routing`, of this router in evaluation.
-
-        A token whose held set is the one it has in `routing` gets those weights, bit for bit.
-        """
-        live = Selection.recorded(routing, self.scale)
-        return self.select.held_weights(experts.unsqueeze(0), self.scores_of(routing), live).squeeze(0)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return what is worth watching while training, of all parts."""
-        return {name: value for part in self.parts for name, value in part.snapshot().items()}
-
-    def progress(self, fraction: float) -> None:
-        """Training has come this far, from 0 to 1: annealing and growing parts move along."""
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"progress is {fraction}; it must be between 0 and 1.")
-        for part in self.parts:
-            part.progress(fraction)
-
     def forward(self, tokens: Tensor, context: Context | None = None) -> Routing:
-        """`tokens (B,N,d)` to their `Routing`; `(T,d)` too, for a router that looks at one token at a time."""
+        """Return the `Routing` of `tokens (B,N,d)`. A router that is not sequence-aware also takes `tokens (T,d)`."""
         self._refuse_tracing()
         context = context or Context()
-        tokens = self._sequences(tokens)
-        real = context.real(tokens)
-        usable = context.usable(tokens)
+        tokens = self._as_sequences(tokens)
+        real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
         if self.training:
-            for part in self.parts:
-                if isinstance(part, StatefulPart):
-                    part.begin_training_forward()
+            self._commit_state()
         with torch.autocast(tokens.device.type, enabled=False):
-            logits = self.score(tokens, context)
-            if self.training and self.check_finite:
-                logits = require_finite(logits, tokens, self.get_buffer("_name"), real)
-            gates = self.select.gate(logits)
-            informers = [informer for informer in self.informers if not informer.inert]
-            for informer in informers:
-                gates = informer(gates, logits, tokens, context)
-            if self.training and self.check_finite and any(informer.side == "token" for informer in informers):
-                gates = require_finite(gates, tokens, self.get_buffer("_name"), real)  # products of tokens may overflow
-            scores = Scores.from_gates(gates, logits) if informers else Scores(logits, gates, informed=False, raw=logits)
-            selected = self.select(scores, tokens, context)
-            weights = selected.weights if self.scale == 1 else selected.weights * self.scale
+            logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
+            scores = self._inform(logits, tokens, context, real)
+            selection = self.select(scores, tokens, context)
+            weights = selection.weights if self.scale == 1 else selection.weights * self.scale
             routing = Routing(
-                logits=_detach_unless(usable, logits).flatten(0, 1),
-                gates=_detach_unless(usable, selected.gates).flatten(0, 1),
-                experts=selected.experts.flatten(0, 1),
-                weights=_detach_unless(usable, weights).flatten(0, 1),
-                losses=dict(selected.losses),
+                logits=_detach_unusable(logits, usable).flatten(0, 1),
+                gates=_detach_unusable(selection.gates, usable).flatten(0, 1),
+                experts=selection.experts.flatten(0, 1),
+                weights=_detach_unusable(weights, usable).flatten(0, 1),
+                losses=dict(selection.losses),
             )
             if self.training and self.learning and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
         wait_for_side_stream(tokens)
         return routing
 
+    def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None) -> Scores:
+        """Return what the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
+        gates = self.select.gate(logits)
+        informers = [informer for informer in self.informers if not informer.inert]
+        if not informers:
+            return Scores(logits, gates, informed=False, raw=logits)
+        for informer in informers:
+            gates = informer(gates, logits, tokens, context)
+        if any(informer.side == "token" for informer in informers):
+            gates = self._require_finite(gates, tokens, real)  # products of two tokens may overflow
+        return Scores.from_gates(gates, logits)
+
+    def _commit_state(self) -> None:
+        """Commit the statistics that the previous training batch staged."""
+        for part in self.parts:
+            if isinstance(part, StatefulPart):
+                part.begin_training_forward()
+
+    def _require_finite(self, values: Tensor, tokens: Tensor, real: Tensor | None) -> Tensor:
+        """Return `values (B,N,E)`; in training, raise ValueError if one of a real token is NaN or infinite."""
+        if not (self.training and self.check_finite):
+            return values
+        return require_finite(values, tokens, self.get_buffer("_name"), real)
+
+    def scores_from(self, routing: Routing) -> Scores:
+        """Return what the selector read, (1,T,E), in the evaluation forward that returned `routing`."""
+        return Scores.from_routing(routing, informed=self.informed)
+
+    def held_weights(self, experts: Tensor, routing: Routing) -> Tensor:
+        """Return (T,K): the weights that the held set `experts (T,K)` has under the scores of `routing`.
+
+        `routing` is what this router returned in evaluation. A token whose held set equals its selected set in `routing`
+        gets exactly the weights it has there.
+        """
+        live = Selection.from_routing(routing, self.scale)
+        return self.select.held_weights(experts.unsqueeze(0), self.scores_from(routing), live).squeeze(0)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return the values of all parts that are worth watching during training, by name."""
+        return {name: value for part in self.parts for name, value in part.snapshot().items()}
+
+    def progress(self, fraction: float) -> None:
+        """Set the training progress, from 0 to 1, for parts that anneal a budget or grow k."""
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"progress is {fraction}; it must be between 0 and 1.")
+        for part in self.parts:
+            part.progress(fraction)
+
     def _refuse_tracing(self) -> None:
-        """Raise an error where the forward is recorded by something that cannot hold a router."""
+        """Raise ValueError if the forward is traced by a tool that cannot record a router."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise ValueError(
-                f"{self.layer}: torch.jit.trace, and so torch.onnx.export(dynamo=False), cannot record a router; use "
-                "torch.export.export, or torch.onnx.export(dynamo=True)."
+                f"{self.layer}: torch.jit.trace and torch.onnx.export(dynamo=False) cannot record a router; use "
+                "torch.export.export or torch.onnx.export(dynamo=True)."
             )
-        if self.training and torch.compiler.is_exporting() and _becomes_onnx():
+        if self.training and torch.compiler.is_exporting() and _is_exporting_to_onnx():
             raise ValueError(
-                f"{self.layer}: this router is in training mode, and an ONNX model cannot learn; call model.eval() before "
-                "torch.onnx.export."
+                f"{self.layer}: this router is in training mode, and an ONNX model cannot update router state; call "
+                "model.eval() before torch.onnx.export."
             )
 
-    def _sequences(self, tokens: Tensor) -> Tensor:
+    def _as_sequences(self, tokens: Tensor) -> Tensor:
+        """Return `tokens` as (B,N,d); raise ValueError if this router cannot read them."""
         if tokens.dim() == 2 and not self.traits.sequence_aware:
             tokens = tokens.unsqueeze(0)
         if tokens.dim() != 3:
-            wanted = "(B, N, d)" if self.traits.sequence_aware else "(B, N, d) or (T, d)"
-            why = ", because it looks at whole sequences" if self.traits.sequence_aware else ""
-            raise ValueError(f"{self.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {wanted}{why}.")
+            expected = "(B, N, d), because it reads whole sequences" if self.traits.sequence_aware else "(B, N, d) or (T, d)"
+            raise ValueError(f"{self.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {expected}.")
         if not tokens.is_floating_point():
-            raise ValueError(f"{self.layer}: tokens are {tokens.dtype}; expected floating-point numbers.")
+            raise ValueError(f"{self.layer}: tokens have dtype {tokens.dtype}; expected a floating-point dtype.")
         if tokens.shape[-1] != self.dim:
             raise ValueError(f"{self.layer}: tokens have width {tokens.shape[-1]}; this router was built for {self.dim}.")
         return tokens
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply `fn` as any module does, then write the name again: an unsaved buffer has no values after `meta`."""
+        super()._apply(fn, recurse)
+        if not self.get_buffer("_name").is_meta:
+            self.layer = self._layer
+        return self
+
     def extra_repr(self) -> str:
         return f"layer={self.layer!r}, losses={self.losses}"
+
+
+def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:
+    """Return `values (B,N,n)`, detached in rows that are not `usable (B,N)`.
+
+    A model's native experts return a gradient of NaN for padding that contains NaN; it must not reach the router.
+    """
+    return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
+
+
+def _is_exporting_to_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+# `torch.onnx.export` may run Dynamo, which takes `is_in_onnx_export` for False. The mark makes Dynamo call the function. The
+# decorator `torch.compiler.assume_constant_result` does the same, but imports all of Dynamo when this module is imported.
+_is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,6 +1,10 @@
-"""Scores: how well each expert fits a token. All arithmetic is true float32, whatever the model's dtype.
+"""The stage score: how well each expert fits a token. All arithmetic is float32, whatever the dtype of the model.
 
-Weights that accelerate offloads to memory or disk and loads for the forward of the module that owns them.
+    Linear      x W^T + b
+    Frozen      x W^T with a random W that is never trained
+    Cosine      the cosine of a projection of x and an embedding of each expert
+
+The functions at the end handle weights that accelerate offloads: they are loaded only for the forward of their module.
 """
 
 import contextlib
@@ -13,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.routing.declarations import FLOAT, Cosines, Cost, Order, Place, Values, projection_flops
+from holdfast.routing.declarations import FLOAT, Cosines, Cost, LayerSizes, Order, Values, projection_flops
 from holdfast.routing.parts import LinearScore
 from holdfast.routing.records import Context
 
-LARGE, SMALLER = 2.0**56, 2.0**-70
-SHORTEST = 1e-6  # a projection shorter than this is not blown up to length 1, nor is its gradient
+LARGE, SMALLER = 2.0**56, 2.0**-70  # a projection with a larger number is scaled down
+SHORTEST = 1e-6  # a shorter projection is not scaled up to length 1, nor is its gradient
 
 
 class Linear(LinearScore):
@@ -49,7 +53,7 @@ class Linear(LinearScore):
 
 
 class Frozen(LinearScore):
-    """logits = x W^T with random W that never learns (SMoE-dropout; the random router of Symphony's appendix C)."""
+    """logits = x W^T with a random W that is never trained (SMoE-dropout; the random router of Symphony's appendix C)."""
 
     weight: Tensor
 
@@ -65,10 +69,10 @@ class Frozen(LinearScore):
     def finish(self, projected: Tensor) -> Tensor:
         return projected
 
-    def cost(self, place: Place) -> Cost:
-        """Its weights have no gradient."""
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count one gradient: the weights have none."""
         forward = projection_flops(self.weight)
-        return Cost("score", forward, forward, kept=FLOAT * place.experts)
+        return Cost("score", forward, forward, kept=FLOAT * sizes.experts)
 
     def order(self, tokens: Tensor, context: Context) -> Order:
         return Order(self.weight)
@@ -90,7 +94,7 @@ class Cosine(LinearScore):
         self.dim, self.experts = dim, experts
         self.projection = nn.Parameter(torch.empty(width, dim))
         self.embeddings = nn.Parameter(torch.empty(experts, width))
-        # The logarithm learns, so that no step and no weight decay can make the temperature zero or negative.
+        # The parameter is the logarithm: no step and no weight decay can make the temperature zero or negative.
         self.log_temperature = nn.Parameter(torch.tensor([math.log(temperature)]))
         self.reset_parameters()
 
@@ -103,18 +107,18 @@ class Cosine(LinearScore):
         return self.projection
 
     def finish(self, projected: Tensor) -> Tensor:
-        # A length is a sum of squares, which overflows from 1e19 on; a power of 2 changes no digit of the direction.
+        # A length is a sum of squares, which overflows from 1e19 on. A factor that is a power of 2 is exact.
         huge = projected.detach().abs().amax(-1, keepdim=True) > LARGE
         projected = projected * torch.where(huge, SMALLER, 1.0)
         cosines = linear_float32(F.normalize(projected, dim=-1, eps=SHORTEST), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()
 
-    def cost(self, place: Place) -> Cost:
+    def cost(self, sizes: LayerSizes) -> Cost:
         forward = projection_flops(self.projection) + projection_flops(self.embeddings)
-        return Cost("score", forward, 2 * forward, kept=FLOAT * place.experts)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * sizes.experts)
 
     def order(self, tokens: Tensor, context: Context) -> Order:
-        """z.e: a temperature and the length of z, both positive, change neither order nor sign."""
+        """Declare z.e: dividing by the temperature and by the length of z, both positive, changes neither order nor sign."""
         units = F.normalize(self.embeddings.detach().double(), dim=-1)
         # Two normalisations, the cosines and the temperature come after the product.
         return Order(self.projection, combine=units, roundings=3 * self.projection.shape[0] + 16)
@@ -124,17 +128,17 @@ class Cosine(LinearScore):
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate keeps weights of this module, or of one inside it, elsewhere until its forward runs."""
-    return any("_hf_hook" in part.__dict__ and _is_away(part) for part in module.modules())
+    """Return whether accelerate has offloaded weights of this module or of a module inside it."""
+    return any("_hf_hook" in part.__dict__ and _has_offloaded_weights(part) for part in module.modules())
 
 
 @contextlib.contextmanager
-def loaded(module: nn.Module) -> Iterator[None]:
-    """Inside the `with`, the module's weights are on their device, for one who reads them outside of its forward.
+def weights_loaded(module: nn.Module) -> Iterator[None]:
+    """Load offloaded weights of `module` inside the `with`, for code that reads them outside of the module's forward.
 
-    What is read inside stays valid afterwards; the module itself releases it.
+    Tensors that were read inside stay valid afterwards; the module releases its own references.
     """
-    hooked: list[Any] = [part for part in module.modules() if "_hf_hook" in part.__dict__ and _is_away(part)]
+    hooked: list[Any] = [part for part in module.modules() if "_hf_hook" in part.__dict__ and _has_offloaded_weights(part)]
     for part in hooked:
         part._hf_hook.pre_forward(part)
     try:
@@ -144,5 +148,5 @@ def loaded(module: nn.Module) -> Iterator[None]:
             part._hf_hook.post_forward(part, None)
 
 
-def _is_away(module: nn.Module) -> bool:
+def _has_offloaded_weights(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))

@@ -1,7 +1,7 @@
-"""Smooth top-k: experts just below the k-th fade in, so that the output is continuous in the input.
+"""Smooth top-k: experts just below the k-th get a small weight, so that the output is continuous in the input.
 
-c the k-th largest logit, eps the width of the strip below it, u_i = (logit_i - c + eps) / eps
-S(u) = -inf for u <= 0, 0 for u >= 1, else log( u^a / (u^a + (1-u)^b) );   weights = softmax(logit_i + S(u_i))
+    c the k-th largest logit, eps the width of the strip below it, u_i = (logit_i - c + eps) / eps
+    S(u) = -inf for u <= 0, 0 for u >= 1, else log( u^a / (u^a + (1-u)^b) );   weights = softmax(logit_i + S(u_i))
 
 Section 6 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts".
 """
@@ -14,37 +14,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.errors import unknown
+from holdfast.errors import unknown_name
 from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.select import select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, update_running_mean
-from holdfast.routing.declarations import INTEGER, Active, Conditions, Cost, Place, selection_bytes
-from holdfast.routing.parts import Scores, Selection, Selector, shares
+from holdfast.routing.declarations import INTEGER, ActiveExperts, Conditions, Cost, LayerSizes, selection_bytes
+from holdfast.routing.parts import Scores, Selection, Selector, normalise
 from holdfast.routing.records import Context
 from holdfast.routing.selection import Rule, Softmax, by_weight, check_k
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 
-MEMORY = 0.95
+MEMORY = 0.95  # of the running mean of the width
 ETA_START = -9.0  # eps = softplus(eta)
 
 
 class SmoothTopK(Selector, StatefulPart):
-    """Top k, and every expert in the strip below the k-th with a weight that goes to 0 at its lower edge.
+    """Select the k best experts, and every expert in the strip below the k-th, with a weight that is 0 at its lower edge.
 
-    budget      how many experts a token may use beyond k, on average
-    control     "quantile" (ours): eps is the running quantile of the gaps c - logit_j at which the mean number of extra
-                experts is the budget. "loss" (the paper's): eps = softplus(eta) is learned, and a boundary loss
-                alpha eps (active - k - budget) steers it; from eta = -9 that takes tens of thousands of steps
-    anneal      the budget stays for half of training, goes to 0 over a quarter, and evaluation is hard top-k
-    most        the most experts that a token may use; None is all. A token whose strip holds more has a narrower one, which
-                ends at the first expert too many, so that the output stays continuous. On a GPU, where nobody waits to
-                learn how many are used, memory is kept for `most` slots a token
-    eps         a starting width, for a model that is not trained further; None is a narrow strip, as the rule has it
+    budget      the mean number of experts that a token may use besides its k best
+    control     how the width eps is set. "quantile": eps is the running quantile of the gaps c - logit_j at which the mean
+                number of extra experts is the budget. "loss", as in the paper: eps = softplus(eta) is a parameter, and a
+                boundary loss alpha eps (active - k - budget) steers it; from eta = -9 that takes tens of thousands of steps
+    anneal      keep the budget for half of the training, lower it to 0 over a quarter, and use hard top-k in evaluation
+    most        the largest number of experts of a token; None is all. A token with more experts in its strip has a narrower
+                one, which ends at the first expert too many, so that the output stays continuous. On a GPU, memory is
+                allocated for `most` slots per token, without synchronising with the host
+    eps         the width at the start, for a model that is not trained further; None is the narrow strip of the rule
     inference   "smooth" or "hard"
-    rule        the convention of the model it enters; None is the paper's, a softmax over the slots in use
+    rule        the rule of the model that the router is built for; None is a softmax over the slots in use, as in the paper
     """
 
-    entering: ClassVar[Mapping[str, Any]] = {"eps": None}  # open from the start: a model need not be trained further
+    pretrained_defaults: ClassVar[Mapping[str, Any]] = {"eps": None}  # a strip from the start: training is not needed
     width: Tensor
     seen: Tensor
     budget_now: Tensor
@@ -67,19 +67,19 @@ class SmoothTopK(Selector, StatefulPart):
         super().__init__()
         check_k(k, experts)
         if control not in ("quantile", "loss"):
-            raise ValueError(unknown("control", control, ("quantile", "loss")))
+            raise ValueError(unknown_name("control", control, ("quantile", "loss")))
         if inference not in ("smooth", "hard"):
-            raise ValueError(unknown("inference", inference, ("smooth", "hard")))
+            raise ValueError(unknown_name("inference", inference, ("smooth", "hard")))
         if most is not None and not k <= most <= experts:
             raise ValueError(f"most is {most}; it must be between k, {k}, and the number of experts, {experts}.")
         if not budget >= 0:
-            raise ValueError(f"budget is {budget}; a number of extra experts cannot be negative.")
+            raise ValueError(f"budget is {budget}; a number of extra experts must not be negative.")
         self.rule = Softmax(renormalise=True) if rule is None else rule
         eps = self.rule.strip if eps is None else eps
         if not eps >= 0:
-            raise ValueError(f"eps is {eps}; the width of the strip cannot be negative.")
+            raise ValueError(f"eps is {eps}; the width of the strip must not be negative.")
         if not alpha > 0:
-            raise ValueError(f"alpha is {alpha}; the boundary loss needs a positive weight to steer.")
+            raise ValueError(f"alpha is {alpha}; the weight of the boundary loss must be positive.")
         self.experts, self.k, self.budget, self.control = experts, k, budget, control
         self.slots = experts if most is None else most
         self.alpha, self.anneal, self.inference = alpha, anneal, "hard" if anneal else inference
@@ -88,49 +88,48 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_buffer("width", torch.tensor(float(eps)))
         self.register_buffer("seen", flag())
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
-        start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # softplus back
+        start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # the inverse of softplus
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
     @property
     def core(self) -> int:
-        """Experts of the strip come and go at weight 0, which is no switch."""
+        """The k best: experts of the strip enter and leave with weight 0, which is not a flip."""
         return self.k
 
     def conditions(self, scores: Scores) -> Conditions | None:
         return self.rule.conditions(scores, self.k)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        """What is left of the live weights: an expert that is chosen no longer has faded to 0.
+        """Return the live weights of the held experts: an expert that is no longer selected has faded to 0.
 
-        Where the rule renormalises, they are rescaled to the sum of the live weights; where all have faded, shared evenly.
-        Without a strip nothing fades, and they are those of top-k.
+        If the rule renormalises, they are rescaled to the sum of the live weights, or equal if all have faded. Without a
+        strip they are the held weights of top-k.
         """
-        return self._faded(experts, live).where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
+        return self._held_in_strip(experts, live).where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
 
-    def _faded(self, experts: Tensor, live: Selection) -> Tensor:
+    def _held_in_strip(self, experts: Tensor, live: Selection) -> Tensor:
         left = live.weights_of(experts)
         if not self.rule.renormalise:
             return left
         whole = live.weights.sum(-1, keepdim=True)
-        even = shares((experts < self.experts).to(left.dtype))
-        rescaled = whole * shares(left).where(left.sum(-1, keepdim=True) > 0, even)
-        return live.where_chosen(experts, rescaled, scaled=True)
+        even = normalise((experts < self.experts).to(left.dtype))
+        rescaled = whole * normalise(left).where(left.sum(-1, keepdim=True) > 0, even)
+        return live.weights_if_same_set(experts, rescaled, scaled=True)
 
-    def cost(self, place: Place) -> Cost:
-        """The strip's width is an order statistic: two of them, by histograms that are summed over ranks, and two counts.
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count what is summed over ranks: with a quantile, the histograms of two order statistics and two counts.
 
-        So on a CPU; on a GPU the histograms are of bytes and smaller (16 KiB). Of the boundary loss only two counts are
-        summed.
+        This is the number on a CPU; on a GPU the histograms are smaller (16 KiB). The boundary loss sums only two counts.
         """
-        counts, kept = 2 * INTEGER, selection_bytes(place.experts, place)
+        counts, kept = 2 * INTEGER, selection_bytes(sizes.experts, sizes)
         if self.control == "loss":
             return Cost("selection", kept=kept, summed=counts, summed_again=counts)
         return Cost("selection", kept=kept, summed=2 * sum(2**bits for _, bits in DIGITS) * INTEGER + counts)
 
-    def active_experts(self, place: Place) -> Active:
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
         training = min(self.k + self.budget, self.slots)
         inference = self.k if self.inference == "hard" else training
-        return Active(training, inference, self.slots, "k and the budget, on average")
+        return ActiveExperts(training, inference, self.slots, "k and the budget, on average")
 
     def snapshot(self) -> dict[str, Tensor]:
         return {"width": self.eps().detach()}
@@ -139,13 +138,13 @@ class SmoothTopK(Selector, StatefulPart):
         if self.anneal:
             self.budget_now.fill_(self.budget * min(1.0, max(0.0, 3 - 4 * fraction)))
 
-    def absorb_where(self, due: Tensor) -> None:
+    def update_state_where(self, due: Tensor) -> None:
         batch = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
-        # The first batch with a gap sets it: under a graph that still is zero all experts tie.
+        # The first batch with a gap sets the width: while an expert graph is zero, all experts tie.
         update_running_mean(self.width, self.seen, *batch, due, memory=MEMORY, is_sum=False)
 
     def eps(self) -> Tensor:
-        """The width of the strip now; 0 is hard top-k."""
+        """Return the width of the strip in this forward; 0 is hard top-k."""
         if self.inference == "hard" and not self.training:
             return torch.zeros_like(self.width)
         eps = (
@@ -156,16 +155,16 @@ class SmoothTopK(Selector, StatefulPart):
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         amounts = self.rule.amounts(scores)
         if amounts is None or self.eta is not None:
-            return self._by_rule(scores, tokens, context)
+            return self._forward_reference(scores, tokens, context)
         experts, weights, gaps = select_smooth_top_k(
             scores.key, amounts, self.k, self.eps(), most=self.slots, informed=scores.informed
         )
         if self.training:
-            self.learn(lambda: self._batch_width(gaps, context.real(tokens)))
+            self.stage_in_background(lambda: self._width_from_batch(gaps, context.checked_mask(tokens)))
         return Selection(experts, weights, scores.gates, {})
 
-    def _by_rule(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
-        """Select step by step: for rules with their own ranks or weights, and for a width that is learned by a gradient."""
+    def _forward_reference(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        """Select step by step, without the kernel: for rules with their own ranks or weights, and for a learned width."""
         eps = self.eps()
         strip = smooth_strip(self.rule.ranks(scores), self.rule.levels(scores), self.k, eps, self.slots)
         experts, in_use = strip.experts, strip.in_use
@@ -174,22 +173,22 @@ class SmoothTopK(Selector, StatefulPart):
             in_use = strip.core | (in_use & (scores.gates.gather(-1, experts) > 0))
         losses = {}
         if self.training and self.eta is None:
-            self.learn(lambda: self._batch_width(strip.gaps, context.real(tokens)))
+            self.stage_in_background(lambda: self._width_from_batch(strip.gaps, context.checked_mask(tokens)))
         elif self.training and self.learning:
-            losses = {"boundary": self._boundary(in_use, eps, context.real_or_all(tokens))}
+            losses = {"boundary": self._boundary_loss(in_use, eps, context.real_tokens(tokens))}
         experts = experts.where(in_use, self.experts)
         if not self.rule.ordered:
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, losses)
 
-    def _boundary(self, in_use: Tensor, eps: Tensor, real: Tensor) -> Tensor:
-        """The paper's loss."""
+    def _boundary_loss(self, in_use: Tensor, eps: Tensor, real: Tensor) -> Tensor:
+        """Return the boundary loss of the paper."""
         active, count = sum_over_ranks(torch.stack([in_use.sum(-1).where(real, 0).sum(), real.sum()]))
         active = active / count.clamp_min(1)
         return self.alpha * eps * (active - (self.k + self.budget_now)).detach()
 
-    def _batch_width(self, gaps: Tensor, real: Tensor | None) -> dict[str, Tensor]:
-        """The batch's quantile, for the running width. Gaps that are infinite are not to be crossed."""
+    def _width_from_batch(self, gaps: Tensor, real: Tensor | None) -> dict[str, Tensor]:
+        """Return the statistics of a batch: the quantile of the finite gaps, and the number of tokens."""
         here = torch.full((), gaps[..., 0].numel(), device=gaps.device) if real is None else real.sum()
         tokens = sum_over_ranks(here)
         allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use

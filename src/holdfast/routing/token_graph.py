@@ -1,8 +1,13 @@
-"""Tokens that inform each other's routes (Mutual-Inform SMoE): G = W P, with W a distribution over the tokens of a sequence.
+"""The token graph (Mutual-Inform SMoE): tokens of a sequence share their gates.
 
-    u the attention output before the residual (the router's own input where there is none), P the gates
+    G = W P, with P the gates and W the token graph (N x N): each row is a distribution over the tokens of the sequence
+    u   the attention output before the residual; without attention, the router's own input
 
-Neither informer ever holds an N x N matrix (kernels/token_mixing). Both take what earlier tokens left from the cache.
+    Similarity              W from the similarity of u_i and u_j
+    AttentionPosterior      W from the attention before the layer
+
+Neither ever stores the N x N matrix (kernels/token_mixing). While decoding, both read the rows of earlier tokens from
+the cache.
 """
 
 import math
@@ -16,22 +21,22 @@ from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.statistics import update_running_mean
 from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.routing.bounds import DotProductChange, Norm
-from holdfast.routing.declarations import FLOAT, INTEGER, Cost, Mixing, Place, mixing_flops, projection_flops
+from holdfast.routing.declarations import FLOAT, INTEGER, Cost, LayerSizes, Mixing, mixing_flops, projection_flops
 from holdfast.routing.parts import Informer, Traits
 from holdfast.routing.records import Attention, Context
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 
-ENTROPY_MEMORY = 0.9
-SAMPLE = 512  # tokens of a sequence
-FORBIDDEN = -1e8  # an additive mask that goes below this (float16: half of its least number) forbids
+ENTROPY_MEMORY = 0.9  # of the running mean of the entropies
+SAMPLE = 512  # tokens of a sequence whose attention entropy is computed
+FORBIDDEN = -1e8  # an additive mask below this (float16: half of the lowest number) excludes a token
 
 
 class Similarity(Informer):
     """W_ij proportional to exp(u_i W_s u_j / tau) over the tokens j that i may attend to (definition 1).
 
-    causal      True: what the model's own mask allows, j <= i in a causal model. False: the paper's reading, in which a
-                token's route depends on tokens after it; then the router is neither causal nor cacheable
-    rank        W_s = R^T R with a learned R (rank, d); None is the identity
+    causal      True: the tokens that the model's mask allows, j <= i in a causal model. False, as in the paper: all tokens;
+                then the routing of a token depends on later tokens, and the router is neither causal nor cacheable
+    rank        W_s = R^T R with a trained R (rank, d); None is the identity
     strength    G = (1 - strength) P + strength W P
     """
 
@@ -49,7 +54,7 @@ class Similarity(Informer):
         _check_strength(strength)
         self.tau, self.causal, self.strength = tau, causal, strength
         self.traits = Traits(sequence_aware=True, causal=causal, cacheable=causal)
-        # Scaled so that |R u| is about |u|: tau then means what it means without a rank.
+        # Scaled so that |R u| is about |u|: a given tau then has the same effect with and without a rank.
         self.reduce = None if rank is None else nn.Parameter(torch.randn(rank, dim) / math.sqrt(rank))
 
     @property
@@ -57,56 +62,56 @@ class Similarity(Informer):
         return self.strength == 0
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-        u = tokens if context.attention is None else context.clean(context.attention.output)
+        u = tokens if context.attention is None else context.zero_unusable(context.attention.output)
         coarse = self.reduce is not None and u.dtype == self.reduce.dtype == torch.bfloat16
         u = u if self.reduce is None else linear_float32(u, self.reduce)
-        own, keys, real, mask = gates, u, context.token_mask, _allowed(context.attention)
+        own, keys, real, mask = gates, u, context.token_mask, _allowed_pairs(context.attention)
         if context.cache is not None:
             gates, keys = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", keys)
-            real = context.cache.extend("similarity.real", context.real_or_all(tokens))
+            real = context.cache.extend("similarity.real", context.real_tokens(tokens))
             if context.attention is not None:
-                keys, gates, real = (_latest(rows, context.attention) for rows in (keys, gates, real))
+                keys, gates, real = (_rows_in_window(rows, context.attention) for rows in (keys, gates, real))
         causal, mask = (context.causal, mask) if self.causal else (False, None)
         mixed = softmax_mix(u, keys, gates, scale=1 / self.tau, causal=causal, real=real, mask=mask, coarse=coarse)
-        return _blend(own, mixed, self.strength)
+        return _mix_with_own_gates(own, mixed, self.strength)
 
-    def cost(self, place: Place) -> Cost:
+    def cost(self, sizes: LayerSizes) -> Cost:
         if self.inert:
             return Cost("similarity")
-        rank = place.dim if self.reduce is None else self.reduce.shape[0]
+        rank = sizes.dim if self.reduce is None else self.reduce.shape[0]
         reducing = 0.0 if self.reduce is None else projection_flops(self.reduce)
-        vector = place.number * place.dim if self.reduce is None else FLOAT * rank
-        forward, backward = mixing_flops(rank, place)
+        vector = sizes.number * sizes.dim if self.reduce is None else FLOAT * rank
+        forward, backward = mixing_flops(rank, sizes)
         return Cost(
             "similarity",
             forward=reducing + forward,
             backward=2 * reducing + backward,
-            kept=vector + FLOAT * (2 * place.experts + 1),
-            cached=FLOAT * place.experts + vector + 1,
+            kept=vector + FLOAT * (2 * sizes.experts + 1),
+            cached=FLOAT * sizes.experts + vector + 1,
         )
 
     def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing:
-        """W depends on the router's input only where there is no attention output to take it from."""
+        """Declare the mixing. W depends on the router's input only if the context has no attention."""
         if context.attention is not None:
             return Mixing(self.strength)
         rows = tokens.reshape(-1, tokens.shape[-1]).double()
         reduce = None if self.reduce is None else self.reduce.detach().double()
-        return Mixing(self.strength, DotProductChange.at(rows, context.real_or_all(tokens), reduce, self.tau, norm))
+        return Mixing(self.strength, DotProductChange.at(rows, context.real_tokens(tokens), reduce, self.tau, norm))
 
 
 class AttentionPosterior(Informer, StatefulPart):
-    """W_ij proportional to A_ij exp(-|u_i - o_j|^2 / (2 sigma^2)): which token j explains what attention put into i.
+    """W_ij proportional to A_ij exp(-|u_i - o_j|^2 / (2 sigma^2)): the posterior of the token j that u_i comes from.
 
-    A is the attention just before this layer, of its head with the lowest mean entropy; o_j = heads * W_O,h v_j + bias is
-    what that head would contribute if it looked at j alone (lemma 1 and eqns 15-17).
+    A is the attention just before this layer, of the head with the lowest mean entropy; o_j = heads * W_O,h v_j + bias is
+    the output of the attention if that head attended to token j only (lemma 1 and eqns 15-17).
 
-    heads       how many the attention has
-    sigma       None is sqrt(d). The paper's 1 makes all tokens copy one: |o_j|^2 / 2 differs by tens of nats between tokens
+    heads       the number of heads of the attention
+    sigma       None is sqrt(d). With the paper's 1, all tokens copy one token: |o_j|^2 / 2 differs by tens of nats
     strength    G = (1 - strength) P + strength W P
 
-    The paper takes the mean entropy over the tokens at hand, so that later tokens choose the head; ours is a running mean.
-    In sequences of 1024 and more it is that of about SAMPLE tokens, in blocks spread evenly: a head's mean needs no more,
-    and all of them would cost as much as the rest of the router.
+    The paper takes the mean entropy over the current tokens, so that later tokens choose the head. Here it is a running mean
+    over training batches. Of sequences of 1024 tokens and more, it reads about SAMPLE tokens, in blocks at equal distances:
+    they are enough for the mean of a head, and all tokens would cost as much as the rest of the router.
     """
 
     side = "token"
@@ -118,7 +123,7 @@ class AttentionPosterior(Informer, StatefulPart):
     def __init__(self, dim: int, *, heads: int, sigma: float | None = None, strength: float = 1.0) -> None:
         super().__init__()
         if heads < 1:
-            raise ValueError(f"heads is {heads}; attention has at least one.")
+            raise ValueError(f"heads is {heads}; it must be at least 1.")
         if sigma is not None and not sigma > 0:
             raise ValueError(f"sigma is {sigma}; it divides distances and must be positive.")
         _check_strength(strength)
@@ -128,7 +133,7 @@ class AttentionPosterior(Informer, StatefulPart):
         self.register_buffer("seen", flag())
         self.register_statistics(entropies=torch.zeros(heads), tokens=torch.zeros(()))
 
-    def absorb_where(self, due: Tensor) -> None:
+    def update_state_where(self, due: Tensor) -> None:
         batch = self.get_buffer("staged_entropies"), self.get_buffer("staged_tokens")
         update_running_mean(self.entropy, self.seen, *batch, due, memory=ENTROPY_MEMORY, is_sum=True)
 
@@ -139,14 +144,14 @@ class AttentionPosterior(Informer, StatefulPart):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         attention = self._attention(context)
         if self.training:
-            self.learn(lambda: self._entropies(attention, tokens, context))
+            self.stage_in_background(lambda: self._entropies(attention, tokens, context))
         head = snapshot_for_backward(self.entropy, self.training).argmin().view(1)
         query, key, explained, bias = self._log_weights(attention, head, context)
         own, real, mask = gates, context.token_mask, _mask(attention, head)
         if context.cache is not None:
             gates = context.cache.extend("attention.gates", gates)
-            real = context.cache.extend("attention.real", context.real_or_all(tokens))
-            gates, real = _latest(gates, attention), _latest(real, attention)
+            real = context.cache.extend("attention.real", context.real_tokens(tokens))
+            gates, real = _rows_in_window(gates, attention), _rows_in_window(real, attention)
         mixed = softmax_mix(
             query,
             key,
@@ -158,25 +163,25 @@ class AttentionPosterior(Informer, StatefulPart):
             second=explained,
             bias=bias,
         )
-        return _blend(own, mixed, self.strength)
+        return _mix_with_own_gates(own, mixed, self.strength)
 
-    def cost(self, place: Place) -> Cost:
-        """Two products a pair of tokens, D and D_v wide; in training also the entropies of all heads, of some tokens.
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count two products for each pair of tokens, and in training the entropies of all heads for some tokens.
 
-        W^T W of the head's projection (2 d D_v^2), computed once a forward for all tokens, is not counted.
+        W^T W of the head's projection, which is computed once in a forward for all tokens, is not counted.
         """
         if self.inert:
             return Cost("attention posterior")
-        width = place.key_width + place.value_width
-        projecting = 2.0 * place.dim * place.value_width + 2.0 * place.value_width**2  # W^T u, and the norms |o|^2
-        forward, backward = mixing_flops(width, place)
+        width = sizes.key_width + sizes.value_width
+        projecting = 2.0 * sizes.dim * sizes.value_width + 2.0 * sizes.value_width**2  # W^T u, and the norms |o|^2
+        forward, backward = mixing_flops(width, sizes)
         return Cost(
             "attention posterior",
             forward=projecting + forward,
             backward=2 * projecting + backward,
-            learning=2.0 * place.heads * place.key_width * place.mixed / entropy_step(place.length),
-            kept=place.number * (width + place.key_width) + FLOAT * (2 * place.value_width + 2 * place.experts + 2),
-            cached=FLOAT * (place.experts + 1) + 1,
+            state_update=2.0 * sizes.heads * sizes.key_width * sizes.mixed / entropy_step(sizes.length),
+            kept=sizes.number * (width + sizes.key_width) + FLOAT * (2 * sizes.value_width + 2 * sizes.experts + 2),
+            cached=FLOAT * (sizes.experts + 1) + 1,
             summed=FLOAT * self.heads + INTEGER,
         )
 
@@ -184,15 +189,15 @@ class AttentionPosterior(Informer, StatefulPart):
         return {"entropy": self.entropy}
 
     def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing:
-        """W comes from the attention before the router, which a move of the router's input leaves as it is."""
+        """Declare the mixing. A perturbation of the router's input does not change the attention before it, and so not W."""
         return Mixing(self.strength)
 
     def _attention(self, context: Context) -> Attention:
         attention = context.attention
         if attention is None or attention.projection is None:
             raise ValueError(
-                "the attention router needs the attention just before it, with its output projection, in the context; "
-                "a layer without one can use 'similarity'."
+                "the router 'attention' needs Context.attention with its output projection; for a layer without attention "
+                "before it, use 'similarity'."
             )
         if attention.query.shape[1] != self.heads:
             raise ValueError(f"the attention has {attention.query.shape[1]} heads; this router was built for {self.heads}.")
@@ -201,33 +206,35 @@ class AttentionPosterior(Informer, StatefulPart):
     def _log_weights(
         self, attention: Attention, head: Tensor, context: Context
     ) -> tuple[Tensor, Tensor, SecondProduct, Tensor]:
-        """q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), up to what is the same for every j: two products and a bias.
+        """Return the terms of q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), without those that are equal for all j.
 
-        The head is an index on the device, so that nobody waits to hear which it is.
+        `head` is an index on the device, so that the host does not have to wait for it.
         """
         assert attention.projection is not None
         heads = attention.projection.weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0).unsqueeze(0)  # (1,H,D_v,d)
         rows = (attention.query, attention.key, attention.value, heads)
         query, key, value, across = take_heads(rows, head, self.heads)
-        query, across = context.clean(query), across.squeeze(0)
-        # u_i . o_j = heads (W^T u_i) . v_j, and what the bias adds is the same for every j
-        explained = SecondProduct(linear_float32(context.clean(attention.output), across), value, self.heads / self.sigma**2)
+        query, across = context.zero_unusable(query), across.squeeze(0)
+        # u_i . o_j = heads (W^T u_i) . v_j, plus a term of the bias that is equal for all j
+        explained = SecondProduct(
+            linear_float32(context.zero_unusable(attention.output), across), value, self.heads / self.sigma**2
+        )
         norms = self._norms(value, across, attention.projection.bias, query.shape[1], context)
         return query, key, explained, norms / (-2 * self.sigma**2)
 
     def _norms(self, value: Tensor, across: Tensor, bias: Tensor | None, tokens: int, context: Context) -> Tensor:
-        """|o_j|^2 (B,M) of every token, the earlier ones from the cache."""
-        new = context.clean(value if context.cache is None else value[:, value.shape[1] - tokens :])
+        """Return |o_j|^2 (B,M) of every token; those of earlier tokens are in the cache."""
+        new = context.zero_unusable(value if context.cache is None else value[:, value.shape[1] - tokens :])
         norms = projected_norms(new.flatten(0, 1), across, bias, self.heads).view(new.shape[:2])
         if context.cache is not None:
             norms = context.cache.extend("attention.norms", norms.unsqueeze(-1))[:, -value.shape[1] :].squeeze(-1)
         return norms
 
     def _entropies(self, attention: Attention, tokens: Tensor, context: Context) -> dict[str, Tensor]:
-        """Of each head the sum over the real tokens that are looked at, and how many they are, over all ranks."""
+        """Return the sum of each head's entropy over the sampled real tokens, and their number, over all ranks."""
         step = entropy_step(tokens.shape[1])
         entropies = attention_entropy(
-            context.clean(attention.query.transpose(1, 2)).transpose(1, 2),
+            context.zero_unusable(attention.query.transpose(1, 2)).transpose(1, 2),
             attention.key,
             scale=_scale(attention),
             causal=context.causal,
@@ -244,21 +251,21 @@ class AttentionPosterior(Informer, StatefulPart):
 
 
 def entropy_step(length: int) -> int:
-    """Of so many blocks of tokens one is looked at."""
+    """Return n: every n-th block of tokens is sampled in a sequence of this length."""
     return max(1, length // SAMPLE)
 
 
-def _blend(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
+def _mix_with_own_gates(own: Tensor, mixed: Tensor, strength: float) -> Tensor:
     return mixed if strength == 1 else (1 - strength) * own + strength * mixed
 
 
 def _check_strength(strength: float) -> None:
     if not 0 <= strength <= 1:
-        raise ValueError(f"strength is {strength}; it must be between 0 (a plain router) and 1.")
+        raise ValueError(f"strength is {strength}; it must be between 0 (no mixing) and 1.")
 
 
-def _latest(rows: Tensor, attention: Attention) -> Tensor:
-    """Those of the cached rows whose keys attention still has: a sliding window drops the earliest."""
+def _rows_in_window(rows: Tensor, attention: Attention) -> Tensor:
+    """Return the cached rows whose keys attention still has: a sliding window drops the earliest."""
     return rows[:, -attention.key.shape[2] :]
 
 
@@ -267,25 +274,27 @@ def _scale(attention: Attention) -> float:
 
 
 def _masks(attention: Attention) -> Tensor | None:
-    """All heads' masks, with their position biases if they have them, as (B or 1, heads or 1, N or 1, M)."""
+    """Return the mask of all heads, with position biases if there are any, as (B or 1, heads or 1, N or 1, M)."""
     mask = attention.mask
     if mask is None:
         return None
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"the attention mask is {mask.dtype}; expected bool (True where allowed) or a float that is added.")
+        raise ValueError(
+            f"the attention mask has dtype {mask.dtype}; expected bool (True where allowed) or floats to add to scores."
+        )
     return mask.view(*[1] * (4 - mask.dim()), *mask.shape)
 
 
 def _mask(attention: Attention, head: Tensor | int) -> Tensor | None:
-    """A head's own mask, as (B or 1, N or 1, M)."""
+    """Return the mask of one head, as (B or 1, N or 1, M)."""
     mask = _masks(attention)
     if mask is None or mask.shape[1] == 1:
         return None if mask is None else mask[:, 0]
     return mask[:, head] if isinstance(head, int) else mask.index_select(1, head).squeeze(1)
 
 
-def _allowed(attention: Attention | None) -> Tensor | None:
-    """What any token may look at, as bool: of an added mask, what it does not push below FORBIDDEN."""
+def _allowed_pairs(attention: Attention | None) -> Tensor | None:
+    """Return which pairs of tokens the mask allows, as bool; an additive mask allows values above FORBIDDEN."""
     mask = None if attention is None else _mask(attention, 0)
     if mask is None or mask.dtype == torch.bool:
         return mask

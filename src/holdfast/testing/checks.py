@@ -1,4 +1,7 @@
-"""The checks of the conformance suite, one function each. Each takes a `Subject` and raises `AssertionError` in words."""
+"""The checks of what a router returns: shapes, ties, traits, padding, decoding and float32 arithmetic.
+
+Each check is one function. It takes a `RouterUnderTest` and raises AssertionError, with a sentence, if the router fails.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -7,14 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from holdfast.kernels.select.naive import top as naive_top
+from holdfast.kernels.select import top_reference
 from holdfast.layers.losses import TERMS, Losses
 from holdfast.routing import Context, RouterCache, Routing, Score, Scores
-from holdfast.testing.subject import (
+from holdfast.testing.router_under_test import (
     STEEP,
     TOLERANCE,
-    LeftOut,
-    Subject,
+    NotApplicable,
+    RouterUnderTest,
     differing,
     fill_padding,
     objective,
@@ -26,8 +29,8 @@ from holdfast.testing.subject import (
 DECODING_STEPS = 64
 
 
-def contract(subject: Subject) -> None:
-    """Shapes, dtypes, sorted slots, sentinels, and no losses in evaluation."""
+def contract(subject: RouterUnderTest) -> None:
+    """Check shapes, dtypes, the order of slots, unused slots, and that evaluation returns no losses."""
     tokens = subject.tokens()
     for training in (True, False):
         router = subject.build().train(training)
@@ -48,8 +51,8 @@ def contract(subject: Subject) -> None:
         assert training or not routing.losses, f"losses in evaluation: {list(routing.losses)}"
 
 
-def empty_batch(subject: Subject) -> None:
-    """T = 0 in, T = 0 out, with losses that are finite."""
+def empty_batch(subject: RouterUnderTest) -> None:
+    """Check that an empty batch gives an empty routing with finite losses."""
     for shape in ((0, 5), (3, 0)):
         tokens = subject.tokens()[:0, :5] if shape[0] == 0 else subject.tokens()[:, :0]
         for training in (True, False):
@@ -62,22 +65,22 @@ def empty_batch(subject: Subject) -> None:
                 routing.loss.backward()
 
 
-def bad_input(subject: Subject) -> None:
-    """A wrong width, a wrong number of dimensions, NaN tokens and progress out of range: a `ValueError` each."""
+def bad_input(subject: RouterUnderTest) -> None:
+    """Check that wrong shapes, wrong masks, NaN and a progress above 1 raise ValueError."""
     router, tokens = subject.build(), subject.tokens()
     router.layer = "model.layers.3.mlp"
-    with _refused("a wrong width"):
+    with _raises_value_error("a wrong width"):
         router(tokens[..., :-1])
-    with _refused("tokens of four dimensions"):
+    with _raises_value_error("tokens of four dimensions"):
         router(tokens.unsqueeze(0))
-    with _refused("progress beyond 1"):
+    with _raises_value_error("progress beyond 1"):
         router.progress(1.5)
-    with _refused("a padding mask of another shape"):
+    with _raises_value_error("a padding mask of another shape"):
         router(tokens, Context(token_mask=torch.ones(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool)))
-    with _refused("a padding mask without a real token"):
+    with _raises_value_error("a padding mask without a real token"):
         router(tokens, subject.context(tokens, torch.zeros(tokens.shape[:2], dtype=torch.bool)))
     if router.traits.sequence_aware:
-        with _refused("2-D tokens, being sequence-aware"):
+        with _raises_value_error("2-D tokens, being sequence-aware"):
             router(tokens[0])
     else:
         flat = subject.build().eval()(tokens.flatten(0, 1))
@@ -85,20 +88,22 @@ def bad_input(subject: Subject) -> None:
     for value in (torch.nan, torch.inf):
         broken = tokens.clone()
         broken[1, 2, 3] = value
-        with _refused(f"a token that is {value}, in training", naming="model.layers.3.mlp"):
+        with _raises_value_error(f"a token that is {value}, in training", naming="model.layers.3.mlp"):
             subject_router = subject.build()
             subject_router.layer = "model.layers.3.mlp"
             subject_router(broken, subject.context(tokens))
         through = subject.build()
         through.check_finite = False
         for routing in (through(broken, subject.context(tokens)), through.eval()(broken, subject.context(tokens))):
-            assert routing.experts.min() >= 0 and routing.experts.max() <= router.experts, "NaN gives a wild index"
+            assert routing.experts.min() >= 0 and routing.experts.max() <= router.experts, (
+                "NaN gives an expert index out of range"
+            )
 
 
-def naive_reference(subject: Subject) -> None:
-    """Equal to the naive computation: gates, weights, losses and gradients; padded or not, causal or not."""
+def naive_reference(subject: RouterUnderTest) -> None:
+    """Check that gates, weights, losses and gradients equal those of the naive reference."""
     if subject.reference is None:
-        raise LeftOut("no naive reference was given")
+        raise NotApplicable("no naive reference was given")
     for length, pad, causal, training in [
         (17, 0, False, True),
         (17, 5, True, True),
@@ -117,19 +122,19 @@ def naive_reference(subject: Subject) -> None:
             results.append((routing, grads))
         (got, got_grads), (expected, expected_grads) = results
         what = f"with {length} tokens, {pad} of them padding, causal={causal}, training={training}"
-        assert not differing(got, expected).any(), f"routes differ from the naive reference {what}"
+        assert not differing(got, expected).any(), f"the routing differs from the naive reference {what}"
         assert got.losses.keys() == expected.losses.keys(), f"losses {list(got.losses)}, expected {list(expected.losses)}"
         for name, value in got.losses.items():
             torch.testing.assert_close(value, expected.losses[name], msg=f"loss {name} differs {what}")
         largest = max(float(grad.norm()) for grad in expected_grads)
         for mine, theirs in zip(got_grads, expected_grads, strict=True):
-            # A gradient much smaller than the others, a temperature's say, is what is left when large terms cancel.
+            # A gradient much smaller than the others (of a temperature, say) is the difference of large terms.
             error = (mine - theirs).norm() / theirs.norm().clamp_min(max(0.1 * largest, 1e-6))
             assert error <= TOLERANCE, f"gradients differ from the naive reference by {error:.1e} {what}"
 
 
-def determinism(subject: Subject) -> None:
-    """The same seed gives the same bits: routes, losses and gradients."""
+def determinism(subject: RouterUnderTest) -> None:
+    """Check that the same seed gives exactly the same routing, losses and gradients."""
     tokens = subject.tokens()
     runs = []
     for _ in range(2):
@@ -145,24 +150,26 @@ def determinism(subject: Subject) -> None:
         assert torch.equal(first, second), "two runs with one seed differ"
 
 
-def ties(subject: Subject) -> None:
-    """Of experts with equal gates the lower index is chosen first."""
+def ties(subject: RouterUnderTest) -> None:
+    """Check that of experts with equal gates the one with the lower index is selected first."""
     router, tokens = subject.build().eval(), subject.tokens(4, 33)
     router.score = _Rounded(router.score)
     routing = router(tokens, subject.context(tokens))
-    order = naive_top(routing.gates, routing.experts.shape[1])
+    order = top_reference(routing.gates, routing.experts.shape[1])
     used = routing.used
     assert torch.equal(routing.experts[used], order[used]), "a tie was not broken towards the lower index"
-    if router.informers:  # whose gates do not tie by themselves
+    if router.informers:  # informed gates do not tie: round them, too
         gates = (routing.gates.unflatten(0, tokens.shape[:2]) * 16).round() / 16
         selected = router.select(Scores.from_gates(gates), tokens, subject.context(tokens))
         used = selected.experts < router.experts
-        order = naive_top(gates, selected.experts.shape[-1])
-        assert torch.equal(selected.experts[used], order[used]), "a tie of informed gates was not broken that way"
+        order = top_reference(gates, selected.experts.shape[-1])
+        assert torch.equal(selected.experts[used], order[used]), (
+            "a tie of informed gates was not broken towards the lower index"
+        )
 
 
 class _Rounded(Score):
-    """Another score, rounded so coarsely that experts tie."""
+    """Another score, rounded to multiples of 1/2, so that experts tie."""
 
     def __init__(self, score: Score) -> None:
         super().__init__()
@@ -172,8 +179,8 @@ class _Rounded(Score):
         return (self.score(tokens, context) * 2).round() / 2
 
 
-def causality(subject: Subject) -> None:
-    """In a causal context a later token changes nothing earlier, if the router declares it; else it is seen to."""
+def causality(subject: RouterUnderTest) -> None:
+    """Check that later tokens change the routing of earlier ones, in a causal context, only if causality is not declared."""
     router, tokens = subject.build().eval(), subject.tokens()
     changed, cut = tokens.clone(), 9
     changed[:, cut:] = subject.tokens(seed=1)[:, cut:]
@@ -181,14 +188,14 @@ def causality(subject: Subject) -> None:
         _part(router(x, subject.context(x, causal=True)), x.shape[:2], slice(None), slice(0, cut)) for x in (tokens, changed)
     )
     moved = differing(before, after, weights_within=STEEP).any()
-    _declared(router.traits.causal, not bool(moved), "causal", "a later token changes earlier routes")
+    _declared(router.traits.causal, not bool(moved), "causal", "a later token changes the routing of earlier tokens")
 
 
-def sequence_awareness(subject: Subject) -> None:
-    """The tokens before it change the last token's route if the router declares that it looks at them, and else do not."""
+def sequence_awareness(subject: RouterUnderTest) -> None:
+    """Check that earlier tokens change the routing of the last one only if sequence awareness is declared."""
     router, tokens = subject.build().eval(), subject.tokens()
     if not router.traits.batch_invariant:
-        raise LeftOut("it depends on the whole batch, and so on everything")
+        raise NotApplicable("it depends on the whole batch, and so on all tokens")
     changed = subject.tokens(seed=1)
     changed[:, -1] = tokens[:, -1]
     before, after = (
@@ -199,9 +206,8 @@ def sequence_awareness(subject: Subject) -> None:
     _declared(router.traits.sequence_aware, moved, "sequence_aware", "other tokens of the sequence change nothing")
 
 
-def padding(subject: Subject) -> None:
-    """Padding changes nothing for real tokens, not their routes, losses, state or gradients: neither that it is there nor
-    what it holds."""
+def padding(subject: RouterUnderTest) -> None:
+    """Check that padding, whatever its values, does not change the routing, losses, state or gradients of real tokens."""
     tokens, real = subject.tokens(), _right_padding(3, 17, 5)
     other = tokens.where(real.unsqueeze(-1), 100 * subject.tokens(seed=1))
     longer = torch.cat([tokens, subject.tokens(3, 6, seed=2)], dim=1)
@@ -213,8 +219,8 @@ def padding(subject: Subject) -> None:
     _nan_in_padding(subject, tokens, real)
 
 
-def _draws(subject: Subject) -> bool:
-    """Does the router draw random numbers in training?"""
+def _draws(subject: RouterUnderTest) -> bool:
+    """Return whether the router draws random numbers in training."""
     router, tokens = subject.build(), subject.tokens()
     context = subject.context(tokens)
     before = torch.random.get_rng_state()
@@ -223,9 +229,9 @@ def _draws(subject: Subject) -> bool:
 
 
 def _same_real_tokens(
-    subject: Subject, one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None], training: bool
+    subject: RouterUnderTest, one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None], training: bool
 ) -> None:
-    """Compare two batches, each with its padding, that have the same real tokens."""
+    """Check that two batches with the same real tokens and different padding give the same results."""
     outcomes = []
     length = min(one[0].shape[1], other[0].shape[1])
     for x, real in (one, other):
@@ -246,8 +252,8 @@ def _same_real_tokens(
         torch.testing.assert_close(value, other_state[name], msg=f"padding changes the state {name}")
 
 
-def _nan_in_padding(subject: Subject, tokens: Tensor, real: Tensor) -> None:
-    """NaN in padding, of the tokens and of all that the context holds, reaches no loss, state or gradient."""
+def _nan_in_padding(subject: RouterUnderTest, tokens: Tensor, real: Tensor) -> None:
+    """Check that NaN in padding, of tokens and of the whole context, changes no loss, state or gradient."""
     outcomes = []
     for value in (0.0, torch.nan):
         torch.manual_seed(5)
@@ -272,8 +278,8 @@ def _nan_in_padding(subject: Subject, tokens: Tensor, real: Tensor) -> None:
         torch.testing.assert_close(outcomes[1][name], expected, msg=f"NaN in padding changes {name}")
 
 
-def batch_invariance(subject: Subject) -> None:
-    """In evaluation other sequences, and padding on either side, change nothing, if declared; else they are seen to."""
+def batch_invariance(subject: RouterUnderTest) -> None:
+    """Check that other sequences and padding change the routing in evaluation only if invariance is not declared."""
     router, tokens = subject.build().eval(), subject.tokens()
     alone = router(tokens[:1], subject.context(tokens[:1]))
     together = _part(router(tokens, subject.context(tokens)), tokens.shape[:2], slice(0, 1), slice(None))
@@ -291,12 +297,12 @@ def batch_invariance(subject: Subject) -> None:
         router.traits.batch_invariant,
         not bool(moved),
         "batch_invariant",
-        "other sequences or padding change a token's route",
+        "other sequences or padding change the routing of a token",
     )
 
 
-def cached_decoding(subject: Subject) -> str:
-    """A prompt, then one token at a time with a cache: the routes of one forward over all, if declared."""
+def cached_decoding(subject: RouterUnderTest) -> str:
+    """Check that a prompt and then one token at a time, with a cache, gives the routing of one forward, if declared."""
     router, tokens = subject.build().eval(), subject.tokens(2, DECODING_STEPS)
     context = subject.context(tokens, causal=True)
     full = router(tokens, context)
@@ -306,13 +312,15 @@ def cached_decoding(subject: Subject) -> str:
         pieces.append(router(tokens[:, start:end], steps(context, start, end, cache)))
     stepwise = _join(pieces, sequences=2)
     moved = int(differing(full, stepwise, weights_within=STEEP).sum())
-    _declared(router.traits.cacheable, moved == 0, "cacheable", f"{moved} tokens are routed otherwise step by step")
+    _declared(
+        router.traits.cacheable, moved == 0, "cacheable", f"{moved} tokens have another routing when decoded step by step"
+    )
     undecided = int((full.chosen != stepwise.chosen).any(-1).sum()) - moved
     return f"{undecided} of {full.chosen.shape[0]} tokens were numerically undecided"
 
 
-def float32_routing(subject: Subject) -> None:
-    """Autocast, a bfloat16 model and the process-wide matmul precision leave routing arithmetic in float32."""
+def float32_routing(subject: RouterUnderTest) -> None:
+    """Check that routing is float32 under autocast, in a bfloat16 model and with a lower matmul precision."""
     tokens = subject.tokens()
     expected = subject.build().eval()(tokens, subject.context(tokens))
     context = subject.context(tokens)
@@ -340,13 +348,13 @@ def _same_bits(got: Routing, expected: Routing, where: str) -> None:
 
 
 @contextmanager
-def _refused(what: str, naming: str | None = None) -> Iterator[None]:
+def _raises_value_error(what: str, naming: str | None = None) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        assert naming is None or naming in str(error), f"{what} is refused, but without naming {naming}: {error}"
+        assert naming is None or naming in str(error), f"{what} raises ValueError, but without naming {naming}: {error}"
     else:
-        raise AssertionError(f"{what} is not refused with a ValueError")
+        raise AssertionError(f"{what} does not raise ValueError")
 
 
 @contextmanager
@@ -363,24 +371,24 @@ def _declared(declared: bool, observed: bool, trait: str, otherwise: str) -> Non
     if declared:
         assert observed, f"it declares the trait {trait}, but {otherwise}"
     else:
-        assert not observed, f"it denies the trait {trait}, but nothing here contradicts it: declare it"
+        assert not observed, f"it does not declare the trait {trait}, but has it here: declare it"
 
 
 def _right_padding(sequences: int, length: int, padded: int) -> Tensor:
-    """All but the first sequence end in padding."""
+    """Return a mask (B,N) in which all sequences but the first end in padding."""
     real = torch.ones(sequences, length, dtype=torch.bool)
     real[1:, length - padded :] = False
     return real
 
 
 def _part(routing: Routing, shape: torch.Size, sequences: slice, positions: slice) -> Routing:
-    """Some of the tokens, of a routing of tokens that came as `shape` (B,N)."""
+    """Return some sequences and positions of the routing of tokens of `shape` (B,N)."""
     values = (routing.logits, routing.gates, routing.experts, routing.weights)
     return Routing(*(x.unflatten(0, shape)[sequences, positions].flatten(0, 1) for x in values))
 
 
 def _join(pieces: list[Routing], sequences: int) -> Routing:
-    """Routings of consecutive stretches as one."""
+    """Return the routings of consecutive pieces of the sequences as one."""
 
     def join(name: str) -> Tensor:
         parts = [getattr(piece, name).unflatten(0, (sequences, -1)) for piece in pieces]

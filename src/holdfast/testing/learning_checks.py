@@ -1,6 +1,6 @@
-"""The checks about learning: gradients, state, saving, recomputation, compilation. One function each, as in `checks`.
+"""The checks of training: gradients, state, saving, recomputation, compilation and second derivatives.
 
-The check of second derivatives: right, or refused in words. Gradient penalties and meta-learning need them.
+Each check is one function, as in `checks`.
 """
 
 import io
@@ -13,11 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.layers.losses import TERMS, Losses
 from holdfast.routing import Context, Router, Routing
-from holdfast.testing.subject import STEEP, LeftOut, Subject, differing, objective, state_of
+from holdfast.testing.router_under_test import STEEP, NotApplicable, RouterUnderTest, differing, objective, state_of
+
+NO_DERIVATIVE = ".*autograd kernel was not registered.*"  # torch's warning when such an operator is differentiated
+REFERENCE_TOLERANCE, DIFFERENCE_TOLERANCE = 1e-3, 0.05
+STEPS = (2e-3, 5e-4)
+ATTEMPTS = 5
 
 
-def save_and_load(subject: Subject) -> None:
-    """A router loaded from the saved state of a trained one routes as it does, to the bit, and saves the same again."""
+def save_and_load(subject: RouterUnderTest) -> None:
+    """Check that a router loaded from saved state returns exactly the routing of the saved one, and has the same state."""
     trained, tokens = subject.build(), subject.tokens()
     for seed in range(3):
         trained(subject.tokens(seed=seed), subject.context(subject.tokens(seed=seed)))
@@ -32,14 +37,14 @@ def save_and_load(subject: Subject) -> None:
     loaded.load_state_dict(state)
     expected = trained.eval()(tokens, subject.context(tokens))
     got = loaded.eval()(tokens, subject.context(tokens))
-    assert torch.equal(got.experts, expected.experts), "other experts after loading"
-    assert torch.equal(got.weights, expected.weights), "other weights after loading"
+    assert torch.equal(got.experts, expected.experts), "the experts differ after loading"
+    assert torch.equal(got.weights, expected.weights), "the weights differ after loading"
     for name, value in loaded.state_dict().items():
-        assert torch.equal(value, state[name]), f"{name} did not survive saving and loading"
+        assert torch.equal(value, state[name]), f"{name} differs after saving and loading"
 
 
-def evaluation_keeps_state(subject: Subject) -> None:
-    """No forward in evaluation changes a buffer."""
+def evaluation_keeps_state(subject: RouterUnderTest) -> None:
+    """Check that forwards in evaluation change no buffer."""
     router, tokens = subject.build(), subject.tokens()
     router(tokens, subject.context(tokens))
     router.eval()
@@ -50,8 +55,8 @@ def evaluation_keeps_state(subject: Subject) -> None:
         assert torch.equal(value, before[name]), f"evaluation changed {name}"
 
 
-def no_inert_coefficient(subject: Subject) -> None:
-    """Moving any loss coefficient from 0 changes a gradient: the router's losses and those its parts carry."""
+def no_inert_coefficient(subject: RouterUnderTest) -> None:
+    """Check that every loss coefficient, of the router and of its parts, changes a gradient when it is not 0."""
     tokens = subject.tokens()
 
     def gradients(change: str | None) -> list[Tensor]:
@@ -79,19 +84,19 @@ def _set_coefficient(part: torch.nn.Module, name: str, value: float) -> None:
         setattr(part, name, value)
 
 
-def no_inert_parameter(subject: Subject) -> None:
-    """Every parameter that asks for a gradient gets one that is not zero."""
+def no_inert_parameter(subject: RouterUnderTest) -> None:
+    """Check that every trainable parameter gets a gradient that is not zero."""
     router, tokens = subject.build(), subject.tokens()
     if not any(parameter.requires_grad for parameter in router.parameters()):
-        raise LeftOut("it has no parameters")
+        raise NotApplicable("it has no parameters")
     objective(router(tokens, subject.context(tokens))).backward()
     for name, parameter in router.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, f"{name} gets no gradient"
 
 
-def activation_checkpointing(subject: Subject) -> None:
-    """Recomputation gives the same gradients and counts nothing twice."""
+def activation_checkpointing(subject: RouterUnderTest) -> None:
+    """Check that activation checkpointing gives the same gradients and the same state."""
     outcomes = []
     for recompute in (False, True):
         router = subject.build()
@@ -114,8 +119,8 @@ def activation_checkpointing(subject: Subject) -> None:
         assert torch.equal(value, again_state[name]), f"recomputation counted twice in {name}"
 
 
-def compile_whole(subject: Subject) -> None:
-    """One graph, no breaks, in training and in evaluation; the routes, losses, gradients and state of eager mode."""
+def compile_whole(subject: RouterUnderTest) -> None:
+    """Check that `torch.compile` makes one graph, with the routing, losses, gradients and state of eager mode."""
     for training in (True, False):
         outcomes = []
         for compiled in (False, True):
@@ -130,7 +135,7 @@ def compile_whole(subject: Subject) -> None:
             outcomes.append((routing, grads[0], state_of(router.eval())))
         (eager, eager_grad, eager_state), (graph, graph_grad, graph_state) = outcomes
         assert not differing(graph, eager, weights_within=STEEP).any(), (
-            f"compiled routes differ from eager ones (training={training})"
+            f"the compiled routing differs from the eager one (training={training})"
         )
         torch.testing.assert_close(graph.loss, eager.loss, msg="the compiled loss differs")
         torch.testing.assert_close(graph_grad, eager_grad, msg="compiled gradients differ")
@@ -138,26 +143,21 @@ def compile_whole(subject: Subject) -> None:
             torch.testing.assert_close(graph_state[name], value, msg=f"compiled state {name} differs")
 
 
-SILENT = ".*autograd kernel was not registered.*"  # torch's warning where an operator without a derivative is differentiated
-REFERENCE_TOLERANCE, DIFFERENCE_TOLERANCE = 1e-3, 0.05
-STEPS = (2e-3, 5e-4)
-ATTEMPTS = 5
+def second_derivatives(subject: RouterUnderTest) -> str | None:
+    """Check that second derivatives are right, or raise an error that says so. Gradient penalties need them.
 
-
-def right_or_refused(subject: Subject) -> str | None:
-    """Require that the derivative of the gradient along a direction is right, or that an error says there is none.
-
-    It is compared with that of the naive reference. Without one, with differences of gradients: that needs gradients that
-    are the derivatives of the output, which those of a part that holds something constant on purpose are not.
+    The derivative of the gradient along a direction is compared with that of the naive reference; without a reference, with
+    differences of gradients. Then gradients must be the derivatives of the output, which is not so if a part holds something
+    constant on purpose.
     """
     router = subject.build().eval()
     tokens = subject.tokens(2, 9)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=SILENT)
+            warnings.filterwarnings("error", message=NO_DERIVATIVE)
             got = _derivative(router, router, tokens, subject.context(tokens), _directions(router, tokens))
     except (RuntimeError, ValueError, NotImplementedError) as refusal:
-        assert "second derivative" in str(refusal), f"second derivatives fail without saying so: {refusal}"
+        assert "second derivative" in str(refusal), f"second derivatives raise an error that does not name them: {refusal}"
         return f"refused: {refusal}"
     if subject.reference is None:
         _compare_with_differences(subject)
@@ -165,40 +165,42 @@ def right_or_refused(subject: Subject) -> str | None:
     reference, slow = subject.reference, subject.build().eval()
     naive = lambda x, context: reference(slow, x, context)  # noqa: E731
     expected = _derivative(slow, naive, tokens, subject.context(tokens), _directions(slow, tokens))
-    error = _apart(got, expected)
+    error = _largest_error(got, expected)
     assert error <= REFERENCE_TOLERANCE, f"second derivatives differ from the naive reference by {error:.1%}"
     return None
 
 
-def _compare_with_differences(subject: Subject) -> None:
+def _compare_with_differences(subject: RouterUnderTest) -> None:
     for attempt in range(ATTEMPTS):
         router, tokens = subject.build().eval(), subject.tokens(1, 5, seed=attempt)
         context, along = subject.context(tokens), _directions(router, tokens)
         if not _has_true_gradient(router, tokens, context, along):
             continue
         coarse, fine = (_differences(router, tokens, context, along, step) for step in STEPS)
-        if _apart(coarse, fine) > DIFFERENCE_TOLERANCE / 2:
-            continue  # a route changes, or a gate vanishes, within a step
-        error = _apart(_derivative(router, router, tokens, context, along), fine)
+        if _largest_error(coarse, fine) > DIFFERENCE_TOLERANCE / 2:
+            continue  # a token flips, or a gate becomes 0, within a step
+        error = _largest_error(_derivative(router, router, tokens, context, along), fine)
         assert error <= DIFFERENCE_TOLERANCE, f"second derivatives differ from differences of gradients by {error:.1%}"
         return
-    raise LeftOut("its gradient jumps, or is not the derivative of its output; give a naive reference to compare with")
+    raise NotApplicable(
+        "its gradient is not continuous, or not the derivative of its output; pass a naive reference to compare with"
+    )
 
 
-def _wanted(router: Router) -> list[Tensor]:
+def _trainable(router: Router) -> list[Tensor]:
     return [parameter for parameter in router.parameters() if parameter.requires_grad]
 
 
 def _directions(router: Router, tokens: Tensor) -> list[Tensor]:
     generator = torch.Generator().manual_seed(11)
-    return [torch.randn(value.shape, generator=generator) for value in (tokens, *_wanted(router))]
+    return [torch.randn(value.shape, generator=generator) for value in (tokens, *_trainable(router))]
 
 
 def _derivative(
     router: Router, compute: Callable[..., Routing], tokens: Tensor, context: Context, along: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The derivative, along a direction, of the gradients of tokens and parameters."""
-    inputs = [tokens.clone().requires_grad_(), *_wanted(router)]
+    """Return the derivative, along a direction, of the gradients of tokens and parameters."""
+    inputs = [tokens.clone().requires_grad_(), *_trainable(router)]
     total = objective(compute(inputs[0], context))
     grads = torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True, materialize_grads=True)
     slope = torch.stack([(grad * way).sum() for grad, way in zip(grads, along, strict=True)]).sum()
@@ -207,11 +209,11 @@ def _derivative(
     return list(torch.autograd.grad(slope, inputs, allow_unused=True, materialize_grads=True))
 
 
-def _moved(
+def _after_step(
     router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor], step: float
 ) -> tuple[float, list[Tensor]]:
-    """The objective and its gradients, a step away."""
-    wanted = _wanted(router)
+    """Return the objective and its gradients after a step in a direction."""
+    wanted = _trainable(router)
     before = [parameter.detach().clone() for parameter in wanted]
     with torch.no_grad():
         for parameter, way in zip(wanted, along[1:], strict=True):
@@ -226,24 +228,24 @@ def _moved(
 
 
 def _differences(router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor], step: float) -> list[Tensor]:
-    above, below = (_moved(router, tokens, context, along, by)[1] for by in (step, -step))
+    above, below = (_after_step(router, tokens, context, along, by)[1] for by in (step, -step))
     return [(high - low) / (2 * step) for high, low in zip(above, below, strict=True)]
 
 
 def _has_true_gradient(router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor]) -> bool:
-    """Is the gradient of each tensor the derivative of the output along its own direction?"""
-    _, grads = _moved(router, tokens, context, along, 0.0)
-    for place, (grad, way) in enumerate(zip(grads, along, strict=True)):
-        alone = [way if place == other else torch.zeros_like(each) for other, each in enumerate(along)]
-        above, below = (_moved(router, tokens, context, alone, by)[0] for by in (STEPS[0], -STEPS[0]))
+    """Return whether the gradient of each tensor is the derivative of the output along its own direction."""
+    _, grads = _after_step(router, tokens, context, along, 0.0)
+    for index, (grad, way) in enumerate(zip(grads, along, strict=True)):
+        alone = [way if index == other else torch.zeros_like(each) for other, each in enumerate(along)]
+        above, below = (_after_step(router, tokens, context, alone, by)[0] for by in (STEPS[0], -STEPS[0]))
         difference, slope = (above - below) / (2 * STEPS[0]), float((grad * way).sum())
         if abs(difference - slope) > 0.02 * float(grad.norm()) + 1e-3:
             return False
     return True
 
 
-def _apart(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest error of a tensor, relative to its size or, where that is small, to a tenth of the largest one's."""
+def _largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest error of a tensor, relative to its norm or, if that is small, to a tenth of the largest norm."""
     largest = max(float(value.norm()) for value in expected)
     sizes = [max(float(value.norm()), 0.1 * largest, 1e-2) for value in expected]
     return max(float((mine - theirs).norm()) / size for mine, theirs, size in zip(got, expected, sizes, strict=True))

@@ -4,9 +4,9 @@ In a checkout of transformers whose version is the installed one (its tests also
 
     pytest -p holdfast.testing.transformers_plugin --holdfast-router smooth tests/models/mixtral
 
-Every causal language model of a family that `holdfast.reroute` knows is rerouted as soon as a test has built it from a
-config. What `from_pretrained` reads from a folder is left as that says: where such a model was saved, it opens rerouted.
-Without the option nothing is changed, so that the same command gives the result to compare with.
+Every causal language model of a family that `holdfast.reroute` supports is rerouted when a test has built it from a config.
+A model that `from_pretrained` loads from a folder is not changed: if it was saved rerouted, it is loaded rerouted. Without
+the option nothing is changed, so that the same command gives the result to compare with.
 """
 
 import functools
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Change the causal language models of transformers."""
+    """Reroute the causal language models of transformers when they are built."""
     router = config.getoption("--holdfast-router")
     if router is not None:
         for kind in _causal_models():
@@ -35,31 +35,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say which router the models have."""
+    """Return the line of the header that names the router."""
     router = config.getoption("--holdfast-router")
     return None if router is None else f"holdfast: causal language models are rerouted to {router!r}"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the number of rerouted models from a worker of pytest-xdist to the process that reports it."""
+    """Send the number of rerouted models from a pytest-xdist worker to the main process."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["holdfast_rerouted"] = _counts["rerouted"]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add a worker's number."""
+    """Add the number of a worker."""
     _counts["rerouted"] += getattr(node, "workeroutput", {}).get("holdfast_rerouted", 0)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Report how many models were rerouted: none means that the tests showed nothing about Holdfast."""
+    """Report how many models were rerouted; with 0 models, the tests did not test Holdfast."""
     if config.getoption("--holdfast-router") is not None:
         terminalreporter.write_line(f"holdfast: {_counts['rerouted']} models were rerouted")
 
 
 def _causal_models() -> list[Any]:
-    """The class of causal language models of each MoE family, as far as this transformers has them."""
+    """Return the causal language model class of each MoE family that this version of transformers has."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     from holdfast.hub.families import MOE_FAMILIES
@@ -69,7 +69,7 @@ def _causal_models() -> list[Any]:
 
 
 def _replace_garbage(model: Any) -> None:
-    """Set to 0 what a test has left uninitialised: it may be NaN, which `reroute` refuses in a gate."""
+    """Replace NaN and infinity in uninitialised parameters by 0: `reroute` raises an error for NaN in a gate."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             parameter.data.nan_to_num_(0.0, 0.0, 0.0)

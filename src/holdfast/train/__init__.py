@@ -2,15 +2,18 @@
 
 from holdfast.train.comparison import Cell as Cell
 from holdfast.train.comparison import Comparison as Comparison
-from holdfast.train.recipe import Contender as Contender
+from holdfast.train.image_task import attack_images as attack_images
 from holdfast.train.recipe import Recipe as Recipe
-from holdfast.train.recipe import contenders as contenders
+from holdfast.train.recipe import RouterChoice as RouterChoice
 from holdfast.train.recipe import load_recipe as load_recipe
+from holdfast.train.recipe import parse_routers as parse_routers
 from holdfast.train.recipe import recipes as recipes
-from holdfast.train.saved_model import Trained as Trained
+from holdfast.train.saved_model import TrainedModel as TrainedModel
 from holdfast.train.saved_model import load_trained as load_trained
 from holdfast.train.saved_model import make_task as make_task
 from holdfast.train.saved_model import save_trained as save_trained
 from holdfast.train.task import Task as Task
-from holdfast.train.training import start as start
+from holdfast.train.task import attack_routers as attack_routers
+from holdfast.train.text_task import attack_text as attack_text
+from holdfast.train.training import build_model as build_model
 from holdfast.train.training import train as train

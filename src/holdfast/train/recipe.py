@@ -1,8 +1,10 @@
-"""Dataclasses from plain values, every one checked. An unknown key raises an error that names the nearest.
+"""Recipes and router choices: what is trained, read from YAML and from router names, with every value checked.
 
-Recipes: everything that makes a training run what it is, typed, from YAML. A key that nobody knows is an error.
+A recipe is all of a training run but its router and its seed: the dense model, its experts, data, training and attack. It
+is a frozen dataclass; `from_mapping` builds it from plain values and names the first wrong one by its path
+(`training.steps`). An unknown key raises an error that suggests the closest one.
 
-Routers as they enter a comparison, written as `smoe,similarity[causal=false,tau=2],symphony+smooth`.
+A router choice is one router of a comparison, written as in `smoe,similarity[causal=false,tau=2],symphony+smooth`.
 """
 
 import math
@@ -12,12 +14,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from holdfast.errors import require_extra, unknown
+from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
 from holdfast.model_size import require_sane_numbers
 from holdfast.routing.plugins import plugins_of
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Limits, check_value, split_routers
+
+LONGEST_TOKEN = 100  # letters of the word that an attack swaps in
 
 Count = Annotated[int, Limits(0, math.inf, "a whole number from 0 up")]
 Positive = Annotated[int, Limits(1, math.inf, "a whole number above 0")]
@@ -28,43 +32,17 @@ Amount = Annotated[float, Limits(0, math.inf, "a number from 0 up")]
 Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 
 
-def typed(kind: Any, values: Any, path: str = "") -> Any:
-    """An instance of the dataclass `kind`; a ValueError names the first value that does not fit, by its path."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{path or 'it'} should be a section with keys, not {values!r}.")
-    hints, known = get_type_hints(kind, include_extras=True), {entry.name: entry for entry in fields(kind)}
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{_join(path, key)}: {unknown('key', str(key), known)}")
-    for name, entry in known.items():
-        if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
-            raise ValueError(f"{_join(path, name)} is missing.")
-    return kind(**{key: _fitting(hints[key], value, _join(path, key)) for key, value in values.items()})
-
-
-def _fitting(kind: Any, value: Any, path: str) -> Any:
-    return typed(kind, value, path) if is_dataclass(kind) else check_value(kind, value, path)
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-SHIPPED = "holdfast.train.recipes"
-LONGEST_TOKEN = 100  # letters of the word that an attack swaps in
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """A dense Hugging Face model, from its config."""
+    """A dense Hugging Face model, built from its config."""
 
-    family: str  # a dense family that holdfast.sparsify knows
-    config: dict[str, Any] = field(default_factory=dict)  # of the family, as transformers names it
+    family: str  # a dense family that holdfast.sparsify supports
+    config: dict[str, Any] = field(default_factory=dict)  # of the family, with the names of transformers
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePart:
-    """What `holdfast.sparsify` makes of it."""
+    """The options of `holdfast.sparsify`, which replaces feed-forward networks of the dense model by experts."""
 
     experts: Positive
     k: Positive = 2
@@ -80,46 +58,50 @@ class SparsePart:
 
 @dataclass(frozen=True, kw_only=True)
 class DataPart:
+    """The data of a run, and how a model reads them."""
+
     source: str = "python-docs"  # a name or a path
     tokens: str = "words"  # "words", "lines" (WikiText's words), "bytes", or the folder of a Hugging Face tokenizer
-    vocabulary: Positive | None = 2000  # of words; empty: every word
-    length: Length = 64  # of a block
-    test_bytes: Positive | None = None  # only so much of the test text
-    size: Pixels | None = None  # pixels a side that pictures from a folder are scaled to
+    vocabulary: Positive | None = 2000  # number of words; empty: every word
+    length: Length = 64  # tokens of a block
+    test_bytes: Positive | None = None  # use only the first bytes of the test text
+    size: Pixels | None = None  # pixels per side that images from a folder are scaled to
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPart:
+    """The options of the Hugging Face Trainer that a recipe sets."""
+
     steps: Positive
     batch: Positive
     learning_rate: Amount
-    warmup: Count = 0  # steps, linear; constant after
+    warmup: Count = 0  # steps of linear warm-up; the rate is constant after them
     weight_decay: Amount = 0.0
     clip: Amount = 1.0  # largest norm of a gradient
-    accumulate: Positive = 1  # micro-batches a step
+    accumulate: Positive = 1  # micro-batches per step
     precision: Literal["float32", "bf16"] = "float32"
-    save_every: Positive = 100  # steps; an interrupted run continues from the last
-    keep: Literal["last", "best"] = "last"  # "best": of the saved ones, by the loss on held-out data
+    save_every: Positive = 100  # steps; an interrupted run resumes from the last checkpoint
+    keep: Literal["last", "best"] = "last"  # "best": the checkpoint with the smallest loss on held-out data
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackPart:
-    """How the trained model is tried: texts by swapped words, pictures by PGD (and FGSM, SPSA and corruptions)."""
+    """How the trained model is attacked: texts by swapped words, images by PGD (and FGSM, SPSA and corruptions)."""
 
-    rate: Share = 0.025  # of words swapped
-    token: str | None = None  # what they are swapped for; empty: each for another word of the vocabulary. The papers': AAA
+    rate: Share = 0.025  # share of words that are swapped
+    token: str | None = None  # the word that is swapped in (AAA in the papers); empty: other words of the vocabulary
     budget: Share = 1 / 255  # l_inf, of pixels between 0 and 1
     steps: Steps = 20
-    examples: Positive = 512  # test pictures that are attacked, evenly spread
+    examples: Positive = 512  # attacked test images, evenly spaced
 
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) > LONGEST_TOKEN:
-            raise ValueError(f"attack.token has {len(self.token):,} letters; at most {LONGEST_TOKEN} are swapped in.")
+            raise ValueError(f"attack.token has {len(self.token):,} letters; use a word of at most {LONGEST_TOKEN}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run, but for its router and its seed."""
+    """All of a training run but its router and its seed."""
 
     about: str
     model: ModelPart
@@ -133,63 +115,58 @@ class Recipe:
         require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
 
     def describe(self) -> dict[str, Any]:
-        """As it would be written to YAML."""
+        """Return the values as they would be written to YAML."""
         return asdict(self)
 
 
 def recipes() -> dict[str, str]:
-    """Every shipped recipe with one line of help."""
+    """Return the names of the shipped recipes, each with one line of help."""
     return {name: _parse(_shipped(name), name).about for name in _names()}
 
 
 def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """A shipped recipe by name, or one from a file, with `changes` such as {"training.steps": 50}."""
+    """Return a shipped recipe by its name, or the one in a .yaml file, with `changes` such as {"training.steps": 50}."""
     path = Path(name)
     if name in _names():
         text = _shipped(name)
     elif path.suffix in (".yaml", ".yml"):
-        text = _read(path)
+        try:
+            text = read_text(path, limit=MIB)
+        except FileNotFoundError:
+            raise ValueError(f"there is no recipe {path}.") from None
     else:
-        raise ValueError(f"{unknown('recipe', name, _names())} The path of a .yaml file works too.")
+        raise ValueError(f"{unknown_name('recipe', name, _names())} The path of a .yaml file works too.")
     return _parse(text, name, changes)
 
 
 def _names() -> list[str]:
-    return sorted(
-        file.name.removesuffix(".yaml") for file in resources.files(SHIPPED).iterdir() if file.name.endswith(".yaml")
-    )
+    files = (resources.files("holdfast.train") / "recipes").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
 def _shipped(name: str) -> str:
-    return resources.files(SHIPPED).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_text(path, limit=MIB)
-    except FileNotFoundError:
-        raise ValueError(f"there is no recipe {path}.") from None
+    return (resources.files("holdfast.train") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     values = _from_yaml(text, name)
     if not isinstance(values, dict):
-        raise ValueError(f"recipe {name} holds no keys.")
+        raise ValueError(f"recipe {name} has no keys.")
     for key, value in (changes or {}).items():
         _set(values, key, value)
     try:
-        recipe: Recipe = typed(Recipe, values)
+        recipe: Recipe = from_mapping(Recipe, values)
     except ValueError as mistake:
         raise ValueError(f"recipe {name}: {mistake}") from None
     return recipe
 
 
 def _from_yaml(text: str, name: str) -> Any:
-    """The values of a YAML text without aliases: a few lines of these stand for more values than fit into memory."""
+    """Return the values of a YAML text without aliases: a few lines of aliases can stand for more than fits into memory."""
     require_extra("reading a recipe", "yaml")
     import yaml
 
-    class PlainLoader(yaml.SafeLoader):
+    class LoaderWithoutAliases(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 alias = self.peek_event()
@@ -197,46 +174,68 @@ def _from_yaml(text: str, name: str) -> Any:
             return super().compose_node(parent, index)
 
     try:
-        values = yaml.load(text, PlainLoader)  # a SafeLoader
+        values = yaml.load(text, LoaderWithoutAliases)  # a SafeLoader
     except RecursionError:
         raise ValueError(f"recipe {name} is nested too deeply.") from None
     except (yaml.YAMLError, ValueError) as problem:
-        raise ValueError(f"recipe {name} is not YAML that a recipe may hold: {' '.join(str(problem).split())}.") from None
+        raise ValueError(f"recipe {name} is not YAML that a recipe may contain: {' '.join(str(problem).split())}.") from None
     if depth_exceeds(values, 16):
         raise ValueError(f"recipe {name} is nested too deeply.")
     return values
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key given by its path, `training.steps`."""
+    """Set the value at a path such as `training.steps`."""
     *sections, last = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ValueError(f"{key}: {section} is no section of a recipe.")
+            raise ValueError(f"{key}: {section} is not a section of a recipe.")
     values[last] = value
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A router as it enters a comparison."""
+def from_mapping(kind: Any, values: Any, path: str = "") -> Any:
+    """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{path or 'it'} should be a section with keys, not {values!r}.")
+    hints, known = get_type_hints(kind, include_extras=True), {entry.name: entry for entry in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{_join(path, key)}: {unknown_name('key', str(key), known)}")
+    for name, entry in known.items():
+        if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
+            raise ValueError(f"{_join(path, name)} is missing.")
+    return kind(**{key: _checked(hints[key], value, _join(path, key)) for key, value in values.items()})
 
-    name: str  # for people
+
+def _checked(kind: Any, value: Any, path: str) -> Any:
+    return from_mapping(kind, value, path) if is_dataclass(kind) else check_value(kind, value, path)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+@dataclass(frozen=True)
+class RouterChoice:
+    """One router of a comparison: its name, its options and its number of experts per token."""
+
+    name: str  # as it was written; shown in tables
     router: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    k: int | None = None  # another number of experts than the recipe's
+    k: int | None = None  # if it is not the recipe's
 
     def describe(self) -> dict[str, Any]:
-        """Return what must agree for results to be of this router: the code of its plugins too, where it has any."""
+        """Return what must be equal for two results to be of the same router, with the code of its plugins if any."""
         plugins = plugins_of(self.router)
         return {**asdict(self), **({"plugins": plugins} if plugins else {})}
 
 
-def contenders(written: str) -> list[Contender]:
-    """Return the routers that commas separate; names and options are checked here."""
-    return [contender(part) for part in split_routers(written)]
+def parse_routers(written: str) -> list[RouterChoice]:
+    """Return the routers of a list with commas; raise ValueError if a name or an option is wrong."""
+    return [parse_router(part) for part in split_routers(written)]
 
 
-def contender(written: str) -> Contender:
-    """Return one router, under the name it is written as."""
-    return Contender(written, *REGISTRY.resolve(written))
+def parse_router(written: str) -> RouterChoice:
+    """Return one router; its name is the text that it was written as."""
+    return RouterChoice(written, *REGISTRY.resolve(written))

@@ -1,6 +1,7 @@
-"""Routes watched while a model trains: on the same few examples, at the same steps, for every router.
+"""Snapshots: the selected sets and the expert graphs on a few fixed examples, at the same training steps for every router.
 
-Each snapshot is a file, so that a run that was interrupted goes on with those it has.
+Each snapshot is a file, so that an interrupted run resumes with the snapshots it has. From them, `evolution` computes how
+many tokens flip between two snapshots; `consistency` measures how many keep their experts under noise.
 """
 
 from collections.abc import Iterator
@@ -14,35 +15,35 @@ from torch import Tensor
 from holdfast.hub import trace
 from holdfast.metrics import CoSelection
 from holdfast.routing import Router, Routing
-from holdfast.train.run_folder import read_sealed, write_sealed
+from holdfast.train.run_folder import read_with_checksum, write_with_checksum
 from holdfast.train.task import Inputs, forward
 
-COUNT = 5
-NOISE = 0.05  # of the length of each embedding
+COUNT = 5  # snapshots per run
+NOISE = 0.05  # relative to the length of each embedding
 
 
 def snapshot_steps(steps: int) -> list[int]:
-    """After which steps: evenly, the last among them."""
+    """Return the steps after which snapshots are taken: evenly spaced, with the last step."""
     return sorted({max(1, round(steps * part / COUNT)) for part in range(1, COUNT + 1)})
 
 
 @torch.no_grad()
 def take_snapshot(model: Any, probe: Inputs, k: int, step: int, folder: Path) -> None:
-    """Which k experts each token goes to, and the graph of the experts, in every layer."""
+    """Write the k first experts of every token and the graph of the experts, in every layer."""
     layers = []
-    routings = routes_of(model, probe)
+    routings = routings_of(model, probe)
     for routing, token_mask, graph in zip(routings.layers, routings.token_mask, _graphs(model, routings), strict=True):
         masks = core(routing, k)[token_mask] if token_mask is not None else core(routing, k)
         rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
         layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
-    write_sealed(_file(folder, step), {"step": step, "layers": layers})
+    write_with_checksum(_file(folder, step), {"step": step, "layers": layers})
 
 
 def damaged_snapshot(folder: Path, steps: list[int]) -> str | None:
-    """Return what is wrong with the first snapshot of these steps that cannot be read; None where all can."""
+    """Return what is wrong with the first snapshot of these steps that cannot be read; None if all can."""
     for step in steps:
         try:
-            read_sealed(_file(folder, step))
+            read_with_checksum(_file(folder, step))
         except (OSError, ValueError):
             return f"cannot be used: the snapshot {_file(folder, step)} is missing or damaged"
     return None
@@ -53,17 +54,16 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool) -> dict[str, Any]:
-    """How sets fluctuated between snapshots (Mutual-Inform, Figure 2) and graphs grew (Symphony, Figure 4)."""
-    taken = [read_sealed(_file(folder, step)) for step in steps]
+    """Return how sets change between snapshots (Mutual-Inform, Figure 2) and how graphs grow (Symphony, Figure 4)."""
+    taken = [read_with_checksum(_file(folder, step)) for step in steps]
     layers = []
     for layer, name in enumerate(names):
         sets = [snapshot["layers"][layer]["sets"] for snapshot in taken]
-        pairs = pairwise(sets)
         layers.append(
             {
                 "layer": layer,
                 "name": name,
-                "fluctuation": [_changed(before, after) for before, after in pairs],
+                "fluctuation": [_flipped_share(before, after) for before, after in pairwise(sets)],
                 "graphs": [snapshot["layers"][layer]["graph"] for snapshot in taken],
             }
         )
@@ -72,11 +72,11 @@ def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool
 
 @torch.no_grad()
 def consistency(model: Any, probe: Inputs, k: int) -> dict[str, Any]:
-    """The share of tokens whose k experts survive a little noise on the model's embeddings, in every layer."""
-    before = routes_of(model, probe)
+    """Return the share of tokens that keep their k experts under a little noise on the embeddings, for every layer."""
+    before = routings_of(model, probe)
     handle = model.get_input_embeddings().register_forward_hook(_add_noise)
     try:
-        after = routes_of(model, probe)
+        after = routings_of(model, probe)
     finally:
         handle.remove()
     shares = []
@@ -86,16 +86,18 @@ def consistency(model: Any, probe: Inputs, k: int) -> dict[str, Any]:
     return {"what": f"noise of {NOISE:.0%} of each embedding's length", "layers": shares}
 
 
-class RoutesOfProbe:
+class ProbeRoutings:
+    """The routing of every layer on the probe, on the CPU."""
+
     def __init__(self) -> None:
         self.layers: list[Routing] = []
         self.token_mask: list[Tensor | None] = []
         self.names: list[str] = []
 
 
-def routes_of(model: Any, probe: Inputs) -> RoutesOfProbe:
-    """In evaluation; the model is left in the mode it was in."""
-    found, was_training = RoutesOfProbe(), model.training
+def routings_of(model: Any, probe: Inputs) -> ProbeRoutings:
+    """Run the model on the probe in evaluation mode and return its routing; the model keeps its mode."""
+    found, was_training = ProbeRoutings(), model.training
 
     def each(layer: int, routing: Routing, token_mask: Tensor | None) -> None:
         found.layers.append(Routing(routing.logits.cpu(), routing.gates.cpu(), routing.experts.cpu(), routing.weights.cpu()))
@@ -110,18 +112,20 @@ def routes_of(model: Any, probe: Inputs) -> RoutesOfProbe:
 
 
 def core(routing: Routing, k: int) -> Tensor:
-    """(T,k): the k experts with the largest weights, the sentinel where there are fewer. Smooth routers let others in and
-    out at weight 0, which is no switch.
+    """Return (T,k): the k experts with the largest weights, the sentinel E in unused slots.
+
+    Experts that `smooth` adds below them enter and leave with weight 0, so they do not count as a flip.
     """
     return routing.experts[:, :k]
 
 
 def learns_a_graph(model: Any) -> bool:
+    """Return whether a router of the model stores an expert graph."""
     return any("graph" in module.snapshot() for module in model.modules() if isinstance(module, Router))
 
 
-def _graphs(model: Any, routings: RoutesOfProbe) -> Iterator[Tensor]:
-    """Of each layer: the graph a router has learned, or which experts are chosen together, row by row in shares."""
+def _graphs(model: Any, routings: ProbeRoutings) -> Iterator[Tensor]:
+    """Yield the expert graph of each layer: the learned one, or the co-selection counts with rows that sum to 1."""
     learned = [module.snapshot().get("graph") for module in model.modules() if isinstance(module, Router)]
     for layer, (routing, token_mask) in enumerate(zip(routings.layers, routings.token_mask, strict=True)):
         graph = learned[layer] if layer < len(learned) else None
@@ -133,12 +137,12 @@ def _graphs(model: Any, routings: RoutesOfProbe) -> Iterator[Tensor]:
         yield graph.cpu()
 
 
-def _changed(before: list[list[int]], after: list[list[int]]) -> float:
+def _flipped_share(before: list[list[int]], after: list[list[int]]) -> float:
     return sum(old != new for old, new in zip(before, after, strict=True)) / len(before)
 
 
 def _add_noise(module: Any, inputs: Any, output: Any) -> Any:
-    rows = output[0] if isinstance(output, tuple) else output  # Swin's embeddings come with their size
+    rows = output[0] if isinstance(output, tuple) else output  # Swin returns its embeddings with their size
     source = torch.Generator().manual_seed(0)
     noise = torch.randn(rows.shape, generator=source).to(rows)
     noisy = rows + noise * (NOISE * rows.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""What a comparison found, in numbers that may be put side by side."""
+"""The rows of a comparison: one for each router, with means over seeds and paired differences to the baseline."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -7,10 +7,10 @@ from typing import Any
 
 from holdfast.metrics import Cost, cost_over_seeds, paired
 
-MORE = 0.005  # of the baseline's experts a token; less is no difference in compute
+COMPUTE_TOLERANCE = 0.005  # relative to the baseline's experts per token; a smaller difference does not count
 Seeds = Mapping[int, dict[str, Any]]  # results by seed
 
-FIGURES = {  # a row's figure: where it is in a result
+METRICS = {  # key of a row: the keys of its value in a result
     "clean": ("clean", "figure"),
     "attacked": ("attacked", "figure"),
     "clean, kept": ("clean", "figure_of_kept"),
@@ -21,9 +21,10 @@ FIGURES = {  # a row's figure: where it is in a result
 
 
 def summarise(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """A row for each router: means over seeds, and paired differences to the baseline with their 95% intervals.
+    """Return a row for each router: means over seeds, and paired differences to the baseline with their 95% intervals.
 
-    Only seeds that both have are compared. A router that uses more experts a token than the baseline says so.
+    Only seeds that both routers have are compared. A router that uses more experts per token than the baseline has a further
+    difference, "equal compute", to the baseline with more experts, if that was trained.
     """
     by_router: dict[str, dict[int, dict[str, Any]]] = {}
     for result in results:
@@ -32,57 +33,57 @@ def summarise(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str
         raise ValueError(f"there is no result of the baseline {baseline}; the routers are {', '.join(by_router)}.")
     rows = [_row(name, seeds, by_router[baseline], name == baseline) for name, seeds in by_router.items()]
     for row in rows:
-        matched = _equal_compute(row, rows)
+        matched = _equal_compute_baseline(row, rows)
         if matched and (found := _difference(by_router[matched], by_router[row["router"]], _reader("clean", "figure"))):
             row["equal compute"] = {"router": matched, **found}
     return rows
 
 
 def matched_name(baseline: str, k: int) -> str:
-    """The name of the baseline with k experts a token, which routers that use more than the baseline are held against."""
+    """Return the name of the baseline with k experts per token, the equal-compute baseline of routers that use more."""
     return f"{baseline}, top {k}"
 
 
-def _equal_compute(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
-    """Return the baseline with as many experts a token as this router, or more, if it uses more than the plain baseline."""
+def _equal_compute_baseline(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
+    """Return the smallest baseline with at least as many experts per token, if the router uses more than the baseline."""
     prefix = matched_name(rows[0]["router"], 0)[:-1]
-    if not uses_more(row) or row["router"].startswith(prefix):
+    if not uses_more_compute(row) or row["router"].startswith(prefix):
         return None
     enough = [
         other
         for other in rows
-        if other["router"].startswith(prefix) and other["experts_per_token"] >= row["experts_per_token"] - MORE
+        if other["router"].startswith(prefix) and other["experts_per_token"] >= row["experts_per_token"] - COMPUTE_TOLERANCE
     ]
     return min(enough, key=lambda other: other["experts_per_token"])["router"] if enough else None
 
 
-def uses_more(row: dict[str, Any]) -> bool:
-    """Whether a router uses more experts a token than the baseline."""
-    return bool(row.get("more_compute", 0) > MORE)
+def uses_more_compute(row: dict[str, Any]) -> bool:
+    """Return whether a router uses more experts per token than the baseline."""
+    return bool(row.get("more_compute", 0) > COMPUTE_TOLERANCE)
 
 
 def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]], is_baseline: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"router": name, "seeds": sorted(mine), "parameters": next(iter(mine.values()))["parameters"]}
-    row["experts_per_token"] = statistics.fmean(_experts(result) for result in mine.values())
-    for figure, (text, key) in FIGURES.items():
+    row["experts_per_token"] = statistics.fmean(_experts_per_token(result) for result in mine.values())
+    for metric, (text, key) in METRICS.items():
         if not all(key in result[text] for result in mine.values()):
             continue
-        row[figure] = _mean([result[text][key] for result in mine.values()])
+        row[metric] = _mean([result[text][key] for result in mine.values()])
         if not is_baseline and (found := _difference(theirs, mine, _reader(text, key))):
-            row[f"{figure}, difference"] = found
+            row[f"{metric}, difference"] = found
     costs = [cost for cost in map(_cost, mine.values()) if cost is not None]
     if len(costs) == len(mine):
         row["cost"] = cost_over_seeds(costs).summary()
         if not is_baseline and (found := _difference(theirs, mine, _mean_cost)):
             row["cost, difference"] = found
     if not is_baseline:
-        usual = statistics.fmean(_experts(result) for result in theirs.values())
+        usual = statistics.fmean(_experts_per_token(result) for result in theirs.values())
         row["more_compute"] = row["experts_per_token"] / usual - 1
     return row
 
 
 def _difference(theirs: Seeds, mine: Seeds, read: Callable[[dict[str, Any]], float | None]) -> dict[str, Any]:
-    """Of the seeds that both have; empty where there are none, or where a run broke and has no figure."""
+    """Return the paired difference over common seeds; empty if there are none, or if a run has no value."""
     shared = sorted(mine.keys() & theirs.keys())
     before, after = ([read(seeds[seed]) for seed in shared] for seeds in (theirs, mine))
     if not shared or None in (*before, *after):
@@ -110,5 +111,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(numbers) if len(numbers) == len(values) else None
 
 
-def _experts(result: dict[str, Any]) -> float:
+def _experts_per_token(result: dict[str, Any]) -> float:
     return float(result["clean"]["routing"]["overall"]["experts_per_token"]["mean"])

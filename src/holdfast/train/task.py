@@ -1,8 +1,14 @@
-"""What a model is to learn, and how it is tried: one interface for texts and pictures."""
+"""What a model learns and how it is evaluated: one interface for texts (`text_task`) and images (`image_task`).
+
+An attack of `holdfast attack` returns an `AttackTable`. The attack on the routers works for every task and is defined here;
+the others are defined with their tasks.
+"""
 
 import hashlib
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,26 +16,31 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from holdfast.attacks import AttackWarning, attack_routes
 from holdfast.data import Order
-from holdfast.hub.tracing import require_known
+from holdfast.hub import has_routers, router_calls, trace
+from holdfast.hub.tracing import require_known_tokens
+from holdfast.metrics import RoutingReport, boundary_of
+from holdfast.routing import Context, Router
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward
+AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and "summary" to store
 
 
 @final
 @dataclass(frozen=True)
 class Measure:
-    """The figure by which routers are compared; lower is always better."""
+    """The metric that compares routers; lower is always better."""
 
     name: str
-    long: str  # in a sentence
-    attack: str  # what it is under, in the same sentence
+    long: str  # the metric in a sentence
+    attack: str  # the attack in the same sentence
 
 
 @final
 class Examples(Dataset[Inputs]):
-    """The examples of all steps, one after the other: the same for every router. Fetched by the batch, as one `Inputs`."""
+    """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`."""
 
     def __init__(self, order: Order, fetch: Callable[[Tensor], Inputs], steps: int) -> None:
         self.order, self.fetch, self.steps = order, fetch, steps
@@ -41,7 +52,7 @@ class Examples(Dataset[Inputs]):
         return self.fetch(self.order.at(places))
 
     def hash(self, step: int) -> str:
-        """Two steps with one hash see the same examples."""
+        """Return a hash of the step's examples: equal hashes mean equal examples."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.fetch(self.order.numbers(step)).items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
@@ -49,60 +60,114 @@ class Examples(Dataset[Inputs]):
 
 
 class Task(ABC):
-    """The data of a recipe, cut as the recipe says, and the trials that a trained model undergoes (abstract)."""
+    """The data of a recipe for training and testing, and how a trained model is evaluated on them (abstract)."""
 
     recipe: Recipe
 
     @property
     @abstractmethod
-    def measure(self) -> Measure: ...
+    def measure(self) -> Measure:
+        """Return the metric of this task and the attack it is measured under."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What a result records of its data ("data") and of the attack on it ("attack"): part of a run's identity."""
+        """Return what a result records of its data ("data") and of the attack ("attack"): part of a run's identity."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What must be kept beside a trained model so that it can be tried again: JSON for `train.trained`."""
+        """Return what is saved with a trained model so that it can be evaluated again, as JSON for `train.saved_model`."""
 
     @abstractmethod
     def dense(self) -> Any:
-        """A fresh dense model of the recipe's family, with this task's inputs and outputs."""
+        """Return a fresh dense model of the recipe's family, with the inputs and outputs of this task."""
 
     @abstractmethod
-    def examples(self, seed: int) -> Examples: ...
+    def examples(self, seed: int) -> Examples:
+        """Return the training examples of all steps, in the order that the seed gives."""
 
     @abstractmethod
     def validation(self) -> Dataset[Inputs]:
-        """Held-out examples, by which the best of several checkpoints is chosen."""
+        """Return the held-out examples that select the best checkpoint."""
 
     @abstractmethod
     def score(self, model: Any) -> dict[str, Any]:
-        """{"clean": ..., "attacked": ..., "trials": {...}}, each with its "figure"; the first two with their "routing"."""
+        """Return {"clean": ..., "attacked": ..., "trials": {...}}, each with its "figure"; the first two with "routing"."""
 
     def inputs_to_score(self) -> int | None:
-        """How many inputs `score` gives the model, where that is known beforehand."""
+        """Return how many inputs `score` runs the model on, or None if that is not known beforehand."""
         return None
 
     @abstractmethod
     def probe(self) -> Inputs:
-        """A few test examples, the same for every router, on which routes are watched."""
+        """Return a few test examples, the same for every router, on which snapshots of the routing are taken."""
 
     @abstractmethod
     def view(self, model: Any) -> Mapping[str, Any]:
-        """Some of them as people see them, with the expert that each of their tokens went to first."""
+        """Return some test examples in readable form, with the first expert of each of their tokens."""
 
 
 def forward(model: Any, inputs: Inputs) -> Any:
-    """The model's outputs for inputs from anywhere; nothing is cached."""
+    """Return the model's outputs for inputs on any device, without a KV cache."""
     options = {}
     if "input_ids" in inputs:
-        require_known(model, inputs["input_ids"])
+        require_known_tokens(model, inputs["input_ids"])
         options = {"use_cache": False}
     return model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **options)
 
 
 @torch.no_grad()
 def first_experts(routes: Any) -> list[Tensor]:
-    """Of each layer (T,), on the CPU: the expert with the largest weight."""
+    """Return the expert with the largest weight of every token, (T,) on the CPU for each layer."""
     return [routing.experts[:, 0].cpu() for routing in routes]
+
+
+@contextmanager
+def routing_metrics(model: Any) -> Iterator[dict[str, Any]]:
+    """Yield a dict that after the `with` has the metrics of the model's routers under "routing"; empty if it is dense."""
+    found: dict[str, Any] = {}
+    if not has_routers(model):
+        yield found
+        return
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    report = RoutingReport(boundaries={layer: boundary_of(router) for layer, router in enumerate(routers)})
+    with trace(model, each=report.each) as routes:
+        yield found
+    report.names = routes.names
+    found["routing"] = report.result()
+
+
+@contextmanager
+def without_attack_warnings() -> Iterator[None]:
+    """Suppress the warnings of attacks inside the `with`: the same flags are stored with the result."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttackWarning)
+        yield
+
+
+def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens: int, seed: int) -> AttackTable:
+    """Attack each layer's router on its own inputs, for the first probe sequences with about `tokens` tokens in all."""
+    if tokens < 1:
+        raise ValueError(f"examples is {tokens}; attack at least 1 token.")
+    probe = task.probe()
+    length = next(iter(probe.values())).shape[1] if "input_ids" in probe else 1
+    few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
+    with torch.no_grad(), router_calls(model) as captured:
+        forward(model, few)
+    rows, summaries, flags = [], [], []
+    with without_attack_warnings():
+        for layer, call in enumerate(captured):
+            context = call.context if isinstance(call.context, Context) else None
+            result = attack_routes(
+                call.route, call.tokens.float(), budget=budget, relative=True, context=context, steps=steps, seed=seed
+            )
+            summary: dict[str, Any] = result.summary()
+            rows.append([layer, summary["tokens"], result.rate, summary["smallest"] or "", summary["median"] or ""])
+            summaries.append({"layer": call.name, **summary})
+            flags += [flag.summary() for flag in result.flags if flag.summary() not in flags]
+    return {
+        "title": f"Routes: router inputs perturbed by up to {budget:.3g} of their length (l2)",
+        "columns": ["layer", "tokens", "share that flips", "smallest perturbation that flips", "median of those"],
+        "rows": rows,
+        "flags": flags,
+        "summary": {"layers": summaries},
+    }

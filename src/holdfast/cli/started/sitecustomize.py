@@ -1,6 +1,7 @@
-"""Python runs this file at its start in whatever `holdfast run` starts: there `import transformers` imports Holdfast first.
+"""Import Holdfast before transformers in each program that `holdfast run` starts; Python runs this file at its start.
 
-A program that does not use transformers imports nothing. The machine's own sitecustomize, which this one hides, is run too.
+A program that does not use transformers does not import Holdfast. This file hides the machine's own sitecustomize, and so
+runs it too.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from types import ModuleType
 
 
 class _BeforeTransformers:
-    """Imports Holdfast when transformers is looked for, and finds nothing itself."""
+    """Import Holdfast when transformers is about to be imported; find no module itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -28,7 +29,7 @@ class _BeforeTransformers:
 
 
 def _run_hidden() -> None:
-    """The sitecustomize that Python would have run."""
+    """Run the sitecustomize that Python would have run."""
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [place for place in sys.path if os.path.abspath(place) != here])
     if spec is not None and spec.loader is not None:

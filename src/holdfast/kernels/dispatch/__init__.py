@@ -101,6 +101,16 @@ def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tens
     return total.to(rows.dtype)
 
 
+def combine_rows_reference(rows: Tensor, slots: Tensor, weights: Tensor, used: int) -> Tensor:
+    """Return y_t = sum_s weight_ts * rows[slot_ts] over the slots that point below `used`, as a loop: the specification."""
+    out = torch.zeros(slots.shape[0], rows.shape[1])
+    for token, its_slots in enumerate(slots.tolist()):
+        for position, slot in enumerate(its_slots):
+            if slot < used:
+                out[token] += weights[token, position] * rows[slot].float()
+    return out.to(rows.dtype)
+
+
 def scale_and_dot(
     grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

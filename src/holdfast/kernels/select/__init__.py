@@ -53,6 +53,13 @@ def top(values: Tensor, k: int) -> Tensor:
     return keys.argsort(dim=-1, descending=True) if k == values.shape[-1] else keys.topk(k, dim=-1).indices
 
 
+def top_reference(values: Tensor, k: int) -> Tensor:
+    """Return what `top` returns, by sorting Python tuples: the specification."""
+    rows = values.reshape(-1, values.shape[-1]).tolist()
+    chosen = [sorted(range(len(row)), key=lambda index: (-row[index], index))[:k] for row in rows]
+    return torch.tensor(chosen, dtype=torch.int64).view(*values.shape[:-1], k)
+
+
 def ordered_keys(values: Tensor) -> Tensor:
     """Return int64 keys whose order is the order of the float32 `values (..., E)`, an earlier index winning a tie.
 
@@ -141,10 +148,10 @@ def weigh(amounts: Amounts, experts: Tensor, in_use: Tensor, fade: Tensor | None
     # Amounts may all be 0, and then so are the weights; a softmax of their logarithms would not be.
     values = values if fade is None else values * fade.exp()
     values = values.where(in_use, 0.0)
-    return shares(values) if amounts.how == "shares" else values
+    return normalise(values) if amounts.how == "shares" else values
 
 
-def shares(amounts: Tensor) -> Tensor:
+def normalise(amounts: Tensor) -> Tensor:
     """Return `amounts (..., n)` divided by their sum; 0 where that is 0, with a gradient that is finite there too."""
     total = amounts.sum(-1, keepdim=True)
     return amounts / total.where(total >= TINY, 1.0)

@@ -1,8 +1,8 @@
 "use strict";
-// From the theme's lowest colour to its highest, as plotly wants it.
+// The theme's colours from lowest to highest, in plotly's format.
 const heatScale = ({ heat }) => heat.map((colour, place) => [place / (heat.length - 1), colour]);
 
-// The expert graphs of one router and layer: a heat map for each snapshot, as many in a row as there is room for.
+// The expert graphs of one router and layer: a heat map for each snapshot, as many per row as fit.
 const drawGraphs = (() => {
   const ROOM = { least: 150, most: 260 }; // pixels across, for a heat map with its labels
   const AROUND = { left: 26, right: 10, top: 26, bottom: 22 };
@@ -14,7 +14,7 @@ const drawGraphs = (() => {
     showgrid: false, zeroline: false, fixedrange: true, linecolor: theme.line, range: [-0.5, experts - 0.5],
   });
 
-  // Axes and a title for each graph, in fractions of the whole as plotly wants them.
+  // Axes and a title for each graph, in fractions of the whole figure as plotly needs them.
   function arranged(graphs, steps, width, theme) {
     const columns = Math.max(1, Math.min(graphs.length, Math.floor(width / ROOM.least)));
     const room = Math.min(ROOM.most, width / columns);
@@ -44,7 +44,7 @@ const drawGraphs = (() => {
   }
 
   return (element, { steps, low, high }, graphs, { theme, width: given, config }) => {
-    const width = Math.max(given, ROOM.least); // a window may have no width at all for a moment
+    const width = Math.max(given, ROOM.least); // a window may briefly have no width
     const { traces, layout } = arranged(graphs, steps, width, theme);
     Plotly.react(element, traces, {
       ...layout,
@@ -62,6 +62,6 @@ const drawGraphs = (() => {
           lenmode: "pixels", len: Math.min(width, ROOM.most), thickness: 10, outlinewidth: 0, tickfont: font, nticks: 5,
         },
       },
-    }, { ...config, responsive: false }); // what is in a row depends on the width, so a new width is a new drawing
+    }, { ...config, responsive: false }); // the number per row depends on the width, so a new width needs a new drawing
   };
 })();

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the plots, and draws them again when the reader hides a router, chooses a layer, changes theme or prints.
+// Draws the plots, and redraws them when the reader hides a router, chooses a layer, changes the theme or prints.
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const { plots, themes, graphs } = figures;
@@ -41,7 +41,7 @@
     };
   }
 
-  // Of names on an axis, the first on top, with half a row of air on both sides.
+  // The range of an axis of names: the first on top, with half a row of space on both sides.
   function rows(data) {
     const names = new Set(data.filter((trace) => trace.visible).flatMap((trace) => trace.y));
     return [names.size - 0.5, -0.5];
@@ -54,13 +54,13 @@
       responsive: true,
       displaylogo: false,
       displayModeBar: touch ? false : "hover",
-      showSendToCloud: false, // plotly offers to upload a plot unless told otherwise
+      showSendToCloud: false, // by default plotly offers to upload a plot
       plotlyServerURL: "",
       modeBarButtons: [["toImage", "resetScale2d"]],
     };
   }
 
-  // One router and one layer at a time: the chosen ones, or the first ones where these are hidden or have no graph.
+  // One router and one layer at a time: the chosen ones, or the first ones if these are hidden or have no graph.
   function drawGraph() {
     const section = document.getElementById("graph");
     if (!section) return;
@@ -94,7 +94,7 @@
     const theme = themeNow();
     for (const [name, plot] of Object.entries(plots)) {
       const data = plot.data.map((trace) => coloured(trace, theme));
-      const layout = structuredClone(dressed(plot.layout, theme)); // plotly writes into what it is given
+      const layout = structuredClone(dressed(plot.layout, theme)); // plotly modifies its arguments
       if (layout.yaxis.type === "category") layout.yaxis.range = rows(data);
       Plotly.react(`plot-${name}`, data, layout, optionsNow());
     }
@@ -108,7 +108,7 @@
 
   function toggle(router) {
     if (!hidden.delete(router)) hidden.add(router);
-    if (hidden.size === document.querySelectorAll(".chip").length) hidden.clear(); // nothing left to see: start over
+    if (hidden.size === document.querySelectorAll(".chip").length) hidden.clear(); // everything is hidden: show all again
     draw();
   }
 

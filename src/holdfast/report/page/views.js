@@ -1,5 +1,5 @@
 "use strict";
-// Words and patches in the colours of their experts. Strings become text and nothing else: they may hold anything.
+// Words and patches in the colours of their experts. Strings are inserted only as text: they may contain anything.
 const buildViews = (() => {
   function make(parent, name, className) {
     const element = document.createElement(name);
@@ -8,7 +8,7 @@ const buildViews = (() => {
     return element;
   }
 
-  // Parts with the experts of each in every layer, to be coloured.
+  // Elements with the expert of each in every layer, to be coloured.
   const painted = (experts, count, build, kind) => Array.from({ length: count }, (_, place) => {
     const element = build(place);
     return (layer, look) => {
@@ -20,7 +20,7 @@ const buildViews = (() => {
     };
   });
 
-  // A piece stands apart from its neighbours, whatever direction it is written in.
+  // <bdi> isolates a piece from its neighbours, whatever its writing direction.
   function textOf(parent, { pieces, experts }) {
     const text = make(parent, "p", "text");
     return painted(experts, pieces.length, (place) => {
@@ -45,13 +45,13 @@ const buildViews = (() => {
     const patches = make(picture, "div", "patches");
     pixelsOn(make(patches, "canvas"), known[pixels]);
     const caption = make(picture, "figcaption", said === label ? "" : "wrong");
-    caption.textContent = said === label ? label : `${label}, taken for ${said}`;
+    caption.textContent = said === label ? label : `${label}, predicted ${said}`;
     const overlay = make(patches, "div", "overlay");
     overlay.style.gridTemplate = `repeat(${rows}, 1fr) / repeat(${columns}, 1fr)`;
     return painted(experts, rows * columns, () => make(overlay, "i"), "patch");
   }
 
-  // Returns what colours them all by the experts of a layer.
+  // Returns a function that colours all elements by the experts of a layer.
   return ({ views, pixels, looks }) => {
     const look = (expert) =>
       `expert-${expert % looks.colours} border-${Math.floor(expert / looks.colours) % looks.borders}`;

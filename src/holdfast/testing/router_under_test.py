@@ -1,4 +1,4 @@
-"""The router under test and what it is fed: tokens, contexts, and a comparison that forgives numerical ties only."""
+"""The router under test: its inputs, and a comparison of routings that allows only rounding and numerical ties."""
 
 import copy
 from collections.abc import Callable
@@ -10,32 +10,31 @@ from torch import Tensor, nn
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
 
 TOLERANCE = 1e-5
-STEEP = (
-    1e-2  # how far weights may move where sums were taken in another order: a smooth strip of width eps has slopes of 50/eps
-)
+# How much weights may differ if sums were taken in another order: in a smooth strip of width eps they have slopes of 50/eps.
+STEEP = 1e-2
 HEADS = 2
 WIDTH = 4  # of a head
 
 Reference = Callable[[Router, Tensor, Context], Routing]
 
 
-class LeftOut(Exception):
-    """This check does not apply, for the reason given."""
+class NotApplicable(Exception):
+    """The check does not apply to this router; the message says why."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A router, how to compute it naively if that is known, and how large to make its inputs."""
+class RouterUnderTest:
+    """A router, its naive reference if there is one, and inputs for it."""
 
     prototype: Router
     reference: Reference | None = None
 
     def build(self) -> Router:
-        """A fresh copy, in training mode."""
+        """Return a copy of the router, in training mode."""
         return copy.deepcopy(self.prototype).train()
 
-    def warm_up(self, batches: int = 3) -> "Subject":
-        """The same router after a few training forwards: state that still stands at its start would hide mistakes."""
+    def warm_up(self, batches: int = 3) -> "RouterUnderTest":
+        """Return the same router after a few training forwards: with state at its start, mistakes could stay hidden."""
         router = self.build()
         for seed in range(batches):
             tokens = self.tokens(seed=100 + seed)
@@ -47,7 +46,7 @@ class Subject:
         return torch.randn(sequences, length, self.prototype.dim, generator=generator)
 
     def context(self, tokens: Tensor, token_mask: Tensor | None = None, *, causal: bool = False) -> Context:
-        """All that a model would pass: the attention before this layer and the previous MoE layer, made from the tokens."""
+        """Return a context with all that a model passes (attention, previous MoE layer, token ids), made from the tokens."""
         return Context(
             causal=causal,
             token_mask=token_mask,
@@ -87,12 +86,12 @@ def _previous(tokens: Tensor, experts: int) -> Previous:
 
 
 def fill_padding(rows: Tensor, real: Tensor, value: float) -> Tensor:
-    """`rows (B,N,...)`, detached, with `value` where they are not `real (B,N)`."""
+    """Return `rows (B,N,...)`, detached, with `value` in rows that are not `real (B,N)`."""
     return rows.detach().where(real.view(*real.shape, *[1] * (rows.dim() - 2)), value)
 
 
 def with_padding(context: Context, real: Tensor, value: float) -> Context:
-    """The context, detached, with `value` wherever it speaks of padding."""
+    """Return the context, detached, with `value` in all rows of padding."""
     attention, previous = context.attention, context.previous
     assert attention is not None and previous is not None
 
@@ -120,7 +119,7 @@ def with_padding(context: Context, real: Tensor, value: float) -> Context:
 
 
 def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context:
-    """The context of tokens `start` to `end` while decoding, with what the earlier ones left in `cache`."""
+    """Return the context of tokens `start` to `end` while decoding, with the rows of earlier tokens in `cache`."""
     attention, previous = context.attention, context.previous
     assert attention is not None and previous is not None and context.token_ids is not None
     sequences, length = previous.tokens.shape[:2]
@@ -148,9 +147,9 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
 
 
 def differing(first: Routing, second: Routing, *, weights_within: float = TOLERANCE) -> Tensor:
-    """(T,) bool: tokens whose route differs by more than rounding.
+    """Return (T,) bool: the tokens whose routing differs by more than rounding.
 
-    Gates may differ by `TOLERANCE`, weights by `weights_within`; sets only where the experts that changed are tied.
+    Gates may differ by `TOLERANCE` and weights by `weights_within`. Sets may differ only in experts that are tied.
     """
     apart = (first.gates - second.gates).abs().amax(-1) > TOLERANCE
     changed = first.chosen ^ second.chosen
@@ -163,12 +162,12 @@ def differing(first: Routing, second: Routing, *, weights_within: float = TOLERA
 
 
 def state_of(router: Router) -> dict[str, Tensor]:
-    """A copy of all buffers, as they are, without committing anything."""
+    """Return a copy of all buffers, without committing staged statistics."""
     return {name: buffer.clone() for name, buffer in router.named_buffers()}
 
 
 def objective(routing: Routing) -> Tensor:
-    """A scalar that depends on every weight, gate and loss, each differently."""
+    """Return a scalar that depends on every weight and loss, with a different factor for each."""
     generator = torch.Generator().manual_seed(7)
     experts = routing.gates.shape[-1]
     mix = torch.randn(experts, generator=generator).to(routing.gates.device)

@@ -1,17 +1,17 @@
-"""Routers as they are written on a command line."""
+"""Router choices, as they are written on a command line."""
 
 import pytest
 
-from holdfast.train import Contender, contenders
+from holdfast.train import RouterChoice, parse_routers
 
 
-def test_names_are_joined_by_commas_and_options_stand_in_brackets() -> None:
+def test_names_are_separated_by_commas_and_options_are_in_brackets() -> None:
     written = "smoe, similarity[causal=false,tau=2],symphony+smooth[beta=0.5, budget=1e-1 ] ,ac"
-    assert contenders(written) == [
-        Contender("smoe", "smoe"),
-        Contender("similarity[causal=false,tau=2]", "similarity", {"causal": False, "tau": 2}),
-        Contender("symphony+smooth[beta=0.5, budget=1e-1 ]", "symphony+smooth", {"beta": 0.5, "budget": 0.1}),
-        Contender("ac", "ac"),
+    assert parse_routers(written) == [
+        RouterChoice("smoe", "smoe"),
+        RouterChoice("similarity[causal=false,tau=2]", "similarity", {"causal": False, "tau": 2}),
+        RouterChoice("symphony+smooth[beta=0.5, budget=1e-1 ]", "symphony+smooth", {"beta": 0.5, "budget": 0.1}),
+        RouterChoice("ac", "ac"),
     ]
 
 
@@ -34,16 +34,16 @@ def test_names_are_joined_by_commas_and_options_stand_in_brackets() -> None:
         ("smoe[]", {}),
     ],
 )
-def test_values_are_read_as_what_the_router_asks_for(written: str, options: dict[str, object]) -> None:
-    (found,) = contenders(written)
+def test_values_have_the_types_of_the_routers_options(written: str, options: dict[str, object]) -> None:
+    (found,) = parse_routers(written)
     assert found.options == options and [type(value) for value in found.options.values()] == [
         type(value) for value in options.values()
     ]
     assert (found.name, found.router) == (written, written.partition("[")[0])
 
 
-def test_two_spellings_of_one_router_are_built_alike_and_told_apart_by_name() -> None:
-    first, second = contenders("similarity[tau=2,causal=false],similarity [causal=False, tau=2]")
+def test_two_spellings_of_one_router_have_equal_options_and_different_names() -> None:
+    first, second = parse_routers("similarity[tau=2,causal=false],similarity [causal=False, tau=2]")
     assert (first.router, first.options) == (second.router, second.options)
     assert first.name != second.name
 
@@ -78,13 +78,13 @@ def test_two_spellings_of_one_router_are_built_alike_and_told_apart_by_name() ->
         ("ac[skip=x]", "the option skip is 'x', not a whole number"),
     ],
 )
-def test_a_mistake_is_one_sentence(written: str, sentence: str) -> None:
+def test_a_mistake_raises_a_one_line_error(written: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
-        contenders(written)
+        parse_routers(written)
     assert "\n" not in str(caught.value)
 
 
-def test_a_router_of_ones_own_may_take_what_it_likes() -> None:
+def test_a_registered_router_may_have_any_options() -> None:
     from holdfast.routing import Informer, register
     from holdfast.routing.presets import REGISTRY
 
@@ -92,15 +92,15 @@ def test_a_router_of_ones_own_may_take_what_it_likes() -> None:
         def __init__(self, *, shift: float = 0.0, names: list[str] | None = None, anything=None) -> None:  # type: ignore[no-untyped-def]
             super().__init__()
 
-    register("own", slot="token", about="mine", paper="none")(Own)
+    register("own", stage="token", about="mine", paper="none")(Own)
     try:
-        (found,) = contenders("own[shift=-1.5,anything=x]")
+        (found,) = parse_routers("own[shift=-1.5,anything=x]")
         with pytest.raises(ValueError, match=r"names.*'y'"):
-            contenders("own[names=y]")
+            parse_routers("own[names=y]")
     finally:
         REGISTRY.remove("own")
     assert found.options == {"shift": -1.5, "anything": "x"}
 
 
-def test_nothing_is_no_contender() -> None:
-    assert contenders("") == contenders(" , ") == []
+def test_an_empty_list_has_no_routers() -> None:
+    assert parse_routers("") == parse_routers(" , ") == []

@@ -1,0 +1,330 @@
+"""Observe a forward of a model, and compare two forwards over the same tokens.
+
+`observe` records what every MoE layer reads, selects and returns, and what the model predicts. `ForwardComparison` sums up,
+batch by batch, how much routing, gate weights, layer outputs, predictions and losses differ between two observations.
+
+`split_change` splits the change of a layer's output into the part that flips cause and the rest. Let x, r be the tokens and
+the routing of the first forward, x', r' those of the second, and y(x, r) the layer's output. Let r* send each token to its
+held set, the experts of r, weighted by the scores of the second forward. Then, as vectors and exactly,
+
+    y(x', r') - y(x, r)  =  [y(x', r') - y(x', r*)]  +  [y(x', r*) - y(x, r)]
+    total                =  flip                     +  rest
+
+A token that keeps its selected set has r* = r' and no flip part. Where experts fade in and out (smooth top-k, ReLU), one
+that has left has weight 0, and r* has the weights of r' that remain on the held set, rescaled to their sum if the layer
+renormalises: so the flip part of a continuous router goes to 0 with the perturbation, and that of top-k does not.
+
+T tokens, R predictions (one per token for language models, one per image for classifiers)
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel
+from holdfast.hub import RouterCall, router_calls, trace
+from holdfast.hub.layers import MoELayerRef
+from holdfast.metrics import PredictionStability, RoutingChanges
+from holdfast.metrics.accumulator import Accumulator
+from holdfast.metrics.tasks import IGNORED, token_nll
+from holdfast.routing import Routing, Scores, Selection
+
+PerturbInput = Callable[[int, Tensor], Tensor]  # (layer, router's input) -> what the router reads instead
+Rows = tuple[Tensor, Tensor]  # rows of the first and of the second forward that are the same tokens
+
+
+@final
+@dataclass(frozen=True)
+class LayerRecord:
+    """One MoE layer in one forward."""
+
+    routing: Routing
+    tokens: Tensor  # (T,d): the inputs of the experts
+    routed: Tensor  # (T,d): the outputs of the experts, weighted and summed
+    output: Tensor  # (T,d): of the whole layer, shared experts included
+    weights: torch.dtype  # of the gate weights that the experts received
+
+
+@final
+@dataclass(frozen=True)
+class Predictions:
+    """What a model predicts: its best class or token, and the loss where there is a label."""
+
+    best: Tensor  # (R,) int64
+    nll: Tensor  # (R,) float64
+    labels: Tensor  # (R,) int64, -100 where there is none
+    per_token: bool
+
+
+@final
+@dataclass(frozen=True)
+class Observation:
+    """One forward of one batch."""
+
+    layers: list[LayerRecord]
+    router_calls: list[RouterCall]
+    token_mask: Tensor | None  # (T,) bool, True where a token is real
+    predictions: Predictions | None
+    sequences: int
+
+    def real(self, layer: int) -> Tensor:
+        """Return the rows of a layer that are not padding."""
+        rows = torch.arange(len(self.layers[layer].tokens), device=self.layers[layer].tokens.device)
+        return rows if self.token_mask is None else rows[self.token_mask.to(rows.device)]
+
+    def require_finite(self) -> None:
+        """Raise ValueError if a router's input is not finite: finite weights may overflow, mostly in float16."""
+        for layer, call in enumerate(self.router_calls):
+            if not bool(_rows(call.tokens)[self.real(layer)].isfinite().all()):
+                raise ValueError(f"{call.name}: its inputs are NaN or infinite; audit the model in another dtype.")
+
+
+def observe(audited: AuditedModel, batch: AuditBatch, *, perturb_input: PerturbInput | None = None) -> Observation:
+    """Run the model on a batch and record it; `perturb_input` changes the input of every router."""
+    with ExitStack() as stack:
+        if perturb_input is not None:
+            stack.enter_context(_perturbing_hooks(audited, perturb_input))
+        captured = stack.enter_context(router_calls(audited.model))
+        routes = stack.enter_context(trace(audited.model))
+        recorded = stack.enter_context(_recording_hooks(audited))
+        out = audited.forward(batch.inputs)
+        routings = list(routes)
+        token_mask = None if routes.token_mask is None else routes.token_mask.reshape(-1)
+    layers = [LayerRecord(routing, **tensors) for routing, tensors in zip(routings, recorded, strict=True)]
+    return Observation(layers, list(captured), token_mask, _predictions(out, batch.labels), batch.size)
+
+
+@contextmanager
+def _recording_hooks(audited: AuditedModel) -> Iterator[list[dict[str, Any]]]:
+    """Record the inputs and outputs of every layer's experts, and the outputs of the layer."""
+    recorded: list[dict[str, Any]] = [{} for _ in audited.moe_layers]
+    handles = []
+    for place, site in enumerate(audited.moe_layers):
+        handles.append(site.experts.register_forward_hook(partial(_record_experts, recorded[place])))
+        handles.append(site.block.register_forward_hook(partial(_record_output, recorded[place])))
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _record_experts(record: dict[str, Any], module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+    record.update(tokens=_rows(given[0]), routed=_rows(output), weights=given[2].dtype)
+
+
+def _record_output(record: dict[str, Any], module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    record["output"] = _rows(output[0] if isinstance(output, tuple) else output)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1])
+
+
+@contextmanager
+def _perturbing_hooks(audited: AuditedModel, perturb_input: PerturbInput) -> Iterator[None]:
+    def perturb(layer: int, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (perturb_input(layer, given[0]), *given[1:])
+
+    handles = [route.register_forward_pre_hook(partial(perturb, layer)) for layer, route in enumerate(audited.routes)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _predictions(out: Any, labels: Tensor | None) -> Predictions | None:
+    """Return the model's predictions; None if it neither predicts tokens nor classifies."""
+    logits = getattr(out, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
+        return None
+    best = logits.argmax(-1)
+    targets = torch.full_like(best, IGNORED) if labels is None or labels.shape != best.shape else labels.to(best.device)
+    nll = token_nll(logits, targets).double()
+    return Predictions(best.reshape(-1), nll.reshape(-1), targets.reshape(-1), per_token=logits.dim() == 3)
+
+
+@final
+@dataclass(frozen=True)
+class OutputChange:
+    """The change of a layer's output, (T,d) float64 each: total = flip + rest."""
+
+    before: Tensor
+    total: Tensor
+    flip: Tensor
+    rest: Tensor
+
+
+def split_change(site: MoELayerRef, before: LayerRecord, after: LayerRecord, rows: Rows) -> OutputChange:
+    """Return the change of the outputs of `rows`. Runs experts only for the tokens that flipped."""
+    first, second = select_rows(before.routing, rows[0]), select_rows(after.routing, rows[1])
+    output = before.output[rows[0]].double()
+    total = after.output[rows[1]].double() - output
+    flip = torch.zeros_like(total)
+    flipped = (first.chosen != second.chosen.to(first.chosen.device)).any(-1).nonzero().flatten()
+    if len(flipped):
+        held, perturbed = select_rows(first, flipped), select_rows(second, flipped)
+        weights = held_weights(site, held.experts, perturbed)
+        tokens, routed = after.tokens[rows[1]][flipped], after.routed[rows[1]][flipped]
+        on_held_set = site.experts(tokens, held.experts.to(tokens.device), weights.to(tokens.device, after.weights))
+        flip[flipped] = routed.double() - on_held_set.double()
+    return OutputChange(output, total, flip, total - flip)
+
+
+def select_rows(routing: Routing, rows: Tensor) -> Routing:
+    """Return the routing of some tokens."""
+    rows = rows.to(routing.experts.device)
+    return Routing(routing.logits[rows], routing.gates[rows], routing.experts[rows], routing.weights[rows])
+
+
+def held_weights(site: MoELayerRef, experts: Tensor, after: Routing) -> Tensor:
+    """Return the weights (T,K) of r*: of the first routing's `experts (T,K)` under the scores of the second routing."""
+    experts = experts.to(after.gates.device)
+    if site.router is not None:
+        return site.router.held_weights(experts, after)
+    assert site.family is not None
+    scale = 1.0 if site.family.scale is None else float(getattr(site.gate, site.family.scale))
+    selection = Selection.from_routing(after, scale)
+    rule, scores = site.family.rule(site.gate), Scores.from_routing(after, informed=False)
+    return rule.held_weights(experts.unsqueeze(0), scores, selection).squeeze(0)
+
+
+@final
+@dataclass(frozen=True)
+class Outputs:
+    """Means over tokens of |.| / |y|. The norms of the parts do not add up to the norm of the total; `flip_share` does."""
+
+    total: float
+    flip: float
+    rest: float
+    flip_share: float  # sum <flip, total> / sum |total|^2, which adds up to 1 with that of the rest; 0 if nothing changed
+
+
+class OutputChanges(Accumulator[Outputs]):
+    """How much a layer's output changes, and how much of the change is caused by flips."""
+
+    def update(self, change: OutputChange) -> None:
+        size = change.before.norm(dim=-1)
+        counted = size > 0  # a change of a zero output has no relative size
+        parts = {"total": change.total, "flip": change.flip, "rest": change.rest}
+        relative = {name: (part.norm(dim=-1) / size)[counted].sum() for name, part in parts.items()}
+        along, squared = (change.flip * change.total).sum(), change.total.square().sum()
+        self._add(tokens=int(counted.sum()), along=along, squared=squared, **relative)
+
+    def result(self) -> Outputs:
+        if not self.tokens:
+            return Outputs(0.0, 0.0, 0.0, 0.0)
+        squared = float(self._sums["squared"])
+        share = float(self._sums["along"]) / squared if squared > 0 else 0.0
+        return Outputs(self._mean("total"), self._mean("flip"), self._mean("rest"), share)
+
+
+class LossChanges(Accumulator[dict[str, float]]):
+    """The loss per token in nats: before, after, the mean of its change, and the mean of the change's magnitude."""
+
+    def update(self, before: Tensor, after: Tensor) -> None:
+        change = after - before
+        self._add(tokens=len(change), before=before.sum(), after=after.sum(), size=change.abs().sum())
+
+    def result(self) -> dict[str, float]:
+        before, after = self._mean("before"), self._mean("after")
+        return {"before": before, "after": after, "change": after - before, "size": self._mean("size")}
+
+
+@final
+class ForwardComparison:
+    """What one perturbation changes, in every layer and in the predictions. `details` are specific to the perturbation."""
+
+    def __init__(self, audited: AuditedModel) -> None:
+        self.audited = audited
+        self.routes = [RoutingChanges(audited.core(layer)) for layer in range(len(audited.moe_layers))]
+        self.outputs = [OutputChanges() for _ in audited.moe_layers]
+        self.predictions, self.predicted, self.losses = PredictionStability(), 0, LossChanges()
+        self.details: list[dict[str, Any]] = []
+
+    @property
+    def tokens(self) -> int:
+        return max(changes.tokens for changes in self.routes)
+
+    def compare(self, before: Observation, after: Observation, rows: list[Rows] | None = None) -> None:
+        """Compare two forwards; `rows` of each layer are the same tokens, by default all real tokens.
+
+        Call it while the model is still perturbed, because it runs experts.
+        """
+        rows = [(before.real(layer),) * 2 for layer in range(len(before.layers))] if rows is None else rows
+        for layer, pair in enumerate(rows):
+            self.compare_layer(layer, before, after, pair)
+        self.compare_predictions(before, after, rows[0])
+
+    def compare_layer(self, layer: int, before: Observation, after: Observation, rows: Rows) -> None:
+        one, two = before.layers[layer], after.layers[layer]
+        if not len(rows[0]):
+            return
+        self.routes[layer].update(select_rows(one.routing, rows[0]), select_rows(two.routing, rows[1]))
+        self.outputs[layer].update(split_change(self.audited.moe_layers[layer], one, two, rows))
+
+    def compare_predictions(self, before: Observation, after: Observation, rows: Rows | None = None) -> None:
+        """Compare the predictions at these tokens, by default at all real tokens; all predictions that are not per token."""
+        if before.predictions is None or after.predictions is None:
+            return
+        rows = (before.real(0),) * 2 if rows is None else rows
+        self.compare_examples(before, after, rows if before.predictions.per_token else None)
+
+    def compare_examples(self, before: Observation, after: Observation, rows: Rows | None) -> None:
+        """Compare these predictions, by default all."""
+        one, two = before.predictions, after.predictions
+        assert one is not None and two is not None
+        every = torch.arange(len(one.best), device=one.best.device)
+        first, second = (every, every) if rows is None else (row.to(every.device) for row in rows)
+        self.predictions.update(one.best[first], two.best[second])
+        self.predicted += len(first)
+        scored = (one.labels[first] == two.labels[second]) & (one.labels[first] != IGNORED)
+        self.losses.update(one.nll[first][scored], two.nll[second][scored])
+
+    def merge(self, other: Self) -> Self:
+        for layer in range(len(self.routes)):
+            self.routes[layer].merge(other.routes[layer])
+            self.outputs[layer].merge(other.outputs[layer])
+        self.predictions.merge(other.predictions)
+        self.predicted += other.predicted
+        self.losses.merge(other.losses)
+        self.details += other.details
+        return self
+
+    def result(self) -> dict[str, Any]:
+        """Return the changes as the report stores them (docs/audit.md)."""
+        layers = []
+        for layer, (routes, outputs) in enumerate(zip(self.routes, self.outputs, strict=True)):
+            if routes.tokens:
+                changes = routes.result()
+                layers.append(
+                    {
+                        "layer": layer,
+                        "tokens": routes.tokens,
+                        "flips": changes.fluctuation,
+                        "first_flips": changes.first_flips,
+                        "weight_change": changes.weight_change,
+                        "output": dict(vars(outputs.result())),
+                    }
+                )
+        return {"tokens": self.tokens, "layers": layers, "overall": self._overall(layers), "details": self.details}
+
+    def _overall(self, layers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return means over layers, and the model's predictions and losses."""
+        routing = ("flips", "first_flips", "weight_change")
+        means = {name: statistics.fmean(layer[name] for layer in layers) for name in routing}
+        parts = ("total", "flip", "rest", "flip_share")
+        output = {name: statistics.fmean(layer["output"][name] for layer in layers) for name in parts}
+        return {
+            **means,
+            "output": output,
+            "prediction_flips": 1 - self.predictions.result() if self.predicted else None,
+            "loss": self.losses.result() if self.losses.tokens else None,
+        }

@@ -1,0 +1,277 @@
+"""From the declarations of a router, or from the weights of a gate, to the conditions under which tokens keep their sets."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.certificates.gates import MixedGates, SigmoidGates, SoftmaxGates
+from holdfast.certificates.planes import AT_A_TIME, PlaneDistances, RadiusProblem, ReluGates, SortedBy
+from holdfast.certificates.score_geometry import LinearScoring, Scoring, score_geometry
+from holdfast.kernels.select import top
+from holdfast.routing import Context, Router, Scores
+from holdfast.routing.bounds import Norm
+from holdfast.routing.conditions import keep_best
+from holdfast.routing.declarations import SOFTMAX, Conditions, GateFunction, Mixing, NoCertificate, Order, Values
+from holdfast.routing.parts import Rule
+
+MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
+SORTED_GATES: dict[str, SortedBy] = {"softmax": "softmax", "sigmoid": "sigmoid"}
+
+
+@final
+@dataclass(frozen=True)
+class Gate:
+    """The weights of a native gate: logits = x W^T + b, and the rule that selects its k experts.
+
+    Use it for models whose routers are not Holdfast's. `rule` is that of the family; None is the k best logits. The gate is
+    assumed to sort gates, not logits, as the families do: where two gates round to the same number, nothing is certified.
+    """
+
+    weight: Tensor  # (E,d)
+    k: int
+    bias: Tensor | None = None  # (E,)
+    rule: Rule | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight.dim() != 2 or not self.weight.isfinite().all():
+            raise ValueError(f"the weight has shape {tuple(self.weight.shape)}; expected finite numbers, (experts, width).")
+        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
+            raise ValueError(
+                f"the bias has shape {tuple(self.bias.shape)}; expected one number per expert, ({len(self.weight)},)."
+            )
+        if not 1 <= self.k <= len(self.weight):
+            raise ValueError(f"k is {self.k}; it must be between 1 and the number of experts, {len(self.weight)}.")
+
+
+@final
+@dataclass(frozen=True)
+class CertifiedRouter:
+    """A router or a gate at some tokens: the geometry of its score, and the conditions that it declares.
+
+    conditions   what a selector or a rule declares for scores (1,T,E); `declared_by` is its name
+    real         (B,N) bool: which tokens are real
+    gates        (T,E) as the router computed them, if tokens share gates
+    sorts_gates  conditions on logits are decided by comparing rounded gates
+    chosen       (T,E) bool: the router's own sets, to check the declaration
+    core         how many of the best experts are certified; None: the whole set
+    """
+
+    scoring: Scoring
+    conditions: Callable[[Scores], Conditions | None]
+    declared_by: str
+    gate: GateFunction
+    real: Tensor
+    graph: Tensor | None = None  # (E,E) of an informer on the expert side
+    mixing: Mixing | None = None  # of an informer on the token side
+    gates: Tensor | None = None
+    sorts_gates: bool = False
+    chosen: Tensor | None = None
+    core: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixing is not None and self.gate.name != "softmax":
+            raise self._refusal("tokens share its gates, which are not a softmax")
+
+    @property
+    def about(self) -> str:
+        if self.core is not None:
+            return f"the hard core of a smooth router: the {self.core} best experts of each token"
+        return "the set of experts of each token"
+
+    def problems(self) -> Iterator[tuple[slice, RadiusProblem]]:
+        """Yield the conditions of all tokens, a slice of tokens at a time."""
+        tokens = len(self.scoring.planes.points)
+        step = tokens if self.mixing is not None or tokens == 0 else max(1, MOST_ELEMENTS // self._elements())
+        for start in range(0, tokens, max(1, step)):
+            rows = slice(start, start + step)
+            yield rows, self._problem(rows)
+
+    def _elements(self) -> int:
+        """Return the elements per token of the largest tensor."""
+        experts, width = self.scoring.planes.weight.shape
+        first = self._conditions_at(self.scoring.rows(slice(0, 1)))
+        conditions = max(first.ahead[0].numel(), 2 * experts)
+        informed = self.graph is not None or (first.compares == "gates" and self.gate.name == "softmax")
+        scaled = (experts + 1) ** 2 if self.scoring.planes.scales is not None else 0
+        return max(
+            conditions * (experts if informed else 4), AT_A_TIME * max(width, experts**2 if informed else experts), scaled
+        )
+
+    def _problem(self, rows: slice) -> RadiusProblem:
+        if self.mixing is not None:
+            return self._mixed_gates(self.mixing)
+        scoring = self.scoring.rows(rows)
+        conditions = self._conditions_at(scoring)
+        if conditions.compares == "logits":
+            return self._plane_distances(scoring, conditions)
+        if self.gate.name == "softmax":
+            return SoftmaxGates(scoring, self._require_simple(conditions), self._graph_with_threshold(conditions))
+        if self.gate.name == "sigmoid":
+            return self._sigmoid_gates(scoring, conditions)
+        if self.gate.name == "relu":
+            return self._relu_gates(scoring, conditions)
+        raise self._refusal(f"it compares gates, and the gate function {self.gate.name!r} has no known bound")
+
+    def _conditions_at(self, scoring: Scoring) -> Conditions:
+        logits = scoring.values.logits if scoring.has_values or self.graph is not None else scoring.planes.logits
+        gates = self.gate(logits)
+        if self.graph is not None:
+            return self._declared_conditions(
+                Scores.from_gates((gates @ self.graph.t()).unsqueeze(0), raw=logits.unsqueeze(0))
+            )
+        found = self._conditions_without_informers(logits, gates)
+        if found.compares == "logits":  # then only the order of the logits matters
+            return self._conditions_without_informers(scoring.planes.logits, gates)
+        return found
+
+    def _conditions_without_informers(self, logits: Tensor, gates: Tensor) -> Conditions:
+        logits = logits.unsqueeze(0)
+        return self._declared_conditions(Scores(logits, gates.unsqueeze(0), informed=False, raw=logits))
+
+    def _declared_conditions(self, scores: Scores) -> Conditions:
+        found = self.conditions(scores)
+        if found is None:
+            raise self._refusal("it declares no conditions")
+        if found.compares == "logits" and scores.informed:
+            raise self._refusal("it compares logits, but an informer changes the gates")
+        return found
+
+    def _refusal(self, reason: str) -> NoCertificate:
+        return NoCertificate(f"no certificate is known for {self.declared_by}: {reason}")
+
+    def _require_simple(self, conditions: Conditions) -> Conditions:
+        """Return the conditions; raise NoBound if they compare more than one key with one other, or have a bias."""
+        if conditions.ahead.shape[-1] > 1 or conditions.bias is not None or conditions.threshold < 0:
+            raise self._refusal(f"it compares sums or biased keys, or a negative threshold, of {conditions.compares}")
+        return conditions
+
+    def _require_known_shift(self, scoring: Scoring) -> None:
+        if scoring.shifted:
+            raise NoCertificate(
+                f"no certificate is known for {scoring.name} here: it declares the differences of its logits, and "
+                f"{self.declared_by} reads the logits themselves"
+            )
+
+    def _plane_distances(self, scoring: Scoring, conditions: Conditions) -> RadiusProblem:
+        if conditions.ahead.shape[-1] > 1 or conditions.bias is not None:
+            raise self._refusal("it compares sums of logits or logits with a bias")
+        if _has_threshold(conditions):
+            self._require_known_shift(scoring)
+            if conditions.threshold != 0 and not isinstance(scoring, LinearScoring):
+                raise self._refusal(
+                    f"it may compare the logits of {scoring.name} only with 0, not with {conditions.threshold:g}"
+                )
+        if not self.sorts_gates:
+            return PlaneDistances(scoring, conditions)
+        if self.gate.name not in SORTED_GATES:
+            raise self._refusal(f"the gate function {self.gate.name!r} has no known bound")
+        return PlaneDistances(scoring, conditions, SORTED_GATES[self.gate.name])
+
+    def _sigmoid_gates(self, scoring: Scoring, conditions: Conditions) -> RadiusProblem:
+        self._require_known_shift(scoring)
+        bias = conditions.bias
+        same = bias is None or (bool((bias == bias[0]).all()) and float(bias[0].abs()) <= 1)
+        plain = conditions.ahead.shape[-1] == 1 and not conditions.way.any() and not _has_threshold(conditions)
+        if same and plain and self.graph is None and isinstance(scoring, LinearScoring):
+            logits = scoring.planes.logits  # which have the order of their sigmoids
+            return PlaneDistances(scoring, self._conditions_without_informers(logits, logits), "sigmoid")
+        return SigmoidGates(scoring, conditions, self.graph)
+
+    def _relu_gates(self, scoring: Scoring, conditions: Conditions) -> RadiusProblem:
+        self._require_known_shift(scoring)
+        experts = torch.arange(conditions.experts, device=conditions.way.device)
+        sides = torch.minimum(conditions.ahead, conditions.behind).squeeze(-1)
+        each = sides.shape[1:] == experts.shape and bool((sides == experts).all()) and not conditions.way.any()
+        if not each or not _has_threshold(conditions) or self._require_simple(conditions).threshold != 0:
+            raise self._refusal("ReLU gates may only be compared with 0, each on its own")
+        return ReluGates(scoring, conditions, self._graph_with_threshold(conditions)[:-1])
+
+    def _mixed_gates(self, mixing: Mixing) -> RadiusProblem:
+        assert self.gates is not None
+        keys = self.gates.double()
+        conditions = self._require_simple(self._declared_conditions(Scores.from_gates(keys.unsqueeze(0))))
+        keys = torch.cat([keys, torch.full_like(keys[:, :1], conditions.threshold)], dim=1)
+        return MixedGates(self.scoring, conditions, keys, self._graph_with_threshold(conditions), mixing, self.real)
+
+    def _graph_with_threshold(self, conditions: Conditions) -> Tensor:
+        """Return A (E+1,E) of keys = gates A^T; the last row is the threshold."""
+        weight = self.scoring.planes.weight
+        graph = torch.eye(len(weight), dtype=weight.dtype, device=weight.device) if self.graph is None else self.graph
+        return torch.cat([graph, torch.full_like(graph[:1], conditions.threshold)])
+
+
+def _has_threshold(conditions: Conditions) -> bool:
+    """Return whether an expert is compared with the threshold."""
+    ahead, behind = conditions.ahead[..., 0] == conditions.experts, conditions.behind[..., 0] == conditions.experts
+    return bool(((ahead != behind) & conditions.valid).any())
+
+
+def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm) -> CertifiedRouter:
+    """Describe a Router at tokens (B,N,d); raise NoBound if one of its parts does not declare what is needed."""
+    name = type(router.score).__name__
+    order = router.score.order(tokens, context)
+    if order is None:
+        raise NoCertificate(f"no certificate is known for {name}: it declares no order")
+    scoring = score_geometry(name, order, router.score.values(tokens, context), tokens, norm)
+    routing = router(tokens, context)
+    graph, mixing = None, None
+    for informer in router.informers:
+        if informer.inert:
+            continue
+        if informer.side == "expert":
+            graph = informer.expert_graph()
+            missing = "graph" if graph is None else "graph without negative entries" if (graph < 0).any() else None
+        else:
+            mixing = informer.mixing(tokens, context, norm)
+            missing = "mixing" if mixing is None else None
+        if missing is not None:
+            raise NoCertificate(f"no certificate is known for {type(informer).__name__}: it declares no {missing}")
+    if graph is not None:
+        graph = graph.detach().to(tokens.device).double()
+    select = router.select
+    return CertifiedRouter(
+        scoring,
+        select.conditions,
+        type(select).__name__ if select.rule is None else f"{type(select).__name__} under the rule {select.rule.name}",
+        select.gate,
+        context.real_tokens(tokens),
+        graph,
+        mixing,
+        None if mixing is None else routing.gates,
+        chosen=routing.chosen,
+        core=select.core,
+    )
+
+
+def describe_gate(gate: Gate, tokens: Tensor, norm: Norm) -> CertifiedRouter:
+    """Describe a native gate at tokens (B,N,d)."""
+    scoring = score_geometry("the gate", Order(gate.weight, gate.bias), Values(), tokens, norm)
+    real = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
+    if gate.rule is None:
+        declared = partial(_best_logits, gate.k)
+        return CertifiedRouter(scoring, declared, "the gate", SOFTMAX, real, sorts_gates=True)
+    logits = scoring.values.logits
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(native_keys(gate.rule, logits), gate.k), True)
+    return CertifiedRouter(
+        scoring,
+        partial(gate.rule.conditions, k=gate.k),
+        gate.rule.name,
+        gate.rule.gate,
+        real,
+        sorts_gates=True,
+        chosen=chosen,
+    )
+
+
+def native_keys(rule: Rule, logits: Tensor) -> Tensor:
+    """Return what a native gate with this rule sorts, in float32, at logits (T,E)."""
+    logits = logits.float().unsqueeze(0)
+    return rule.ranks(Scores(logits, rule.gate(logits), informed=False, raw=logits)).squeeze(0)
+
+
+def _best_logits(k: int, scores: Scores) -> Conditions:
+    return keep_best(scores.logits, k, "logits")

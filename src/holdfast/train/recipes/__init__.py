@@ -1,1 +1,0 @@
-"""The shipped recipes: the papers' configurations, and `tiny`."""
