@@ -51,7 +51,7 @@ def _answer(arguments: list[str]) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = ("--help", "--version") if kind == "option" else COMMANDS
-        print(f"holdfast: {_load_module('errors').unknown(kind, name, known)}", file=sys.stderr)
+        print(f"holdfast: {_load_module('errors').unknown_name(kind, name, known)}", file=sys.stderr)
         return 2
     missing_extra_message = _load_module("errors").missing_extra_message(f"holdfast {name}", *NEEDED)
     if missing_extra_message is not None:

@@ -38,9 +38,9 @@ def page() -> Tags:
     "value",
     [
         "tiny-mixtral",
-        "layer 1: 30.0% of tokens are undecided in bf16. Training and serving will disagree there.",
+        "layer 1: 30.0% of tokens are undecided in bf16. Training and serving may select different experts for them.",
         "number 0.3, threshold 0.02",
-        "layer 0: 1 of 4 experts are dead. Their weights are paid for and never used.",
+        "layer 0: 1 of 4 experts are dead. Their weights cost memory and are never used.",
         "number 1, threshold 0",
         "3 findings, the most harmful first: 1 severe and 2 serious.",
         "0.612",  # CV

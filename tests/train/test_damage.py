@@ -313,6 +313,6 @@ def test_a_process_that_lost_its_lock_stops_writing(recipe: Recipe, folder: Path
             lock.rename(lock.with_name(".lock-7"))
             seen.update(contents(folder))
 
-    with pytest.raises(LockLostError, match=f"{CELL} .*another process"):
+    with pytest.raises(LockLostError, match=CELL):
         Comparison(recipe, parse_routers("smoe"), 1, folder).run(taken_over)
     assert seen and contents(folder) == seen
