@@ -53,9 +53,9 @@ def _answer(arguments: list[str]) -> int:
         known = ("--help", "--version") if kind == "option" else COMMANDS
         print(f"holdfast: {_load_module('errors').unknown_name(kind, name, known)}", file=sys.stderr)
         return 2
-    missing_extra_message = _load_module("errors").missing_extra_message(f"holdfast {name}", *NEEDED)
-    if missing_extra_message is not None:
-        print(f"holdfast: {missing_extra_message}", file=sys.stderr)
+    message = _load_module("errors").missing_extra_message(f"holdfast {name}", *NEEDED)
+    if message is not None:
+        print(f"holdfast: {message}", file=sys.stderr)
         return 2
     from holdfast.cli.main import main as run
 
