@@ -17,17 +17,17 @@ INSTALL = "pip install 'holdfast[lab]'"
 
 
 class MissingExtra(ImportError, ValueError):
-    """A package of the extra `lab` is not installed."""
+    """A package of the extra `lab` (the optional dependencies `holdfast[lab]`) is not installed."""
 
 
 def missing_extra_message(purpose: str, *modules: str) -> str | None:
-    """Return a message that names the modules that are not installed; None if all are."""
+    """Return a message that names the modules that are not installed; None if all are installed."""
     missing = [module for module in modules if find_spec(module) is None]
     return f"{purpose} needs {' and '.join(missing)}; install the extra `lab`: {INSTALL}" if missing else None
 
 
 def require_extra(purpose: str, *modules: str) -> None:
-    """Raise MissingExtra unless the modules, all of the extra `lab`, are installed."""
+    """Raise MissingExtra unless all `modules`, which belong to the extra `lab`, are installed."""
     message = missing_extra_message(purpose, *modules)
     if message is not None:
         raise MissingExtra(message)

@@ -1,11 +1,12 @@
 """Read untrusted files safely, and write files atomically.
 
-Reading: a folder from the internet may contain a named pipe, which blocks a process that opens it, a link to an endless
-device, or JSON that is nested deeper than Python's stack. Only regular files of limited size, and JSON of limited depth, are
-read.
+Reading: a folder from the internet may contain a named pipe, which blocks a process that opens it, a link to a device that
+never ends (/dev/zero), or JSON that is nested too deeply for Python's stack. So only regular files of limited size are read,
+and only JSON of limited depth.
 
-Writing: a file is written under a new name beside its target and then renamed, so that it is never seen incomplete. A rename
-replaces a link and does not follow it; nothing is written through a symbolic link below the folder that is written.
+Writing: a file is written under a temporary name in the same folder and then renamed, so that other processes never read an
+incomplete file. A rename replaces a symbolic link and does not follow it. Functions that take a `root` raise an error for
+symbolic links below it, so that nothing outside of it is written or deleted.
 """
 
 import errno
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
-SMALL = 16 * MIB  # the largest JSON of settings
-LARGE = 256 * MIB  # the largest list of words or weights
-LARGEST = 1024 * MIB  # the largest stored results
-DEEPEST = 64  # levels of JSON; files of libraries have about ten
+SMALL = 16 * MIB  # limit for a JSON file with settings
+LARGE = 256 * MIB  # limit for a vocabulary or a training log
+LARGEST = 1024 * MIB  # limit for stored results
+DEEPEST = 64  # limit for the nesting levels of JSON; files that libraries write have about ten
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -37,12 +38,12 @@ def read_bytes(path: Path, *, limit: int = SMALL) -> bytes:
     """Return the content of a regular file. Raise FileNotFoundError if there is none, ValueError if it cannot be read."""
     require_regular(path, limit=limit)
     try:
-        # The file may have been replaced after the check: opening a pipe must not wait for a writer.
+        # The file may have been replaced by a pipe after the check. O_NONBLOCK: do not wait for a writer of the pipe.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError(f"{path} is not a regular file.")
-            data = file.read(limit + 1)  # the size is not reliable: that of files in /proc is 0
+            data = file.read(limit + 1)  # not `st_size`, which may be wrong: files in /proc have 0
     except FileNotFoundError:
         raise
     except OSError as problem:
@@ -61,7 +62,7 @@ def read_text(path: Path, *, limit: int = SMALL) -> str:
 
 
 def read_json(path: Path, *, limit: int = SMALL, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Return the JSON of a regular file."""
+    """Return the value in a JSON file. Raise ValueError if the file is not JSON, too large or nested too deeply."""
     text = read_text(path, limit=limit)
     try:
         found = json.loads(text, object_hook=object_hook)
@@ -77,7 +78,7 @@ def read_json(path: Path, *, limit: int = SMALL, object_hook: Callable[[dict[str
 def require_regular(path: Path, *, limit: int | None = None, inside: Path | None = None) -> int:
     """Raise ValueError unless `path` is a regular file of at most `limit` bytes; return its size.
 
-    inside      the folder that must contain it, after links are followed
+    inside      the folder that must contain the file, after all links are followed (`is_inside`)
     """
     try:
         found = os.stat(path)
@@ -97,7 +98,10 @@ def require_regular(path: Path, *, limit: int | None = None, inside: Path | None
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether `path`, with all links followed, is in `folder`, or in the blobs of the hub's cache that `folder` is in."""
+    """Whether `path`, with all links followed, is in `folder`.
+
+    If `folder` is a snapshot in the Hugging Face cache, `path` may also be in the folder `blobs` of that cache.
+    """
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
     roots = [root] if snapshots is None else [root, snapshots.parent / "blobs"]
@@ -121,15 +125,15 @@ def depth_exceeds(value: Any, deepest: int) -> bool:
 
 
 def _too_large(path: Path, limit: int) -> str:
-    return f"{path} is larger than {limit // MIB} MiB, which no such file needs: it is not read."
+    return f"{path} is larger than {limit // MIB} MiB, the limit for a file of this kind; it was not read."
 
 
 def _too_deep(path: Path) -> str:
-    return f"{path} is JSON nested more than {DEEPEST} levels deep: it is not read."
+    return f"{path} is JSON nested more than {DEEPEST} levels deep; it was not used."
 
 
-PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # temporary names of `write_atomically`
-NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # the temporary names that `write_atomically` uses
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows does not have it
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -144,19 +148,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Append `text` to a file. Raise OSError if it is a link."""
+    """Append `text` to a file. Raise OSError if the file is a symbolic link."""
     _write(path, os.O_APPEND, text)
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove incomplete files of killed processes. Only the process that holds the folder's lock may call this."""
+    """Remove incomplete files that killed processes left. Only the process that holds the folder's lock may call this."""
     for path in folder.glob(".*.*") if folder.is_dir() else ():
         if PARTIAL.fullmatch(path.name) and not path.is_dir():
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, how: int, text: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | NO_FOLLOW | how, 0o666)
+def _write(path: Path, flags: int, text: str) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | NO_FOLLOW | flags, 0o666)
     with open(file, "w", encoding="utf-8", newline="\n") as stream:
         stream.write(text)
 
@@ -177,10 +181,10 @@ def require_no_links_inside(folder: Path, root: Path) -> None:
 
 
 def remove_folder(folder: Path, root: Path) -> None:
-    """Delete a folder below `root` with its content. If it is a link, raise ValueError and delete nothing."""
+    """Delete a folder below `root`, if it exists. If it, or a folder above it up to `root`, is a link, raise ValueError."""
     require_no_links(folder, root)
     if folder.exists():
-        shutil.rmtree(folder)  # deletes links inside and does not follow them
+        shutil.rmtree(folder)  # deletes the links in it and does not follow them
 
 
 def _require_no_link(path: Path, root: Path) -> None:

@@ -1,15 +1,18 @@
-"""`certify`: up to which perturbation each token keeps its experts. `undecided`: which tokens rounding alone could flip.
+"""Compute the radius in which each token keeps its experts (`certify`), and find tokens that rounding alone could flip
+(`undecided`).
 
-A token is undecided in a dtype if l_i - l_j <= err_i + err_j for a selected expert i and another expert j, with err_e the
-worst error of logit e when it is computed in the dtype:
+A token x is undecided in a dtype if l_i - l_j <= err_i + err_j for a selected expert i and an expert j that is not selected.
+l_e is the logit of expert e, w_e its weights, and err_e a bound for the error of l_e when it is computed in the dtype:
 
-    accumulate=dtype     gamma_d(u) sum_q |x_q w_eq|, everything computed in the dtype. It is infinite from d u = 1 on: in
-                         bfloat16 from a width of 256 on
-    accumulate=float32   what matrix products of short types do (the default for them): tokens and weights are rounded to
-                         the dtype, products are exact, sums are float32, and the result is rounded to the dtype
+    accumulate=dtype     everything is computed in the dtype: err_e = gamma_d(u) sum_q |x_q w_eq|, where u is the unit
+                         roundoff of the dtype, d the width and gamma_d(u) = d u / (1 - d u). It is infinite if d u >= 1:
+                         in bfloat16, if d >= 256
+    accumulate=float32   (default for types shorter than float32) as matrix products of such types are computed: tokens and
+                         weights are rounded to the dtype, products are exact, sums are float32, and the result is rounded
+                         to the dtype
 
-The effect of rounding tokens and weights on a logit is computed, not bounded, because it is the same every time. Everything
-after the logits is float32, as in Holdfast's routers and in the Hugging Face families.
+The error that comes from rounding tokens and weights is computed exactly, because it is the same in every forward; all other
+errors are bounded. Everything after the logits is float32, as in Holdfast's routers and in the Hugging Face families.
 """
 
 import torch
@@ -24,7 +27,9 @@ from holdfast.routing import Context, Router
 from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
 from holdfast.routing.declarations import NoCertificate
 
-LARGEST_RADIUS = 2.0**10  # times a token's norm plus 1: the largest finite radius, because rounding errors grow with it
+# If no perturbation flips a token in real numbers, its radius in other arithmetic is at most this number times (norm of the
+# token + 1): the rounding errors grow with the radius.
+LARGEST_RADIUS = 2.0**10
 
 
 @torch.no_grad()
@@ -41,28 +46,30 @@ def certify(
     """Certify `tokens (B,N,d)` or `(T,d)` against perturbations of the router's input; the context is not perturbed.
 
     subject     a Router in evaluation mode; the weights and the rule of a native `Gate`; or a majority vote
-    context     what the Router is called with. `ac` is certified given the clusters in it. Where tokens share gates, the
-                radius is valid with every token of the sequence perturbed by up to it
-    norm        "l2", or "linf", the largest change of any feature
-    arithmetic  in which scores are computed; Holdfast's routers compute in float32. Rounding errors are subtracted from the
-                radius. None is real numbers: then float32 rounding may still flip a token inside the radius
-    rounding    subtract the "worst" error, or a "likely" bound of it: wide routers lose much to errors that never happen
-    smoothing   if no certificate is known for a router, certify its majority vote under this noise; None raises NoBound
+    context     the context that the Router is called with. For `ac`, the clusters in it are assumed to stay the same. With a
+                token-side informer, the radius is valid even if every token of the sequence is perturbed by up to it
+    norm        of a perturbation: "l2", or "linf", the largest change of any feature
+    arithmetic  the dtype in which scores are computed; Holdfast's routers compute in float32. Its rounding errors make the
+                radius smaller. None means real numbers: then float32 rounding may still flip a token inside the radius
+    rounding    "worst" uses the largest possible rounding error; "likely" a smaller bound, which is correct with high
+                probability and gives wide routers much larger radii
+    smoothing   if no certificate is known for a router, certify its majority vote under this noise; None raises
+                NoCertificate instead
     """
     check_norm(norm)
     if isinstance(subject, MajorityVote):
         return certify_vote(subject, tokens, norm)
-    computed = None if arithmetic is None else Arithmetic.of(arithmetic, rounding=rounding)
-    clean, real = _check_tokens(subject, tokens, context)
+    score_arithmetic = None if arithmetic is None else Arithmetic.of(arithmetic, rounding=rounding)
+    checked, real = _check_tokens(subject, tokens, context)
     try:
-        return _certify_all(_describe(subject, clean, context, norm), tokens, real, norm, computed)
+        return _certify_all(_describe(subject, checked, context, norm), tokens, real, norm, score_arithmetic)
     except NoCertificate as reason:
         if smoothing is not None and isinstance(subject, Router):
             return certify_vote(MajorityVote(subject, smoothing, context=context), tokens, norm)
-        instead = "pass smoothing=Smoothing(sigma=...)"
+        advice = "pass smoothing=Smoothing(sigma=...)"
         if not isinstance(subject, Router):
-            instead = "give its callable to MajorityVote"
-        raise NoCertificate(f"{reason}; {instead} to certify its majority vote.") from None
+            advice = "give its callable to MajorityVote"
+        raise NoCertificate(f"{reason}; {advice} to certify its majority vote.") from None
 
 
 @torch.no_grad()
@@ -75,14 +82,14 @@ def undecided(
     accumulate: torch.dtype | None = None,
     rounding: Rounding = "worst",
 ) -> Tensor:
-    """Return which of `tokens (B,N,d)` or `(T,d)` may flip when scores are computed in `dtype`, (...) bool.
+    """Return which of `tokens (B,N,d)` or `(T,d)` may flip when scores are computed in `dtype`: (B,N) or (T,) bool.
 
-    All other tokens have the same set in `dtype`, in float32 and in real numbers; with rounding="likely" all but a few in
-    10^9, if errors are independent. Padding is never undecided.
+    All other tokens have the same selected set in `dtype`, in float32 and in real numbers. With rounding="likely" this is
+    wrong for a few tokens in 10^9, if errors are independent. Padding is never undecided.
     """
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    clean, real = _check_tokens(subject, tokens, context)
-    problems = _describe(subject, clean, context, "l2").problems()
+    checked, real = _check_tokens(subject, tokens, context)
+    problems = _describe(subject, checked, context, "l2").problems()
     found = [problem.nearest(problem.errors_at_tokens(arithmetic)).radius <= 0 for _, problem in problems]
     flat = torch.cat(found) if found else torch.zeros(0, dtype=torch.bool, device=tokens.device)
     return (flat & real.flatten()).view(tokens.shape[:-1])
@@ -98,10 +105,10 @@ def rounding_errors(
     accumulate: torch.dtype | None = None,
     rounding: Rounding = "worst",
 ) -> Tensor:
-    """Return err_e (T,E) float64, the worst error of each expert's logit when scores are computed in `dtype`."""
+    """Return (T,E) float64: a bound for the error of each expert's logit when scores are computed in `dtype`."""
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    clean, _ = _check_tokens(subject, tokens, context)
-    return _describe(subject, clean, context, "l2").scoring.value_errors_at_tokens(arithmetic)
+    checked, _ = _check_tokens(subject, tokens, context)
+    return _describe(subject, checked, context, "l2").scoring.value_errors_at_tokens(arithmetic)
 
 
 def _describe(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> CertifiedRouter:
@@ -111,7 +118,7 @@ def _describe(subject: Router | Gate, tokens: Tensor, context: Context | None, n
 
 
 def _check_tokens(subject: Router | Gate, tokens: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-    """Return tokens (B,N,d) with zeros for padding, and which are real (B,N); raise ValueError for unusable tokens."""
+    """Return tokens (B,N,d) with zeros for padding, and (B,N) bool: which are real. Raise ValueError for wrong arguments."""
     if not isinstance(subject, Router | Gate):
         raise ValueError(
             f"{type(subject).__name__} is neither a Router nor a Gate; wrap any other callable in a MajorityVote."
@@ -120,7 +127,9 @@ def _check_tokens(subject: Router | Gate, tokens: Tensor, context: Context | Non
     per_token = isinstance(subject, Gate) or not subject.traits.sequence_aware
     if tokens.dim() not in ((2, 3) if per_token else (3,)) or not tokens.is_floating_point() or tokens.shape[-1] != width:
         expected = f"(B, N, {width}) or (T, {width})" if per_token else f"(B, N, {width})"
-        raise ValueError(f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; expected floating point, {expected}.")
+        raise ValueError(
+            f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; expected a floating-point dtype and {expected}."
+        )
     if isinstance(subject, Router) and subject.training:
         raise ValueError("the router is in training mode, where it updates state and may add noise; call eval() first.")
     if context is not None and isinstance(subject, Gate):
@@ -137,22 +146,23 @@ def _check_tokens(subject: Router | Gate, tokens: Tensor, context: Context | Non
 
 
 def _certify_all(
-    subject: CertifiedRouter, tokens: Tensor, real: Tensor, norm: Norm, rounding: Arithmetic | None
+    subject: CertifiedRouter, tokens: Tensor, real: Tensor, norm: Norm, arithmetic: Arithmetic | None
 ) -> Certificates:
-    parts: list[dict[str, Tensor]] = []
+    """Certify the tokens of `subject`; `arithmetic=None` means real numbers."""
+    results: list[dict[str, Tensor]] = []
     exact = True
     for rows, problem in subject.problems():
-        parts.append(_certify_rows(problem, norm, rounding))
+        results.append(_certify_rows(problem, norm, arithmetic))
         exact = problem.exact
-        if subject.chosen is not None and rounding is not None:
+        if subject.chosen is not None and arithmetic is not None:
             _require_declared_sets(
-                parts[-1]["radius"], problem.conditions.chosen, subject.chosen[rows], subject.core is not None
+                results[-1]["radius"], problem.conditions.chosen, subject.chosen[rows], subject.core is not None
             )
-    lead, flat = tokens.shape[:-1], real.flatten()
-    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else _no_tokens(tokens)
+    shape, flat = tokens.shape[:-1], real.flatten()
+    found = {name: torch.cat([one[name] for one in results]) for name in results[0]} if results else _empty_result(tokens)
     for name in found.keys() - {"pair", "lengths", "margin"}:
         found[name] = found[name].where(flat, 0.0)
-    found = {name: values.view(*lead, *values.shape[1:]) for name, values in found.items()}
+    found = {name: values.view(*shape, *values.shape[1:]) for name, values in found.items()}
     kind: Kind = "exact" if exact else "lower bound"
     return Certificates(
         radius=found.pop("radius"),
@@ -160,26 +170,26 @@ def _certify_all(
         lengths=found.pop("lengths"),
         margin=found.pop("margin"),
         pair=found.pop("pair"),
-        real=real.view(lead),
+        real=real.view(shape),
         kind=kind,
         norm=norm,
         about=subject.about,
         bounds=found,
-        arithmetic="real numbers" if rounding is None else str(rounding),
+        arithmetic="real numbers" if arithmetic is None else str(arithmetic),
     )
 
 
-def _certify_rows(problem: RadiusProblem, norm: Norm, rounding: Arithmetic | None) -> dict[str, Tensor]:
-    """Return the tensors of `Certificates` for some tokens, by name; other lower bounds under their own names."""
-    sizes = lengths(problem.scoring.planes.points, norm)
+def _certify_rows(problem: RadiusProblem, norm: Norm, arithmetic: Arithmetic | None) -> dict[str, Tensor]:
+    """Return the tensors of `Certificates` for the tokens of `problem`, by name, and its other lower bounds."""
+    token_lengths = lengths(problem.scoring.planes.points, norm)
     nearest = problem.nearest(None)
     distance = _non_negative(problem.to_token_radius(nearest.radius)) / ABOVE
     radius = distance
     constrained = problem.conditions.valid.any(1)
-    if rounding is not None:
-        # Errors grow with the token: taken at the end of the radius, they are upper bounds within it.
-        reach = distance.where(distance < torch.inf, LARGEST_RADIUS * (sizes + 1))
-        safe = problem.nearest(problem.errors(rounding, reach)).radius
+    if arithmetic is not None:
+        # Rounding errors grow with the length of a token: those of the longest token within `reach` bound all others.
+        reach = distance.where(distance < torch.inf, LARGEST_RADIUS * (token_lengths + 1))
+        safe = problem.nearest(problem.errors(arithmetic, reach)).radius
         radius = (_non_negative(problem.to_token_radius(safe)) / ABOVE).minimum(reach).where(constrained, torch.inf)
     which = nearest.which.view(-1, 1)
     if problem.conditions.valid.shape[1]:
@@ -188,9 +198,9 @@ def _certify_rows(problem: RadiusProblem, norm: Norm, rounding: Arithmetic | Non
         pair = torch.stack([ahead[:, 0, 0], behind[:, 0, 0]], dim=1)
     else:
         margin, pair = torch.full_like(radius, torch.inf), which.new_zeros(len(radius), 2)
-    neither = torch.full_like(pair, problem.scoring.planes.experts)
-    found = {"radius": radius, "distance": distance, "lengths": sizes, "margin": margin}
-    return found | {"pair": pair.where(constrained.unsqueeze(1), neither)} | problem.bounds()
+    no_pair = torch.full_like(pair, problem.scoring.planes.experts)
+    found = {"radius": radius, "distance": distance, "lengths": token_lengths, "margin": margin}
+    return found | {"pair": pair.where(constrained.unsqueeze(1), no_pair)} | problem.bounds()
 
 
 def _non_negative(radius: Tensor) -> Tensor:
@@ -198,7 +208,7 @@ def _non_negative(radius: Tensor) -> Tensor:
 
 
 def _require_declared_sets(radius: Tensor, chosen: Tensor, routed: Tensor, core: bool) -> None:
-    """Raise ValueError if the router's own sets are not those that its parts declare."""
+    """Raise ValueError if the sets that the router selected, `routed (T,E)`, are not the declared ones, `chosen (T,E)`."""
     wrong = (chosen & ~routed if core else chosen != routed).any(1) & (radius > 0)
     if wrong.any():
         raise ValueError(
@@ -207,7 +217,8 @@ def _require_declared_sets(radius: Tensor, chosen: Tensor, routed: Tensor, core:
         )
 
 
-def _no_tokens(tokens: Tensor) -> dict[str, Tensor]:
+def _empty_result(tokens: Tensor) -> dict[str, Tensor]:
+    """Return what `_certify_rows` returns if there are no tokens."""
     empty = torch.zeros(0, dtype=torch.float64, device=tokens.device)
     found = dict.fromkeys(("radius", "distance", "lengths", "margin"), empty)
     return found | {"pair": torch.zeros(0, 2, dtype=torch.int64, device=tokens.device)}

@@ -1,13 +1,13 @@
-"""Texts in files of the user: plain texts, tables with a column of texts, and labelled texts to classify.
+"""Read the user's text files: plain texts, tables with a column of texts, and labelled texts to classify.
 
-A corpus (`text_corpus`) has documents without labels, in the splits train, valid and test:
+A corpus (`text_corpus`) has documents without labels, in the splits train, valid and test. It is made from:
 
     one text file          split by position
     one table              split by row: a column of a CSV or TSV file with a header, or a field of a JSON-lines file
-    a folder of texts      train.txt, valid.txt and test.txt, or else split by file
+    a folder of texts      one file for each split (train.txt, valid.txt and test.txt), or any .txt files, split by file
 
-A text set (`text_set`) has a label for each text. It is a folder with train, dev (or valid) and test, as CSV as in Banking77
-or as TSV as in GLUE. All files may be packed as .gz or .xz.
+A text set (`text_set`) has a label for each text. It is a folder with the files train, dev (or valid) and test, as CSV
+(Banking77) or as TSV (GLUE). All files may be compressed (.gz or .xz).
 """
 
 import csv
@@ -27,7 +27,8 @@ from holdfast.errors import unknown_name
 
 SEPARATED, JSON_LINES = (".csv", ".tsv"), (".jsonl", ".ndjson")
 SPLIT_FILES = {"train": ["train.txt"], "valid": ["valid.txt", "validation.txt", "dev.txt"], "test": ["test.txt"]}
-TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")  # used if no column is named, in this order
+# If no column is named, the first of these that the table has is read.
+TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")
 
 LABELLED_FILES = {"train": ("train",), "valid": ("valid", "validation", "dev", "val"), "test": ("test",)}
 LABELLED_COLUMNS, LABEL_COLUMNS = ("text", "sentence"), ("category", "label")
@@ -78,7 +79,7 @@ def _folder_corpus(folder: Path) -> Corpus:
 
 
 def split_files(name: str, about: str, paths: dict[str, Path], tokenizer: str = "words") -> Corpus:
-    """Return a corpus with one file per split; each is read when it is needed."""
+    """Return a corpus with one file per split; each file is read at first use."""
 
     def read(split: str) -> list[Document]:
         return [Document(f"{name}/{split}", read_text(paths[split]))]
@@ -87,25 +88,25 @@ def split_files(name: str, about: str, paths: dict[str, Path], tokenizer: str = 
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the file has the name of a table, and not of a text."""
+    """Whether the file name ends as that of a table (.csv, .jsonl, ...), not of a plain text."""
     return unpacked_name(path).lower().endswith((*SEPARATED, *JSON_LINES, ".json"))
 
 
 def table_and_column(name: str) -> tuple[Path, str] | None:
     """Split `reviews.csv:review` into the file and the column; return None if the name is not of this form."""
-    file, sign, column = name.rpartition(":")
+    file, colon, column = name.rpartition(":")
     path = Path(file)
-    return (path, column) if sign and column and is_table(path) and path.is_file() else None
+    return (path, column) if colon and column and is_table(path) and path.is_file() else None
 
 
 def table_corpus(path: Path, column: str | None = None) -> Corpus:
-    """Return the corpus of a table: every row is a document, and the hash of its number decides its split."""
+    """Return the corpus of a table: every row is a document, and a hash of its line number decides its split."""
     name = unpacked_name(path).lower()
     if name.endswith(".json"):
         raise ValueError(
-            f"{path} is one JSON value, not a text; write its texts as .jsonl, one object per line, or as a .txt file."
+            f"{path} is a single JSON value, not a text; write its texts as .jsonl, one object per line, or as a .txt file."
         )
-    read = _texts_of_separated if name.endswith(SEPARATED) else _texts_of_json_lines
+    read = _texts_in_csv if name.endswith(SEPARATED) else _texts_in_json_lines
     texts = {f"{path.name}/{line}": text.encode() for line, text in read(path, column) if text.strip()}
     if len(texts) < len(SPLITS):
         raise ValueError(f"{path} has {len(texts)} rows with a text; train, valid and test need at least {len(SPLITS)}.")
@@ -116,19 +117,19 @@ def table_corpus(path: Path, column: str | None = None) -> Corpus:
     return Corpus(path.name, f"{len(texts):,} texts of {path.name}, split by row", splits)
 
 
-def _texts_of_separated(path: Path, column: str | None) -> Iterator[tuple[int, str]]:
+def _texts_in_csv(path: Path, column: str | None) -> Iterator[tuple[int, str]]:
     """Yield the line number and the text of each row of a CSV or TSV file."""
-    with closing(_separated_rows(path)) as rows:
+    with closing(_csv_rows(path)) as rows:
         _, header = next(rows)
         chosen = _text_column(path, header, column)
         if header.count(chosen) > 1:
             raise ValueError(f"{path} has {header.count(chosen)} columns called {chosen}; rename all but one.")
-        place = header.index(chosen)
+        position = header.index(chosen)
         for line, row in rows:
-            yield line, row[place]
+            yield line, row[position]
 
 
-def _texts_of_json_lines(path: Path, column: str | None) -> Iterator[tuple[int, str]]:
+def _texts_in_json_lines(path: Path, column: str | None) -> Iterator[tuple[int, str]]:
     """Yield the line number and the text of each object of a JSON-lines file."""
     chosen: str | None = None
     for number, line in enumerate(read_text(path).decode().split("\n"), 1):
@@ -147,31 +148,31 @@ def _texts_of_json_lines(path: Path, column: str | None) -> Iterator[tuple[int, 
 
 
 def _text_column(path: Path, columns: Sequence[str], wanted: str | None) -> str:
-    """Return the column to read: the named one, or the first of the usual ones for texts."""
-    have = f"{path} has the columns {', '.join(columns)}"
+    """Return the column to read: `wanted`, or else the first of `TEXT_COLUMNS` that the table has; case is ignored."""
+    found_columns = f"{path} has the columns {', '.join(columns)}"
     if wanted is not None:
         if wanted not in columns:
-            raise ValueError(f"{have}, and none is called {wanted}.")
+            raise ValueError(f"{found_columns}, and none is called {wanted}.")
         return wanted
-    usual = {name.lower(): name for name in reversed(columns)}
-    if found := next((usual[name] for name in TEXT_COLUMNS if name in usual), None):
+    lowercase = {name.lower(): name for name in reversed(columns)}
+    if found := next((lowercase[name] for name in TEXT_COLUMNS if name in lowercase), None):
         return found
     raise ValueError(
-        f"{have}, none of them {', '.join(TEXT_COLUMNS[:-1])} or {TEXT_COLUMNS[-1]}; name the column of the text, as in "
+        f"{found_columns}, none of them {', '.join(TEXT_COLUMNS[:-1])} or {TEXT_COLUMNS[-1]}; name the text column, as in "
         f"{path}:{columns[0] if columns else 'text'}."
     )
 
 
-def _separated_rows(path: Path) -> Generator[tuple[int, list[str]], None, None]:
+def _csv_rows(path: Path) -> Generator[tuple[int, list[str]], None, None]:
     """Yield the rows of a CSV or TSV file with the numbers of their lines, the header first; blank rows are skipped."""
     data = read_text(path).decode()
     content = io.StringIO(data, newline="")
-    if unpacked_name(path).lower().endswith(".tsv"):  # as in GLUE: quotes are part of the text
+    if unpacked_name(path).lower().endswith(".tsv"):  # as GLUE's: quotes are part of the text
         rows = csv.reader(content, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         first_line = data.partition("\n")[0]
         rows = csv.reader(content, delimiter=max(",;\t", key=first_line.count), strict=True)
-    limit = csv.field_size_limit(max(len(data), csv.field_size_limit()))  # a text may be longer than csv's 128 KiB
+    limit = csv.field_size_limit(max(len(data), csv.field_size_limit()))  # the default limit for a field is 128 KiB
     try:
         header = [name.strip() for name in next(rows)]
         yield rows.line_num, header
@@ -179,7 +180,7 @@ def _separated_rows(path: Path) -> Generator[tuple[int, list[str]], None, None]:
             if len(row) != len(header):
                 raise ValueError(f"{path}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}.")
             yield rows.line_num, row
-    except csv.Error as error:  # such as an open quote
+    except csv.Error as error:  # such as a quote that is not closed
         raise ValueError(f"{path}, line {rows.line_num}: {error}.") from error
     finally:
         csv.field_size_limit(limit)
@@ -197,7 +198,7 @@ class LabelledText:
 @final
 @dataclass(frozen=True)
 class TextSet:
-    """A source of texts to classify."""
+    """Texts to classify, with their labels, in the splits train, valid and test."""
 
     name: str
     about: str
@@ -211,7 +212,7 @@ class TextSet:
         return self.splits[split]
 
     def describe(self) -> dict[str, Any]:
-        """Return what a result records of its texts."""
+        """Return what is stored with a result to identify its texts."""
         return {"name": self.name, "about": self.about, "checksum": self.checksum}
 
 
@@ -245,22 +246,25 @@ def text_sets() -> dict[str, str]:
 
 
 def text_set(name: str | Path, *, folder: str | Path | None = None) -> TextSet:
-    """Return the labelled texts of this name, searched for in `folder`, or those in the folder at this path.
+    """Return a known text set, which is searched for in `folder`, or the labelled texts in the folder with the path `name`.
 
-    A folder has train, dev (or valid) and test as .csv or .tsv, plain or packed, with a header. If one of dev and test is
-    missing or has no labels, as GLUE's test sets, the other is the test split and a tenth of train is held out.
+    The folder has the files train, dev (or valid) and test as .csv or .tsv with a header; they may be compressed. If dev or
+    test is missing, or has no labels (as the test sets of GLUE), the other one is the test split and a tenth of train
+    becomes the valid split.
     """
     if isinstance(name, str) and name in TEXT_SETS:
         source = TEXT_SETS[name]
-        for place in source_folders(Path(folder), source.folders) if folder is not None else []:
-            if _find_split(place, "train"):
-                return _load_text_set(name, source.about, place)
+        for candidate in source_folders(Path(folder), source.folders) if folder is not None else []:
+            if _find_split(candidate, "train"):
+                return _load_text_set(name, source.about, candidate)
         raise ValueError(f"{name} is not in {folder or 'any folder given'}: {source.how} there.")
     path = Path(name)
     if path.is_dir():
         return _load_text_set(path.resolve().name, f"the labelled texts of {path.resolve().name}", path)
     if isinstance(name, Path) or os.sep in name:
-        raise ValueError(f"{path} is not a folder; put labelled texts into one, as train and test, .csv or .tsv.")
+        raise ValueError(
+            f"{path} is not a folder; put the labelled texts into a folder, as files train and test (.csv or .tsv)."
+        )
     raise ValueError(unknown_name("source of labelled texts", name, TEXT_SETS))
 
 
@@ -279,7 +283,7 @@ def _load_text_set(name: str, about: str, folder: Path) -> TextSet:
     others = (_read_labelled(path) for split in ("valid", "test") if (path := _find_split(folder, split)))
     labelled = [table for table in others if table is not None]
     if not labelled:
-        raise ValueError(f"{folder} has a train but no labelled dev or test next to it.")
+        raise ValueError(f"{folder} has a train file, but no valid, dev or test file with labels.")
     if len(labelled) == 2:
         valid, test = labelled
     else:
@@ -287,7 +291,7 @@ def _load_text_set(name: str, about: str, folder: Path) -> TextSet:
         train, valid, test = [train[i] for i in kept], [train[i] for i in held], labelled[0]
     tables = {"train": train, "valid": valid, "test": test}
     if len(classes) < 2:
-        raise ValueError(f"{folder} has texts of one class only, {classes[0]!r}; classification needs two.")
+        raise ValueError(f"{folder} has texts of only one class, {classes[0]!r}; classification needs at least two.")
     numbers = {label: number for number, label in enumerate(classes)}
     for split, table in tables.items():
         if new := next((label for _, label in table if label not in numbers), None):
@@ -304,8 +308,8 @@ def _classes(labels: Iterable[str]) -> tuple[str, ...]:
 
 
 def _read_labelled(path: Path) -> list[tuple[str, str]] | None:
-    """Return texts and labels, or None if there is no column of labels."""
-    with closing(_separated_rows(path)) as rows:
+    """Return the text and the label of each row, or None if the table has no column of labels."""
+    with closing(_csv_rows(path)) as rows:
         _, header = next(rows)
         text = next((header.index(name) for name in LABELLED_COLUMNS if name in header), None)
         label = next((header.index(name) for name in LABEL_COLUMNS if name in header), None)
@@ -315,5 +319,5 @@ def _read_labelled(path: Path) -> list[tuple[str, str]] | None:
             return None
         found = [(row[text].strip(), row[label].strip()) for _, row in rows]
     if not found:
-        raise ValueError(f"{path} has a header and no rows.")
+        raise ValueError(f"{path} has a header but no rows.")
     return found

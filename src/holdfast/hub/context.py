@@ -8,15 +8,16 @@ A family's gate receives tokens (T,d) and nothing else. A `ContextCapture` per M
     the attention function             queries, keys, values, scale, window (`_attention_with_capture`, replacements.py)
     the attention's output projection  the attention's output
 
-`build_context` makes a `Context` of it for the router and `record_routing` takes the router's result: it attaches losses to
-the expert weights (losses.py) and keeps the routing for the next MoE layer, if that one's router reads it (`ac`).
+`build_context` makes the router's `Context` from what was captured. `record_routing` gets the router's result, attaches
+losses to the expert weights (losses.py), and keeps the routing for the next MoE layer, if that layer's router reads it
+(`ac`).
 
-With activation checkpointing the hooks run again in the recomputation, so the router then reads the same. Only the routing
-of the previous MoE layer cannot be captured again: it is kept until the next forward that may have a backward. For routers
-that read it, and for routers with state, two checkpointed forwards before one backward are refused.
+With activation checkpointing the hooks run again in the recomputation, so the router reads the same context as before. Only
+the routing of the previous MoE layer cannot be captured again: it is kept until the next forward that may have a backward.
+Routers that read it, and routers with state, raise an error at a second checkpointed forward before the backward.
 
-While decoding, the rows that a sequence-aware router needs of earlier tokens are stored on the layer's own KV cache, so that
-whatever `generate` does to keys and values (beams, crops) happens to the rows too.
+In decoding, a sequence-aware router needs stored tensors of earlier tokens, one row per token (`RouterCache`). They are kept
+on the layer's own KV cache: when `generate` reorders or crops keys and values, it reorders or crops these rows too.
 """
 
 import copy
@@ -48,8 +49,8 @@ class LayerModules:
     attention: Any  # just before the block; calls the attention function
     layer: nn.Module  # contains both
     projection_path: str  # of the attention's output projection, in the layer
-    windowed: bool = False  # attention is within windows: its queries and masks are not those of a sequence
-    recurrent: bool = False  # in the place of attention is a recurrent module, with a state instead of a KV cache
+    windowed: bool = False  # attention runs in windows of an image (Swin): its queries and masks do not have the shape (B,N)
+    recurrent: bool = False  # `attention` is a recurrent module, with a state instead of a KV cache
 
     @property
     def projection(self) -> nn.Module:
@@ -68,7 +69,7 @@ class CapturedAttention:
 
     mask: Any = None
     kv_cache: Any = None
-    has_recurrent_state: bool = False  # a recurrent layer continues a sequence
+    has_recurrent_state: bool = False  # a recurrent layer has a state of earlier tokens
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
@@ -79,7 +80,7 @@ class CapturedAttention:
 
 @dataclass
 class _ForwardState:
-    """What was captured so far in the current forward."""
+    """What has been captured so far in the current forward."""
 
     shape: torch.Size | None = None  # (B,N)
     attention: CapturedAttention = field(default_factory=CapturedAttention)
@@ -100,7 +101,7 @@ class _CurrentForward(PerThread):
 
     def __init__(self) -> None:
         self.state = _ForwardState()
-        self.pending: weakref.ref[_PendingBackward] | None = None  # of the last forward of a checkpointed layer
+        self.pending: weakref.ref[_PendingBackward] | None = None  # for a layer with gradient checkpointing
 
 
 class ContextCapture:
@@ -130,12 +131,13 @@ class ContextCapture:
         self.breaks_causality = (
             layer_modules.causal and router is not None and not (router.traits.causal and router.traits.cacheable)
         )
-        # Identifies the router whose rows a KV cache has: any change to the model makes earlier caches invalid.
+        # A KV cache stores this number with its router rows. After a change to the model the number differs, so that rows of
+        # the earlier router are not used.
         self.router_number = next(_router_numbers)
         self._current = _CurrentForward()
-        self._latest_routed: Previous | None = None  # for all threads: on a GPU, a backward runs in a thread of its own
+        self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
         parts = router.parts if router is not None else []
-        self._keeps_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
+        self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
             collector.on_forward_end.append(previous.clear)
@@ -149,7 +151,7 @@ class ContextCapture:
             override_config(attention, ATTENTION)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextCapture":
-        """Copy the capture with its layer; a copy of a module inside the layer (PEFT's `modules_to_save`) shares it."""
+        """Copy this capture if its layer is copied. If only a module inside it is copied (PEFT), return this one."""
         if id(self.collector) not in memo and id(self.layer_modules.layer) not in memo:
             return self
         copied = memo[id(self)] = object.__new__(type(self))
@@ -166,14 +168,14 @@ class ContextCapture:
             del self.layer_modules.attention.context_capture
 
     def attach_router(self, router: Router) -> None:
-        """Use `router` as the layer's router: PEFT runs a copy of one that is in its `modules_to_save`."""
+        """Use `router` as the layer's router. It is not the installed one if PEFT has copied that (`modules_to_save`)."""
         if self.router is not router:
             self.router = router
         if router.learning != self.collector.learning_enabled:
             router.learning = self.collector.learning_enabled
 
     def clear(self) -> None:
-        """Forget the layer's last routing."""
+        """Delete the layer's last routing."""
         self._current.state.routed = self._latest_routed = None
 
     @property
@@ -185,16 +187,16 @@ class ContextCapture:
 
     @property
     def is_training(self) -> bool:
-        """Whether the router is in training mode; the model around it may be in another."""
+        """Whether the router is in training mode; the rest of the model may be in another mode."""
         return (self.layer_modules.block if self.router is None else self.router).training
 
     def as_sequences(self, hidden: Tensor) -> Tensor:
-        """Return the gate's input (T,d) as (B,N,d), where the block was given that shape."""
+        """Return the gate's input (T,d) as (B,N,d), if the input of the block had that shape."""
         shape = self._current.state.shape
         return hidden if shape is None else hidden.reshape(*shape, hidden.shape[-1])
 
     def build_context(self, tokens: Tensor) -> Context:
-        """Return what the router may read, and clear the captured attention, so that nothing outlives the forward."""
+        """Return what the router may read. Clear the captured attention, so that its memory is freed after the forward."""
         if self._will_be_recomputed:
             self._require_one_forward()
         captured, self._current.state.attention = self._current.state.attention, CapturedAttention()
@@ -237,9 +239,9 @@ class ContextCapture:
 
     @property
     def _will_be_recomputed(self) -> bool:
-        """Whether a backward will run this layer again, with a router that keeps state."""
+        """Whether a backward will run this layer again, and the result depends on state or on the previous routing."""
         return (
-            self._keeps_state
+            self._recomputation_reads_state
             and self.is_training
             and self.collector.may_have_backward
             and not torch.compiler.is_compiling()
@@ -250,13 +252,13 @@ class ContextCapture:
     def _require_one_forward(self) -> None:
         """Raise ValueError at a second forward before the backward of the first.
 
-        The recomputation of the first would use router state, and the previous layer's routing, of the second.
+        The recomputation of the first forward would read the router state and the previous layer's routing of the second.
         """
         last = self._current.pending
         pending = None if last is None else last()
         if pending is not None and not pending.done:
             raise ValueError(
-                "gradient checkpointing with this router allows one forward for each backward, and this is a second one: "
+                "gradient checkpointing with this router allows one forward before each backward, and this is the second: "
                 "switch gradient checkpointing off, put the batches into one forward, or choose a router without state."
             )
 
@@ -264,7 +266,7 @@ class ContextCapture:
         self._current.state.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
 
     def _capture_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Capture the mask and the cache that attention is called with, and refuse inputs that mix sequences."""
+        """Capture the mask and the KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
         if self.sequence_aware or self.is_training or self.breaks_causality or self.collector.wants_router_logits:
             mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
             if self.sequence_aware:
@@ -281,7 +283,7 @@ class ContextCapture:
             self._projection_hook = self._projection.register_forward_hook(self._capture_output)
 
     def capture_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
-        """Capture the arguments of the attention function, which calls this."""
+        """Capture the arguments of the attention function. `_attention_with_capture` calls this."""
         captured = self._current.state.attention
         captured.query, captured.key, captured.value, captured.mask = query, key, value, mask
         captured.scale, captured.window = options.get("scaling"), options.get("sliding_window")
@@ -290,7 +292,7 @@ class ContextCapture:
         self._current.state.attention.output = output
 
     def _router_cache(self, captured: CapturedAttention, length: int) -> tuple[RouterCache | None, int | None]:
-        """Return the router's rows of earlier tokens, and the number of these; (None, None) without a KV cache."""
+        """Return the router's rows of earlier tokens, and how many tokens these are; (None, None) without a KV cache."""
         if not self.sequence_aware or captured.kv_cache is None:
             return None, None
         past = self._cached_tokens(captured, length)
@@ -298,7 +300,7 @@ class ContextCapture:
         return router_cache_of(cache_layer, past, self.router_number), past
 
     def _cached_tokens(self, captured: CapturedAttention, length: int) -> int:
-        """Return how many tokens the KV cache had before the current `length`, which attention has added already."""
+        """Return how many tokens the KV cache had before attention added the current `length` tokens."""
         if captured.kv_cache is None:
             return 0
         return int(captured.kv_cache.layers[self.layer_modules.attention.layer_idx].get_seq_length()) - length
@@ -308,7 +310,7 @@ class ContextCapture:
         if not self.reads_attention or query is None or key is None or value is None or output is None:
             return None
         mask = captured.mask if isinstance(captured.mask, Tensor) else None
-        if past is not None and key.shape[2] > past + length:  # a static cache: positions not written yet are no tokens
+        if past is not None and key.shape[2] > past + length:  # a static cache, with unwritten positions at its end
             key, value = key[:, :, : past + length], value[:, :, : past + length]
         if mask is not None:
             mask = mask[..., : key.shape[2]] if mask.dim() == 4 else None  # a 2-D mask is padding only
@@ -319,7 +321,7 @@ class ContextCapture:
 
 
 def _require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError where sequences are in one row, and nothing separates them for a sequence-aware router."""
+    """Raise ValueError if a row has several sequences and no mask from which a router can separate them."""
     if options.get("cache") is not None:
         raise ValueError(
             "continuous batching (generate_batch) puts sequences into one row and their tokens into pages, where a "
@@ -333,7 +335,7 @@ def _require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
 
 
 def _has_recurrent_state(mixer: Any, cache: Any) -> bool:
-    """Whether a recurrent layer has a state of earlier tokens. transformers 5.22 has one flag for each of its states."""
+    """Whether a recurrent layer has a state of earlier tokens. In transformers 5.22 each of its states has a flag."""
     if cache is None:
         return False
     flags = cache.layers[mixer.layer_idx].has_previous_state
@@ -341,7 +343,10 @@ def _has_recurrent_state(mixer: Any, cache: Any) -> bool:
 
 
 def _window_mask(queries: int, key: Tensor, window: int) -> Tensor:
-    """Return (1,1,N,M) bool, True from `window` - 1 tokens before each query on. Later tokens are masked by `causal`."""
+    """Return (1,1,N,M) bool: True for keys less than `window` tokens before the query, and for later keys.
+
+    `Context.causal` masks the later keys.
+    """
     positions = torch.arange(key.shape[2], device=key.device)
     return (positions[-queries:].unsqueeze(1) - positions < window).view(1, 1, queries, -1)
 
@@ -351,7 +356,7 @@ def token_mask_of(mask: object, sequences: int, length: int, past: int | None = 
 
     mask    (B,M): the last N columns are the current tokens. (B,1,N,M): the diagonal is read, since a real token always
             attends to itself. A dict with a mask for each kind of attention: the first one is read
-    past    number of tokens before the current ones; columns of a static cache that are not written yet come after them
+    past    number of tokens before the current ones. With a static cache, the mask also has columns after the current tokens
     """
     if isinstance(mask, dict):
         mask = next((value for value in mask.values() if isinstance(value, Tensor)), None)
@@ -362,15 +367,15 @@ def token_mask_of(mask: object, sequences: int, length: int, past: int | None = 
     if mask.dim() == 2:
         return (mask[:, start : start + length] != 0).expand(sequences, length)
     if mask.dim() == 4:
-        own = mask[:, 0, :, start : start + length]
-        own = own.diagonal(dim1=-2, dim2=-1) if own.shape[-2] == length else own[:, -1]
-        allowed = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+        current = mask[:, 0, :, start : start + length]
+        current = current.diagonal(dim1=-2, dim2=-1) if current.shape[-2] == length else current[:, -1]
+        allowed = current if current.dtype == torch.bool else current > torch.finfo(current.dtype).min / 2
         return allowed.expand(sequences, length)
     raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
 
 
 def router_cache_of(cache_layer: Any, past: int, router_number: int) -> RouterCache:
-    """Return a router's rows on a layer of a KV cache, made on first use.
+    """Return the router's rows that are stored on a layer of a KV cache; create the store on first use.
 
     Raise ValueError if this router has not written rows for all `past` tokens in the cache.
     """
@@ -381,21 +386,22 @@ def router_cache_of(cache_layer: Any, past: int, router_number: int) -> RouterCa
     if past == 0:
         cache_layer.rows_owner = router_number
     rows: RouterCache = cache_layer.router_rows
-    known = rows.tokens if cache_layer.__dict__.get("rows_owner") == router_number else 0  # 0: another router's rows
+    # Rows that another router has written do not count.
+    known = rows.tokens if cache_layer.__dict__.get("rows_owner") == router_number else 0
     if known != past:
         raise ValueError(
             f"the KV cache has {past} tokens, but this router has rows for {known} of them: a sequence-aware "
-            "router needs a cache that was filled by this model from the start."
+            "router needs a KV cache that this model has filled from the first token on."
         )
     return rows
 
 
 @cache
 def _with_router_rows(kind: Any) -> type:
-    """Return a subclass of a cache layer's class that does to router rows whatever is done to keys and values."""
+    """Return a subclass of a cache layer's class that applies each operation on keys and values to router rows too."""
 
     class WithRouterRows(kind):  # type: ignore[misc]
-        _layer_type = None  # otherwise transformers would use this class for every later cache
+        _layer_type = None  # otherwise transformers registers this class for all later caches
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             super().reorder_cache(beam_idx)

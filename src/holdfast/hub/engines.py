@@ -1,9 +1,11 @@
-"""Training and saving on several ranks, and what a training loop sets in the routers of a model.
+"""Train and save a model on several ranks, and control its routers from a training loop.
 
 shard_experts        expert parallelism: distribute the experts of a model over ranks
-gathered_state       the full weights of a sharded model, for saving: every rank takes part, the first one writes
-set_progress, router_loss_scale, calibrate, trainer_callback
-                     training progress, loss scale and calibration
+gathered_state       return the full weights of a sharded model, for saving: all ranks call it, the first rank saves
+set_progress         set the training progress of the routers
+router_loss_scale    set the factor of the routers' losses
+calibrate            update router state without training
+trainer_callback     set progress and loss scale in `transformers.Trainer`
 """
 
 import math
@@ -29,17 +31,17 @@ if TYPE_CHECKING:
 def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
     """Distribute the experts of every MoE layer evenly over the ranks of `mesh`, in place.
 
-    On a mesh of one dimension each expert is on one rank. On one of two dimensions, experts are sharded along the last and
-    replicated along the first; gradients of replicas are averaged. Each rank runs its own batch, and tokens are sent to the
-    ranks that hold their experts. Wrap the rest of the model with DDP or FSDP2 afterwards: DDP ignores the experts without
-    an option, `fully_shard` needs `ignored_params`.
+    On a mesh of one dimension each expert is on one rank. On a mesh of two dimensions, experts are sharded along the last
+    dimension and replicated along the first; gradients of replicas are averaged. Each rank runs its own batch, and tokens
+    are sent to the ranks that hold their experts. Wrap the rest of the model with DDP or FSDP2 afterwards. DDP then ignores
+    the experts automatically; for `fully_shard`, pass their parameters as `ignored_params`.
 
     The experts' parameters keep their names and become DTensors, which torch.distributed.checkpoint and `holdfast.save`
-    support. From now on every rank must run the same number of forwards, in evaluation too.
+    support. After this call every rank must run the same number of forwards, in evaluation too.
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    _require_ranks(model, mesh)
+    _require_usable_mesh(model, mesh)
     found = _expert_modules(model)
     for name, experts in found.items():
         _require_shardable(name, experts, mesh)
@@ -55,22 +57,22 @@ def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
 
 
 def _expert_modules(model: nn.Module) -> dict[str, Any]:
-    """Return by name all modules of class `Experts`, and the experts of a known family."""
+    """Return by name all modules of class `Experts`, and the experts of MoE layers of a supported family."""
     found: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     for moe_layer in moe_layers(model) if is_moe(model) else []:
         if moe_layer.family is not None:
             found[f"{moe_layer.name}.{moe_layer.family.experts}"] = moe_layer.experts
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no experts to shard; sparsify makes some, and an MoE must be of a family that "
-            "reroute knows."
+            f"{type(model).__name__} has no experts to shard; call sparsify to make some, or use an MoE model of a "
+            "family that reroute supports."
         )
     return found
 
 
-def _require_ranks(model: nn.Module, mesh: "DeviceMesh") -> None:
+def _require_usable_mesh(model: nn.Module, mesh: "DeviceMesh") -> None:
     if not several_ranks():
-        raise ValueError("there is no process group: start with torchrun and call torch.distributed.init_process_group.")
+        raise ValueError("there is no process group; start with torchrun and call torch.distributed.init_process_group.")
     if hasattr(model, "module") and isinstance(model.module, nn.Module):
         raise ValueError(f"{type(model).__name__} wraps the model; shard the experts of the one inside, before wrapping.")
     if mesh.ndim > 2:
@@ -93,13 +95,15 @@ def _require_shardable(name: str, experts: Any, mesh: "DeviceMesh") -> None:
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
         raise ValueError(f"{name}: its weights are already sharded; call shard_experts before fully_shard.")
     if not isinstance(experts, Experts) and not has_known_layout(experts):
-        raise ValueError(f"{name}: {type(experts).__name__} of this transformers cannot be sharded; update transformers.")
+        raise ValueError(
+            f"{name}: {type(experts).__name__} of the installed transformers cannot be sharded; update transformers."
+        )
     if has_foreign_forward(experts):
         raise ValueError(f"{name}: another library has replaced the forward of these experts; load the model without it.")
     weight = next(experts.parameters())
     if weight.device.type not in (mesh.device_type, "meta"):
         raise ValueError(
-            f"{name}: its weights are on {weight.device.type}, the mesh is of {mesh.device_type}; move the model first."
+            f"{name}: its weights are on {weight.device.type}, but the mesh is on {mesh.device_type}; move the model first."
         )
     count, ranks = weight.shape[0], mesh.size(-1)
     if count % ranks:
@@ -125,23 +129,23 @@ def gathered_state(model: nn.Module) -> dict[str, Any]:
 
 
 def on_first_rank(action: Callable[[], object]) -> None:
-    """Call `action` on the first rank only. If it raises, every rank raises its error, so that none waits for ever."""
-    problem: list[Exception | None] = [None]
+    """Call `action` on the first rank only. If it raises an error, all ranks raise it, so that no rank waits for ever."""
+    error: list[Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
         except Exception as raised:
-            problem = [raised]
-    dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise problem[0]
+            error = [raised]
+    dist.broadcast_object_list(error)
+    if error[0] is not None:
+        raise error[0]
 
 
 @contextmanager
 def without_transformers_gather(model: Any) -> Iterator[None]:
     """Inside the `with`, `save_pretrained` does not gather the weights of a model that transformers has distributed.
 
-    Only the first rank calls it, and a gather would wait for the others.
+    Only the first rank calls `save_pretrained`, and a gather would wait for the other ranks for ever.
     """
     config = model.config
     plan = config.__dict__.pop("distributed_config", None)
@@ -153,18 +157,19 @@ def without_transformers_gather(model: Any) -> Iterator[None]:
 
 
 def set_progress(model: nn.Module, fraction: float) -> None:
-    """Set the training progress of every router, from 0 to 1; routers that anneal or grow depend on it."""
+    """Set the training progress of every router, from 0 to 1; for routers that change a budget or k during training."""
     for module in model.modules():
         if isinstance(module, Router):
             module.progress(fraction)
 
 
 def router_loss_scale(model: nn.Module, scale: float) -> None:
-    """Set the factor of the training loss before its backward, for loops that compute that loss from logits alone.
+    """Set the factor of the routers' losses, for training loops that compute their loss from logits alone.
 
     If the training loss contains `outputs.loss`, `outputs.router_loss` or `outputs.aux_loss`, the routers' losses are scaled
-    with it, and this number is not used. Otherwise their gradients are added in the backward, multiplied by `scale`: 1 / n
-    under accumulation over n batches, times `scaler.get_scale()` under a gradient scaler.
+    with it, and `scale` is not used. Otherwise the backward adds the gradients of these losses, multiplied by `scale`.
+    Set it to the factor that multiplies the training loss before its backward: 1 / n if gradients are accumulated over n
+    batches, times `scaler.get_scale()` if a gradient scaler is used.
     """
     if not (math.isfinite(scale) and scale >= 0):
         raise ValueError(f"scale is {scale}; it multiplies losses and must be finite and not negative.")
@@ -176,8 +181,9 @@ def router_loss_scale(model: nn.Module, scale: float) -> None:
 def calibrate(model: nn.Module) -> Iterator[None]:
     """Inside the `with`, forwards of a model in training mode update router state even without gradients.
 
-    For a model that is not trained further: the width of `smooth`, the graph of `symphony` and the statistics of `ac` come
-    from the texts that it is run on. Otherwise a forward without gradients (a reference, a metric) updates no state.
+    Use it for a model that is not trained further: it computes the width of `smooth`, the graph of `symphony` and the
+    statistics of `ac` from the texts that the model is run on. Outside the `with`, a forward without gradients (for example
+    of a reference model, or for a metric) updates no state.
     """
     with ExitStack() as stack:
         for hooks in _require_hooks(model):
@@ -216,10 +222,10 @@ def trainer_callback() -> Any:
 
 
 def _accumulated_batches(steps: int, done: int, batches: Any) -> int:
-    """Return how many batches the next update accumulates: the last update of an epoch may have fewer."""
+    """Return how many batches the next optimiser step accumulates: the last step of an epoch may have fewer."""
     try:
         count = len(batches)
-    except TypeError:  # a stream
+    except TypeError:  # a stream has no length
         return steps
     updates = math.ceil(count / steps)
     is_last = updates > 0 and done % updates == updates - 1
@@ -232,7 +238,7 @@ def _scaler_factor(optimizer: Any) -> float:
 
 
 def _all_hooks(model: nn.Module) -> Iterator[ModelHooks]:
-    """Yield the hooks of every changed model inside `model`, which may be a wrapper."""
+    """Yield the hooks of every model inside `model` that sparsify or reroute has changed; `model` may be a wrapper."""
     for module in model.modules():
         found = hooks_of(module)
         if found is not None:

@@ -7,13 +7,15 @@ What happens to the tokens of an MoE layer in a changed model, step by step:
     gate          `ReroutedGate.forward` gets the router's `Context` from the `ContextCapture`, calls the router, passes the
                   routing to `record_routing` (which attaches the router's losses, losses.py), and returns logits, weights
                   and expert indices in the order of the family.
-    experts       The family's own experts run them; `_holdfast_experts` does where slots can be unused or experts are
-                  sharded over ranks.
+    experts       The family's own experts function runs the selected experts. `_holdfast_experts` runs them instead if slots
+                  can be unused or experts are sharded over ranks.
 
-A model that `sparsify` made has a `SparseLayer` in the place of its feed-forward network; gate and experts are both ours.
+In a model that `sparsify` made, a `SparseLayer` with a Holdfast router and Holdfast's `Experts` is in the place of a
+feed-forward network.
 
-Attention and experts find their function by a name in their config (`_attn_implementation`). A module that shall use ours
-gets a `ConfigView`, in which only that name differs: the model's own config stays unchanged.
+In transformers, attention and experts modules look up their function by a name in their config (`_attn_implementation`,
+`_experts_implementation`). To make a module use Holdfast's function, we give it a `ConfigView`, in which only that name
+differs. The model's own config is not changed.
 """
 
 import sys
@@ -38,14 +40,14 @@ from holdfast.routing.parts import LinearScore, Rule
 from holdfast.routing.records import Context, Projection
 from holdfast.routing.scores import weights_loaded
 
-NAME = "holdfast"  # of our functions in transformers' tables of attention and experts functions
+NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
-UNREADABLE_GATE = "a router cannot score by them; leave gates out when quantising"
+UNREADABLE_GATE = "a router cannot compute scores from them; exclude gates from quantisation"
 USE_SIMILARITY = "use 'similarity', which reads no weights"
 
 
 class PerThread(threading.local):
-    """Attributes with separate values in every thread, initially those of the class. Copies and pickles start anew."""
+    """Attributes with separate values in every thread. A copy, and an object loaded from a pickle, has initial values."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -55,7 +57,7 @@ class ReroutedGate:
     """Mixin for the class of a family's gate: the gate's forward calls a router.
 
     The gate remains the same object, with its weights under their names, and an instance of its class, so that transformers
-    still records its logits. With `holdfast = None` the family's own rule selects, and its routing is only recorded.
+    still records its logits. With `holdfast = None` the family's own gate selects the experts, and its routing is recorded.
     """
 
     holdfast: Router | None
@@ -74,14 +76,14 @@ class ReroutedGate:
         return self._route_with_holdfast(self.holdfast, tokens, context)
 
     def _route_with_holdfast(self, router: Router, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the family's gate would, from the router's routing."""
+        """Return the router's routing in the form that the family's gate returns."""
         self.context_capture.attach_router(router)
         routing = router(tokens, context)
         weights = self.context_capture.record_routing(tokens, routing, context, router.losses)
         experts = routing.experts
         usable = context.usable_rows(tokens)
         if usable is not None and router.select.ragged:
-            # Then `_holdfast_experts` runs, which accepts the index of unused slots; not all functions of transformers do.
+            # For such routers `_holdfast_experts` runs, which accepts unused slots; some functions of transformers do not.
             experts = experts.where(usable.view(-1, 1), routing.gates.shape[-1])
             weights = weights.where(usable.view(-1, 1), 0.0)
         output = (routing.logits, weights, experts)
@@ -90,7 +92,7 @@ class ReroutedGate:
     def _record_native_routing(
         self, tokens: Tensor, context: Context, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Record the family's own routing where it is needed, and attach this layer's losses to its weights."""
+        """Record the routing of the family's own gate, if it is needed, and attach this layer's losses to its weights."""
         capture = self.context_capture
         has_losses = self.training and self.losses is not None and capture.collector.learning_enabled
         if not (capture.is_read_by_next or has_losses or capture.collector.wants_router_logits):
@@ -103,7 +105,7 @@ class ReroutedGate:
 
 
 def install_gate(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
-    """Put a router into a family's gate; `router=None` means the family's own rule."""
+    """Put a router into a family's gate; with `router=None` the gate still selects the experts by itself."""
     if not isinstance(gate, ReroutedGate):
         _set_class(gate, with_mixin(type(gate), ReroutedGate))
     gate.holdfast, gate.rule, gate.losses, gate.usual_order = router, rule, losses, usual_order  # type: ignore[assignment]
@@ -140,7 +142,7 @@ class GateScore(LinearScore):
 
     @property
     def matrix(self) -> Tensor:
-        # Not `get_parameter`: while a PEFT adapter adds to the weight, it is not a parameter.
+        # `get_parameter` would fail while a PEFT adapter adds to the weight: then the weight is not a parameter.
         return as_float(self.__dict__["gate"], self.weight_name, UNREADABLE_GATE)
 
     @property
@@ -165,7 +167,7 @@ class SparseLayer(nn.Module):
     def __init__(self, router: Router, experts: Experts, dropout: nn.Module | None = None) -> None:
         super().__init__()
         self.router, self.experts, self.dropout = router, experts, dropout
-        # The router that `reroute` replaced, with its spec, for `restore`. It is not a submodule any more.
+        # The router that `reroute` replaced, with its spec, for `restore`. It must not be a submodule.
         self.__dict__["former"] = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -187,23 +189,23 @@ class _ThreadOverride(PerThread):
 
 
 class ConfigView:
-    """A view of a config in which one entry has the value "holdfast"; everything else is read and set in the config."""
+    """A view of a config in which one entry has the value "holdfast"; all else is read from and written to the config."""
 
     def __init__(self, config: Any, attribute: str) -> None:
         self.__dict__.update(config=config, attribute=attribute, override=_ThreadOverride())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying looks these up before there is a config
+        if name.startswith("__"):  # `copy` reads these before `config` is set
             raise AttributeError(name)
-        own = self.__dict__
-        return NAME if name == own["attribute"] and own["override"].is_active else getattr(own["config"], name)
+        view = self.__dict__
+        return NAME if name == view["attribute"] and view["override"].is_active else getattr(view["config"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["config"], name, value)
 
     @contextmanager
     def unmodified(self) -> Iterator[Any]:
-        """Inside the `with`, show the config's own value: a native function looks up its own name there."""
+        """Inside the `with`, return the config's own value for the entry: native functions read their name from it."""
         override = self.__dict__["override"]
         override.is_active = False
         try:
@@ -213,7 +215,7 @@ class ConfigView:
 
 
 def override_config(module: Any, attribute: str) -> None:
-    """Make `module` use our function: give it a view of its config in which `attribute` is "holdfast"."""
+    """Make `module` use Holdfast's function: give it a view of its config in which `attribute` is "holdfast"."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -244,9 +246,9 @@ def _attention_with_capture(
 
 
 def use_holdfast_experts(experts: Any, ragged: bool) -> None:
-    """Make a family's experts run our function if slots can be unused or experts are sharded; else the family's own."""
-    ours = ragged or getattr(experts, "shards", None) is not None
-    override_config(experts, EXPERTS) if ours else restore_config(experts)
+    """Make a family's experts run `_holdfast_experts` if slots can be unused or experts are sharded, else their own."""
+    needs_holdfast = ragged or getattr(experts, "shards", None) is not None
+    override_config(experts, EXPERTS) if needs_holdfast else restore_config(experts)
 
 
 def has_known_layout(experts: Any) -> bool:
@@ -255,17 +257,18 @@ def has_known_layout(experts: Any) -> bool:
 
 
 def has_foreign_forward(module: Any) -> bool:
-    """Whether another library has set a forward on this module that hides the one of its class.
+    """Whether another library has set a `forward` on this object, so that the `forward` of its class does not run.
 
-    Transformers does so to distribute experts (`distributed_config`). Accelerate's hooks are supported and not meant here.
+    Transformers does this to distribute experts (`distributed_config`). The `forward` that accelerate's hooks set does not
+    count: it calls the forward of the class, and is supported.
     """
     return "forward" in vars(module) and "_old_forward" not in vars(module)
 
 
 def _holdfast_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run a family's experts where slots can be unused, or experts are sharded over ranks.
+    """Run a family's experts if slots can be unused, or if experts are sharded over ranks.
 
-    Not all of transformers' own functions accept the index of an unused slot.
+    Some of transformers' own functions do not accept the index of an unused slot.
     """
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = (as_float(module, name, UNKNOWN_FORMAT) for name in (up_name, "down_proj"))
@@ -290,12 +293,13 @@ def _is_swiglu(module: Any) -> bool:
     """Whether the activation is exactly silu(gate) * up, for which there is a fused kernel."""
     from transformers.activations import SiLUActivation
 
-    moe = sys.modules["transformers.integrations.moe"]  # imported by `override_config`; older compilers trace no late import
-    usual = getattr(moe, "_default_apply_gate", None)  # families with another activation replace this method
+    # `override_config` has imported it. Old versions of torch.compile cannot trace an import of it here.
+    moe = sys.modules["transformers.integrations.moe"]
+    default = getattr(moe, "_default_apply_gate", None)  # families with another activation replace this method
     return (
         bool(module.has_gate)
-        and usual is not None
-        and getattr(type(module), "_apply_gate", None) is usual
+        and default is not None
+        and getattr(type(module), "_apply_gate", None) is default
         and type(module.act_fn) is SiLUActivation
     )
 
@@ -304,7 +308,7 @@ def as_linear(module: Any) -> nn.Linear | Projection:
     """Return the output projection of an attention as weight and bias of a linear map, in the layout of `nn.Linear`.
 
     The weight is the one that the layer's forward uses: loaded through accelerate's hooks if it is offloaded, dequantised if
-    it is quantised, and with the active LoRA or DoRA adapters of PEFT. Raise ValueError if its kind is not known.
+    it is quantised, and with the active LoRA or DoRA adapters of PEFT. Raise ValueError if it cannot be read.
     """
     if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
         return module
@@ -322,7 +326,7 @@ def as_linear(module: Any) -> nn.Linear | Projection:
 
 
 def _is_transposed(base: nn.Module) -> bool:
-    """Whether a layer stores its weight as (in, out), as GPT-2's do."""
+    """Whether a layer stores its weight as (in, out), as the layers of GPT-2 do."""
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(base, Conv1D)
@@ -348,8 +352,8 @@ def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projecti
 def _adapter_delta(module: Any, name: str, weight: Tensor) -> Tensor:
     """Return what one adapter adds to `weight (d,in)`.
 
-    LoRA adds its delta D. DoRA (section 4.3 of the paper) replaces W by m (W + D) / |W + D| with a learned length m per row;
-    no gradient flows through the length |W + D|.
+    LoRA adds its delta D. DoRA (section 4.3 of its paper) replaces W by m (W + D) / |W + D|, where |.| is the length of each
+    row and m a learned length per row; no gradient flows through |W + D|.
     """
     delta: Tensor = module.get_delta_weight(name)
     if getattr(module, "fan_in_fan_out", False):
@@ -365,9 +369,9 @@ def _adapter_delta(module: Any, name: str, weight: Tensor) -> Tensor:
 
 
 def _adapter_kind(module: Any) -> str:
-    """Return the name of PEFT's method, which is the name of its package."""
-    steps = type(module).__module__.split(".")
-    return steps[2] if steps[:2] == ["peft", "tuners"] and len(steps) > 2 else type(module).__name__
+    """Return the name of the PEFT method: the name of the package in `peft.tuners`, or else of the class."""
+    packages = type(module).__module__.split(".")
+    return packages[2] if packages[:2] == ["peft", "tuners"] and len(packages) > 2 else type(module).__name__
 
 
 def _unreadable_adapter(kind: str) -> ValueError:

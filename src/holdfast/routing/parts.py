@@ -2,10 +2,10 @@
 
     Score       tokens (B,N,d) -> logits (B,N,E)
     Informer    gates (B,N,E)  -> gates (B,N,E)                 mixes experts or tokens
-    Selector    Scores         -> experts, weights (B,N,K)      by a Rule, if it has one
+    Selector    Scores         -> experts, weights (B,N,K)      most selectors use a Rule
 
-Certificates, plans and audits read the declarations (`order`, `cost`, `held_weights`, ...) and never the class of a part.
-What a part does not declare is reported as unknown.
+Certificates, plans and audits call the methods in which a part declares its properties (`order`, `cost`, `held_weights`,
+...) and never test its class. What a part does not declare is reported as unknown.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ from holdfast.routing.records import Context, Routing
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a router in evaluation. The conformance suite tests each, True or False."""
+    """Properties of a router in evaluation. The conformance suite tests that each declared value is correct."""
 
     causal: bool = True  # in a causal context, a later token does not change the routing of an earlier one
     batch_invariant: bool = True  # other sequences and padding do not change the routing
@@ -62,14 +62,14 @@ class Part(nn.Module, ABC):
 
     traits: Traits = Traits()
     coefficients: tuple[str, ...] = ()  # the names of its attributes that are loss coefficients
-    # The fields of a Context that it needs besides `causal`, `token_mask` and `cache`. "attention" comes without the output
-    # projection, which may have to be loaded and dequantised. "attention.projection" adds it, and the keys and values of the
-    # whole sequence; models with sliding windows do not have those and raise an error.
+    # The fields of a Context that this part needs besides `causal`, `token_mask` and `cache`. "attention" does not include
+    # the output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
+    # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
-    pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options that keep the outputs of a pretrained model at the start
+    pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
 
     def progress(self, fraction: float) -> None:
-        """Receive the training progress, from 0 to 1."""
+        """Set the training progress, from 0 to 1. Parts that change their options during training override this."""
 
     @property
     def wrapped(self) -> "tuple[Part, ...]":
@@ -77,7 +77,7 @@ class Part(nn.Module, ABC):
         return ()
 
     def cost(self, sizes: LayerSizes) -> Cost | None:
-        """Declare the cost of this part in a layer, without the parts it wraps; None: only its parameters are counted."""
+        """Declare the cost of this part in a layer, without `wrapped` parts; if None, plans count only its parameters."""
         return None
 
     def snapshot(self) -> Mapping[str, Tensor]:
@@ -85,7 +85,7 @@ class Part(nn.Module, ABC):
         return {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move as any module does, but keep state in float32: `model.to(torch.bfloat16)` must not round it."""
+        """Apply `fn` as `nn.Module` does, but keep the dtype of state: `model.to(torch.bfloat16)` must not round it."""
         kept = {name: state for name, state in self._buffers.items() if state is not None and state.is_floating_point()}
         super()._apply(fn, recurse)
         for name, state in kept.items():
@@ -103,7 +103,7 @@ class Score(Part):
 
     @property
     def reusable_score(self) -> "Score | None":
-        """The score that a later `reroute` of the same layer may keep; None if there is none."""
+        """The score that a later `reroute` of the same layer may use again; None if it must make a new one."""
         return None
 
     @abstractmethod
@@ -111,11 +111,11 @@ class Score(Part):
         """Return float32 logits (B,N,E) of `tokens (B,N,d)`, which have the model's dtype."""
 
     def order(self, tokens: Tensor, context: Context) -> Order | None:
-        """Declare keys that are affine in a token and ordered as its logits; None: no certificate is known."""
+        """Declare keys, one per expert, that are affine in the token and have the order of its logits; None if unknown."""
         return None
 
     def values(self, tokens: Tensor, context: Context) -> Values | None:
-        """Declare how the logits are computed from these keys, for selectors and informers that need more than the order."""
+        """Declare how logits follow from the keys of `order`; for selectors and informers that need more than the order."""
         return None
 
 
@@ -139,7 +139,7 @@ class LinearScore(Score):
         return self
 
     def cost(self, sizes: LayerSizes) -> Cost | None:
-        """Count the product with `matrix` and its two gradients. A score whose `finish` has products must add them."""
+        """Count the product with `matrix` and its two gradients. A score must add the matrix products in its `finish`."""
         forward = projection_flops(self.matrix)
         return Cost("score", forward, 2 * forward, kept=FLOAT * sizes.experts)
 
@@ -147,24 +147,24 @@ class LinearScore(Score):
 class Informer(Part):
     """The stage inform (abstract): mixes the gates of experts or of tokens.
 
-    The expert side computes `gates @ graph^T`, the token side `graph @ gates`: one of each side gives the same result in any
-    order.
+    An expert-side informer computes `gates @ graph^T`, a token-side informer `graph @ gates`. With one of each side, the
+    result does not depend on which runs first.
     """
 
     side: Literal["expert", "token"]
 
     @property
     def inert(self) -> bool:
-        """Whether it never changes gates. The router then skips it, and returns exactly what it returns without it."""
+        """Whether this informer never changes gates. The router then skips it."""
         return False
 
     def expert_graph(self) -> Tensor | None:
-        """Declare the matrix A (E,E) of an expert-side informer, g = p A^T; None: no certificate is known."""
+        """Declare the matrix A (E,E) of an expert-side informer, g = p A^T; None if no certificate is known."""
         return None
 
     def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing | None:
         """Declare how a token-side informer mixes `tokens (B,N,d)`, and how much a perturbation up to a radius in `norm`
-        changes the mixing; None: no certificate is known."""
+        changes the mixing; None if no certificate is known."""
         return None
 
     @abstractmethod
@@ -173,16 +173,17 @@ class Informer(Part):
 
 
 class Scores:
-    """What a selector reads, as logits and as gates.
+    """What a selector reads: the same scores as logits and as gates.
 
-    `key` is the one that the other was computed from: logits, or, after an informer, gates.
+    Without informers, gates are computed from logits; after an informer, logits are computed from its gates. `key` is
+    the one that was computed first.
     """
 
     def __init__(self, logits: Tensor | None, gates: Tensor, informed: bool, raw: Tensor | None = None) -> None:
         self._logits = logits
         self.gates = gates  # (B,N,E), non-negative
         self.informed = informed
-        self.raw = raw  # (B,N,E), the logits of the score
+        self.raw = raw  # (B,N,E), the logits before any informer
 
     @property
     def logits(self) -> Tensor:
@@ -191,12 +192,12 @@ class Scores:
 
     @property
     def key(self) -> Tensor:
-        """(B,N,E): what to sort by. An exp or a log has not rounded or saturated it."""
+        """(B,N,E): what to sort by. It was computed first, so no exp or log has rounded or saturated it."""
         return self.gates if self.informed else self.logits
 
     @property
     def compares(self) -> Compared:
-        """Whether `key` are logits or gates."""
+        """Whether `key` is the logits or the gates."""
         return "gates" if self.informed else "logits"
 
     @classmethod
@@ -205,7 +206,10 @@ class Scores:
 
     @classmethod
     def from_routing(cls, routing: Routing, *, informed: bool) -> "Scores":
-        """Return what the selector read, (1,T,E), when the router returned `routing`; `informed` if an informer ran."""
+        """Return the scores (1,T,E) that the selector read when its router returned `routing`.
+
+        informed    whether an informer of that router changed the gates
+        """
         logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
         return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
 
@@ -213,18 +217,18 @@ class Scores:
 class Rule(ABC):
     """How logits become gates, how experts are ranked, and how selected experts are weighted (abstract).
 
-    A model has one rule, whatever its router: pretrained experts expect the weights they were trained with.
+    A model keeps its rule when its router is replaced: pretrained experts expect weights of the kind they were trained with.
     """
 
     gate: GateFunction = SOFTMAX  # computes the gates that informers and selectors read
     ordered = True  # a larger rank means a larger weight
-    renormalise = True  # the sum of a token's weights hardly depends on which experts it uses
+    renormalise = True  # a token's weights have about the same sum, whichever experts it uses
     weights_option: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule
-    strip = 0.1  # a narrow width of the strip, in levels; with softmax gates, 10% of the k-th gate
+    strip = 0.1  # the width of the strip if `smooth` gets eps=None, in levels; with softmax gates, 10% of the k-th gate
 
     @property
     def name(self) -> str:
-        """The name in messages."""
+        """The name of this rule in messages."""
         return type(self).__name__
 
     def ranks(self, scores: Scores) -> Tensor:
@@ -236,18 +240,18 @@ class Rule(ABC):
         return scores.logits
 
     def amounts(self, scores: Scores) -> Amounts | None:
-        """Return what `weigh` computes weights from, if one kernel can do all it does; None for other rules."""
+        """Return the values that `weigh` computes weights from, if a fused kernel can replace it; None if none can."""
         return None
 
     @abstractmethod
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         """Return (B,N,K): the weight of each slot of `experts (B,N,K)`, sorted by rank; 0 where not `in_use`.
 
-        The first k slots are the hard core. `fade` is the logarithm of a factor for each slot; None is no factor.
+        The first k slots are the hard core. `fade` is the logarithm of a factor for each slot; None means no factor.
         """
 
     def held_weights(self, experts: Tensor, scores: Scores, live: "Selection") -> Tensor:
-        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`, as `Selector.held_weights`."""
+        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; see `Selector.held_weights`."""
         in_use = experts < scores.gates.shape[-1]
         slots = experts.where(in_use, 0)
         # `weigh` needs sorted slots: in Phi-MoE the weight of an expert depends on the experts ranked before it.
@@ -257,7 +261,7 @@ class Rule(ABC):
         return live.weights_if_same_set(experts, torch.zeros_like(weights).scatter(-1, order, weights))
 
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
-        """Declare the conditions under which tokens keep their k experts; None: no certificate is known."""
+        """Declare the conditions under which tokens keep their k experts; None if no certificate is known."""
         return None
 
 
@@ -266,9 +270,9 @@ class Selection(NamedTuple):
 
     experts: Tensor  # (B,N,K), E in unused slots
     weights: Tensor  # (B,N,K), 0 in unused slots
-    gates: Tensor  # (B,N,E), as in the scores it read
+    gates: Tensor  # (B,N,E), those of the scores that the selector read
     losses: Mapping[str, Tensor]
-    scale: float = 1.0  # the factor of a router in the weights; 1 in what a selector returns
+    scale: float = 1.0  # `Router.scale`, if `weights` include it; 1 in what a selector returns
 
     @classmethod
     def from_routing(cls, routing: Routing, scale: float = 1.0) -> "Selection":
@@ -283,12 +287,14 @@ class Selection(NamedTuple):
         return dense.gather(-1, experts).where(experts < self.gates.shape[-1], 0.0)
 
     def weights_if_same_set(self, experts: Tensor, otherwise: Tensor, *, scaled: bool = False) -> Tensor:
-        """Return `weights_of(experts)` for tokens whose `experts (B,N,K)` are the selected set, else `otherwise (B,N,K)`.
+        """Return `weights_of(experts)` for tokens whose `experts (B,N,K)` equal the selected set, else `otherwise (B,N,K)`.
 
         `otherwise` is multiplied by `scale`, unless it is `scaled` already.
         """
-        none = torch.zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1, dtype=torch.bool, device=self.gates.device)
-        held, chosen = (none.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
+        no_experts = torch.zeros(
+            *self.gates.shape[:-1], self.gates.shape[-1] + 1, dtype=torch.bool, device=self.gates.device
+        )
+        held, chosen = (no_experts.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
         otherwise = otherwise if scaled or self.scale == 1 else self.scale * otherwise
         return self.weights_of(experts).where((held == chosen).all(-1, keepdim=True), otherwise)
 
@@ -300,7 +306,7 @@ class Selector(Part):
 
     @property
     def ragged(self) -> bool:
-        """Whether it may leave slots unused. Not all experts functions of other libraries support an unused slot."""
+        """Whether it may leave slots unused. Some functions of other libraries that run experts do not support this."""
         return True
 
     @property
@@ -309,12 +315,12 @@ class Selector(Part):
         return SOFTMAX if self.rule is None else self.rule.gate
 
     def conditions(self, scores: Scores) -> Conditions | None:
-        """Declare the conditions under which tokens keep their selected set in evaluation; None: no certificate is known."""
+        """Declare the conditions under which tokens keep their set in evaluation; None if no certificate is known."""
         return None
 
     @property
     def core(self) -> int | None:
-        """The size of the hard core, which is certified and compared as a token's set; None: all selected experts.
+        """The size of the hard core, which is certified and compared as a token's set; None if that is the whole set.
 
         Experts outside the core enter and leave with weight 0, which is not a flip.
         """
@@ -330,7 +336,7 @@ class Selector(Part):
         return scores.logits if self.rule is None else self.rule.levels(scores)
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
-        """Declare how many experts a token uses in a layer; None: plans count all experts."""
+        """Declare how many experts a token uses in a layer; if None, plans count all experts."""
         return None
 
     @abstractmethod
@@ -338,8 +344,8 @@ class Selector(Part):
         """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; 0 in unused slots (index E).
 
         `live` is what this selector returned for `scores`, with weights multiplied by `live.scale`. A token whose held set
-        is the one in `live` must get exactly the weights in `live`; other tokens get weights of the same scale.
-        `live.weights_if_same_set` does both. The result is differentiable in the scores.
+        is the one in `live` must get exactly the weights in `live`; weights of other tokens are multiplied by `live.scale`
+        too. `live.weights_if_same_set` does both. The result is differentiable in the scores.
         """
 
     @abstractmethod

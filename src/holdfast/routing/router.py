@@ -1,12 +1,13 @@
 """The router: one pipeline of stages from tokens to a `Routing`.
 
     score     tokens (B,N,d)  -> logits (B,N,E)           how well each expert fits a token
-    cluster   (optional)                                  a score whose features are scaled by the token's cluster
+    cluster   (optional)                                  scales a token's features by the statistics of its cluster
     inform    logits -> gates (B,N,E)                     gate function, then up to one informer on each side (optional)
-    select    gates  -> experts, weights (B,N,K)          which experts run, and how much each counts
+    select    gates  -> experts, weights (B,N,K)          which experts run, and the weight of each
 
-Every stage is one part (`holdfast.routing.parts`). `Router.forward` runs them in this order, in float32 whatever the model's
-dtype is, and returns the `Routing` with one row for each of the T = B*N tokens.
+Each stage is done by a part (`holdfast.routing.parts`); one part does both score and cluster. `Router.forward` runs the
+parts and returns the `Routing` with one row for each of the T = B*N tokens. It computes in float32, whatever the model's
+dtype is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +29,12 @@ LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing
 class Router(nn.Module):
     """A pipeline of parts: `score`, then the informers in `inform`, at most one on each side, then `select`.
 
-    A clustered score (`Clustered`) does the stages score and cluster: it is passed as `score`.
+    A clustered score (`Clustered`) does the two stages score and cluster. Pass it as `score`.
 
     losses          loss terms to add to `Routing.losses` in training, for example `holdfast.Losses(balance=0.01)`
     layer           the router's module path in the model, for error messages
-    check_finite    in training, raise an error if scores are NaN or infinite; False lets them through
-    scale           a factor for all weights, if the experts were trained with one
+    check_finite    in training, raise an error if scores are NaN or infinite; False disables the check
+    scale           a factor that multiplies all weights, if the experts were trained with such a factor
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Router(nn.Module):
 
     @property
     def learning(self) -> bool:
-        """Whether a training forward updates state and returns losses; False while a model in training mode generates."""
+        """Whether a forward in training mode updates state and returns losses; False while the model generates text."""
         return self._learning
 
     @learning.setter
@@ -103,7 +104,7 @@ class Router(nn.Module):
 
     @property
     def traits(self) -> Traits:
-        """The traits of the whole pipeline: sequence-aware if one part is, and each other trait if every part has it."""
+        """The traits of the whole pipeline: sequence-aware if any part is, and each other trait if all parts have it."""
         combined = Traits()
         for part in self.parts:
             combined = combined & part.traits
@@ -146,7 +147,7 @@ class Router(nn.Module):
         return routing
 
     def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None) -> Scores:
-        """Return what the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
+        """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
         gates = self.select.gate(logits)
         informers = [informer for informer in self.informers if not informer.inert]
         if not informers:
@@ -158,43 +159,43 @@ class Router(nn.Module):
         return Scores.from_gates(gates, logits)
 
     def _commit_state(self) -> None:
-        """Commit the statistics that the previous training batch staged."""
+        """Update the state of all parts with the statistics that they collected in the previous training batch."""
         for part in self.parts:
             if isinstance(part, StatefulPart):
                 part.begin_training_forward()
 
     def _require_finite(self, values: Tensor, tokens: Tensor, real: Tensor | None) -> Tensor:
-        """Return `values (B,N,E)`; in training, raise ValueError if one of a real token is NaN or infinite."""
+        """Return `values (B,N,E)`; in training, raise ValueError if a value of a real token is NaN or infinite."""
         if not (self.training and self.check_finite):
             return values
         return require_finite(values, tokens, self.get_buffer("_name"), real)
 
     def scores_from(self, routing: Routing) -> Scores:
-        """Return what the selector read, (1,T,E), in the evaluation forward that returned `routing`."""
+        """Return the `Scores` (1,T,E) that the selector read in the evaluation forward that returned `routing`."""
         return Scores.from_routing(routing, informed=self.informed)
 
     def held_weights(self, experts: Tensor, routing: Routing) -> Tensor:
         """Return (T,K): the weights that the held set `experts (T,K)` has under the scores of `routing`.
 
-        `routing` is what this router returned in evaluation. A token whose held set equals its selected set in `routing`
-        gets exactly the weights it has there.
+        `routing` is what this router returned in evaluation. If the held set of a token equals its selected set in
+        `routing`, the token gets exactly the weights in `routing`.
         """
         live = Selection.from_routing(routing, self.scale)
         return self.select.held_weights(experts.unsqueeze(0), self.scores_from(routing), live).squeeze(0)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return the values of all parts that are worth watching during training, by name."""
+        """Return the tensors of all parts to watch during training, by name."""
         return {name: value for part in self.parts for name, value in part.snapshot().items()}
 
     def progress(self, fraction: float) -> None:
-        """Set the training progress, from 0 to 1, for parts that anneal a budget or grow k."""
+        """Set the training progress, from 0 to 1, for parts that change a budget or k during training."""
         if not 0 <= fraction <= 1:
             raise ValueError(f"progress is {fraction}; it must be between 0 and 1.")
         for part in self.parts:
             part.progress(fraction)
 
     def _refuse_tracing(self) -> None:
-        """Raise ValueError if the forward is traced by a tool that cannot record a router."""
+        """Raise ValueError if this forward is traced or exported by a tool that does not support routers."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise ValueError(
                 f"{self.layer}: torch.jit.trace and torch.onnx.export(dynamo=False) cannot record a router; use "
@@ -220,7 +221,7 @@ class Router(nn.Module):
         return tokens
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply `fn` as any module does, then write the name again: an unsaved buffer has no values after `meta`."""
+        """Apply `fn` as `nn.Module` does, then set `_name` again: after a move from the meta device it has no values."""
         super()._apply(fn, recurse)
         if not self.get_buffer("_name").is_meta:
             self.layer = self._layer
@@ -233,7 +234,8 @@ class Router(nn.Module):
 def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:
     """Return `values (B,N,n)`, detached in rows that are not `usable (B,N)`.
 
-    A model's native experts return a gradient of NaN for padding that contains NaN; it must not reach the router.
+    Rows of padding that contain NaN are not usable. A model's native experts return NaN as the gradient of such rows, and
+    that gradient must not reach the router.
     """
     return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
 
@@ -242,6 +244,6 @@ def _is_exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-# `torch.onnx.export` may run Dynamo, which takes `is_in_onnx_export` for False. The mark makes Dynamo call the function. The
-# decorator `torch.compiler.assume_constant_result` does the same, but imports all of Dynamo when this module is imported.
+# `torch.onnx.export` may run Dynamo, which replaces `is_in_onnx_export()` by False. This attribute makes Dynamo call the
+# function instead. The decorator `torch.compiler.assume_constant_result` sets it too, but imports all of Dynamo.
 _is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]

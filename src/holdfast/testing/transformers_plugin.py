@@ -1,12 +1,12 @@
 """A pytest plugin that runs the model tests of transformers on rerouted models.
 
-In a checkout of transformers whose version is the installed one (its tests also need `parameterized`):
+Run it in a git checkout of transformers of the same version as the installed one. Its tests also need `parameterized`:
 
     pytest -p holdfast.testing.transformers_plugin --holdfast-router smooth tests/models/mixtral
 
-Every causal language model of a family that `holdfast.reroute` supports is rerouted when a test has built it from a config.
-A model that `from_pretrained` loads from a folder is not changed: if it was saved rerouted, it is loaded rerouted. Without
-the option nothing is changed, so that the same command gives the result to compare with.
+When a test builds a causal language model from a config, and `holdfast.reroute` supports its family, the plugin reroutes
+the model. A model that `from_pretrained` loads from a folder is not changed: if it was rerouted when it was saved, it is
+rerouted after loading. Without `--holdfast-router` the plugin changes nothing: use this to get results to compare with.
 """
 
 import functools
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+# "rerouted": models rerouted so far. "loading": calls of `from_pretrained` with a folder that are running now.
 _counts = {"rerouted": 0, "loading": 0}
 
 
@@ -22,20 +23,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("holdfast").addoption(
         "--holdfast-router",
         metavar="NAME",
-        help="reroute every causal language model that a test builds: native, smooth, ...",
+        help="reroute every causal language model that a test builds to this router: native, smooth, ...",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Reroute the causal language models of transformers when they are built."""
+    """Patch the causal language models of transformers, so that they are rerouted when they are built."""
     router = config.getoption("--holdfast-router")
     if router is not None:
-        for kind in _causal_models():
-            _reroute_what_is_built(kind, router)
+        for model_class in _causal_model_classes():
+            _reroute_when_built(model_class, router)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Return the line of the header that names the router."""
+    """Return the line of pytest's header that names the router."""
     router = config.getoption("--holdfast-router")
     return None if router is None else f"holdfast: causal language models are rerouted to {router!r}"
 
@@ -48,7 +49,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add the number of a worker."""
+    """Add the number of rerouted models that a pytest-xdist worker has sent."""
     _counts["rerouted"] += getattr(node, "workeroutput", {}).get("holdfast_rerouted", 0)
 
 
@@ -58,7 +59,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"holdfast: {_counts['rerouted']} models were rerouted")
 
 
-def _causal_models() -> list[Any]:
+def _causal_model_classes() -> list[Any]:
     """Return the causal language model class of each MoE family that this version of transformers has."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -68,33 +69,34 @@ def _causal_models() -> list[Any]:
     return [MODEL_FOR_CAUSAL_LM_MAPPING[config] for config in known if config in MODEL_FOR_CAUSAL_LM_MAPPING]
 
 
-def _replace_garbage(model: Any) -> None:
-    """Replace NaN and infinity in uninitialised parameters by 0: `reroute` raises an error for NaN in a gate."""
+def _zero_non_finite(model: Any) -> None:
+    """Replace NaN and infinity in uninitialised parameters by 0, because `reroute` raises an error for NaN in a gate."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             parameter.data.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _reroute_what_is_built(kind: Any, router: str) -> None:
+def _reroute_when_built(model_class: Any, router: str) -> None:
+    """Replace `__init__` and `from_pretrained` of a model class: new models are rerouted, loaded models are not."""
     from holdfast.hub.convert import reroute
 
-    build, load = kind.__init__, kind.from_pretrained.__func__
+    build, load = model_class.__init__, model_class.from_pretrained.__func__
 
     @functools.wraps(build)
     def build_and_reroute(model: Any, *arguments: Any, **options: Any) -> None:
         build(model, *arguments, **options)
-        if type(model) is kind and not _counts["loading"]:
-            _replace_garbage(model)
+        if type(model) is model_class and not _counts["loading"]:
+            _zero_non_finite(model)
             reroute(model, router)
             _counts["rerouted"] += 1
 
     @functools.wraps(load)
-    def load_unchanged(own: Any, *arguments: Any, **options: Any) -> Any:
+    def load_without_reroute(subclass: Any, *arguments: Any, **options: Any) -> Any:
         folder = arguments[0] if arguments else options.get("pretrained_model_name_or_path")
         _counts["loading"] += folder is not None
         try:
-            return load(own, *arguments, **options)
+            return load(subclass, *arguments, **options)
         finally:
             _counts["loading"] -= folder is not None
 
-    kind.__init__, kind.from_pretrained = build_and_reroute, classmethod(load_unchanged)
+    model_class.__init__, model_class.from_pretrained = build_and_reroute, classmethod(load_without_reroute)
