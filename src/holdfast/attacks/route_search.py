@@ -1,7 +1,7 @@
-"""The search of the routing attack: PGD towards other experts, shortened by bisection.
+"""The search of the routing attack: PGD towards other experts; the perturbations that flip are shortened by bisection.
 
 `RouteProbe` runs the attacked router or model and returns for each layer the selected sets and the keys that experts were
-ranked by. `Target` says which difference of keys to raise. `RouteSearch` climbs along the targets, and keeps the smallest
+ranked by. `Target` says which difference of keys to raise. `RouteSearch` raises it by gradient steps, and keeps the smallest
 perturbation that flips each token.
 
 T tokens as rows (T,d), E experts, L layers
@@ -29,9 +29,10 @@ class Layer(NamedTuple):
 class RouteProbe:
     """Call `route` at tokens given as rows (T,d), and return keys and selected sets of each layer.
 
-    A set has all slots of a token, or with `k` its first k slots. Keys are the logits if the gates have the same order, and
-    the log gates otherwise (an informer or another rule changed the order). If the number of experts varies and gates sum
-    to 1, selection compares gates with a threshold, and keys are log gates too. This is decided once, at the clean tokens.
+    A selected set has the experts of all slots of a token, or with `k` those of its first k slots. Keys are the logits if
+    the gates have the same order, and otherwise the logarithms of the gates (an informer or a rule changed the order). They
+    are also the logarithms if the number of experts varies and gates sum to 1, because selection then compares gates with a
+    threshold. Which of the two is decided once, at the clean tokens.
     """
 
     def __init__(self, route: Route, tokens: Tensor, k: int | None) -> None:
@@ -46,7 +47,9 @@ class RouteProbe:
     def __call__(self, rows: Tensor) -> list[Layer]:
         routings = self._routings(rows)
         if len(routings) != len(self.clean):
-            raise ValueError(f"the route returned {len(routings)} layers, but {len(self.clean)} for the clean tokens.")
+            raise ValueError(
+                f"the route returned {len(routings)} layers; for the clean tokens it returned {len(self.clean)}."
+            )
         return [self._layer(index, routing) for index, routing in enumerate(routings)]
 
     def changed(self, layers: list[Layer]) -> Tensor:
@@ -54,14 +57,14 @@ class RouteProbe:
         return torch.stack([(now.chosen != was.chosen).any(-1) for now, was in zip(layers, self.clean, strict=True)])
 
     def margins(self, layers: list[Layer]) -> Tensor:
-        """Return (L,T): best key outside the clean set minus worst key inside it; negative while the set is kept."""
+        """Return (L,T): highest key outside the clean set minus lowest key inside it; negative while the set is the same."""
         return torch.stack([_margin(now.keys, was.chosen) for now, was in zip(layers, self.clean, strict=True)])
 
     def _routings(self, rows: Tensor) -> list[Routing]:
-        answer = self.route(rows.view(self.shape))
-        if isinstance(answer, Tensor):
-            answer = self._from_scores(answer)
-        routings = [answer] if isinstance(answer, Routing) else list(answer)
+        returned = self.route(rows.view(self.shape))
+        if isinstance(returned, Tensor):
+            returned = self._from_scores(returned)
+        routings = [returned] if isinstance(returned, Routing) else list(returned)
         for routing in routings:
             if routing.gates.shape[0] != rows.shape[0]:
                 got, expected = routing.gates.shape[0], rows.shape[0]
@@ -89,31 +92,34 @@ class RouteProbe:
 
 
 def _is_ragged(routing: Routing) -> bool:
-    """Return whether the number of experts per token may vary: it does, or there is a slot for every expert."""
+    """Return whether the number of experts per token may vary: a slot is unused, or there is a slot for every expert."""
     return bool((~routing.used).any()) or routing.experts.shape[-1] == routing.gates.shape[-1]
 
 
 def _by_logits(routing: Routing, ragged: bool) -> bool:
     """Return whether keys are logits rather than log gates."""
     order = routing.logits.argsort(dim=-1, descending=True)
-    follows = bool((routing.gates.gather(-1, order).diff(dim=-1) <= 0).all())
-    shares = bool(((routing.gates.sum(-1) - 1).abs() < 1e-3).all())
-    return follows and not (ragged and shares)
+    same_order = bool((routing.gates.gather(-1, order).diff(dim=-1) <= 0).all())
+    sums_to_one = bool(((routing.gates.sum(-1) - 1).abs() < 1e-3).all())
+    return same_order and not (ragged and sums_to_one)
 
 
 def _margin(keys: Tensor, chosen: Tensor) -> Tensor:
-    """Return (T,): best key outside minus worst key inside; an empty side counts as 0, so that the other can still move."""
+    """Return (T,): highest key outside minus lowest key inside; 0 for an empty side, so that the other still counts."""
     outside = keys.masked_fill(chosen, -torch.inf).amax(-1)
     inside = keys.masked_fill(~chosen, torch.inf).amin(-1)
     return outside.where(~chosen.all(-1), 0.0) - inside.where(chosen.any(-1), 0.0)
 
 
 SHORTER = 0.9  # a later round searches for perturbations of at most this share of the smallest one so far
-HALF = 0.5  # the same share where tokens are perturbed together
+HALF = 0.5  # the same share if tokens are perturbed together
 
 
 class Target:
-    """One pair of experts for each token, or by default the best pair of each step. Index E is the threshold, a key of 0."""
+    """A pair of experts for each token, whose order the attack tries to swap. Index E is the threshold, a key of 0.
+
+    Without a pair, the target of each step is the pair with the smallest difference of keys.
+    """
 
     def __init__(self, inside: Tensor | None = None, outside: Tensor | None = None) -> None:
         self.inside, self.outside = inside, outside  # (T,)
@@ -128,7 +134,7 @@ class Target:
 class RouteSearch:
     """Search for flips at rows (T,d); keep the strongest input within the budget and the smallest flipping distance.
 
-    units   number of groups of tokens that are perturbed together (sequences, or the whole batch); None for each alone
+    units   number of groups of tokens that are perturbed together (sequences, or the whole batch); None: each token alone
     """
 
     def __init__(
@@ -152,15 +158,18 @@ class RouteSearch:
         return project(rows, self.clean, self.radius, self.norm)
 
     def run(self, targets: list[Target], steps: int, restarts: int, bisections: int, seed: int) -> None:
-        """Climb towards each target from the clean tokens, then from random starts, and shorten what each climb finds."""
+        """Run gradient steps for each target from the clean tokens, then from random starts; shorten what they find."""
         for target in targets:
             self._bisect(self._climb(target, self.clean, steps), bisections)
         for restart in range(restarts):
             noise = self._noise(derived_seed(seed, "routes", restart))
-            self._bisect(self._climb(Target(), self.project(self.clean + noise * HALF), steps), bisections)
+            self._bisect(self._climb(Target(), self.project(self.clean + noise * 0.5), steps), bisections)
 
     def _climb(self, target: Target, rows: Tensor, steps: int) -> Tensor:
-        """Return the rows at which each token flipped first, or its last row if it did not flip."""
+        """Run gradient steps. Return each token at its first flip, or after the last step if it did not flip.
+
+        Tokens that are perturbed together are all returned as after the last step.
+        """
         radius = self.radius.to(rows.dtype).unsqueeze(-1)
         first, flipped = rows, torch.zeros_like(self.real)
         for _ in range(steps):
@@ -170,7 +179,7 @@ class RouteSearch:
                 value = target.value(self.probe, layers)
             flips = self.keep_worst(rows.detach(), layers)
             first, flipped = rows.detach().where(~flipped.unsqueeze(-1), first), flipped | flips
-            # A hinge: where tokens are perturbed together, those that have flipped no longer count.
+            # If tokens are perturbed together, those that have flipped no longer count, as in a hinge loss.
             wanted = self.real if self.units is None else self.real & ~flips
             slope = gradient(value.where(wanted, 0.0).sum(), rows)
             # Steps of the whole radius: the first is exact for linear keys, and shorter steps found fewer flips for others.
@@ -179,29 +188,29 @@ class RouteSearch:
         return rows if self.units is not None else rows.where(~flipped.unsqueeze(-1), first)
 
     def try_inputs(self, rows: Tensor) -> Tensor:
-        """Route these rows, keep what is worse than before, and return (T,) which of them flip."""
+        """Route these rows, call `keep_worst`, and return (T,) which of them flip."""
         with torch.no_grad():
             return self.keep_worst(rows, self.probe(rows))
 
     def keep_worst(self, rows: Tensor, layers: list[Layer]) -> Tensor:
-        """Keep rows that are stronger or flip at a smaller distance, and return (T,) which of them flip."""
+        """Keep the rows that are stronger than before and the smallest distances of flips; return (T,) which rows flip."""
         changed = self.probe.changed(layers) & self.real
-        flips, far = changed.any(0), distances(rows, self.clean, self.norm)
-        # Stronger rows flip more layers and tokens; among equals, those further beyond the decision boundary.
+        flips, distance = changed.any(0), distances(rows, self.clean, self.norm)
+        # Stronger rows flip more layers and tokens. Of equal ones, the larger margin decides, which adds at most 1/4.
         margin = torch.tanh(self.probe.margins(layers).detach().double().mean(0)).nan_to_num(0.0)
         strength = changed.sum(0) + margin.where(self.real, 0.0) / (4 * self.real.numel())
         if self.units is not None:
-            far = self._per_token(far.view(self.units, -1).amax(1))
+            distance = self._per_token(distance.view(self.units, -1).amax(1))
             strength = strength.view(self.units, -1).sum(1)
-        stronger = (strength > self.strength) & (strength > HALF)
+        stronger = (strength > self.strength) & (strength > 0.5)  # above 0.5: a token has flipped
         self.strength = strength.where(stronger, self.strength)
         self.strongest = rows.where(self._per_token(stronger).unsqueeze(-1), self.strongest)
-        nearer = flips & (far < self.smallest)
-        self.smallest = far.where(nearer, self.smallest)
+        nearer = flips & (distance < self.smallest)
+        self.smallest = distance.where(nearer, self.smallest)
         return flips
 
     def _bisect(self, rows: Tensor, bisections: int) -> None:
-        """Shorten the perturbations: by bisection, or by fixed shares where tokens are perturbed together."""
+        """Try shorter perturbations: by bisection, or with evenly spaced lengths if tokens are perturbed together."""
         low, high = torch.zeros_like(self.smallest), torch.ones_like(self.smallest)
         for number in range(bisections if self.found.any() else 0):
             share = (low + high) / 2 if self.units is None else high * (number + 1) / (bisections + 1)
@@ -210,12 +219,12 @@ class RouteSearch:
                 low, high = share.where(~flips, low), share.where(flips, high)
 
     def try_random(self, tries: int, seed: int) -> None:
-        """Try random perturbations of the whole budget."""
+        """Try random perturbations that are as large as the radius."""
         for number in range(tries):
             self.try_inputs(self.project(self.clean + self._noise(derived_seed(seed, "tries", number))))
 
     def search_closer(self) -> None:
-        """Reduce the radius below the smallest flip so far; by less for tokens where the last reduction found nothing."""
+        """Reduce the radius below the smallest flip so far; by less for tokens that did not flip in the last radius."""
         if self.units is not None:
             self.radius = self.radius * HALF
             return
@@ -224,14 +233,15 @@ class RouteSearch:
         self.radius = self.budgets.minimum(self.share * self.smallest)
 
     def _noise(self, seed: int) -> Tensor:
-        """Return random perturbations of the whole radius."""
+        """Return random perturbations that are as large as the radius."""
         noise = torch.randn(self.clean.shape, generator=torch.Generator().manual_seed(seed)).to(self.clean)
         return direction(noise, self.norm) * self.radius.to(noise.dtype).unsqueeze(-1)
 
     def _between(self, rows: Tensor, share: Tensor) -> Tensor:
+        """Return the clean rows plus `share (T,)` of the perturbations to `rows`."""
         clean = self.clean.double()
         between = (clean + share.unsqueeze(-1) * (rows.double() - clean)).to(rows.dtype)
-        return project(between, self.clean, self.budgets, self.norm)  # rounding may have left the ball
+        return project(between, self.clean, self.budgets, self.norm)  # rounding may exceed the budget
 
     def _per_token(self, units: Tensor) -> Tensor:
         """Repeat the value of each unit for each of its tokens."""
@@ -239,7 +249,10 @@ class RouteSearch:
 
 
 def nearest_targets(search: RouteSearch, pairs: int, candidates: int) -> list[Target]:
-    """Return the pairs with the nearest decision boundaries, keys linearised; for several layers, the default target."""
+    """Return the pairs with the nearest decision boundaries of the linearised keys, and the default target.
+
+    For several layers, return only the default target.
+    """
     probe = search.probe
     if len(probe.clean) > 1:
         return [Target()]
@@ -257,14 +270,12 @@ def nearest_targets(search: RouteSearch, pairs: int, candidates: int) -> list[Ta
         for b, j in enumerate(outside.unbind(1)):
             gap = (_key(keys, i) - _key(keys, j)).detach().clamp_min(0).double()
             slope = _dual_norms(slopes[0][a] - slopes[1][b], search.norm)
-            known = (i < keys.shape[-1]) & (j < keys.shape[-1]) & (slope > 0) & gap.isfinite()
-            distances_to_boundary.append((gap / slope).where(known, torch.inf))
+            valid = (i < keys.shape[-1]) & (j < keys.shape[-1]) & (slope > 0) & gap.isfinite()
+            distances_to_boundary.append((gap / slope).where(valid, torch.inf))
     order = torch.stack(distances_to_boundary, 1).argsort(dim=1, stable=True)[:, :pairs]
     targets = [
-        Target(
-            inside.gather(1, plane // outside.shape[1]).squeeze(1), outside.gather(1, plane % outside.shape[1]).squeeze(1)
-        )
-        for plane in order.split(1, dim=1)
+        Target(inside.gather(1, pair // outside.shape[1]).squeeze(1), outside.gather(1, pair % outside.shape[1]).squeeze(1))
+        for pair in order.split(1, dim=1)
     ]
     if probe.ragged[0]:  # a set may also lose or gain an expert
         threshold = torch.full_like(inside[:, 0], keys.shape[-1])
@@ -273,7 +284,7 @@ def nearest_targets(search: RouteSearch, pairs: int, candidates: int) -> list[Ta
 
 
 def _ranked(keys: Tensor, member: Tensor, count: int) -> Tensor:
-    """Return (T,n): the n <= count members with the highest keys; the index E fills up rows with fewer."""
+    """Return (T,n): the n <= count members with the highest keys; index E in the remaining places of rows with fewer."""
     count = min(count, int(member.sum(1).max())) if member.numel() else 0
     best = keys.masked_fill(~member, -torch.inf).topk(count, dim=1).indices
     return best.where(member.gather(1, best), keys.shape[1])
@@ -286,12 +297,12 @@ def _key(keys: Tensor, index: Tensor) -> Tensor:
 
 
 def _dual_norms(slopes: Tensor, norm: Norm) -> Tensor:
-    """Return (T,) float64: the largest change that a step of length 1 can make, the dual norm of the slope."""
+    """Return (T,) float64: the dual norm of each slope, the largest change of a key by a step of norm 1."""
     return row_norms(slopes, "l2") if norm == "l2" else slopes.double().abs().sum(1)
 
 
 def gradient(value: Tensor, rows: Tensor) -> Tensor:
-    """Return the gradient of `value` in `rows`, 0 where there is none."""
+    """Return the gradient of `value` with respect to `rows`; 0 if `value` does not depend on them."""
     if not value.requires_grad:
         return torch.zeros_like(rows)
     (slope,) = torch.autograd.grad(value, rows, retain_graph=True, allow_unused=True)

@@ -10,9 +10,10 @@ held set, the experts of r, weighted by the scores of the second forward. Then, 
     y(x', r') - y(x, r)  =  [y(x', r') - y(x', r*)]  +  [y(x', r*) - y(x, r)]
     total                =  flip                     +  rest
 
-A token that keeps its selected set has r* = r' and no flip part. Where experts fade in and out (smooth top-k, ReLU), one
-that has left has weight 0, and r* has the weights of r' that remain on the held set, rescaled to their sum if the layer
-renormalises: so the flip part of a continuous router goes to 0 with the perturbation, and that of top-k does not.
+A token that keeps its selected set has r* = r' and no flip part. With smooth top-k and ReLU, experts enter and leave the
+selected set with weight 0. For these, r* has the weights that r' gives to the held set, and 0 for experts that r' does not
+select; they are rescaled to the sum of the weights of r' if the layer renormalises. So the flip part of such a continuous
+router goes to 0 with the size of the perturbation, and that of top-k does not.
 
 T tokens, R predictions (one per token for language models, one per image for classifiers)
 """
@@ -35,8 +36,8 @@ from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.tasks import IGNORED, token_nll
 from holdfast.routing import Routing, Scores, Selection
 
-PerturbInput = Callable[[int, Tensor], Tensor]  # (layer, router's input) -> what the router reads instead
-Rows = tuple[Tensor, Tensor]  # rows of the first and of the second forward that are the same tokens
+PerturbInput = Callable[[int, Tensor], Tensor]  # (number of the MoE layer, router's input) -> perturbed input
+Rows = tuple[Tensor, Tensor]  # row indices of the same tokens in the first and in the second forward
 
 
 @final
@@ -47,14 +48,14 @@ class LayerRecord:
     routing: Routing
     tokens: Tensor  # (T,d): the inputs of the experts
     routed: Tensor  # (T,d): the outputs of the experts, weighted and summed
-    output: Tensor  # (T,d): of the whole layer, shared experts included
-    weights: torch.dtype  # of the gate weights that the experts received
+    output: Tensor  # (T,d): the output of the whole layer, with shared experts
+    weights: torch.dtype  # the dtype of the gate weights that the experts received
 
 
 @final
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts: its best class or token, and the loss where there is a label."""
+    """What a model predicts: the most likely class or token, and the loss if there is a label."""
 
     best: Tensor  # (R,) int64
     nll: Tensor  # (R,) float64
@@ -74,15 +75,15 @@ class Observation:
     sequences: int
 
     def real(self, layer: int) -> Tensor:
-        """Return the rows of a layer that are not padding."""
+        """Return the row indices of a layer's tokens that are not padding."""
         rows = torch.arange(len(self.layers[layer].tokens), device=self.layers[layer].tokens.device)
         return rows if self.token_mask is None else rows[self.token_mask.to(rows.device)]
 
     def require_finite(self) -> None:
-        """Raise ValueError if a router's input is not finite: finite weights may overflow, mostly in float16."""
+        """Raise ValueError if a router's input is not finite: activations may overflow, mostly in float16."""
         for layer, call in enumerate(self.router_calls):
             if not bool(_rows(call.tokens)[self.real(layer)].isfinite().all()):
-                raise ValueError(f"{call.name}: its inputs are NaN or infinite; audit the model in another dtype.")
+                raise ValueError(f"{call.name}: its inputs contain NaN or infinity; audit the model in another dtype.")
 
 
 def observe(audited: AuditedModel, batch: AuditBatch, *, perturb_input: PerturbInput | None = None) -> Observation:
@@ -163,7 +164,7 @@ class OutputChange:
 
 
 def split_change(site: MoELayerRef, before: LayerRecord, after: LayerRecord, rows: Rows) -> OutputChange:
-    """Return the change of the outputs of `rows`. Runs experts only for the tokens that flipped."""
+    """Return the change of the outputs of `rows`. Experts run again only for the tokens that flipped."""
     first, second = select_rows(before.routing, rows[0]), select_rows(after.routing, rows[1])
     output = before.output[rows[0]].double()
     total = after.output[rows[1]].double() - output
@@ -199,12 +200,12 @@ def held_weights(site: MoELayerRef, experts: Tensor, after: Routing) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Outputs:
-    """Means over tokens of |.| / |y|. The norms of the parts do not add up to the norm of the total; `flip_share` does."""
+    """Mean over tokens of the norm of each part of the change, divided by |y|. These norms do not add up to the total."""
 
     total: float
     flip: float
     rest: float
-    flip_share: float  # sum <flip, total> / sum |total|^2, which adds up to 1 with that of the rest; 0 if nothing changed
+    flip_share: float  # sum <flip, total> / sum |total|^2; it and the same share of the rest sum to 1; 0 without a change
 
 
 class OutputChanges(Accumulator[Outputs]):
@@ -212,7 +213,7 @@ class OutputChanges(Accumulator[Outputs]):
 
     def update(self, change: OutputChange) -> None:
         size = change.before.norm(dim=-1)
-        counted = size > 0  # a change of a zero output has no relative size
+        counted = size > 0  # the relative change of a zero output is not defined
         parts = {"total": change.total, "flip": change.flip, "rest": change.rest}
         relative = {name: (part.norm(dim=-1) / size)[counted].sum() for name, part in parts.items()}
         along, squared = (change.flip * change.total).sum(), change.total.square().sum()
@@ -240,7 +241,7 @@ class LossChanges(Accumulator[dict[str, float]]):
 
 @final
 class ForwardComparison:
-    """What one perturbation changes, in every layer and in the predictions. `details` are specific to the perturbation."""
+    """Sum up what one perturbation changes in every layer and in the predictions; `details` depend on the perturbation."""
 
     def __init__(self, audited: AuditedModel) -> None:
         self.audited = audited
@@ -254,9 +255,9 @@ class ForwardComparison:
         return max(changes.tokens for changes in self.routes)
 
     def compare(self, before: Observation, after: Observation, rows: list[Rows] | None = None) -> None:
-        """Compare two forwards; `rows` of each layer are the same tokens, by default all real tokens.
+        """Compare two forwards; `rows` says for each layer which tokens to compare, by default all real tokens.
 
-        Call it while the model is still perturbed, because it runs experts.
+        Call it while the model is still perturbed, because it runs experts of the model.
         """
         rows = [(before.real(layer),) * 2 for layer in range(len(before.layers))] if rows is None else rows
         for layer, pair in enumerate(rows):
@@ -271,18 +272,18 @@ class ForwardComparison:
         self.outputs[layer].update(split_change(self.audited.moe_layers[layer], one, two, rows))
 
     def compare_predictions(self, before: Observation, after: Observation, rows: Rows | None = None) -> None:
-        """Compare the predictions at these tokens, by default at all real tokens; all predictions that are not per token."""
+        """Compare the predictions at `rows`, by default at all real tokens; a classifier's predictions are all compared."""
         if before.predictions is None or after.predictions is None:
             return
         rows = (before.real(0),) * 2 if rows is None else rows
         self.compare_examples(before, after, rows if before.predictions.per_token else None)
 
     def compare_examples(self, before: Observation, after: Observation, rows: Rows | None) -> None:
-        """Compare these predictions, by default all."""
+        """Compare the predictions at `rows`, by default all."""
         one, two = before.predictions, after.predictions
         assert one is not None and two is not None
         every = torch.arange(len(one.best), device=one.best.device)
-        first, second = (every, every) if rows is None else (row.to(every.device) for row in rows)
+        first, second = (every, every) if rows is None else (indices.to(every.device) for indices in rows)
         self.predictions.update(one.best[first], two.best[second])
         self.predicted += len(first)
         scored = (one.labels[first] == two.labels[second]) & (one.labels[first] != IGNORED)
@@ -317,7 +318,7 @@ class ForwardComparison:
         return {"tokens": self.tokens, "layers": layers, "overall": self._overall(layers), "details": self.details}
 
     def _overall(self, layers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return means over layers, and the model's predictions and losses."""
+        """Return means over layers, and the changes of the model's predictions and losses."""
         routing = ("flips", "first_flips", "weight_change")
         means = {name: statistics.fmean(layer[name] for layer in layers) for name in routing}
         parts = ("total", "flip", "rest", "flip_share")

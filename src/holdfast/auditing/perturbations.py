@@ -30,8 +30,8 @@ from holdfast.data import Vocabulary
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 
-PADDED = 5  # tokens of padding; not a multiple of a block size of kernels
-STEPS = 5  # of the attack
+PADDED = 5  # tokens of extra padding per sequence; not a multiple of a kernel's block size
+STEPS = 5  # gradient steps of the attack
 
 
 class Perturbation(ABC):
@@ -39,15 +39,15 @@ class Perturbation(ABC):
 
     name: str  # in the report
     about: str  # one line for the report
-    harmless: ClassVar[bool] = False  # results should be equal, so any flip is a fault of the model
+    harmless: ClassVar[bool] = False  # True: results should not change, so any flip is a defect of the model
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
-        """Return why it cannot be run on this model and these inputs; None if it can."""
+        """Return why this perturbation cannot be run on this model and these inputs; None if it can."""
         return None
 
     @abstractmethod
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
-        """Run it on one batch and add to `comparison`. The model is restored when it returns or raises."""
+        """Perturb one batch and add the changes to `comparison`. The model is restored afterwards, also after an error."""
 
 
 @final
@@ -73,7 +73,7 @@ class Noise(Perturbation):
         comparison.compare(clean, observe(audited, batch, perturb_input=partial(self._perturbed_input, batch.number)))
 
     def _perturbed_input(self, batch: int, layer: int, tokens: Tensor) -> Tensor:
-        # Drawn on the CPU, so that it is the same on every device and for every router in the model.
+        # Drawn on the CPU with a fixed seed: the noise of a layer is the same on every device and with every router.
         source = torch.Generator().manual_seed(derived_seed(self.seed, "noise", self.level, batch, layer))
         noise = torch.randn(tokens.shape, generator=source).to(tokens.device)
         size = tokens.float().norm(dim=-1, keepdim=True) * self.level / tokens.shape[-1] ** 0.5
@@ -82,7 +82,7 @@ class Noise(Perturbation):
 
 @final
 class RoutingDtype(Perturbation):
-    """Round router inputs and weights to a shorter dtype, and nothing else."""
+    """Round only router inputs and router weights to a dtype with fewer bits."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = DTYPES[dtype]
@@ -96,7 +96,7 @@ class RoutingDtype(Perturbation):
 
 @final
 class ModelDtype(Perturbation):
-    """Run the whole model in another dtype: bfloat16, or float32 if the model has a shorter dtype."""
+    """Run the whole model in another dtype: bfloat16, or float32 if the model is not in float32."""
 
     def __init__(self, audited: AuditedModel) -> None:
         self.dtype = torch.bfloat16 if audited.dtype == torch.float32 else torch.float32
@@ -115,7 +115,7 @@ class ModelDtype(Perturbation):
 
 @final
 class Backend(Perturbation):
-    """Compute the experts by another function of transformers: eager instead of grouped_mm, or the other way round."""
+    """Run the experts with another implementation of transformers: grouped_mm if it is eager now, otherwise eager."""
 
     def __init__(self, audited: AuditedModel) -> None:
         self.current = getattr(audited.model.config, "_experts_implementation", None)
@@ -124,11 +124,11 @@ class Backend(Perturbation):
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
         if any(site.family is None for site in audited.moe_layers):
-            return "its experts are Holdfast's own, which have one implementation per device."
+            return "the model's experts are Holdfast's own, which have one implementation per device."
         if not hasattr(audited.model, "set_experts_implementation") or self.current is None:
             return "this version of transformers has only one implementation of its experts."
         if any(site.router is not None and site.router.select.ragged for site in audited.moe_layers):
-            return "its routers leave slots unused, which only Holdfast's own experts function supports."
+            return "the model's routers leave slots unused, which only Holdfast's own experts function supports."
         return None
 
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
@@ -168,7 +168,7 @@ class SingleSequence(Perturbation):
             comparison.compare_examples(clean, observed, (torch.tensor([sequence]), torch.tensor([0])))
 
     def _rows(self, clean: Observation, layer: int, sequence: int, real: Tensor | None) -> Rows:
-        length = len(clean.layers[layer].tokens) // clean.sequences  # swin has other lengths in later layers
+        length = len(clean.layers[layer].tokens) // clean.sequences  # Swin has shorter sequences in later layers
         device = clean.layers[layer].tokens.device
         positions = torch.arange(length, device=device) if real is None else real.to(device)
         return sequence * length + positions, torch.arange(len(positions), device=device)
@@ -188,9 +188,9 @@ class ExtraPadding(Perturbation):
         if batch.ids is None:
             return "images have no padding."
         if batch.inputs.keys() - {"input_ids", "attention_mask", "token_type_ids"}:
-            return "its inputs contain more than tokens and their mask, which an audit cannot pad."
+            return "the inputs contain more than tokens and their mask, and an audit cannot pad the others."
         if not audited.takes_positions and self.side == "left":
-            return "its forward takes no position_ids, so padding on the left would change every token's position."
+            return "the model's forward takes no position_ids, so padding on the left would change every token's position."
         return None
 
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
@@ -214,13 +214,13 @@ class ExtraPadding(Perturbation):
 
 
 def padding_mask(batch: AuditBatch) -> Tensor | None:
-    """Return the attention mask if it marks padding, (B,N)."""
+    """Return the attention mask if it is (B,N), one entry per token; otherwise None."""
     mask = batch.inputs.get("attention_mask")
     return mask if mask is not None and mask.dim() == 2 else None
 
 
 def _single_sequence(batch: AuditBatch, sequence: int, real: Tensor | None) -> AuditBatch:
-    """Return one sequence of a batch, only its positions `real` if given."""
+    """Return a batch with one sequence only; if `real` is given, with only these positions of it."""
 
     def cut(name: str, tensor: Tensor) -> Tensor:
         row = tensor[sequence : sequence + 1]
@@ -232,7 +232,7 @@ def _single_sequence(batch: AuditBatch, sequence: int, real: Tensor | None) -> A
 
 @final
 class WordChanges(Perturbation):
-    """Swap or misspell some words of each text; compare the tokens with the same characters and the same id in both."""
+    """Swap or misspell some words of each text; compare the tokens that have the same characters and id in both texts."""
 
     def __init__(self, name: str, encoder: TextEncoder | None, rate: float, seed: int, length: int) -> None:
         self.name, self.encoder, self.rate, self.seed, self.length = name, encoder, rate, seed, length
@@ -264,7 +264,7 @@ class WordChanges(Perturbation):
         assert batch.texts is not None and self.encoder is not None
         if self.name == "typos":
             return misspell(batch.texts, rate=self.rate, seed=self.seed)
-        # Only words with tokens of their own: the unknown token is easy to predict and would hide what a swap costs.
+        # Swap in only words that the tokenizer knows: the unknown token is easy to predict and would hide the cost.
         words = [word for word in words_in(batch.texts) if self.encoder.knows(word)]
         if len({word.lower() for word in words}) < 2:
             return None
@@ -273,7 +273,7 @@ class WordChanges(Perturbation):
 
 
 def aligned_rows(before: AuditBatch, after: AuditBatch, attacked: AttackedText) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of the two batches that are the same untouched token at the same place of the text."""
+    """Return the row indices, in each of the two batches, of the untouched tokens that both texts share."""
     assert before.ids is not None and after.ids is not None and before.spans is not None and after.spans is not None
     first, second = [], []
     for document, (old, new) in enumerate(zip(before.spans, after.spans, strict=True)):
@@ -288,10 +288,10 @@ def aligned_rows(before: AuditBatch, after: AuditBatch, attacked: AttackedText) 
 
 @final
 class Attack(Perturbation):
-    """Attack the router inputs of a few sequences of the first batch by PGD, layer by layer; experts' inputs stay the same.
+    """Attack the router inputs of a few sequences of the first batch by PGD, layer by layer; the experts' inputs are clean.
 
-    Each layer is attacked separately in the clean forward. Predictions are those of a forward in which the router inputs of
-    all layers have the perturbations that these attacks found.
+    Each layer is attacked separately, with the router inputs of the clean forward. Predictions are compared with those of a
+    forward in which all layers have the perturbations that these attacks found.
     """
 
     def __init__(self, budget: float, tokens: int, seed: int) -> None:
@@ -302,8 +302,8 @@ class Attack(Perturbation):
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
         if batch.number:
             return
-        few = self._first_sequences(batch, clean)
-        observed = observe(audited, few)
+        attacked_batch = self._first_sequences(batch, clean)
+        observed = observe(audited, attacked_batch)
         perturbations = []
         for layer, record in enumerate(observed.layers):
             attacked, summary = self._attack(observed, layer)
@@ -316,11 +316,11 @@ class Attack(Perturbation):
             perturbed = replace(observed, layers=[*observed.layers[:layer], after, *observed.layers[layer + 1 :]])
             comparison.compare_layer(layer, observed, perturbed, (observed.real(layer), observed.real(layer)))
             comparison.details.append({"layer": layer, **summary})
-        everywhere = observe(audited, few, perturb_input=lambda layer, tokens: tokens + perturbations[layer])
-        comparison.compare_predictions(observed, everywhere)
+        all_perturbed = observe(audited, attacked_batch, perturb_input=lambda layer, tokens: tokens + perturbations[layer])
+        comparison.compare_predictions(observed, all_perturbed)
 
     def _first_sequences(self, batch: AuditBatch, clean: Observation) -> AuditBatch:
-        """Return the first sequences with about `tokens` tokens; whole ones, because tokens may share gates."""
+        """Return the first whole sequences with about `tokens` tokens: informers mix the gates of a whole sequence."""
         length = len(clean.layers[0].tokens) // clean.sequences
         count = max(1, self.tokens // length)
         inputs = {name: tensor[:count] for name, tensor in batch.inputs.items()}
@@ -333,7 +333,7 @@ class Attack(Perturbation):
         real[observed.real(layer)] = True
         route: Any = call.route
         options: dict[str, Any] = {"context": call.context}
-        if not isinstance(route, Router):  # a native gate routes each token on its own, in its own dtype
+        if not isinstance(route, Router):  # a native gate routes each token separately, in the dtype of the tokens
             route, options = partial(call_in_dtype, call.route, tokens.dtype), {"joint": False}
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore", AttackWarning)
@@ -349,6 +349,6 @@ class Attack(Perturbation):
                 seed=self.seed,
                 **options,
             )
-        kept = ("rate", "tokens", "smallest", "median", "budget", "norm", "relative", "joint", "steps", "seed", "flags")
+        reported = ("rate", "tokens", "smallest", "median", "budget", "norm", "relative", "joint", "steps", "seed", "flags")
         summary = found.summary()
-        return found.inputs.to(tokens.dtype), {name: summary[name] for name in kept}
+        return found.inputs.to(tokens.dtype), {name: summary[name] for name in reported}

@@ -3,17 +3,17 @@
 config.json of a changed model:
 
     {"model_type": "holdfast",                       # unknown to transformers without Holdfast: its Auto classes refuse it
-     "transformers_weights": NEEDS_HOLDFAST,         # a class that reads this level as its own config refuses the weights
+     "transformers_weights": NEEDS_HOLDFAST,         # a model class that reads this level as its config finds no weights
      "model_config": {                               # the family's config, which the family's own class reads
         "model_type": "mixtral", ...,
         "holdfast": {"format": 2, "layers": {...}},  # the routers
-        "quantization_config": {"quant_method": "holdfast"},   # calls `AppliesChanges` if Holdfast is imported
-        "transformers_weights": NEEDS_HOLDFAST}}     # and refuses the weights if it is not
+        "quantization_config": {"quant_method": "holdfast"},   # with Holdfast imported, calls `AppliesChanges`
+        "transformers_weights": NEEDS_HOLDFAST}}     # without Holdfast, no file of weights is found
 
 In format 1 the family's config is the upper level itself, with "holdfast" in it.
 
 holdfast.json is a manifest with checksums of the weights and of the description of routers: a file that is damaged or was
-changed is noticed before it is loaded. `check_folder` checks a folder, however it is opened; `require_all_used` and
+changed raises an error before it is loaded. `check_folder` checks a folder; `require_all_used` and
 `require_fitting_files` check that its weights are those of the model. README.md is the model card.
 """
 
@@ -31,8 +31,9 @@ from holdfast.model_size import require_sane_numbers
 
 MODEL_TYPE = "holdfast"
 SECTION = "model_config"
-NEEDS_HOLDFAST = "this folder is read after `import holdfast`, or with holdfast.load"  # in the error message
-NO_DTYPE = "this folder is read with holdfast.load"  # an invalid dtype, by which format 1 stops a load without Holdfast
+# In place of the name of a file of weights; transformers shows it in its error message.
+NEEDS_HOLDFAST = "this folder is read after `import holdfast`, or with holdfast.load"
+NO_DTYPE = "this folder is read with holdfast.load"  # an invalid dtype: in format 1 it makes a load without Holdfast fail
 
 # Entries of a config that name code: modules in the folder, or kernels to download.
 CODE = (
@@ -54,8 +55,9 @@ UPPER = {"model_type", "transformers_version", "transformers_weights", SECTION, 
 MANIFEST, MANIFEST_FORMAT = "holdfast.json", 1
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # downloaded from a hub: no code, no pickles
 INDEX = "*.safetensors.index*.json"
-LARGEST = {  # bytes, by the first pattern that fits the name; a model of 10^12 parameters has an index of 15 MB
-    INDEX: 64 * MIB,
+# Largest size of a file in bytes; the first pattern that matches its name counts.
+LARGEST = {
+    INDEX: 64 * MIB,  # a model of 10^12 parameters has an index of 15 MB
     "trainer_state.json": LARGE,  # has the log of every step
     "*config.json": SMALL,
     "special_tokens_map.json": SMALL,
@@ -73,8 +75,8 @@ LARGEST = {  # bytes, by the first pattern that fits the name; a model of 10^12 
 def wrapped_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of config.json for the config `values` of a changed model."""
     quantised = values.get("quantization_config")
-    calls_us = {"quant_method": MODEL_TYPE, **({} if quantised is None else {"quantization_config": quantised})}
-    section = {**values, "quantization_config": calls_us, "transformers_weights": NEEDS_HOLDFAST}
+    load_hook = {"quant_method": MODEL_TYPE, **({} if quantised is None else {"quantization_config": quantised})}
+    section = {**values, "quantization_config": load_hook, "transformers_weights": NEEDS_HOLDFAST}
     version = {name: values[name] for name in ("transformers_version",) if name in values}
     return {"model_type": MODEL_TYPE, **version, "transformers_weights": NEEDS_HOLDFAST, SECTION: section}
 
@@ -86,15 +88,17 @@ def description_of(written: Mapping[str, Any]) -> Any:
 
 
 def is_modified(written: Mapping[str, Any], name: object) -> bool:
-    """Whether this is the config of a changed model. Raise ValueError if only some of the entries say so."""
-    ours = written.get("model_type") == MODEL_TYPE
-    if ours != (description_of(written) is not None):
-        raise ValueError(f"{name}: its config was edited: its model_type and Holdfast's description of routers contradict.")
-    return ours
+    """Whether this is the config of a changed model. Raise ValueError if its entries contradict each other."""
+    is_holdfast = written.get("model_type") == MODEL_TYPE
+    if is_holdfast != (description_of(written) is not None):
+        raise ValueError(
+            f"{name}: its config was edited: its model_type and Holdfast's description of routers contradict each other."
+        )
+    return is_holdfast
 
 
 def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
-    """Return the family's config from any config.json, without entries that name code or stop a load."""
+    """Return the family's config from any config.json, without entries that name code or make a load fail."""
     values = _family_values(written, name)
     names = values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
@@ -111,7 +115,7 @@ def _family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
         other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
         if other:
             raise ValueError(
-                f'{name}: its config says {other[0]!r} beside "{SECTION}", where it has no effect; put it inside.'
+                f'{name}: its config has {other[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
             )
         if section.get("model_type") != own_type:
             raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {own_type!r}.")
@@ -150,7 +154,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{folder} has no config.json: it is not a model folder, or not complete.") from None
     if not isinstance(written, dict):
-        raise ValueError(f"{folder / 'config.json'} does not describe a model.")
+        raise ValueError(f"{folder / 'config.json'} is not a JSON object, so it does not describe a model.")
     return written
 
 
@@ -194,7 +198,7 @@ def check_manifest(folder: Path, *, weights: bool = True) -> None:
         if Path(name).name != name or not (folder / name).is_file():
             raise ValueError(f"{folder} lacks {name}, which its {MANIFEST} lists: the folder is not complete.")
     if _description(folder) != content.get("description"):
-        raise ValueError(f"{folder / 'config.json'} describes other routers than were saved: it was changed.")
+        raise ValueError(f"{folder / 'config.json'} describes other routers than those that were saved: it was changed.")
     if not weights:
         return
     found = _weights(folder)
@@ -211,7 +215,7 @@ def _weights(folder: Path) -> dict[str, str]:
 
 def sha256_of(file: Path) -> str:
     """Return the SHA-256 of a file's content."""
-    require_regular(file)  # to open a pipe would wait for ever
+    require_regular(file)  # opening a named pipe would block
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -243,7 +247,7 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def require_own_files(folder: Path) -> None:
-    """Raise ValueError if a file that a library would read is not regular, too large, or a link out of the folder."""
+    """Raise ValueError if a file that a library would read is not a regular file, too large, or links out of the folder."""
     for place in (folder, folder / "additional_chat_templates"):
         names = sorted(os.listdir(place)) if place.is_dir() else []
         for name in names:
@@ -256,7 +260,7 @@ def _require_own(file: Path, folder: Path, limit: int | None) -> None:
     try:
         require_regular(file, limit=limit, inside=folder)
     except FileNotFoundError:
-        raise ValueError(f"{file} is a link to a file that is not there: the folder is not complete.") from None
+        raise ValueError(f"{file} is a link to a file that does not exist: the folder is not complete.") from None
 
 
 def _require_own_shards(folder: Path) -> None:
@@ -268,13 +272,13 @@ def _require_own_shards(folder: Path) -> None:
             raise ValueError(f"{index} does not say which file holds each weight: the folder is damaged.")
         for name in sorted(set(shards.values())):
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ValueError(f"{index} names {name!r}, which is no safetensors file of this folder.")
+                raise ValueError(f"{index} names {name!r}, which is not a safetensors file of this folder.")
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} lacks {name}, which its {index.name} lists: the folder is not complete.")
 
 
 def downloaded_folder(name: str, **options: Any) -> Path:
-    """Download a model from the hub, without its code and pickles, and return its folder."""
+    """Download a model from the Hugging Face hub, without code and pickles, and return its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -287,16 +291,16 @@ def downloaded_folder(name: str, **options: Any) -> Path:
         ) from None
 
 
-REPORTED = {"missing_keys": "lacks", "unexpected_keys": "has too many", "mismatched_keys": "reshapes"}
+REPORTED = {"missing_keys": "lacks", "unexpected_keys": "has unexpected", "mismatched_keys": "reshapes"}
 
 
 def require_all_used(found: Mapping[str, Any], model: Any, folder: object, *, layers: Iterable[str] | None = None) -> None:
     """Raise ValueError for weights that transformers initialised or skipped (`found` is its loading info).
 
-    With `layers`, only the weights of these layers are checked: a head that is not in the folder is initialised, with a
-    warning of transformers, and another number of labels is the user's choice (`ignore_mismatched_sizes`).
+    With `layers`, only the weights of these layers are checked. Others may differ: transformers initialises a head that is
+    not in the folder, with a warning, and users may choose another number of labels (`ignore_mismatched_sizes`).
     """
-    # Unexpected weights have their names in the folder, the others those in the model: with the base model's prefix or not.
+    # Remove the base model's prefix: unexpected weights have their names in the folder, the others those in the model.
     prefix = f"{model.base_model_prefix}."
     inside = tuple(f"{name.removeprefix(prefix)}." for name in layers or ())
     for key, what in REPORTED.items():
@@ -306,21 +310,23 @@ def require_all_used(found: Mapping[str, Any], model: Any, folder: object, *, la
 
 
 def require_fitting_files(files: Iterable[str], model: Any, layers: Iterable[str]) -> None:
-    """Raise ValueError if safetensors have other names than the changed `layers`, or other shapes than the model."""
+    """Raise ValueError if safetensors lack or add weights in the changed `layers`, or differ in shape from the model."""
     from safetensors import safe_open
 
     files = list(files)
     prefix = f"{model.base_model_prefix}."
-    ours = {name.removeprefix(prefix): tuple(value.shape) for name, value in model.state_dict().items()}
+    model_shapes = {name.removeprefix(prefix): tuple(value.shape) for name, value in model.state_dict().items()}
     inside = tuple(f"{name.removeprefix(prefix)}." for name in layers)
-    theirs: dict[str, tuple[int, ...]] = {}
+    file_shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as content:
-            theirs |= {name.removeprefix(prefix): tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
+            file_shapes |= {name.removeprefix(prefix): tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
     found = {
-        "missing_keys": [name for name in ours.keys() - theirs.keys() if name.startswith(inside)],
-        "unexpected_keys": [name for name in theirs.keys() - ours.keys() if name.startswith(inside)],
-        "mismatched_keys": [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]],
+        "missing_keys": [name for name in model_shapes.keys() - file_shapes.keys() if name.startswith(inside)],
+        "unexpected_keys": [name for name in file_shapes.keys() - model_shapes.keys() if name.startswith(inside)],
+        "mismatched_keys": [
+            name for name in model_shapes.keys() & file_shapes.keys() if model_shapes[name] != file_shapes[name]
+        ],
     }
     for key, what in REPORTED.items():
         _refuse(Path(files[0]).parent, what, sorted(found[key]))
@@ -353,8 +359,8 @@ import holdfast
 model = holdfast.load("path/to/this/folder")
 ```
 
-After `import holdfast`, transformers opens it too: `AutoModelForCausalLM.from_pretrained`, `pipeline`, and what uses them.
-A program that does not import Holdfast is started with it: `holdfast run -- lm_eval --model hf ...`.
+After `import holdfast`, transformers can load it too: `AutoModelForCausalLM.from_pretrained`, `pipeline`, and all that use
+them. Start a program that does not import Holdfast with `holdfast run`: `holdfast run -- lm_eval --model hf ...`.
 """
 
 
@@ -378,9 +384,9 @@ GGUF = "gguf"
 
 
 def unmark_dequantised(model: Any) -> None:
-    """Remove transformers' mark of a quantised model if GGUF weights were dequantised while loading.
+    """Remove the attributes that mark a model as quantised if its GGUF weights were dequantised while loading.
 
-    The mark forbids saving and training, but the weights are not quantised any more.
+    With these attributes transformers refuses to save and train, but the weights are no longer quantised.
     """
     config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
@@ -398,7 +404,7 @@ def require_writable(model: Any) -> None:
             "the weights were offloaded in memory (cpu_offload, disk_offload) and cannot be saved from there; save the "
             "model before offloading it, or load it with a device_map."
         )
-    if getattr(model, "hf_quantizer", None) is not None:  # its quantization_config can save it, or raises an error itself
+    if getattr(model, "hf_quantizer", None) is not None:  # transformers' quantizer saves it, or raises its own error
         return
     for name, weight in model.named_parameters():
         if is_quantised(weight):

@@ -1,4 +1,4 @@
-"""Router losses in a model's training: added exactly once, whatever computes the training loss.
+"""Add the routers' losses to a model's training exactly once, whatever computes the training loss.
 
 There are two kinds of trainers. One uses `outputs.loss`, `outputs.router_loss` or `outputs.aux_loss`, which contain the
 routers' losses. The other computes its own loss from logits and ignores them, as TRL and sentence-transformers do. Both work
@@ -9,8 +9,8 @@ because each layer's loss is also attached to that layer's expert weights (`Atta
     the training loss does not contain it    `LossCollector.loss_scale`, once a gradient arrives at the expert weights
 
 `LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
-fields for them (`with_router_fields`): a field that its class does not declare gets lost, or stops DDP and `torch.compile`,
-which take outputs apart and build them again from the class.
+fields for them (`with_router_fields`): DDP and `torch.compile` rebuild outputs from the fields that the class declares, and
+lose a field that is not declared, or raise an error.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ FP16 = (
 )
 TWICE = (
     "this is a second backward through one forward, and the first one has added the routers' losses, which its loss did not "
-    "contain: run one backward of the sum, or add outputs.router_loss to the loss that shall train routers and "
+    "contain: run one backward of the sum, or add outputs.router_loss to the loss that trains the routers and "
     "0 * outputs.router_loss to the others."
 )
 UNREAD = (
@@ -57,10 +57,10 @@ UNREAD = (
 class AttachLoss(torch.autograd.Function):
     """Return `loss` and `weights` unchanged, and give `loss` its gradient exactly once.
 
-    The gradient is that of the returned loss if the training loss contains it. Otherwise it is
-    `collector.unread_gradient`, when a gradient arrives at the returned weights. After a backward of a training loss that
-    contains the loss, a second backward through the same forward adds nothing; after one of a training loss that does not,
-    a second one would count the loss twice and raises ValueError.
+    If the training loss contains the returned loss, its gradient is passed on. If not, the gradient is
+    `collector.unread_gradient`, added when a gradient arrives at the returned weights. A second backward through the same
+    forward adds nothing if the first training loss contained the loss. Otherwise it would count the loss twice, and raises
+    ValueError.
     """
 
     @staticmethod
@@ -107,7 +107,7 @@ class _Forward:
     as_tuple: bool = False  # the caller wants a tuple, and router logits
     token_ids: Tensor | None = None
     layer_losses: list[Tensor] | None = None  # None: this forward computes no losses
-    requested_losses: list[Tensor] = dataclasses.field(default_factory=list)  # of layers, for `aux_loss` only
+    requested_losses: list[Tensor] = dataclasses.field(default_factory=list)  # one per layer, only for `aux_loss`
     logits: list[Tensor] = dataclasses.field(default_factory=list)
 
 
@@ -124,10 +124,10 @@ class LossCollector:
     router state. A call of `model.forward` bypasses the hooks: there a forward without gradients does update state, since a
     backward may recompute it later (GradCache).
 
-    native_coefficient   of the balance loss that the family adds to its loss when router logits are requested
+    native_coefficient   coefficient of the balance loss that the family adds to its loss if router logits are requested
     aux_loss_divisor     divides `outputs.aux_loss`, so that a trainer's coefficient times it is the routers' loss
-    balance_on_request   no layer has losses: compute a balance loss if router logits are requested, as the family does
-    adds_logits          the family does not put router logits into its outputs
+    balance_on_request   compute a balance loss if router logits are requested, as the family does: no layer has losses
+    adds_logits          add router logits to the outputs: the family does not
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class LossCollector:
         self._balance_on_request, self._adds_logits = balance_on_request, adds_logits
         self._forwards = _Forwards()
         self._generating = self._calibrating = self._warned = False
-        self.loss_scale: float | None = None  # of losses that the training loss does not contain; None: not set
-        self.may_have_backward = True  # the current forward
-        self.learning_enabled = True  # routers compute losses and update state
-        # Of the last forward that a backward may recompute:
+        self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
+        self.may_have_backward = True  # whether a backward may follow the current forward
+        self.learning_enabled = True  # whether routers compute losses and update state
+        # The next two are from the last forward that a backward may recompute.
         self._latest_wants_logits = False
         self._latest_ids: Tensor | None = None
-        self.on_forward_end: list[Callable[[], None]] = []  # called when a forward's data are not needed any more
+        self.on_forward_end: list[Callable[[], None]] = []  # called when the data of a forward are no longer needed
         prepare_output_classes(model)
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
@@ -200,7 +200,7 @@ class LossCollector:
     def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
         """Collect a layer's losses and logits; return the expert weights with the layer's loss attached.
 
-        losses   the layer's `Losses`, for evaluation, where routers compute none; None if the layer has none
+        losses   the layer's `Losses`, used in evaluation, where routers compute no losses; None if the layer has none
         """
         if self.wants_router_logits and (
             self._current.is_running or (not torch.compiler.is_compiling() and is_recomputing())
@@ -246,7 +246,7 @@ class LossCollector:
         return traced
 
     def _collect_requested(self, routing: Routing, losses: Any, token_mask: Tensor | None, k: int) -> None:
-        """Collect what a caller that requested router logits gets: the logits, and a loss that no router computed."""
+        """Collect the logits, and a loss if the router computed none, for a caller that requested router logits."""
         current = self._current
         if self._balance_on_request and current.is_running and current.with_gradient and not torch.is_grad_enabled():
             raise ValueError(REENTRANT)
@@ -256,7 +256,7 @@ class LossCollector:
         if self._adds_logits:
             logits.append(routing.logits)
         if self._balance_on_request:
-            requested.append(k * balance(routing, token_mask, over_ranks))  # when balanced, a family's loss is k and ours 1
+            requested.append(k * balance(routing, token_mask, over_ranks))  # with equal load the family's is k, ours 1
         elif isinstance(losses, Losses) and not routing.losses:
             requested.append(
                 torch.stack([*losses(routing, token_mask, single_process_mean).values(), routing.gates.new_zeros(())]).sum()
@@ -265,7 +265,7 @@ class LossCollector:
     def _begin_forward(
         self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Start collecting; return changed arguments where the model shall not see the request for router logits."""
+        """Start collecting; return changed arguments if the model must not get the request for router logits."""
         current = self._current
         current.token_ids = options.get("input_ids", inputs[0] if inputs else None)
         current.with_gradient, current.is_running = torch.is_grad_enabled(), True
@@ -302,7 +302,7 @@ class LossCollector:
         layer_losses, current.layer_losses = current.layer_losses, None
         self._enable_learning(True)
         current.is_running, self.may_have_backward = False, True
-        if not model.training:  # in training, a forward without gradients may come between another and its backward
+        if not model.training:  # in training, this forward may run between another one and its backward
             current.token_ids = self._latest_ids = None
             for clear in self.on_forward_end:
                 clear()
@@ -310,13 +310,13 @@ class LossCollector:
             outputs = self._add_to_outputs(model, layer_losses, options, outputs)
             if current.as_tuple:
                 outputs = tuple(value for name, value in outputs.items() if name != "router_loss")
-        current.requested_losses, current.logits = [], []  # they keep the graph alive
+        current.requested_losses, current.logits = [], []  # they would keep the autograd graph alive
         return outputs
 
     def _add_to_outputs(
         self, model: nn.Module, layer_losses: list[Tensor] | None, options: dict[str, Any], outputs: Any
     ) -> Any:
-        """Add the routers' losses to the loss in the outputs, and set the fields for routers."""
+        """Add the routers' losses to the loss in the outputs, and set `ROUTER_FIELDS`."""
         if isinstance(outputs, tuple):  # return_dict=False: the loss, if there is one, comes first and is the only scalar
             if outputs[0].dim() == 0:
                 return (outputs[0] + self._loss_to_add(model, layer_losses, options, outputs[0].device), *outputs[1:])
@@ -331,7 +331,7 @@ class LossCollector:
     def _loss_to_add(
         self, model: nn.Module, layer_losses: list[Tensor] | None, options: dict[str, Any], device: torch.device
     ) -> Any:
-        """Return what is added to the model's own loss."""
+        """Return the routers' loss that is added to the model's own loss; 0 if there is none."""
         if layer_losses:
             return _total(layer_losses, device) * share_of_batch(model, options)
         if self._balance_on_request and self._current.requested_losses and self._native_coefficient:
@@ -378,10 +378,10 @@ def text_config(model: Any) -> Any:
 
 
 def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
-    """Return the share of this forward in the number of items that the batch's loss is divided by; 1 without that number.
+    """Return the number of targets of this forward divided by `num_items_in_batch`; 1 if that is not given.
 
-    A trainer that accumulates gradients divides each part's summed loss by `num_items_in_batch`. The routers' losses are
-    means, so each part's loss is multiplied by its share, and the shares sum to 1. Losses and share are over all ranks.
+    A trainer that accumulates gradients divides the summed loss of each micro-batch by `num_items_in_batch`. The routers'
+    losses are means, so each is multiplied by the share of its micro-batch; the shares sum to 1. Both are over all ranks.
     """
     items, labels = options.get("num_items_in_batch"), options.get("shift_labels")
     if labels is None:
@@ -403,7 +403,7 @@ _classes_with_fields: dict[type, type] = {}
 
 
 def class_with_router_fields(kind: type) -> type:
-    """Return the output class `kind` with `ROUTER_FIELDS`; always the same class."""
+    """Return a subclass of the output class `kind` with `ROUTER_FIELDS`; the same one for every call."""
     if kind not in _classes_with_fields:
         known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         fields = [(name, Any, dataclasses.field(default=None)) for name in ROUTER_FIELDS if name not in known]
@@ -416,7 +416,7 @@ def class_with_router_fields(kind: type) -> type:
 
 
 def _reduce(outputs: Any, protocol: Any) -> tuple[Any, ...]:
-    """Support copies and pickles: the class has the name of its base and is not found by it, so it is made again."""
+    """Support copying and pickling: the class cannot be imported by its name, which is its base's, so it is made again."""
     return _rebuild, (type(outputs).__bases__[0], {name: getattr(outputs, name) for name in outputs})
 
 
@@ -425,7 +425,7 @@ def _rebuild(kind: type, values: dict[str, Any]) -> Any:
 
 
 def prepare_output_classes(model: Any) -> None:
-    """Make the class with fields of what the model's forward returns: a compiler cannot make one while it traces."""
+    """Make the class with `ROUTER_FIELDS` for the model's outputs now: a compiler cannot trace the creation of a class."""
     from transformers.utils import ModelOutput
 
     try:
@@ -438,11 +438,11 @@ def prepare_output_classes(model: Any) -> None:
 
 
 def with_router_fields(outputs: Any) -> Any:
-    """Return the outputs as an instance of their class with fields for routers."""
+    """Return the outputs as an instance of their class with `ROUTER_FIELDS`."""
     kind = type(outputs)
     if kind in _classes_with_fields.values():
         return outputs
-    # The dictionary first: a compiler does not trace the making of a class.
+    # Look into the dictionary first: a compiler cannot trace the creation of a class.
     return (
         _classes_with_fields[kind](**outputs) if kind in _classes_with_fields else class_with_router_fields(kind)(**outputs)
     )

@@ -24,30 +24,30 @@ from holdfast.routing.records import Context
 from holdfast.routing.selection import Rule, Softmax, by_weight, check_k
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 
-MEMORY = 0.95  # of the running mean of the width
-ETA_START = -9.0  # eps = softplus(eta)
+MEMORY = 0.95  # weight of the old value in the running mean of the width
+ETA_START = -9.0  # eta at the start of training, with eps = softplus(eta)
 
 
 class SmoothTopK(Selector, StatefulPart):
-    """Select the k best experts, and every expert in the strip below the k-th, with a weight that is 0 at its lower edge.
+    """Select the k best experts and those in the strip below the k-th, whose weights fall to 0 at the strip's lower edge.
 
     budget      the mean number of experts that a token may use besides its k best
     control     how the width eps is set. "quantile": eps is the running quantile of the gaps c - logit_j at which the mean
                 number of extra experts is the budget. "loss", as in the paper: eps = softplus(eta) is a parameter, and a
                 boundary loss alpha eps (active - k - budget) steers it; from eta = -9 that takes tens of thousands of steps
     anneal      keep the budget for half of the training, lower it to 0 over a quarter, and use hard top-k in evaluation
-    most        the largest number of experts of a token; None is all. A token with more experts in its strip has a narrower
-                one, which ends at the first expert too many, so that the output stays continuous. On a GPU, memory is
-                allocated for `most` slots per token, without synchronising with the host
-    eps         the width at the start, for a model that is not trained further; None is the narrow strip of the rule
+    most        the largest number of experts of a token; None: all experts. A token that would have more gets a narrower
+                strip, which ends at the level of the first expert without a slot, so that the output stays continuous.
+                On a GPU, memory is allocated for `most` slots per token, without synchronising with the host
+    eps         the width before the first update, for a model that is not trained further; None: `rule.strip`
     inference   "smooth" or "hard"
-    rule        the rule of the model that the router is built for; None is a softmax over the slots in use, as in the paper
+    rule        the rule of the model that the router is built for; None: a softmax over the slots in use, as in the paper
     """
 
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {"eps": None}  # a strip from the start: training is not needed
-    width: Tensor
-    seen: Tensor
-    budget_now: Tensor
+    width: Tensor  # running mean of the width eps
+    seen: Tensor  # whether a batch has set the width
+    budget_now: Tensor  # the budget, lowered by `anneal`
     rule: Rule
 
     def __init__(
@@ -93,7 +93,7 @@ class SmoothTopK(Selector, StatefulPart):
 
     @property
     def core(self) -> int:
-        """The k best: experts of the strip enter and leave with weight 0, which is not a flip."""
+        """The size of the hard core: experts in the strip enter and leave with weight 0, which does not count as a flip."""
         return self.k
 
     def conditions(self, scores: Scores) -> Conditions | None:
@@ -102,24 +102,24 @@ class SmoothTopK(Selector, StatefulPart):
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """Return the live weights of the held experts: an expert that is no longer selected has faded to 0.
 
-        If the rule renormalises, they are rescaled to the sum of the live weights, or equal if all have faded. Without a
-        strip they are the held weights of top-k.
+        If the rule renormalises, they are rescaled to the sum of the live weights; if all are 0, the sum is divided equally.
+        Without a strip they are the held weights of top-k.
         """
         return self._held_in_strip(experts, live).where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
 
     def _held_in_strip(self, experts: Tensor, live: Selection) -> Tensor:
-        left = live.weights_of(experts)
+        remaining = live.weights_of(experts)
         if not self.rule.renormalise:
-            return left
-        whole = live.weights.sum(-1, keepdim=True)
-        even = normalise((experts < self.experts).to(left.dtype))
-        rescaled = whole * normalise(left).where(left.sum(-1, keepdim=True) > 0, even)
+            return remaining
+        total = live.weights.sum(-1, keepdim=True)
+        equal = normalise((experts < self.experts).to(remaining.dtype))
+        rescaled = total * normalise(remaining).where(remaining.sum(-1, keepdim=True) > 0, equal)
         return live.weights_if_same_set(experts, rescaled, scaled=True)
 
     def cost(self, sizes: LayerSizes) -> Cost:
-        """Count what is summed over ranks: with a quantile, the histograms of two order statistics and two counts.
+        """Return the cost. `control="quantile"` sums two histograms and two counts over ranks; "loss" sums only the counts.
 
-        This is the number on a CPU; on a GPU the histograms are smaller (16 KiB). The boundary loss sums only two counts.
+        The size of the histograms is that on a CPU; on a GPU they are smaller (16 KiB).
         """
         counts, kept = 2 * INTEGER, selection_bytes(sizes.experts, sizes)
         if self.control == "loss":
@@ -140,7 +140,7 @@ class SmoothTopK(Selector, StatefulPart):
 
     def update_state_where(self, due: Tensor) -> None:
         batch = self.get_buffer("staged_width"), self.get_buffer("staged_tokens")
-        # The first batch with a gap sets the width: while an expert graph is zero, all experts tie.
+        # The first batch with a width above 0 sets it: while an expert graph is zero, all experts tie and all gaps are 0.
         update_running_mean(self.width, self.seen, *batch, due, memory=MEMORY, is_sum=False)
 
     def eps(self) -> Tensor:
@@ -182,14 +182,14 @@ class SmoothTopK(Selector, StatefulPart):
         return Selection(experts, weights, scores.gates, losses)
 
     def _boundary_loss(self, in_use: Tensor, eps: Tensor, real: Tensor) -> Tensor:
-        """Return the boundary loss of the paper."""
+        """Return the boundary loss of the paper: alpha eps (active - k - budget), with a gradient to eps only."""
         active, count = sum_over_ranks(torch.stack([in_use.sum(-1).where(real, 0).sum(), real.sum()]))
         active = active / count.clamp_min(1)
         return self.alpha * eps * (active - (self.k + self.budget_now)).detach()
 
     def _width_from_batch(self, gaps: Tensor, real: Tensor | None) -> dict[str, Tensor]:
-        """Return the statistics of a batch: the quantile of the finite gaps, and the number of tokens."""
-        here = torch.full((), gaps[..., 0].numel(), device=gaps.device) if real is None else real.sum()
-        tokens = sum_over_ranks(here)
-        allowed = (self.budget_now * tokens).round().long()  # how many extra experts the whole batch may use
+        """Return the statistics of a batch: the width at which it would meet the budget, and the number of tokens."""
+        tokens_here = torch.full((), gaps[..., 0].numel(), device=gaps.device) if real is None else real.sum()
+        tokens = sum_over_ranks(tokens_here)
+        allowed = (self.budget_now * tokens).round().long()  # extra experts that the whole batch may use
         return {"width": midpoint(gaps, real, allowed, sum_over_ranks), "tokens": tokens}

@@ -1,11 +1,11 @@
-"""A comparison: each router and seed is a cell, and each cell is trained, attacked and stored once in the folder.
+"""Compare routers: each router with each seed is a cell, which is trained, attacked and stored once in a folder.
 
     cells/smoe-seed0/   router.json, training/ (checkpoints, snapshots, log), model/, task.json, result.json
     results.json        all finished cells of the folder, and the rows that compare the routers
 
 Several processes may work on one comparison: each cell has a lock. With `jobs` above 1, cells are trained in parallel in
-worker processes, because a small model keeps a GPU busy for a fraction of the time. What a cell computes does not depend on
-how many others run.
+worker processes, because one small model uses only a part of a GPU. The result of a cell does not depend on how many others
+run at the same time.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from holdfast.train.summary import summarise
 from holdfast.train.training import Guard, build_model, quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
+# The keys that a complete result.json must have.
 STORED = ("router", "seed", "parameters", "log", "clean", "attacked", "snapshots", "consistency", "view")
 PROGRESS_POLL = 0.5  # seconds between two reads of the workers' progress
 
@@ -95,7 +96,7 @@ class Comparison:
         return [Cell(choice, seed) for seed in range(self.seeds) for choice in self.choices]
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be equal for results to be of one comparison."""
+        """Return the values that two results must share to belong to the same comparison."""
         return {"holdfast": VERSION, "recipe": self.recipe.describe(), **self.task.describe()}
 
     def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[Result]:
@@ -139,7 +140,7 @@ class Comparison:
         """Return the stored result of a cell; None if it is not finished, or if its file is damaged."""
         self._require_own_cell(cell)
         path = self._path(cell)
-        if not (path / "router.json").exists():  # without it, the options of a stored result are unknown
+        if not (path / "router.json").exists():  # without it, the router's options of a stored result are unknown
             return None
         try:
             result = read_with_checksum(path / "result.json")
@@ -158,23 +159,23 @@ class Comparison:
         owner = self._writer(cell)
         if owner is not None:
             return owner
-        with _one_thread():
+        with _deterministic_threads():
             k = cell.choice.k or self.recipe.sparse.k
             model = build_model(self.task, cell.choice.router, cell.choice.options, seed=cell.seed, k=k)
             require_trainable(self.task, cell.seed)
-            self._claim()  # only now: a mistake in the recipe creates no folder
+            self._claim()  # not earlier: a wrong recipe must not create a folder
             require_no_links(path, self.folder)
             owner = lock.attempt()
             if owner is not None:
                 return owner
             try:
-                # Read again under the lock: another process may have finished the cell since.
+                # Read again under the lock: another process may have finished the cell in the meantime.
                 stored = self._stored_with_progress(cell, progress)
-                return self._trained(cell, model, lock, progress) if stored is None else stored
+                return self._train_and_store(cell, model, lock, progress) if stored is None else stored
             finally:
                 lock.release()
 
-    def _trained(self, cell: Cell, model: Any, lock: Lock, progress: Progress | None) -> Result:
+    def _train_and_store(self, cell: Cell, model: Any, lock: Lock, progress: Progress | None) -> Result:
         """Train a cell under its lock, store its result and return it."""
         choice, path = cell.choice, self._path(cell)
         k = choice.k or self.recipe.sparse.k
@@ -225,11 +226,11 @@ class Comparison:
             claim(self.folder, self.identity())
 
     def _require_own_cell(self, cell: Cell) -> None:
-        """Raise ValueError if the folder of the cell is of a router with other options."""
+        """Raise ValueError if the folder of the cell was written for a router with other options or plugins."""
         if not agrees(self._path(cell) / "router.json", cell.choice.describe()):
             raise ValueError(
-                f"{self._path(cell)} is of a {cell.choice.name} with other options or another plugin; give this one "
-                "another name."
+                f"{self._path(cell)} belongs to a router {cell.choice.name} with other options or another plugin; "
+                "give this router another name."
             )
 
     def _writer(self, cell: Cell) -> Owner | None:
@@ -238,7 +239,7 @@ class Comparison:
         return None if state == "dead" else owner
 
     def _wait(self, owners: dict[str, Owner]) -> None:
-        """Wait a little; log each process that is waited for once, if it was found in two calls."""
+        """Wait for `POLL` seconds. Log once which process trains a cell, when a second call finds the same process."""
         for name, owner in owners.items():
             found, was_logged = self._seen.get(name, (None, False))
             if owner == found and not was_logged:
@@ -248,8 +249,8 @@ class Comparison:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one CPU thread inside the `with`: sums over several threads round differently, by what else the machine does."""
+def _deterministic_threads() -> Iterator[None]:
+    """Without a GPU, use one CPU thread inside the `with`: the rounding of sums depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if torch.cuda.is_available() else 1)
     try:
@@ -259,9 +260,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def merge_results(folder: Path, results: Sequence[Result]) -> list[Result]:
-    """Return these and the other finished cells of the folder, sorted by router and seed.
+    """Return `results` and those of the other finished cells of the folder, sorted by router and seed.
 
-    Routers have the order of the last results.json, so that the baseline of a folder stays the same.
+    Routers keep the order of the existing results.json, so that the first router, the baseline, stays the same.
     """
     found = {_key(result): result for result in results}
     for path in sorted((folder / "cells").glob("*/result.json")):
@@ -284,7 +285,7 @@ def _read_result(path: Path) -> tuple[tuple[str, int], Result]:
 
 
 def _stored_routers(folder: Path) -> list[str]:
-    """Return the routers of results.json in order; none if it is missing or damaged, because it is written again."""
+    """Return the routers of results.json in order; none if the file is missing or damaged, because it will be replaced."""
     try:
         stored = read_json(folder / "results.json", limit=LARGEST)
         return [str(row["router"]) for row in stored["rows"]]
@@ -302,21 +303,21 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
     if not missing:
         return
     names = [choice.name for choice in comparison.choices]
-    missing.sort(key=lambda number: names.index(cells[number].choice.name))  # a slow router that is named first starts first
-    context = get_context("spawn")  # a fork would share threads and the state of the GPU
+    missing.sort(key=lambda number: names.index(cells[number].choice.name))  # in the given order: name a slow router first
+    context = get_context("spawn")  # a forked process cannot use the GPU, and may inherit locks that are held
     manager = SyncManager(ctx=context)
     manager.start(_end_with_parent)
     with manager:
-        done = manager.Queue()
-        given = (comparison.recipe, comparison.choices, comparison.seeds, comparison.folder, comparison.data)
+        progress_queue = manager.Queue()
+        settings = (comparison.recipe, comparison.choices, comparison.seeds, comparison.folder, comparison.data)
         threads = max(1, (os.cpu_count() or 1) // jobs)
-        arguments = (plugin_files(), given, done, threads)
+        arguments = (plugin_files(), settings, progress_queue, threads)
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_set_up_worker, initargs=arguments) as pool:
             waiting = {pool.submit(_train_in_worker, number) for number in missing}
             try:
                 while waiting:
                     finished, waiting = wait(waiting, timeout=PROGRESS_POLL, return_when=FIRST_COMPLETED)
-                    _report_progress(done, cells, progress)
+                    _report_progress(progress_queue, cells, progress)
                     for future in finished:
                         future.result()
             except BrokenProcessPool:
@@ -329,28 +330,28 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
                 raise
 
 
-def _set_up_worker(plugins: list[tuple[Path, str]], given: tuple[Any, ...], done: Any, threads: int) -> None:
+def _set_up_worker(plugins: list[tuple[Path, str]], settings: tuple[Any, ...], progress_queue: Any, threads: int) -> None:
     global _worker
     _end_with_parent()
     torch.set_num_threads(threads)
     quiet()
     for path, checksum in plugins:
         load_plugin(path, checksum=checksum)
-    *most, data = given
-    _worker = Comparison(*most, data=data), done
+    *positional, data = settings
+    _worker = Comparison(*positional, data=data), progress_queue
 
 
 def _train_in_worker(number: int) -> None:
     assert _worker is not None
-    comparison, done = _worker
-    comparison.attempt(comparison.cells[number], lambda cell, steps: done.put((number, steps)))
+    comparison, progress_queue = _worker
+    comparison.attempt(comparison.cells[number], lambda cell, steps: progress_queue.put((number, steps)))
 
 
-def _report_progress(done: Any, cells: list[Cell], progress: Progress | None) -> None:
-    """Report what the workers have put into the queue."""
+def _report_progress(progress_queue: Any, cells: list[Cell], progress: Progress | None) -> None:
+    """Call `progress` with each entry that workers have put into the queue."""
     while True:
         try:
-            number, steps = done.get_nowait()
+            number, steps = progress_queue.get_nowait()
         except queue.Empty:
             return
         if progress is not None:
@@ -358,7 +359,7 @@ def _report_progress(done: Any, cells: list[Cell], progress: Progress | None) ->
 
 
 def _end_with_parent() -> None:
-    """End this process when the command that started it ends, even if that was killed."""
+    """End this process when its parent process ends, even if the parent was killed."""
     parent = parent_process()
 
     def wait_and_end() -> None:

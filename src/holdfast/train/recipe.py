@@ -1,8 +1,8 @@
-"""Recipes and router choices: what is trained, read from YAML and from router names, with every value checked.
+"""Recipes and router choices: what is trained. Read them from YAML and from router names, and check every value.
 
-A recipe is all of a training run but its router and its seed: the dense model, its experts, data, training and attack. It
-is a frozen dataclass; `from_mapping` builds it from plain values and names the first wrong one by its path
-(`training.steps`). An unknown key raises an error that suggests the closest one.
+A recipe says everything about a training run except its router and its seed: the dense model, its experts, data, training
+and attack. It is a frozen dataclass. `from_mapping` builds it from plain values; its error gives the path of the first wrong
+value (`training.steps`). An unknown key raises an error that suggests the closest one.
 
 A router choice is one router of a comparison, written as in `smoe,similarity[causal=false,tau=2],symphony+smooth`.
 """
@@ -21,14 +21,14 @@ from holdfast.routing.plugins import plugins_of
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Limits, check_value, split_routers
 
-LONGEST_TOKEN = 100  # letters of the word that an attack swaps in
+LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
 
-Count = Annotated[int, Limits(0, math.inf, "a whole number from 0 up")]
+Count = Annotated[int, Limits(0, math.inf, "a whole number of at least 0")]
 Positive = Annotated[int, Limits(1, math.inf, "a whole number above 0")]
 Length = Annotated[int, Limits(1, 2**24, "a whole number from 1 to 16,777,216")]
 Pixels = Annotated[int, Limits(1, 2**13, "a whole number from 1 to 8,192")]
 Steps = Annotated[int, Limits(1, 100_000, "a whole number from 1 to 100,000")]
-Amount = Annotated[float, Limits(0, math.inf, "a number from 0 up")]
+Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
 Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 
 
@@ -37,12 +37,12 @@ class ModelPart:
     """A dense Hugging Face model, built from its config."""
 
     family: str  # a dense family that holdfast.sparsify supports
-    config: dict[str, Any] = field(default_factory=dict)  # of the family, with the names of transformers
+    config: dict[str, Any] = field(default_factory=dict)  # entries of the family's config, as transformers names them
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePart:
-    """The options of `holdfast.sparsify`, which replaces feed-forward networks of the dense model by experts."""
+    """The options of `holdfast.sparsify`, which replaces feed-forward networks of the dense model with experts."""
 
     experts: Positive
     k: Positive = 2
@@ -62,8 +62,8 @@ class DataPart:
 
     source: str = "python-docs"  # a name or a path
     tokens: str = "words"  # "words", "lines" (WikiText's words), "bytes", or the folder of a Hugging Face tokenizer
-    vocabulary: Positive | None = 2000  # number of words; empty: every word
-    length: Length = 64  # tokens of a block
+    vocabulary: Positive | None = 2000  # number of words; no value: every word
+    length: Length = 64  # number of tokens in a block
     test_bytes: Positive | None = None  # use only the first bytes of the test text
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
 
@@ -75,12 +75,12 @@ class TrainingPart:
     steps: Positive
     batch: Positive
     learning_rate: Amount
-    warmup: Count = 0  # steps of linear warm-up; the rate is constant after them
+    warmup: Count = 0  # steps of linear warm-up; afterwards the learning rate is constant
     weight_decay: Amount = 0.0
-    clip: Amount = 1.0  # largest norm of a gradient
+    clip: Amount = 1.0  # gradients with a larger norm are scaled down to it
     accumulate: Positive = 1  # micro-batches per step
     precision: Literal["float32", "bf16"] = "float32"
-    save_every: Positive = 100  # steps; an interrupted run resumes from the last checkpoint
+    save_every: Positive = 100  # steps between checkpoints; an interrupted run resumes from the last one
     keep: Literal["last", "best"] = "last"  # "best": the checkpoint with the smallest loss on held-out data
 
 
@@ -89,10 +89,10 @@ class AttackPart:
     """How the trained model is attacked: texts by swapped words, images by PGD (and FGSM, SPSA and corruptions)."""
 
     rate: Share = 0.025  # share of words that are swapped
-    token: str | None = None  # the word that is swapped in (AAA in the papers); empty: other words of the vocabulary
-    budget: Share = 1 / 255  # l_inf, of pixels between 0 and 1
-    steps: Steps = 20
-    examples: Positive = 512  # attacked test images, evenly spaced
+    token: str | None = None  # the word that is swapped in (AAA in the papers); no value: words of the vocabulary
+    budget: Share = 1 / 255  # largest change of a pixel value (l_inf), with values between 0 and 1
+    steps: Steps = 20  # gradient steps of PGD
+    examples: Positive = 512  # number of test images that are attacked, evenly spaced in the test set
 
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) > LONGEST_TOKEN:
@@ -101,7 +101,7 @@ class AttackPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All of a training run but its router and its seed."""
+    """Everything about a training run except its router and its seed."""
 
     about: str
     model: ModelPart
@@ -151,7 +151,7 @@ def _shipped(name: str) -> str:
 def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     values = _from_yaml(text, name)
     if not isinstance(values, dict):
-        raise ValueError(f"recipe {name} has no keys.")
+        raise ValueError(f"recipe {name} is not a mapping of keys to values.")
     for key, value in (changes or {}).items():
         _set(values, key, value)
     try:
@@ -162,7 +162,7 @@ def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Re
 
 
 def _from_yaml(text: str, name: str) -> Any:
-    """Return the values of a YAML text without aliases: a few lines of aliases can stand for more than fits into memory."""
+    """Return the values of a YAML text. Aliases raise ValueError: a few of them can expand to more than fits in memory."""
     require_extra("reading a recipe", "yaml")
     import yaml
 
@@ -174,11 +174,11 @@ def _from_yaml(text: str, name: str) -> Any:
             return super().compose_node(parent, index)
 
     try:
-        values = yaml.load(text, LoaderWithoutAliases)  # a SafeLoader
+        values = yaml.load(text, LoaderWithoutAliases)  # safe: derived from SafeLoader
     except RecursionError:
         raise ValueError(f"recipe {name} is nested too deeply.") from None
     except (yaml.YAMLError, ValueError) as problem:
-        raise ValueError(f"recipe {name} is not YAML that a recipe may contain: {' '.join(str(problem).split())}.") from None
+        raise ValueError(f"recipe {name} is not valid YAML for a recipe: {' '.join(str(problem).split())}.") from None
     if depth_exceeds(values, 16):
         raise ValueError(f"recipe {name} is nested too deeply.")
     return values
@@ -197,7 +197,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 def from_mapping(kind: Any, values: Any, path: str = "") -> Any:
     """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong."""
     if not isinstance(values, dict):
-        raise ValueError(f"{path or 'it'} should be a section with keys, not {values!r}.")
+        raise ValueError(f"{path or 'it'} must be a section with keys, not {values!r}.")
     hints, known = get_type_hints(kind, include_extras=True), {entry.name: entry for entry in fields(kind)}
     for key in values:
         if key not in known:
@@ -220,22 +220,22 @@ def _join(path: str, key: object) -> str:
 class RouterChoice:
     """One router of a comparison: its name, its options and its number of experts per token."""
 
-    name: str  # as it was written; shown in tables
-    router: str
+    name: str  # the router as the user wrote it; shown in tables
+    router: str  # the router name without its options
     options: Mapping[str, Any] = field(default_factory=dict)
-    k: int | None = None  # if it is not the recipe's
+    k: int | None = None  # experts per token; None: as in the recipe
 
     def describe(self) -> dict[str, Any]:
-        """Return what must be equal for two results to be of the same router, with the code of its plugins if any."""
+        """Return the values that two results of the same router must share, and the checksums of its plugins if any."""
         plugins = plugins_of(self.router)
         return {**asdict(self), **({"plugins": plugins} if plugins else {})}
 
 
 def parse_routers(written: str) -> list[RouterChoice]:
-    """Return the routers of a list with commas; raise ValueError if a name or an option is wrong."""
+    """Return the routers of a comma-separated list; raise ValueError if a name or an option is wrong."""
     return [parse_router(part) for part in split_routers(written)]
 
 
 def parse_router(written: str) -> RouterChoice:
-    """Return one router; its name is the text that it was written as."""
+    """Return the router choice for one router name, such as `similarity[tau=2]`."""
     return RouterChoice(written, *REGISTRY.resolve(written))

@@ -1,11 +1,16 @@
 """Select experts by their scores and weigh them: top-k, and top-k with a smooth strip below it.
 
-    T tokens, E experts, K slots; scores (..., E) rank the experts, ties to the lower index; amounts (..., E) weigh them
+    T tokens, E experts, K slots
+    scores (..., E) rank the experts; of equal scores, the one with the lower index ranks first
+    amounts (..., E) are what the weights of the selected experts are computed from
+    levels (..., E) are the scores, or their logarithms if the scores are gates that an informer has mixed
     c the k-th largest level, eps the width of the strip below it, u = 1 - (c - level) / eps
-    S(u) = -inf for u <= 0, 0 for u >= 1, else log(u^a / (u^a + (1-u)^b)): the logarithm of what an expert is faded by
+    S(u) = -inf for u <= 0, 0 for u >= 1, else log(u^a / (u^a + (1-u)^b))
 
-On a GPU, one kernel selects and weighs, and one computes the gradient. Elsewhere, and for scores that the kernels do not
-take, the same is done in PyTorch, step by step.
+The factor of an expert in the strip is exp(S(u)): its amount is multiplied by it, or for a softmax S(u) is added.
+
+On a GPU, one kernel selects and weighs, and another computes the gradient. On other devices, and for scores that the
+kernels do not support, PyTorch operations compute the same.
 """
 
 import functools
@@ -18,18 +23,18 @@ from torch import Tensor
 from holdfast.kernels.backward import differentiable_gradients, is_differentiated
 from holdfast.kernels.launching import has_kernels, on_device_of, operator
 
-# How amounts become weights: as they are, divided by their sum, or as a softmax over the selected ones.
+# How the amounts of selected experts become weights: unchanged, divided by their sum, or by a softmax over them.
 Weighing = Literal["raw", "shares", "softmax"]
 WEIGHINGS: tuple[Weighing, ...] = ("raw", "shares", "softmax")
-MOST_EXPERTS = 512  # with more, comparing all pairs of experts is no longer cheap
-MOST_IN_GRAPH = 128  # with more, the counts of an expert graph do not fit into one program's registers
-SHARE = 32  # tokens whose pairs of experts one program counts
+MOST_EXPERTS = 512  # that the kernels support: they compare all pairs of experts, which is slow for more
+MOST_IN_GRAPH = 128  # experts; the E x E counts of more do not fit into the registers of one Triton program
+SHARE = 32  # number of tokens whose pairs of experts one Triton program counts
 TINY = torch.finfo(torch.float32).tiny
 POWER_IN, POWER_OUT = 1, 50  # a and b of S
 
 
 class Amounts(NamedTuple):
-    """What a rule weighs experts by."""
+    """The values that weights are computed from, and how."""
 
     values: Tensor  # (..., E)
     how: Weighing
@@ -40,13 +45,13 @@ class Strip(NamedTuple):
 
     experts: Tensor  # (..., K)
     core: Tensor  # (K,) bool: the first k
-    in_use: Tensor  # (..., K) bool: the core, and the slots in the strip
-    fade: Tensor  # (..., K): S, the logarithm of what each slot is faded by; 0 in the core and outside the strip
-    gaps: Tensor  # (..., E): how far each expert is below the k-th, best first; infinite for those that cannot fade in
+    in_use: Tensor  # (..., K) bool: whether the slot is in the core or in the strip
+    fade: Tensor  # (..., K): S, the logarithm of the factor of each slot; 0 in the core and outside the strip
+    gaps: Tensor  # (..., E): level of the k-th minus level of each expert, best first; infinite in the core and after slot K
 
 
 def top(values: Tensor, k: int) -> Tensor:
-    """Return the indices `(..., k)` of the k largest, descending; the lower index first among equals, on every device."""
+    """Return the indices `(..., k)` of the k largest, descending; of equal values, the lower index first on all devices."""
     if torch.compiler.is_exporting():
         return exported_keys(values).topk(k, dim=-1).indices
     keys = ordered_keys(values)
@@ -54,17 +59,18 @@ def top(values: Tensor, k: int) -> Tensor:
 
 
 def top_reference(values: Tensor, k: int) -> Tensor:
-    """Return what `top` returns, by sorting Python tuples: the specification."""
+    """Return what `top` must return, computed by sorting Python tuples."""
     rows = values.reshape(-1, values.shape[-1]).tolist()
     chosen = [sorted(range(len(row)), key=lambda index: (-row[index], index))[:k] for row in rows]
     return torch.tensor(chosen, dtype=torch.int64).view(*values.shape[:-1], k)
 
 
 def ordered_keys(values: Tensor) -> Tensor:
-    """Return int64 keys whose order is the order of the float32 `values (..., E)`, an earlier index winning a tie.
+    """Return int64 keys in the order of the float32 `values (..., E)`; of equal values, the lower index has the larger key.
 
-    `torch.topk` leaves the order of equal values open, and devices differ. The keys are all different: the upper half
-    is the value's bits made monotone, the lower half counts the index down. NaN sorts above everything, as in torch.
+    `torch.topk` does not define the order of equal values, and devices differ. All keys are different: the upper 32 bits
+    are the bits of the value, changed so that they sort like the value, and the lower 32 bits are E - 1 - index. NaN is
+    above all other values, as in torch.
     """
     experts = values.shape[-1]
     bits = (values.detach().float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
@@ -75,21 +81,21 @@ def ordered_keys(values: Tensor) -> Tensor:
 
 
 def exported_keys(values: Tensor) -> Tensor:
-    """Return float64 keys in the order of the float32 `values (..., E)`, an earlier index winning a tie; up to 2^17 entries.
+    """Return float64 keys in the order of `ordered_keys`, for `values (..., E)` without NaN and with E up to 2^17.
 
-    ONNX can neither read the bits of a number nor sort stably. A float64 has 29 bits more than a float32: each value is
-    lowered by its index times 2^-42 of itself, which is less than the distance to the next float32, and a 0 by its index
-    times a number that is smaller than any float32.
+    ONNX can neither read the bits of a number nor sort stably. The mantissa of a float64 has 29 bits more than that of a
+    float32. So each value is lowered by its index times 2^-42 of the value, which is less than the distance to the next
+    float32. A value of 0 is lowered by its index times 2^-200, which is smaller than any float32.
     """
-    wide = values.detach().double().clamp(-1e300, 1e300)  # infinite ones would become NaN below
+    wide = values.detach().double().clamp(-1e300, 1e300)  # an infinite value would become NaN below
     index = torch.arange(values.shape[-1], device=values.device, dtype=torch.float64)
     return wide - (wide.abs() * 2.0**-42 + 2.0**-200) * index
 
 
 def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best experts (..., k), sorted, and their weights; the gradient reaches the amounts."""
+    """Return the k best experts (..., k), best first, and their weights. Only the amounts get a gradient."""
     if _has_kernel(scores):
-        experts, weights, _ = _on_kernels(scores, amounts, None, k, k, informed=False)
+        experts, weights, _ = _select_with_kernels(scores, amounts, None, k, k, informed=False)
         return experts, weights
     experts = top(scores, k)
     return experts, weigh(amounts, experts, torch.ones_like(experts, dtype=torch.bool), None)
@@ -100,13 +106,13 @@ def select_smooth_top_k(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return experts (..., most), E in unused slots, their weights, and all gaps to the k-th (..., E), in any order.
 
-    Besides the k best, experts in a strip of width `eps` below the k-th are selected. A token whose strip holds more than
-    `most` experts has a narrower one, which ends at expert number `most` + 1. Gaps are infinite for the k best and for those
-    after the first `most`. With `informed`, scores are gates, levels are their logarithms, and a gate of 0 is never selected
-    from the strip. The gradient reaches the amounts.
+    Besides the k best, experts in a strip of width `eps` below the k-th are selected. A token that would have more than
+    `most` experts has a narrower strip, which ends at the level of the first expert without a slot. Gaps are infinite for
+    the k best and for experts without a slot. With `informed`, scores are gates, levels are their logarithms, and an expert
+    with a gate of 0 is never selected from the strip. Only the amounts get a gradient.
     """
     if _has_kernel(scores):
-        return _on_kernels(scores, amounts, eps, k, most, informed)
+        return _select_with_kernels(scores, amounts, eps, k, most, informed)
     levels = scores.clamp_min(TINY).log() if informed else scores
     strip = smooth_strip(scores, levels, k, eps, most)
     weights = weigh(amounts, strip.experts, strip.in_use, strip.fade)
@@ -122,15 +128,15 @@ def smooth_strip(ranks: Tensor, levels: Tensor, k: int, eps: Tensor, most: int) 
     levels = levels.gather(-1, order)
     gaps = (levels[..., k - 1 : k] - levels).detach()
     slot = torch.arange(ranks.shape[-1], device=ranks.device)
-    crossable = gaps.masked_fill((slot < k) | (slot >= most), torch.inf)
+    masked_gaps = gaps.masked_fill((slot < k) | (slot >= most), torch.inf)
     edge = eps if most == ranks.shape[-1] else torch.minimum(eps, gaps[..., most : most + 1])
     core = slot[:most] < k
     fade, in_strip = strip_fade(gaps[..., :most], edge)
-    return Strip(order[..., :most], core, core | in_strip, fade.where(~core, 0.0), crossable)
+    return Strip(order[..., :most], core, core | in_strip, fade.where(~core, 0.0), masked_gaps)
 
 
 def strip_fade(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return S(u) for u = 1 - gap / eps, 0 outside the strip, and whether u > 0. The gradient reaches eps only."""
+    """Return S(u) for u = 1 - gap / eps, 0 outside the strip, and whether u > 0. Only `eps` gets a gradient."""
     in_strip = gaps < eps
     u = 1 - gaps.where(in_strip, 0.0) / eps.clamp_min(TINY)
     inside = in_strip & (u < 1)
@@ -140,29 +146,29 @@ def strip_fade(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weigh(amounts: Amounts, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:
-    """Return the weights of the slots `experts (..., K)`, 0 where not `in_use`; `fade` is the logarithm of a factor."""
+    """Return the weights of the slots `experts (..., K)`, 0 where not `in_use`; `fade` has the logarithms of factors."""
     values = amounts.values.gather(-1, experts)
     if amounts.how == "softmax":
         values = values if fade is None else values + fade
         return torch.softmax(values.where(in_use, -torch.inf), dim=-1).where(in_use, 0.0)
-    # Amounts may all be 0, and then so are the weights; a softmax of their logarithms would not be.
+    # Not a softmax of the logarithms: if all amounts are 0, all weights must be 0.
     values = values if fade is None else values * fade.exp()
     values = values.where(in_use, 0.0)
     return normalise(values) if amounts.how == "shares" else values
 
 
 def normalise(amounts: Tensor) -> Tensor:
-    """Return `amounts (..., n)` divided by their sum; 0 where that is 0, with a gradient that is finite there too."""
+    """Return `amounts (..., n)` divided by their sum; 0 with a finite gradient where the sum is 0."""
     total = amounts.sum(-1, keepdim=True)
     return amounts / total.where(total >= TINY, 1.0)
 
 
 def count_pairs(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
-    """Return (E,E): how many tokens with `real (B,N)` have both experts among their k best `scores (B,N,E)`."""
+    """Return (E,E): for two experts, how many tokens that are `real (B,N)` have both among their k best `scores (B,N,E)`."""
     if _has_kernel(scores):
         if scores.shape[-1] <= MOST_IN_GRAPH:
-            parts: Tensor = _count_pairs(scores.flatten(0, 1), None if real is None else real.flatten(), k)
-            return parts.sum(0)
+            counts: Tensor = _count_pairs(scores.flatten(0, 1), None if real is None else real.flatten(), k)
+            return counts.sum(0)  # over Triton programs
         best, _ = select_top_k(scores, Amounts(scores, "raw"), k)
     else:
         best = top(scores, k)
@@ -175,13 +181,14 @@ def _has_kernel(scores: Tensor) -> bool:
     return has_kernels(scores) and scores.dtype == torch.float32 and scores.shape[-1] <= MOST_EXPERTS
 
 
-def _on_kernels(
+def _select_with_kernels(
     scores: Tensor, amounts: Amounts, eps: Tensor | None, k: int, width: int, informed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, experts = scores.shape[:-1], scores.shape[-1]
     flat = scores.detach().contiguous().view(-1, experts)
     values = amounts.values.contiguous().view(-1, experts)
     how = WEIGHINGS.index(amounts.how)
+    # Without `eps`, gaps are empty (0,E).
     chosen, weights, gaps = _Select.apply(flat, values, eps, k, width, how, informed)  # type: ignore[no-untyped-call]
     return chosen.view(*shape, -1), weights.view(*shape, -1), gaps.view(-1 if eps is None else shape[0], *shape[1:], experts)
 
@@ -233,6 +240,7 @@ def _weigh_reference(
 def _select_on_gpu(
     scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, how: int, informed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return experts, weights, the slot of each expert, gaps, and the width of each token's strip (see `triton.select`)."""
     from holdfast.kernels.select import triton
 
     with on_device_of(scores):
