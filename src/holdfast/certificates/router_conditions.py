@@ -144,7 +144,7 @@ class CertifiedRouter:
         return NoCertificate(f"no certificate is known for {self.declared_by}: {reason}")
 
     def _require_simple(self, conditions: Conditions) -> Conditions:
-        """Return the conditions; raise NoBound if they compare more than one key with one other, or have a bias."""
+        """Return the conditions; raise NoCertificate if they compare more than one key with one other, or have a bias."""
         if conditions.ahead.shape[-1] > 1 or conditions.bias is not None or conditions.threshold < 0:
             raise self._refusal(f"it compares sums or biased keys, or a negative threshold, of {conditions.compares}")
         return conditions
@@ -211,7 +211,7 @@ def _has_threshold(conditions: Conditions) -> bool:
 
 
 def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm) -> CertifiedRouter:
-    """Describe a Router at tokens (B,N,d); raise NoBound if one of its parts does not declare what is needed."""
+    """Describe a Router at tokens (B,N,d); raise NoCertificate if one of its parts does not declare what is needed."""
     name = type(router.score).__name__
     order = router.score.order(tokens, context)
     if order is None:
