@@ -247,4 +247,4 @@ def test_two_processes_train_one_model(text: Path, trained: Path, tmp_path: Path
     assert len(logs[0]) == len(logs[1]) == 8
     for one, two in zip(*logs, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
-    assert "2 processes" in done.stdout
+    assert "2 ranks" in done.stdout
