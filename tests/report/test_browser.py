@@ -309,7 +309,7 @@ def test_a_picture_is_drawn_under_the_colours_of_its_patches(pictures: Any) -> N
     click(pictures, "#layer option[value='1']")
     assert [title for _, title, *_ in painted(pictures, 2, "patch")][:3] == ["expert 1", "expert 2", "expert 3"]
     captions = [found.text for found in pictures.find_elements("css selector", ".view[data-router='0'] figcaption")]
-    assert captions == ["3", "8, taken for 5"]
+    assert captions == ["3", "8, predicted 5"]
     assert pictures.get_log("browser") == []
 
 

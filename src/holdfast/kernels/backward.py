@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import EVERYWHERE, operator
+from holdfast.kernels.launching import EVERYWHERE, is_exporting, operator
 
 
 def is_differentiated() -> bool:
@@ -85,7 +85,7 @@ def snapshot_for_backward(state: Tensor, training: bool = True) -> Tensor:
     A compiled backward would otherwise read the buffer itself, after later batches have changed it. In an exported program
     nothing changes the buffer outside of training, and the copy is a plain one.
     """
-    if torch.compiler.is_exporting() and not training:
+    if is_exporting() and not training:
         return state.clone()
     out: Tensor = _copy(state)
     return out

@@ -19,6 +19,16 @@ EVERYWHERE = "CompositeExplicitAutograd"
 _LIBRARY = torch.library.Library("holdfast", "FRAGMENT")
 
 
+def is_exporting() -> bool:
+    """Return whether `torch.export` is tracing this call."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
+# `torch.compile` of torch 2.11 replaces `torch.compiler.is_exporting()` by True, and would run what is meant for exported
+# programs: all experts, and no kernel. This attribute makes it call the function instead.
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def operator(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, devices: str = "CUDA"
 ) -> Callable[..., Any]:
@@ -38,7 +48,7 @@ def operator(
 
 def has_kernels(tensor: Tensor) -> bool:
     """Return whether Triton kernels can run on `tensor`: on a GPU, not empty, and not in a program being exported."""
-    return HAS_TRITON and tensor.is_cuda and not torch.compiler.is_exporting() and tensor.numel() > 0
+    return HAS_TRITON and tensor.is_cuda and not is_exporting() and tensor.numel() > 0
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from holdfast.errors import unknown_name
 from holdfast.kernels.dispatch import Dispatch, dispatch
 from holdfast.kernels.grouped import gather_mm, mm_combine
+from holdfast.kernels.launching import is_exporting
 from holdfast.kernels.quantised import as_float
 from holdfast.layers.expert_parallel import ExpertShards
 
@@ -142,7 +143,7 @@ def run_experts(
     dtype = _compute_dtype(tokens, up)
     if shards is None:
         out = _run_local(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu)
-    elif torch.compiler.is_exporting():
+    elif is_exporting():
         raise ValueError(
             "these experts are sharded over ranks, which an exported program cannot use; export the model on one rank."
         )
@@ -167,7 +168,7 @@ def _run_local(
 ) -> Tensor:
     """Run experts that are all on this rank, on tokens in the dtype of the products, with float32 weights."""
     dtype = tokens.dtype
-    if torch.compiler.is_exporting():
+    if is_exporting():
         out = _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
         return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
     plan = dispatch(experts, up.shape[0])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
-from holdfast.kernels.launching import wait_for_side_stream
+from holdfast.kernels.launching import is_exporting, wait_for_side_stream
 from holdfast.routing.parts import Informer, Part, Score, Scores, Selection, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
@@ -201,7 +201,7 @@ class Router(nn.Module):
                 f"{self.layer}: torch.jit.trace and torch.onnx.export(dynamo=False) cannot record a router; use "
                 "torch.export.export or torch.onnx.export(dynamo=True)."
             )
-        if self.training and torch.compiler.is_exporting() and _is_exporting_to_onnx():
+        if self.training and is_exporting() and _is_exporting_to_onnx():
             raise ValueError(
                 f"{self.layer}: this router is in training mode, and an ONNX model cannot update router state; call "
                 "model.eval() before torch.onnx.export."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.kernels.backward import is_differentiated
 from holdfast.kernels.fp32_linear import HALF_DTYPES, ieee_float32, linear_float32, matmul_float32
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, has_kernels, on_device_of, operator
+from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, has_kernels, is_exporting, on_device_of, operator
 from holdfast.kernels.token_mixing.blocks import expanded_mask, finite_or_zero, query_blocks, score_terms
 from holdfast.kernels.token_mixing.blocks import sampled as sampled
 
@@ -87,7 +87,7 @@ def take_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> tuple[Tensor
     Where rows have fewer heads than `heads`, each of theirs is read by a group of neighbouring heads. The index stays on the
     device; on a GPU one launch copies from all rows.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return tuple(_index_heads(rows, head, heads))
     taken: tuple[Tensor, ...] = _TakeHeads.apply(head, heads, *rows)  # type: ignore[no-untyped-call]
     return taken

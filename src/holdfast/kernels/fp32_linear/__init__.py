@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import EVERYWHERE, has_kernels, on_device_of, operator
+from holdfast.kernels.launching import EVERYWHERE, has_kernels, is_exporting, on_device_of, operator
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF_DTYPES, torch.float32)
@@ -38,7 +38,7 @@ def ieee_float32() -> Iterator[None]:
 
 def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     """Return `left (..., m,n)` times `right (..., n,p)`, in true float32; gradients in the dtypes of the inputs."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return left.float() @ right.float()
     out: Tensor = _MatMul.apply(left, right)  # type: ignore[no-untyped-call]
     return out
@@ -142,7 +142,7 @@ def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weigh
     No gradient flows through m. The backward computes the scaled tokens again instead of keeping them.
     """
     rows, mixture, scales = tokens.reshape(-1, tokens.shape[-1]), mixture.detach(), scales.detach()
-    if torch.compiler.is_exporting():
+    if is_exporting():
         out = (rows.float() * _token_scales(mixture, scales)) @ weight.float().t()
     else:
         out = _scaled_matmul(rows, mixture, scales, weight)

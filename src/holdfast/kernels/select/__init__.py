@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import has_kernels, on_device_of, operator
+from holdfast.kernels.launching import has_kernels, is_exporting, on_device_of, operator
 
 # How the amounts of selected experts become weights: unchanged, divided by their sum, or by a softmax over them.
 Weighing = Literal["raw", "shares", "softmax"]
@@ -52,7 +52,7 @@ class Strip(NamedTuple):
 
 def top(values: Tensor, k: int) -> Tensor:
     """Return the indices `(..., k)` of the k largest, descending; of equal values, the lower index first on all devices."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return exported_keys(values).topk(k, dim=-1).indices
     keys = ordered_keys(values)
     return keys.argsort(dim=-1, descending=True) if k == values.shape[-1] else keys.topk(k, dim=-1).indices

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, on_device_of, operator
+from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, is_exporting, on_device_of, operator
 from holdfast.kernels.token_mixing.blocks import (
     expanded_mask,
     mix_at_once,
@@ -62,7 +62,7 @@ def softmax_mix(
     """
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
-    if torch.compiler.is_exporting():
+    if is_exporting():
         terms = score_terms(
             query, key, other_query, other_key, bias, real, expanded_mask(mask, query, key), causal, scale, other_scale
         )
