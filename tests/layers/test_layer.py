@@ -7,6 +7,7 @@ import torch
 from tiers import quick_or_slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
@@ -34,6 +35,21 @@ def step(module: Any, tokens: Tensor) -> tuple[Tensor, Routing, list[Tensor]]:
     total = (out.float() * torch.linspace(-1, 1, 32, device=out.device)).sum() + routing.loss
     wanted = [tokens, *(p for p in module.parameters() if p.requires_grad)]
     return out, routing, list(torch.autograd.grad(total, wanted))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiled_layer_runs_the_operators_of_the_experts(device: str) -> None:
+    """A layer that took `torch.compile` for `torch.export` would run every expert on every token, with the same result."""
+    targets: set[str] = set()
+
+    def collect(module: GraphModule, inputs: list[Tensor]) -> GraphModule:
+        graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+        targets.update(str(node.target) for graph in graphs for node in graph.nodes)
+        return module
+
+    torch.compiler.reset()
+    torch.compile(layer("smoe", device), fullgraph=True, backend=collect)(tokens_for(device))
+    assert {"holdfast.gather_mm.default", "holdfast.mm_combine.default"} <= targets
 
 
 @pytest.mark.slow

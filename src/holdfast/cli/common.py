@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
 
+    from holdfast.train import Task
+
 
 LONGEST_MESSAGE = 2000  # characters
 NO_EDGE = 10_000  # columns of a pipe or a file
@@ -189,6 +191,23 @@ class Loading:
             "offload_folder": None if self.offload is None else str(self.offload),
         }
         return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class TestData:
+    source: str | None = None
+    """Use this text or image set instead of the one the model was trained on: a name or a path."""
+    data: Path | None = None
+    """The folder with named sources; without it they are downloaded."""
+    length: int | None = None
+    """Tokens per block of text."""
+
+    def load(self, model: str, loading: Loading) -> tuple[Any, Task]:
+        """Return the saved model, and the task with the data to evaluate it on."""
+        from holdfast.train.saved_model import load_model_and_task
+
+        where = loading.options()
+        return load_model_and_task(model, source=self.source, data=self.data, length=self.length, loading=where)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""`holdfast compare`: train and attack several routers under equal conditions.
-
-`holdfast report` renders the HTML report of a finished comparison again.
-"""
+"""`holdfast compare`: train and attack several routers under equal conditions."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
 from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show
 from holdfast.comparing import PAGE, ROUTERS, run_comparison
@@ -166,26 +163,3 @@ def _cost(cost: dict[str, Any] | None) -> str:
         return "none known"
     mean, low, high = (None if cost[key] is None else 100 * math.expm1(cost[key]) for key in ("mean", "low", "high"))
     return f"{mean:+.2f}%" if low is None else f"{mean:+.2f}%\n({low:+.2f} to {high:+.2f})"
-
-
-@dataclass(frozen=True)
-class Report:
-    """Render the HTML report of a finished comparison: one file that works offline.
-
-    Examples: `holdfast report comparison`, `holdfast report runs/smooth --out smooth.html --force`
-    """
-
-    folder: Positional[Path]
-    """The folder where `holdfast compare` wrote its results.json."""
-    out: Path | None = None
-    """The file to write; by default report.html in the folder."""
-    force: bool = False
-    """Overwrite the file if it exists."""
-
-    def run(self) -> None:
-        from holdfast.report import read_results, write_report
-
-        out = self.out or self.folder / "report.html"
-        results = read_results(self.folder)
-        require_folder(out.parent)
-        print(f"Report: {write_report(results, out, force=self.force)}")

@@ -5,12 +5,14 @@ from collections.abc import Callable
 
 import tyro
 
+from holdfast.cli.attack import Attack
 from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.certify import Certify
 from holdfast.cli.common import one_line, release_files
-from holdfast.cli.compare import Compare, Report
-from holdfast.cli.evaluate import Attack, Evaluate
+from holdfast.cli.compare import Compare
+from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.plan import Plan
+from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
