@@ -68,6 +68,11 @@ class Part(nn.Module, ABC):
     reads: tuple[str, ...] = ()
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
 
+    @property
+    def training_traits(self) -> Traits:
+        """The traits in training. A part that reads the whole batch only in training overrides this."""
+        return self.traits
+
     def progress(self, fraction: float) -> None:
         """Set the training progress, from 0 to 1. Parts that change their options during training override this."""
 
@@ -273,6 +278,8 @@ class Selection(NamedTuple):
     gates: Tensor  # (B,N,E), those of the scores that the selector read
     losses: Mapping[str, Tensor]
     scale: float = 1.0  # `Router.scale`, if `weights` include it; 1 in what a selector returns
+    requested: Tensor | None = None  # (B,N,K), the experts before a capacity limit; None: `experts`
+    dropped: Tensor | None = None  # (B,N), how many experts a token lost to a limit; None: there is no limit
 
     @classmethod
     def from_routing(cls, routing: Routing, scale: float = 1.0) -> "Selection":
@@ -303,6 +310,7 @@ class Selector(Part):
     """The stage select (abstract): chooses experts from scores and gives them weights."""
 
     rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
+    takes_informers = True  # False: it does not read gates, so a router with an informer is an error
 
     @property
     def ragged(self) -> bool:

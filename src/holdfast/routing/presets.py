@@ -15,19 +15,21 @@ PartClass = TypeVar("PartClass", bound=type[Part])
 REGISTRY = Registry()
 
 for _preset in (
-    Preset("smoe", "linear scores, top-k, weights renormalised", "Shazeer et al. 2017"),
+    Preset("smoe", "linear scores, top-k, weights renormalised", "Shazeer et al. 2017", family="plain"),
     Preset(
         "switch",
         "linear scores, top-1 by default, weights are the raw gates",
         "Fedus et al. 2022",
         {"select": "holdfast.routing.selection:TopK"},
         {"k": 1, "weights": "switch"},
+        family="plain",
     ),
     Preset(
         "xmoe",
         "cosine scores in a low-dimensional space, learned temperature",
         "Chi et al. 2022",
         {"score": "holdfast.routing.scores:Cosine"},
+        family="plain",
     ),
     Preset(
         "smoe-dropout",
@@ -35,18 +37,21 @@ for _preset in (
         "Chen et al. 2023",
         {"score": "holdfast.routing.scores:Frozen", "select": "holdfast.routing.selection:TopK"},
         {"k_final": "all"},
+        family="plain",
     ),
     Preset(
         "top-p",
         "every expert whose gate exceeds p, fixed or learned",
         "Guo et al. 2024; Nielsen et al. 2025, C.10",
         {"select": "holdfast.routing.selection:TopP"},
+        family="thresholds",
     ),
     Preset(
         "remoe",
         "ReLU gates, an adaptive L1 penalty steers to k experts",
         "Wang et al. 2025",
         {"select": "holdfast.routing.selection:ReLU"},
+        family="thresholds",
     ),
     Preset(
         "symphony",
@@ -54,6 +59,7 @@ for _preset in (
         "SymphonySMoE, algorithm 1",
         {"expert": "holdfast.routing.expert_graph:ExpertGraph"},
         {"weights": "switch"},
+        family="robust",
     ),
     Preset(
         "similarity",
@@ -61,6 +67,7 @@ for _preset in (
         "Mutual-Inform SMoE, definition 1",
         {"token": "holdfast.routing.token_graph:Similarity"},
         {"weights": "softmax"},
+        family="robust",
     ),
     Preset(
         "attention",
@@ -68,18 +75,21 @@ for _preset in (
         "Mutual-Inform SMoE, lemma 1",
         {"token": "holdfast.routing.token_graph:AttentionPosterior"},
         {"weights": "softmax"},
+        family="robust",
     ),
     Preset(
         "ac",
         "features in which a token's cluster is tight count more",
         "ACMoE, Nielsen et al. 2025",
         {"cluster": "holdfast.routing.clustering:Clustered"},
+        family="robust",
     ),
     Preset(
         "smooth",
         "experts just below the k-th fade in, so the output is continuous",
         "Geometric and Stochastic Analysis of Discontinuities in SMoE",
         {"select": "holdfast.routing.smoothing:SmoothTopK"},
+        family="robust",
     ),
 ):
     REGISTRY.add(_preset)

@@ -27,6 +27,8 @@ class Routing:
     losses: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # weighted, ready to be added to the training loss; empty in evaluation
+    requested: Tensor | None = None  # (T,K) int64, the experts before a capacity limit; None: `experts`
+    dropped: Tensor | None = None  # (T,) int64, how many experts a token lost to a limit; None: there is no limit
 
     @property
     def used(self) -> Tensor:
@@ -147,6 +149,7 @@ class Context:
     previous: Previous | None = None
     cache: RouterCache | None = None  # the rows of earlier tokens while decoding
     token_ids: Tensor | None = None  # (B,N), for hash and distilled routers
+    modality: Tensor | None = None  # (B,N) int64, the modality of each token, for routers with a score for each
 
     def real_tokens(self, tokens: Tensor) -> Tensor:
         """Return (B,N) bool: which of `tokens (B,N,d)` are real. Without a mask, all are."""

@@ -21,15 +21,17 @@ from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
 from holdfast.routing.selection import Rule, check_k
 
-# What a part can fill, in the order of the pipeline. "cluster" wraps the score; "expert" and "token" are the two sides of
-# the stage inform.
+# What a part can fill, in the order of the pipeline. "cluster" wraps the score and "capacity" the selector; "expert" and
+# "token" are the two sides of the stage inform.
 STAGES: dict[str, type[Part]] = {
     "score": Score,
     "cluster": Score,
     "expert": Informer,
     "token": Informer,
     "select": Selector,
+    "capacity": Selector,
 }
+WRAPPERS = {"cluster": "score", "capacity": "select"}  # a part of the first stage gets the part of the second as `base`
 DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
 RESERVED = "+[],=@"  # characters of the grammar, which no name may contain
 GIVEN = ("dim", "experts", "k", "base", "rule")  # parameters of parts that are not options: `Registry.build` passes them
@@ -48,6 +50,7 @@ class Preset:
     paper: str
     parts: Mapping[str, type[Part] | str] = field(default_factory=dict)  # stage -> class, or "module:Class"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "plugins"  # the heading under which it is listed
 
     def __post_init__(self) -> None:
         if not self.name or set(self.name) & set(RESERVED) or self.name != self.name.strip():
@@ -190,11 +193,11 @@ class Registry:
             built["score"] = host.score
         for stage in STAGES:
             if stage in classes and stage not in built:
-                base = {"base": built["score"]} if stage == "cluster" else {}
+                base = {"base": built[WRAPPERS[stage]]} if stage in WRAPPERS else {}
                 built[stage] = _construct(classes[stage], values | base, name)
         return Router(
             score=built.get("cluster", built["score"]),
-            select=built["select"],
+            select=built.get("capacity", built["select"]),
             inform=[built[side] for side in ("expert", "token") if side in built],
             losses=losses,
             layer=layer,

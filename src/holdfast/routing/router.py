@@ -58,6 +58,11 @@ class Router(nn.Module):
             count = sum(informer.side == side for informer in inform)
             if count > 1:
                 raise ValueError(f"there are {count} informers on the {side} side; a Router takes at most one on each side.")
+        if inform and not select.takes_informers:
+            raise ValueError(
+                f"{type(select).__name__} does not select by gates, so {type(inform[0]).__name__} would change nothing; "
+                "remove one of them."
+            )
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
         self.losses, self.check_finite, self.scale = losses, check_finite, scale
         self._layer, self._learning = layer, True
@@ -111,6 +116,14 @@ class Router(nn.Module):
         return combined
 
     @property
+    def training_traits(self) -> Traits:
+        """The traits in training: some parts read the whole batch in training and not in evaluation."""
+        combined = Traits()
+        for part in self.parts:
+            combined = combined & part.training_traits
+        return combined
+
+    @property
     def reads(self) -> set[str]:
         """The fields of a Context that the parts need besides `causal`, `token_mask` and `cache`."""
         return {field for part in self.parts for field in part.reads}
@@ -140,6 +153,8 @@ class Router(nn.Module):
                 experts=selection.experts.flatten(0, 1),
                 weights=_detach_unusable(weights, usable).flatten(0, 1),
                 losses=dict(selection.losses),
+                requested=None if selection.requested is None else selection.requested.flatten(0, 1),
+                dropped=None if selection.dropped is None else selection.dropped.flatten(),
             )
             if self.training and self.learning and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
