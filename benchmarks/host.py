@@ -1,0 +1,156 @@
+"""Measure where the time of a small training step goes: in Python on the host, or in kernels on the GPU.
+
+    python benchmarks/host.py                            # on a CPU: one step of each router, and the slowest operators
+    python benchmarks/host.py --device cuda              # on a GPU: GPT-2 of 6 layers, d 384, 16 experts, top 2, bf16
+    python benchmarks/host.py --device cuda --profile smoe   # also the host time of each operator and Python function
+
+    wall        milliseconds of a step if many are queued, as in training
+    issue       milliseconds that Python needs to start a step, without waiting for the GPU
+    kernels     the sum of the times of all kernels of a step
+    launches    how many kernels a step launches
+
+"dense" is the same model with a feed-forward network as wide as k experts. A step is forward, backward and AdamW.
+"""
+
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from command import check, command, write
+from timing import time_in_turns
+from torch import Tensor
+from versions import versions
+
+import holdfast
+
+NAMES = ("dense", "smoe", "symphony", "ac", "smooth", "similarity", "attention")
+QUEUED = 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    dim: int
+    heads: int
+    hidden: int
+    experts: int
+    k: int
+    sequences: int
+    length: int
+    vocabulary: int
+
+
+SHAPES = {"cpu": Shape(2, 96, 4, 96, 8, 2, 8, 64, 256), "cuda": Shape(6, 384, 8, 384, 16, 2, 64, 512, 256)}
+
+
+def model(shape: Shape, router: str, device: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=shape.vocabulary,
+        n_positions=shape.length,
+        n_embd=shape.dim,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_inner=shape.k * shape.hidden if router == "dense" else shape.hidden,
+        activation_function="relu",
+    )
+    with torch.device(device):
+        made = transformers.GPT2LMHeadModel(config)
+    if router == "dense":
+        return made
+    losses = holdfast.Losses(balance=0.01)
+    return holdfast.sparsify(made, experts=shape.experts, k=shape.k, router=router, init="random", losses=losses)
+
+
+def trainer(made: Any, ids: Tensor, device: str) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=device == "cuda")
+    made.train()
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = made(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def issue_time(step: Callable[[], object], device: str, rounds: int) -> float:
+    """Return the milliseconds that the host needs to start a step; on a CPU that is the whole step."""
+    times = []
+    for _ in range(rounds):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+def kernels(step: Callable[[], object], device: str) -> tuple[float, int]:
+    """Return the milliseconds in kernels and the number of kernels of one step; 0 on a CPU."""
+    if device != "cuda":
+        return 0.0, 0
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    found = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.device_time for event in found) / 1e3, len(found)
+
+
+def print_profile(step: Callable[[], object], steps: int = 5) -> None:
+    """Print the Python functions that take most host time, by their own time."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(steps):
+        step()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+
+
+def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> dict[str, dict[str, float]]:
+    ids = torch.randint(1, shape.vocabulary, (shape.sequences, shape.length), device=device)
+    found: dict[str, dict[str, float]] = {}
+    for name in routers:
+        step = trainer(model(shape, name, device), ids, device)
+        wall = statistics.median(time_in_turns({name: step}, device, rounds, QUEUED if device == "cuda" else 1)[name])
+        issue = issue_time(step, device, rounds)
+        inside, launches = kernels(step, device)
+        found[name] = {"wall": wall, "issue": issue, "kernels": inside, "launches": launches}
+        print(f"  {name:14} wall {wall:7.2f} ms   issue {issue:7.2f}   kernels {inside:7.2f}   launches {launches}", flush=True)
+        del step
+        gc.collect()  # a modified model has reference cycles
+    return found
+
+
+def main() -> None:
+    parser = command(__doc__, rounds=8)
+    parser.add_argument("--routers", nargs="*", default=NAMES, help="routers, and dense (default: all)")
+    parser.add_argument("--profile", help="profile the host's part of a step of this router, and measure nothing")
+    arguments = parser.parse_args()
+    check(arguments)
+    shape = SHAPES[arguments.device]
+    print(shape, flush=True)
+    if arguments.profile:
+        ids = torch.randint(1, shape.vocabulary, (shape.sequences, shape.length), device=arguments.device)
+        step = trainer(model(shape, arguments.profile, arguments.device), ids, arguments.device)
+        for _ in range(3):
+            step()
+        print_profile(step)
+        return
+    result = measure(shape, arguments.device, arguments.rounds, arguments.routers)
+    if arguments.out:
+        write(arguments.out, {"versions": versions(), **asdict(shape), "routers": result})
+
+
+if __name__ == "__main__":
+    main()
