@@ -195,7 +195,7 @@ class Audit:
     seed: int = 0
     """Seed of all random numbers."""
     what_if: str | None = None
-    """Repeat the audit with this router, without training. The saved model is not changed."""
+    """Repeat the audit with this router, without training; layers may follow it: ac@1,3. The saved model is not changed."""
     out: Path | None = None
     """Write audit.json and audit.html to this folder."""
     force: bool = False
