@@ -250,7 +250,9 @@ class Audit:
 
     def _audit(self) -> AuditReport:
         from holdfast.auditing import audit, what_if
+        from holdfast.hub.layers import moe_layers
         from holdfast.hub.tracing import require_positions
+        from holdfast.routing.layer_names import resolve_layers, routers_by_layer
         from holdfast.train.saved_model import AuditData, load_model_and_task
         from holdfast.train.training import quiet
 
@@ -258,6 +260,8 @@ class Audit:
             raise ValueError("state which model to audit: a folder or a name on the Hugging Face hub.")
         quiet()
         model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        if self.what_if is not None:  # a mistake in the name must not cost an audit
+            routers_by_layer(resolve_layers(self.what_if, native=True), len(moe_layers(model)))
         material = AuditData(task, self.tokens)
         if material.tokenizer is not None:
             require_positions(model, self.length)

@@ -1,8 +1,8 @@
 """Router names with layers: `ac@1,3,5`, `similarity@even|attention@odd`, `xmoe+symphony@last:2|smoe`.
 
-    router@layers     the router is only for these MoE layers. Layers are indices, counted from 0 (`1,3,5`), `even` (0, 2, ...),
-                      `odd` (1, 3, ...), `first:n`, `last:n` or `all`. @ follows the whole router, with its options
-    one|another       routers for different layers. One of them may have no @: it is for the layers that no other names
+    router@layers   the router is only for these MoE layers. Layers are indices, counted from 0 (`1,3,5`), `even` (0, 2, ...),
+                    `odd` (1, 3, ...), `first:n`, `last:n` or `all`. @ follows the whole router, with its options
+    one|another     routers for different layers. One of them may have no @: it is for the layers that no other names
 
 The layers that @ chooses from are the MoE layers of a model, or those of them that an argument `layers` has chosen. What a
 layer gets that no router is for depends on the function: `sparsify` gives it `smoe`, `reroute` does not change it.
@@ -21,7 +21,6 @@ from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import NAMES_LAYERS, read_value, split_options
 
 NATIVE = "native"  # in a model that has routers: the family's own rule
-KINDS = ("all", "even", "odd", "first:2", "last:2")
 _BAR = re.compile(r"\|(?![^\[]*\])")  # outside brackets
 _AT = re.compile(r"@(?![^\[]*\])")
 _INDICES = re.compile(r"\d+(\s*,\s*\d+)*")
@@ -86,8 +85,8 @@ def _split_layers(part: str, written: str) -> tuple[str, str | None]:
     if (sign and kind in ("first", "last") and number.isdecimal()) or (not sign and kind in ("all", "even", "odd")):
         return router.strip(), layers
     raise ValueError(
-        f"@{layers} in {written!r} is no choice of layers: write indices such as @1,3,5, or @even, @odd, @first:2, @last:2 or "
-        "@all, after the whole router and its options."
+        f"@{layers} in {written!r} is no choice of layers: write indices such as @1,3,5, or @even, @odd, @first:2, @last:2 "
+        "or @all, after the whole router and its options."
     )
 
 

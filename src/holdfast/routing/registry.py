@@ -290,9 +290,9 @@ _WORDS: dict[str, Any] = {
 
 
 def split_routers(written: str) -> list[str]:
-    """Return the routers of a list such as `smoe,ac@1,3,similarity[causal=false,tau=2]`, separated by commas outside brackets.
+    """Return the routers of a list such as `smoe,ac@1,3,similarity[causal=false,tau=2]`.
 
-    A comma before a number continues a list of layers: `ac@1,3` is one router.
+    Commas outside brackets separate them; a comma before a number continues a list of layers, so `ac@1,3` is one router.
     """
     return [part.strip() for part in _COMMA.split(written) if part.strip()]
 

@@ -88,7 +88,7 @@ class Cell:
 
 
 def safe_file_name(name: str) -> str:
-    """Return a file name for a router name: `similarity@even|attention@odd` becomes `similarity_even_attention_odd-<checksum>`.
+    """Return a file name for a router name: `ac@even|smooth@odd` becomes `ac_even_smooth_odd-<checksum>`.
 
     A name that is a safe file name already is not changed.
     """

@@ -1,8 +1,8 @@
 """Build every router of a run before the first one is trained, so that a mistake in the last one costs seconds.
 
-The models are built on the `meta` device: with all sizes and without values, by the functions that build the real ones. Nothing
-is written. No forward is run, because neither transformers' attention masks nor autocast work without values; what a forward
-would refuse because the task cannot supply it is found from what routers declare that they read.
+The models are built on the `meta` device: with all sizes and without values, by the functions that build the real ones.
+Nothing is written. No forward is run, because neither transformers' attention masks nor autocast work without values; what a
+forward would refuse because the task cannot supply it is found from what routers declare that they read.
 """
 
 import warnings
@@ -25,7 +25,7 @@ INPUTS_OF_FIELDS = {
 
 
 def preflight(task: Task, choices: Sequence[RouterChoice]) -> None:
-    """Build the task's model with each router on `meta`; raise ValueError that names the first router that cannot be used."""
+    """Build the task's model with each router on `meta`; raise ValueError for the first router that cannot be used."""
     sparse = task.recipe.sparse
     change = Change(
         sparse.experts,
