@@ -119,13 +119,21 @@ def test_layers_of_a_name_are_counted_among_those_that_the_argument_chooses() ->
         holdfast.reroute(model, "smooth@2", layers="last:2")
 
 
-def test_a_mistake_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("router", "sentence"),
+    [
+        ("smooth@0|ac@0", "layer 0 is named twice"),
+        ("smooth@9", "there is no layer 9"),
+        ("smooth@1|smoth", "did you mean 'smooth'"),
+        ("smooth[k=99]@1", "k is 99"),
+    ],
+)
+def test_a_mistake_changes_nothing(router: str, sentence: str) -> None:
     model = tiny("mixtral")
-    for router in ("smooth@0|ac@0", "smooth@9", "smooth@1|smoth", "smooth[k=99]@1"):
-        with pytest.raises(ValueError) as caught:
-            holdfast.reroute(model, router)
-        assert "\n" not in str(caught.value)
-        assert placed(model) == [None] * 3 and not specs_of(model)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        holdfast.reroute(model, router)
+    assert "\n" not in str(caught.value)
+    assert placed(model) == [None] * 3 and not specs_of(model)
 
 
 def test_k_in_brackets_is_the_k_of_the_layers() -> None:

@@ -1,6 +1,6 @@
 """Router names with layers: `ac@1,3,5`, `similarity@even|attention@odd`, `xmoe+symphony@last:2|smoe`.
 
-    router@layers   the router is only for these MoE layers. Layers are indices, counted from 0 (`1,3,5`), `even` (0, 2, ...),
+    router@layers   the router is only for these MoE layers: indices, counted from 0 (`1,3,5`), `even` (0, 2, ...),
                     `odd` (1, 3, ...), `first:n`, `last:n` or `all`. @ follows the whole router, with its options
     one|another     routers for different layers. One of them may have no @: it is for the layers that no other names
 

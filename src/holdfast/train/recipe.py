@@ -220,7 +220,7 @@ def _join(path: str, key: object) -> str:
 class RouterChoice:
     """One router of a comparison: its name, its layers, its options and its number of experts per token.
 
-    `router` is the name without options; for a name with layers (`ac[mix=2]@1,3|smooth`) it is the whole name, in one spelling.
+    `router` is the name without options; for a name with layers, such as `ac[mix=2]@1,3|smooth`, all of it in one spelling.
     """
 
     name: str  # the router as the user wrote it; shown in tables
