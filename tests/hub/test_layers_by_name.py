@@ -145,10 +145,10 @@ def test_k_in_brackets_is_the_k_of_the_layers() -> None:
     assert [int(routing.used.sum(-1).max()) for routing in routes] == [3, 1, 3]
     rerouted = holdfast.reroute(tiny("mixtral"), "smoe[k=3]")
     assert {spec.k for spec in specs_of(rerouted).values()} == {3}
-    for change, given in ((holdfast.reroute, tiny("mixtral")), (holdfast.sparsify, tiny_dense("llama"))):
-        options = {} if change is holdfast.reroute else {"experts": 4}
-        with pytest.raises(ValueError, match="the option k is given twice"):
-            change(given, router="smoe[k=3]", k=3, **options)
+    with pytest.raises(ValueError, match="the option k is given twice"):
+        holdfast.reroute(tiny("mixtral"), "smoe[k=3]", k=3)
+    with pytest.raises(ValueError, match="the option k is given twice"):
+        holdfast.sparsify(tiny_dense("llama"), experts=4, router="smoe[k=3]", k=3)
 
 
 def test_unnamed_layers_get_smoe_with_the_models_k() -> None:

@@ -26,7 +26,7 @@ class Reader(Informer):
     def __init__(self) -> None:
         super().__init__()
 
-    def forward(self, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+    def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return gates
 
 
