@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,8 @@ def compare(
 ) -> Results:
     """Train several routers under equal conditions, attack each, write results.json and report.html, return the results.
 
-    routers        names with options in brackets, as one string with commas or as a list; the first is the baseline,
-                   unless the folder already has one
+    routers        names with options in brackets and layers after @, as one string with commas or as a list; the first is
+                   the baseline, unless the folder already has one. All of them are built before the first is trained
     recipe         a shipped recipe, or the path of a .yaml file
     seeds          number of times each router is trained, each time with other weights and another order of the data
     out            the folder for all output; an interrupted comparison in it is resumed
@@ -95,13 +94,16 @@ def run_comparison(
 def matched_baseline(rows: Sequence[dict[str, Any]], known: Sequence[RouterChoice], experts: int) -> list[RouterChoice]:
     """Return the baseline with as many experts per token as the largest router, if that uses more than the baseline."""
     from holdfast.train.recipe import parse_router
-    from holdfast.train.summary import COMPUTE_TOLERANCE, matched_name, uses_more_compute
+    from holdfast.train.summary import COMPUTE_TOLERANCE, is_baseline_with_other_k, matched_name, uses_more_compute
 
     name = rows[0]["router"]
     larger = [math.ceil(row["experts_per_token"] - COMPUTE_TOLERANCE) for row in rows if uses_more_compute(row)]
     k = min(experts, max(larger, default=0))
     matched = matched_name(name, k)
-    if k <= rows[0]["experts_per_token"] or any(row["router"] == matched for row in rows):
+    enough = [
+        row for row in rows if is_baseline_with_other_k(row, rows[0]) and row["experts_per_token"] > k - COMPUTE_TOLERANCE
+    ]
+    if k <= rows[0]["experts_per_token"] or any(row["router"] == matched for row in rows) or enough:
         return []
     baseline = next((choice for choice in known if choice.name == name), None) or parse_router(name)
-    return [replace(baseline, name=matched, k=k)]
+    return [baseline.with_k(k, matched)]

@@ -68,3 +68,20 @@ def test_an_unknown_router_is_refused_before_any_change() -> None:
         what_if(model, batches(1), "smoth", perturb=["none"])
     with pytest.raises(ValueError, match="rerouted"):
         holdfast.restore(model)
+
+
+def test_another_router_may_be_for_some_layers_only() -> None:
+    model = tiny("mixtral")
+    found = what_if(model, batches(), "switch[k=1]@2", perturb=["none"]).summary()
+    assert found["cost"]["experts_per_token"]["before"] == 2
+    assert found["cost"]["experts_per_token"]["after"] == pytest.approx(5 / 3)  # of three layers, one has a k of 1
+    with pytest.raises(ValueError, match="rerouted"):
+        holdfast.restore(model)
+
+
+def test_a_mistake_in_the_name_of_the_router_is_found_before_the_first_audit() -> None:
+    audited = []
+    for name, says in (("smooth@9", "there is no layer 9"), ("smoth", "did you mean 'smooth'")):
+        with pytest.raises(ValueError, match=says):
+            what_if(tiny("mixtral"), batches(), name, perturb=["none"], progress=lambda done, what: audited.append(what))
+    assert audited == []

@@ -8,12 +8,31 @@ import pytest
 from commands import Command
 
 import holdfast
+from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import FAMILIES
 
 
 def test_every_router_is_listed_with_its_paper(command: Command) -> None:
     out = command("routers", columns=160).stdout
     assert all(name in out for name in holdfast.list_routers())
     assert "Shazeer et al. 2017" in out
+
+
+def test_routers_are_listed_by_family_in_the_same_order_always(command: Command) -> None:
+    rows = [line.split("│")[1].strip() for line in command("routers", columns=200).stdout.splitlines() if "│" in line]
+    headings = [family.upper() for family in FAMILIES]
+    shown = [row for row in rows if row in headings]
+    assert shown == [heading for heading in headings if heading in shown] and {"PLAIN", "ROBUST"} <= set(shown)
+    below = {name: shown[sum(row in headings for row in rows[: rows.index(name)]) - 1] for name in rows if name not in shown}
+    families = {preset.name: preset.family.upper() for preset in REGISTRY}
+    assert {name: below[name] for name in families} == families
+
+
+def test_names_select_what_is_listed(command: Command) -> None:
+    rows = [
+        line.split("│")[1].strip() for line in command("routers", "--names", "ac+xmoe").stdout.splitlines() if "│" in line
+    ]
+    assert [row for row in rows if row] == ["PLAIN", "xmoe", "ROBUST", "ac"]
 
 
 def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command) -> None:
@@ -40,6 +59,9 @@ def test_the_same_seed_prints_the_same_table(command: Command) -> None:
     [
         (["--names", "smo"], "'smoe'"),
         (["--route", "--names", "top-p+remoe"], "'top-p' and 'remoe'"),
+        (["--names", "ac@1"], "'ac@1' names layers of a model"),
+        (["--route", "--names", "ac@1|smoe"], "'ac@1|smoe' names layers of a model"),
+        (["--route", "--names", "smoe[k=3]", "--k", "2"], "the option k is given twice"),
         (["--route", "--k", "40"], "k is 40"),
         (["--route", "--experts", "0"], "experts is 0"),
         (["--route", "--dim", "0"], "divisible by 4"),

@@ -8,6 +8,7 @@ from tiny_dense import CLASSES, CONFIGS, tiny_dense
 from torch import nn
 
 import holdfast
+from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
 from holdfast.planning.meta_model import Change, Choice, build_on_meta, read_config
 from holdfast.planning.model_shape import ModelShape, Setting, measure_shape
@@ -91,3 +92,17 @@ def test_active_parameters_exclude_unused_experts() -> None:
     one = 3 * 32 * 48
     assert shape.expert_parameters == 3 * 8 * one
     assert shape.active_parameters() == shape.parameters - 3 * 6 * one
+
+
+@pytest.mark.parametrize("router", ["ac@1|xmoe", "symphony[k=3]@even", "smoe[k=3]"])
+def test_routers_for_some_layers_and_with_a_k_of_their_own_are_counted(router: str) -> None:
+    sizes = {name: size for name, size in CONFIGS["llama"].items() if size is not None}
+    plan = holdfast.plan("llama", ["smoe", router], experts=8, k=2, sizes=sizes)
+    model = holdfast.sparsify(tiny_dense("llama"), experts=8, router=router)
+    ks = [spec.k for spec in specs_of(model).values()]
+    assert plan.columns[0].experts_a_token == 2
+    assert plan.columns[1].experts_a_token == pytest.approx(sum(ks) / len(ks))
+    assert plan.columns[1].parameters == sum(parameter.numel() for parameter in model.parameters())
+    moe = holdfast.reroute(tiny("mixtral"), router)
+    built = build_on_meta(read_config("mixtral", {**SMALL, **EXTRA["mixtral"]}), Choice.of(router), Change())
+    assert measures(measure_shape(built, Setting(16))) == counted(moe)

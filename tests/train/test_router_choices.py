@@ -104,3 +104,39 @@ def test_a_registered_router_may_have_any_options() -> None:
 
 def test_an_empty_list_has_no_routers() -> None:
     assert parse_routers("") == parse_routers(" , ") == []
+
+
+def test_k_in_brackets_is_the_k_of_the_choice() -> None:
+    assert parse_routers("smoe[k=3],similarity[k=1,tau=2]") == [
+        RouterChoice("smoe[k=3]", "smoe", {}, 3),
+        RouterChoice("similarity[k=1,tau=2]", "similarity", {"tau": 2.0}, 1),
+    ]
+
+
+def test_a_choice_with_layers_has_them_in_its_identity() -> None:
+    first, second, third = parse_routers("ac@1,3,ac@ 3, 1,ac@1")
+    assert first.describe()["router"] == second.describe()["router"] == "ac@1,3"
+    assert third.describe()["router"] == "ac@1"
+    (both,) = parse_routers("similarity[tau=2,k=1]@even|attention@odd")
+    assert both == RouterChoice(both.name, "similarity[k=1,tau=2.0]@even|attention@odd")
+
+
+def test_another_k_replaces_that_of_every_layer() -> None:
+    (plain, layered) = parse_routers("smoe[k=3],smoe[k=1]@even|ac[k=2,mix=2]")
+    assert plain.with_k(4, "other") == RouterChoice("other", "smoe", {}, 4)
+    assert layered.with_k(4, "other") == RouterChoice("other", "smoe@even|ac[mix=2]", {}, 4)
+
+
+def test_plugins_are_found_in_every_layer() -> None:
+    from holdfast.routing import Informer, register
+    from holdfast.routing import plugins as loaded
+    from holdfast.routing.presets import REGISTRY
+
+    register("own", stage="token", about="mine", paper="none")(type("Own", (Informer,), {}))
+    loaded._plugins.append(loaded.Plugin("own.py", ("own",), "0" * 64))
+    try:
+        (choice,) = parse_routers("own@0|smoe")
+        assert [plugin["routers"] for plugin in choice.describe()["plugins"]] == [["own"]]
+    finally:
+        loaded._plugins.pop()
+        REGISTRY.remove("own")

@@ -40,6 +40,7 @@ from holdfast.hub import reroute, restore
 from holdfast.hub.replacements import ReroutedGate
 from holdfast.hub.tracing import require_finite
 from holdfast.metrics.report import without_nan
+from holdfast.routing.layer_names import resolve_layers, routers_by_layer
 from holdfast.version import versions
 
 PERTURBATIONS = {
@@ -322,6 +323,7 @@ def what_if(
         site.family is None and site.block.__dict__.get("former") is not None for site in audited.moe_layers
     ):
         raise ValueError("this model is already rerouted; call holdfast.restore(model) first.")
+    routers_by_layer(resolve_layers(router, options, native=True), len(audited.moe_layers))  # a mistake ends it here
     inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
     before = audit(model, inputs, **settings) if before is None else before
     with resident(audited.scorers()):  # a new router may take the weights of the old one

@@ -195,7 +195,7 @@ class Audit:
     seed: int = 0
     """Seed of all random numbers."""
     what_if: str | None = None
-    """Repeat the audit with this router, without training. The saved model is not changed."""
+    """Repeat the audit with this router, without training; layers may follow it: ac@1,3. The saved model is not changed."""
     out: Path | None = None
     """Write audit.json and audit.html to this folder."""
     force: bool = False
@@ -250,7 +250,9 @@ class Audit:
 
     def _audit(self) -> AuditReport:
         from holdfast.auditing import audit, what_if
+        from holdfast.hub.layers import moe_layers
         from holdfast.hub.tracing import require_positions
+        from holdfast.routing.layer_names import resolve_layers, routers_by_layer
         from holdfast.train.saved_model import AuditData, load_model_and_task
         from holdfast.train.training import quiet
 
@@ -258,6 +260,8 @@ class Audit:
             raise ValueError("state which model to audit: a folder or a name on the Hugging Face hub.")
         quiet()
         model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        if self.what_if is not None:  # a mistake in the name must not cost an audit
+            routers_by_layer(resolve_layers(self.what_if, native=True), len(moe_layers(model)))
         material = AuditData(task, self.tokens)
         if material.tokenizer is not None:
             require_positions(model, self.length)

@@ -22,7 +22,7 @@ class Compare:
 
     Every router gets the same batches in the same order and starts from the same weights wherever shapes agree. Run the
     same command again to resume an interrupted comparison; finished cells are not run again. Routers that you name later
-    are added to those in the folder.
+    are added to those in the folder. A router that cannot be built is reported before any training.
 
     Examples: `holdfast compare`, `holdfast compare --routers smoe,smooth --seeds 5 --out runs/smooth`,
     `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`
@@ -32,7 +32,7 @@ class Compare:
     """The name of a shipped recipe, or the path of a .yaml file."""
     routers: str = ROUTERS
     """Router names, joined by commas; the first is the baseline, unless the folder already has one. A plus sign joins
-    names, brackets contain options: smoe,symphony+smooth,similarity[causal=false]."""
+    names, brackets contain options, layers follow @: smoe,symphony+smooth,similarity[causal=false],ac@1,3."""
     seeds: int = 3
     """How many times to train each router, each time with other initial weights and another order of the data."""
     out: Path = Path("comparison")

@@ -151,11 +151,11 @@ class Plan:
     model: Positional[str]
     """A Hugging Face folder or name, a config.json, or a family: llama, qwen3, mixtral, deepseek_v3, ..."""
     router: tuple[str, ...] = ()
-    """Router names, + joins names, options in brackets; by default `smoe` and the five robust routers."""
+    """Router names, + joins names, options in brackets, layers after @; by default `smoe` and the five robust routers."""
     experts: int | None = None
     """For a dense model: the number of experts that replace each feed-forward network."""
     k: int | None = None
-    """Experts per token; by default as in the model, and 2 for a dense model."""
+    """Experts per token of the routers that give none themselves (smoe[k=3]); by default as in the model, 2 if dense."""
     layers: str = "all"
     """Which layers get experts: all, alternate, last:2, or numbers joined by commas."""
     hidden: int | None = None

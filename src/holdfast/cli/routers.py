@@ -23,7 +23,7 @@ WARM_UP = 4  # batches that update router state before anything is measured
 
 @dataclass(frozen=True)
 class Routers:
-    """List the routers, or route a batch of text with each of them and print metrics of the routing.
+    """List the routers by family, or route a batch of text with each of them and print metrics of the routing.
 
     Examples: `holdfast routers`, `holdfast routers --route`, `holdfast routers --route --names smoe xmoe+top-p --experts 32`
     """
@@ -55,13 +55,19 @@ class Routers:
         from rich.table import Table
 
         from holdfast.routing.presets import REGISTRY
+        from holdfast.routing.registry import FAMILIES
 
         wanted = [preset for name in self.names for preset in REGISTRY.parse(name)] or list(REGISTRY)
         table = Table(title="Routers; + joins names that replace different stages")
         for column in ("name", "replaces stage", "what it does", "paper"):
             table.add_column(column)
-        for preset in wanted:
-            table.add_row(preset.name, ", ".join(preset.parts) or "none", preset.about, preset.paper)
+        for family, about in FAMILIES.items():
+            members = [preset for preset in wanted if preset.family == family]
+            if members:
+                table.add_section()
+                table.add_row(f"[bold]{family.upper()}[/bold]", "", f"[italic]{about}[/italic]", "")
+            for preset in members:
+                table.add_row(preset.name, ", ".join(preset.parts) or "none", preset.about, preset.paper)
         show(table)
 
     def _print_routes(self) -> None:

@@ -28,7 +28,7 @@ class Train:
     recipe: Positional[str]
     """The name of a shipped recipe, or the path of a .yaml file."""
     router: str = "smoe"
-    """A router name; a plus sign joins names, brackets contain options."""
+    """A router name; a plus sign joins names, brackets contain options, layers follow @: smoe[k=3]@even|ac@odd."""
     out: Path = Path("trained")
     """The folder for all results."""
     seed: int = 0

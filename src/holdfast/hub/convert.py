@@ -31,9 +31,11 @@ from holdfast.hub.replacements import UNREADABLE_GATE, SparseLayer, uninstall_ga
 from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers.losses import Losses
 from holdfast.routing import Router
+from holdfast.routing.layer_names import LayerRouter, resolve_layers, routers_by_layer
 from holdfast.routing.presets import REGISTRY
 
 Layers = str | Sequence[int]
+DEFAULT_K = 2  # experts per token of a layer that sparsify makes
 MODEL_BALANCE = "model_balance"  # key of a coefficient that is not yet multiplied by the number of experts per token
 Model = TypeVar("Model", bound=nn.Module)  # the returned model has the type of the given one, for editors
 
@@ -50,9 +52,11 @@ def reroute(
     """Give an MoE model another router, in place. Its weights stay, and the router starts from the checkpoint's scores.
 
     router      a name of `holdfast.list_routers()`, or several joined by +, optionally with options in brackets:
-                "similarity[tau=2]+smooth"; "native" is the family's own rule, bit for bit
+                "similarity[tau=2]+smooth"; "native" is the family's own rule, bit for bit. Layers may follow a router,
+                and | joins routers for different layers: "ac@1,3,5", "similarity@even|attention@odd"
     k           experts per token; None: the model's own number
-    layers      "all", "alternate", "last:n" or indices, among the MoE layers
+    layers      "all", "alternate", "last:n" or indices, among the MoE layers; @ in `router` chooses among these. Layers that
+                are not chosen do not change
     losses      what routers add to `outputs.loss` in training. None: if the model trains with a balance loss
                 (`config.output_router_logits`), one of the same strength, computed from the real selections of each layer
     options     of the router, if they are not in brackets
@@ -62,16 +66,19 @@ def reroute(
     narrow strip.
     """
     require_unwrapped(model)
-    if router != NATIVE:
-        router, options = REGISTRY.resolve(router, options)
+    routers = resolve_layers(router, options, k=k, native=True)
     unmark_dequantised(model)
     found = moe_layers(model)
-    chosen = [found[index] for index in choose_layers(layers, len(found))]
+    indices = choose_layers(layers, len(found))
+    wanted = {
+        found[index].name: one for index, one in zip(indices, routers_by_layer(routers, len(indices)), strict=True) if one
+    }
+    chosen = [moe_layer for moe_layer in found if moe_layer.name in wanted]
     _require_no_copies(found)
     for moe_layer in chosen:
         _require_finite_gate(moe_layer)
     specs = specs_of(model)
-    changed = _changed_specs(model, found, chosen, router, k, losses, options)
+    changed = _changed_specs(model, found, wanted, losses)
     former = {moe_layer.name: (moe_layer.router, specs.get(moe_layer.name)) for moe_layer in chosen}
     reroute_layers(found, changed)
     for moe_layer in chosen:
@@ -84,25 +91,20 @@ def reroute(
 
 
 def _changed_specs(
-    model: Any,
-    found: list[MoELayerRef],
-    chosen: list[MoELayerRef],
-    router: str,
-    k: int | None,
-    losses: Losses | None,
-    options: dict[str, Any],
+    model: Any, found: list[MoELayerRef], wanted: Mapping[str, LayerRouter], losses: Losses | None
 ) -> dict[str, LayerSpec]:
-    """Return a spec for each chosen layer, and for other layers that must take part in a loss or record their routing."""
+    """Return a spec for each wanted layer, and for other layers that must take part in a loss or record their routing."""
     specs, terms = specs_of(model), _loss_coefficients(model, losses, len(found))
-    changed = {layer.name: _spec(layer, specs.get(layer.name), router, k, terms, options) for layer in chosen}
+    changed = {
+        layer.name: _spec(layer, specs.get(layer.name), wanted[layer.name], terms) for layer in found if layer.name in wanted
+    }
     if MODEL_BALANCE in terms:  # the model's own balance loss is over all layers, so ours replaces it in all of them
         for layer in found:
             if layer.name not in changed and layer.name not in specs:
-                changed[layer.name] = _spec(layer, None, NATIVE, None, terms, {})
-    if _reads_previous(router):
-        for before in _before(found, changed):  # the preceding layer must record its routing
-            if before.name not in specs:
-                changed[before.name] = LayerSpec(NATIVE, _native_k(before))
+                changed[layer.name] = _spec(layer, None, LayerRouter(NATIVE), terms)
+    for before, layer in pairwise(found):  # the layer before one that reads it must record its routing
+        if layer.name in changed and _reads_previous(changed[layer.name].router) and before.name not in {**specs, **changed}:
+            changed[before.name] = LayerSpec(NATIVE, _native_k(before))
     return changed
 
 
@@ -149,14 +151,8 @@ def _restore_sparse(model: Model, found: list[MoELayerRef]) -> Model:
     return model
 
 
-def _spec(
-    moe_layer: MoELayerRef,
-    current: LayerSpec | None,
-    router: str,
-    k: int | None,
-    losses: dict[str, float],
-    options: dict[str, Any],
-) -> LayerSpec:
+def _spec(moe_layer: MoELayerRef, current: LayerSpec | None, wanted: LayerRouter, losses: dict[str, float]) -> LayerSpec:
+    router, k, options = wanted.router, wanted.k, wanted.options
     if isinstance(moe_layer.block, SparseLayer):
         assert current is not None
         if router == NATIVE:
@@ -199,11 +195,6 @@ def _reads_previous(router: str) -> bool:
     return router != NATIVE and any("previous" in part.reads for part in REGISTRY.part_classes(router))
 
 
-def _before(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> list[MoELayerRef]:
-    """Return the layers just before those that `specs` names, without those that it names."""
-    return [before for before, moe_layer in pairwise(found) if moe_layer.name in specs and before.name not in specs]
-
-
 @torch.no_grad()
 def _require_finite_gate(moe_layer: MoELayerRef) -> None:
     if moe_layer.family is None:
@@ -219,7 +210,7 @@ def sparsify(
     model: Model,
     *,
     experts: int,
-    k: int = 2,
+    k: int | None = None,
     router: str = "smoe",
     layers: Layers = "all",
     hidden: int | None = None,
@@ -231,21 +222,23 @@ def sparsify(
 ) -> Model:
     """Make a dense Hugging Face model an MoE, in place: replace feed-forward networks by `experts` experts and a router.
 
+    k           experts per token, 2 by default
     layers      "all" (Switch), "alternate" (GLaM), "last:2" (V-MoE), or indices
     hidden      width of each expert; None: that of the dense network
     init        "copy" is sparse upcycling: every expert starts as a copy of the dense network, so that the outputs stay the
                 same (with weights that sum to 1). "random" starts with random weights
     noise       added to copied weights, relative to their standard deviation, so that experts differ from the start
     losses      what routers add to `outputs.loss` in training
-    router      a name of `holdfast.list_routers()`, or several joined by +, optionally with options in brackets
+    router      a name of `holdfast.list_routers()`, or several joined by +, optionally with options in brackets. Layers may
+                follow a router, and | joins routers for different layers: "ac@1,3,5", "similarity@even|attention@odd". They
+                are indices among the layers that become sparse; a layer that no router is for has "smoe"
     options     of the router, if they are not in brackets; use `router_options` for a name that is also an argument of this
                 function (symphony's `init`, `noise`)
     """
     require_unwrapped(model)
     unmark_dequantised(model)
     options = {**options, **(router_options or {})}
-    if router != NATIVE:
-        router, options = REGISTRY.resolve(router, options)
+    routers = resolve_layers(router, options, k=k, native=True)
     if init not in ("copy", "random"):
         raise ValueError(unknown_name("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):
@@ -265,15 +258,24 @@ def sparsify(
     copied = init == "copy"
     # The sum over copies equals the dense network only with weights that sum to 1.
     weights = "softmax" if copied else None
-    spec = LayerSpec(router, k, options, loss_coefficients(losses), copied, experts, hidden, weights)
+    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, loss_coefficients(losses), copied, experts, hidden, weights)
     targets = {f"{name}.{family.place}".lstrip("."): layer for name, layer in chosen}
     dense = {name: _dense_weights(family, layer) if init == "copy" else None for name, layer in targets.items()}
-    specs = dict.fromkeys(targets, spec)
+    specs = sparse_specs(list(targets), routers, plain)
     for name, sparse in make_sparse(family, targets, specs).items():
         _fill_experts(sparse, dense.pop(name), noise, _initial_std(targets[name], family))
     install_hooks_and_classes(model, moe_layers(model), specs)
     mark_modified(model)
     return model
+
+
+def sparse_specs(names: Sequence[str], routers: list[LayerRouter], plain: LayerSpec) -> dict[str, LayerSpec]:
+    """Return the specs of the layers that become sparse: `plain`, with the router that the layer gets if one is for it."""
+    specs = {}
+    for name, one in zip(names, routers_by_layer(routers, len(names)), strict=True):
+        k = plain.k if one is None or one.k is None else one.k
+        specs[name] = plain if one is None else replace(plain, router=one.router, k=k, options=one.options)
+    return specs
 
 
 def _require_all_layers(family: DenseFamily, model: nn.Module, found: list[nn.Module]) -> None:

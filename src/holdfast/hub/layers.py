@@ -31,6 +31,7 @@ from holdfast.hub.families import (
 from holdfast.hub.replacements import SparseLayer
 from holdfast.layers.losses import Losses
 from holdfast.routing import Router
+from holdfast.routing.layer_names import NATIVE as NATIVE
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import HostModel
 from holdfast.routing.selection import Rule, Softmax
@@ -38,7 +39,6 @@ from holdfast.version import VERSION
 
 FORMAT = 2  # in format 1, layers have the names of the saved class; in format 2, those of its base model
 READABLE = (1, FORMAT)
-NATIVE = "native"  # the family's own rule
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the config's names for the number of experts
 
 

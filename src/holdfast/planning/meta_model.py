@@ -15,11 +15,12 @@ import torch
 from holdfast.errors import unknown_name
 from holdfast.files import read_json, require_regular
 from holdfast.hub import reroute
-from holdfast.hub.convert import Layers, choose_layers
+from holdfast.hub.convert import DEFAULT_K, Layers, choose_layers, sparse_specs
 from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, dense_family, layers_of
 from holdfast.hub.folder_files import family_values, special_float
-from holdfast.hub.layers import NATIVE, LayerSpec, names_in_model, read_specs
+from holdfast.hub.layers import NATIVE, LayerSpec, loss_coefficients, names_in_model, read_specs
 from holdfast.hub.model_classes import apply_specs
+from holdfast.layers.losses import Losses
 from holdfast.model_size import (
     MOST_PARAMETERS,
     count_parameters,
@@ -28,7 +29,7 @@ from holdfast.model_size import (
     require_sane_top_k,
     stored_bytes,
 )
-from holdfast.routing.presets import REGISTRY
+from holdfast.routing.layer_names import resolve_layers, written_name
 
 CONFIG = "config.json"
 FAMILIES = sorted(DENSE_FAMILIES | MOE_FAMILIES)
@@ -44,16 +45,20 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A router to plan for: the label in the plan, and what `create_router` needs."""
+    """A router to plan for: the label in the plan, and what `reroute` and `sparsify` need."""
 
     label: str
     router: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    k: int | None = None  # experts per token; None: as for the other routers of the plan
 
     @classmethod
     def of(cls, written: str) -> "Choice":
-        """Return the choice that `similarity[tau=2]` names."""
-        return cls(written, written) if written == NATIVE else cls(written, *REGISTRY.resolve(written))
+        """Return the choice that `similarity[tau=2]` or `ac@1,3` names."""
+        routers = resolve_layers(written, native=True)
+        if len(routers) > 1 or routers[0].layers is not None:
+            return cls(written, written_name(routers))
+        return cls(written, routers[0].router, routers[0].options, routers[0].k)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Change:
     k: int | None = None
     layers: Layers = "all"
     hidden: int | None = None
+    copied: bool = True  # experts start as copies of the dense network
+    losses: Losses | None = None
 
 
 def read_config(model: str, sizes: Mapping[str, Any] | None = None) -> Any:
@@ -102,14 +109,15 @@ def build_on_meta(config: Any, choice: Choice, change: Change) -> Any:
         model = _build(config)
         described = getattr(config, "holdfast", None)
         if config.model_type in DENSE_FAMILIES and described is None:
-            _sparsify_on_meta(model, choice, change)
+            sparsify_on_meta(model, choice, change)
         else:
             _require_reroutable(config, change)
-            reroute(model, choice.router, k=change.k, layers=change.layers, **choice.options)
+            k = change.k if choice.k is None else choice.k
+            reroute(model, choice.router, k=k, layers=change.layers, **choice.options)
     return model
 
 
-def _sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
+def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     """Do what `holdfast.sparsify` does, without copying weights."""
     family = dense_family(model)
     if change.experts is None:
@@ -119,9 +127,12 @@ def _sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     found = [f"{name}.{family.place}".lstrip(".") for name, _ in layers_of(family, model)]
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
-    k = 2 if change.k is None else change.k
-    spec = LayerSpec(choice.router, k, choice.options, {}, True, change.experts, change.hidden, "softmax")
-    apply_specs(model, {found[index]: spec for index in choose_layers(change.layers, len(found))})
+    k = change.k if choice.k is None else choice.k
+    losses, weights = loss_coefficients(change.losses), "softmax" if change.copied else None
+    sizes = (change.copied, change.experts, change.hidden, weights)
+    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, *sizes)
+    names = [found[index] for index in choose_layers(change.layers, len(found))]
+    apply_specs(model, sparse_specs(names, resolve_layers(choice.router, choice.options, k=k), plain))
 
 
 def _require_reroutable(config: Any, change: Change) -> None:

@@ -135,7 +135,8 @@ def plan(
     routers     names of `holdfast.list_routers()`, also joined by + and with options in brackets, and "native" for an MoE;
                 by default the plain one and the five robust ones
     sizes       fields of the config to change, {"num_hidden_layers": 48}
-    experts, k, layers, hidden    as for `sparsify`; for a model that has experts, k and layers as for `reroute`
+    experts, k, layers, hidden    as for `sparsify`; for a model that has experts, k and layers as for `reroute`. `k` is for
+                the routers that give none themselves ("smoe[k=3]")
 
     Example:
         plan = holdfast.plan("llama", ["smoe", "similarity[rank=64]"], experts=8, k=2)

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from holdfast.routing.layer_names import preset_names
 from holdfast.routing.presets import REGISTRY
-from holdfast.routing.registry import split_options
 
 say = logging.getLogger("holdfast")
 GROUP = "holdfast.routers"
@@ -84,7 +84,7 @@ def plugin_files() -> list[tuple[Path, str]]:
 
 def plugins_of(router: str) -> list[dict[str, Any]]:
     """Return descriptions of the plugins that registered the names of `router`, to be stored with a trained model."""
-    names = split_options(router)[0]
+    names = preset_names(router)
     found = [(plugin, [name for name in plugin.routers if name in names]) for plugin in _plugins]
     return [{"name": plugin.name, "routers": used, "checksum": plugin.checksum} for plugin, used in found if used]
 

@@ -33,7 +33,17 @@ STAGES: dict[str, type[Part]] = {
 }
 WRAPPERS = {"cluster": "score", "capacity": "select"}  # a part of the first stage gets the part of the second as `base`
 DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
-RESERVED = "+[],=@"  # characters of the grammar, which no name may contain
+RESERVED = "+[],=@|"  # characters of the grammar, which no name may contain
+FAMILIES = {  # headings under which routers are listed, in this order
+    "plain": "scores of each token by itself, and a fixed number of experts",
+    "thresholds": "every expert above a threshold, so tokens use different numbers of experts",
+    "robust": "the routers of the robustness papers",
+    "balanced": "experts take equal shares of the batch, or at most their capacity",
+    "fixed": "experts that are fixed before training, or frozen during it",
+    "gates": "other rules for the gates of a token",
+    "layers": "layers that mix tokens or experts instead of selecting them",
+    "plugins": "routers of yours, and of installed packages",
+}
 GIVEN = ("dim", "experts", "k", "base", "rule")  # parameters of parts that are not options: `Registry.build` passes them
 
 
@@ -61,6 +71,8 @@ class Preset:
         for stage in self.parts:
             if stage not in STAGES:
                 raise ValueError(unknown_name("stage", stage, STAGES))
+        if self.family not in FAMILIES:
+            raise ValueError(unknown_name("family of routers", self.family, FAMILIES))
 
 
 @dataclass(frozen=True)
@@ -130,18 +142,20 @@ class Registry:
     def resolve(self, written: str, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Return the name without brackets, and all options: those in brackets, with checked types, and `options`.
 
+        `k` is an option of every router. A name with layers is an error: `layer_names.resolve_layers` reads those.
         Raise ValueError if an option is unknown, or if it is given both in brackets and in `options`.
         """
         names, bracketed = split_options(written)
         name, given = "+".join(names), dict(options or {})
         parts = self.part_classes(name)
-        known = sorted({option for part in parts for option in _options(part)})
+        known = sorted({"k", *(option for part in parts for option in _options(part))})
         for option in (*bracketed, *given):
             if option not in known:
                 raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
         kinds = {option: kind for part in parts for option, kind in get_type_hints(part.__init__).items()}
+        kinds["k"] = int
         checked = {
             option: check_value(kinds.get(option, Any), value, f"the option {option}") for option, value in bracketed.items()
         }
@@ -170,7 +184,8 @@ class Registry:
     ) -> Router:
         """Build the router `name` for tokens of width `dim`. Other arguments are those of `Router` and of its parts."""
         host = host or HostModel()
-        name, options = self.resolve(name, options)
+        name, options = self.resolve(name, options if k is None else {**options, "k": k})
+        k = options.pop("k", None)
         presets = self.parse(name)
         replaced = _merged_parts(presets)
         classes = {stage: _load(part) for stage, part in (DEFAULT_PARTS | replaced).items()}
@@ -260,7 +275,8 @@ def _options(part: type[Part]) -> list[str]:
 
 # The grammar of router names.
 _NAME = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<options>[^\[\]]*)\])?")  # a name, and its options in brackets
-_COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside brackets
+_COMMA = re.compile(r",(?![^\[]*\])(?!\s*\d+\s*(?:[,|]|$))")  # a comma outside brackets, not before another index of a layer
+NAMES_LAYERS = re.compile(r"[@|](?![^\[]*\])")  # outside brackets
 _PLUS = re.compile(r"\+(?![^\[]*\])")  # a plus sign outside brackets
 _INTEGER = re.compile(r"[-+]?\d+")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -274,7 +290,10 @@ _WORDS: dict[str, Any] = {
 
 
 def split_routers(written: str) -> list[str]:
-    """Return the routers of a list such as `smoe,similarity[causal=false,tau=2]`, separated by commas outside brackets."""
+    """Return the routers of a list such as `smoe,ac@1,3,similarity[causal=false,tau=2]`.
+
+    Commas outside brackets separate them; a comma before a number continues a list of layers, so `ac@1,3` is one router.
+    """
     return [part.strip() for part in _COMMA.split(written) if part.strip()]
 
 
@@ -286,6 +305,11 @@ def split_options(written: str) -> tuple[list[str], dict[str, Any]]:
     if not isinstance(written, str):
         raise ValueError(
             f"the name of a router is a string such as 'smooth' or 'ac+symphony', but got a {type(written).__name__}."
+        )
+    if NAMES_LAYERS.search(written):
+        raise ValueError(
+            f"{written!r} names layers of a model, but one router is needed here: leave out @, its layers and | "
+            "(reroute, sparsify, plan, compare, train and audit --what-if take names with layers)."
         )
     names: list[str] = []
     options: dict[str, Any] = {}
@@ -304,11 +328,14 @@ def split_options(written: str) -> tuple[list[str], dict[str, Any]]:
                 raise ValueError(f"{pair!r} in {written!r} is not an option: write option=value.")
             if key in options:
                 raise ValueError(f"{written!r} gives the option {key} twice.")
-            options[key] = _read_value(value.strip(), pair, written)
+            try:
+                options[key] = read_value(value.strip())
+            except ValueError as problem:
+                raise ValueError(f"{pair!r} in {written!r} has {problem}") from None
     return names, options
 
 
-def _read_value(text: str, pair: str, written: str) -> Any:
+def read_value(text: str) -> Any:
     """Return the value that `text` stands for: a bool, a number, None or a string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -319,7 +346,7 @@ def _read_value(text: str, pair: str, written: str) -> Any:
     if _QUOTED.fullmatch(text):
         return text[1:-1]
     if not _TEXT.fullmatch(text) or ": " in text:
-        raise ValueError(f"{pair!r} in {written!r} has a value that cannot be read: write a number, true, false or a word.")
+        raise ValueError("a value that cannot be read: write a number, true, false or a word.")
     return text
 
 

@@ -1,6 +1,7 @@
 """Compare routers: each router with each seed is a cell, which is trained, attacked and stored once in a folder.
 
-    cells/smoe-seed0/   router.json, training/ (checkpoints, snapshots, log), model/, task.json, result.json
+    cells/smoe-seed0/   router.json, training/ (checkpoints, snapshots, log), model/, task.json, result.json; in its name,
+                        characters that are not safe in file names are replaced, and a checksum of the name is added
     results.json        all finished cells of the folder, and the rows that compare the routers
 
 Several processes may work on one comparison: each cell has a lock. With `jobs` above 1, cells are trained in parallel in
@@ -10,9 +11,11 @@ run at the same time.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +35,7 @@ from holdfast.files import LARGEST, read_json, require_no_links
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
 from holdfast.metrics.report import without_nan
 from holdfast.routing.plugins import load_plugin, plugin_files
+from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import (
     agrees,
@@ -43,13 +47,22 @@ from holdfast.train.run_folder import (
     write_with_checksum,
 )
 from holdfast.train.saved_model import MODEL, TASK, make_task, save_trained
-from holdfast.train.snapshots import consistency, evolution, learns_a_graph, routings_of, snapshot_steps
+from holdfast.train.snapshots import (
+    consistency,
+    evolution,
+    experts_per_token,
+    learns_a_graph,
+    routings_of,
+    snapshot_steps,
+)
 from holdfast.train.summary import summarise
 from holdfast.train.training import Guard, build_model, quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
 # The keys that a complete result.json must have.
 STORED = ("router", "seed", "parameters", "log", "clean", "attacked", "snapshots", "consistency", "view")
+UNSAFE = re.compile(r"[^\w+.,=\[\] -]")  # in the names of cells' folders
+LONGEST_FILE_NAME = 120  # characters of a router name in the name of a folder
 PROGRESS_POLL = 0.5  # seconds between two reads of the workers' progress
 
 Result = dict[str, Any]
@@ -68,6 +81,19 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.choice.name}-seed{self.seed}"
+
+    @property
+    def folder(self) -> str:
+        return f"{safe_file_name(self.choice.name)}-seed{self.seed}"
+
+
+def safe_file_name(name: str) -> str:
+    """Return a file name for a router name: `ac@even|smooth@odd` becomes `ac_even_smooth_odd-<checksum>`.
+
+    A name that is a safe file name already is not changed.
+    """
+    safe = UNSAFE.sub("_", name)[:LONGEST_FILE_NAME]
+    return name if safe == name else f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class Comparison:
@@ -103,6 +129,7 @@ class Comparison:
         """Return the results of all cells; train those that are not finished, `jobs` at a time."""
         if jobs < 1:
             raise ValueError(f"jobs is {jobs}; train at least 1 cell at a time.")
+        preflight(self.task, self.choices)
         found: dict[str, Result] = {}
         while missing := [cell for cell in self.cells if cell.name not in found]:
             if jobs > 1:
@@ -160,8 +187,7 @@ class Comparison:
         if owner is not None:
             return owner
         with _deterministic_threads():
-            k = cell.choice.k or self.recipe.sparse.k
-            model = build_model(self.task, cell.choice.router, cell.choice.options, seed=cell.seed, k=k)
+            model = build_model(self.task, cell.choice.router, cell.choice.options, seed=cell.seed, k=cell.choice.k)
             require_trainable(self.task, cell.seed)
             self._claim()  # not earlier: a wrong recipe must not create a folder
             require_no_links(path, self.folder)
@@ -178,7 +204,7 @@ class Comparison:
     def _train_and_store(self, cell: Cell, model: Any, lock: Lock, progress: Progress | None) -> Result:
         """Train a cell under its lock, store its result and return it."""
         choice, path = cell.choice, self._path(cell)
-        k = choice.k or self.recipe.sparse.k
+        k = experts_per_token(model)
         prepare(path, self.folder)
         if (path / "result.json").exists():
             logger.warning("%s is damaged; the cell is trained again.", path / "result.json")
@@ -218,7 +244,7 @@ class Comparison:
         return stored
 
     def _path(self, cell: Cell) -> Path:
-        return self.folder / "cells" / cell.name
+        return self.folder / "cells" / cell.folder
 
     def _claim(self) -> None:
         """Record that the folder belongs to this comparison."""

@@ -4,12 +4,12 @@ A recipe says everything about a training run except its router and its seed: th
 and attack. It is a frozen dataclass. `from_mapping` builds it from plain values; its error gives the path of the first wrong
 value (`training.steps`). An unknown key raises an error that suggests the closest one.
 
-A router choice is one router of a comparison, written as in `smoe,similarity[causal=false,tau=2],symphony+smooth`.
+A router choice is one router of a comparison, written as in `smoe,similarity[causal=false,tau=2],symphony+smooth,ac@1,3`.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
 from holdfast.model_size import require_sane_numbers
+from holdfast.routing.layer_names import has_layers, resolve_layers, written_name
 from holdfast.routing.plugins import plugins_of
-from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Limits, check_value, split_routers
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
@@ -218,12 +218,22 @@ def _join(path: str, key: object) -> str:
 
 @dataclass(frozen=True)
 class RouterChoice:
-    """One router of a comparison: its name, its options and its number of experts per token."""
+    """One router of a comparison: its name, its layers, its options and its number of experts per token.
+
+    `router` is the name without options; for a name with layers, such as `ac[mix=2]@1,3|smooth`, all of it in one spelling.
+    """
 
     name: str  # the router as the user wrote it; shown in tables
-    router: str  # the router name without its options
+    router: str
     options: Mapping[str, Any] = field(default_factory=dict)
     k: int | None = None  # experts per token; None: as in the recipe
+
+    def with_k(self, k: int, name: str) -> "RouterChoice":
+        """Return the same router under another name, with k experts per token in every layer."""
+        router = self.router
+        if has_layers(router):
+            router = written_name([replace(one, k=None) for one in resolve_layers(router)])
+        return replace(self, name=name, router=router, k=k)
 
     def describe(self) -> dict[str, Any]:
         """Return the values that two results of the same router must share, and the checksums of its plugins if any."""
@@ -238,4 +248,7 @@ def parse_routers(written: str) -> list[RouterChoice]:
 
 def parse_router(written: str) -> RouterChoice:
     """Return the router choice for one router name, such as `similarity[tau=2]`."""
-    return RouterChoice(written, *REGISTRY.resolve(written))
+    routers = resolve_layers(written)
+    if has_layers(written):
+        return RouterChoice(written, written_name(routers))
+    return RouterChoice(written, routers[0].router, routers[0].options, routers[0].k)

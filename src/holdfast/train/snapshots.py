@@ -4,7 +4,7 @@ Each snapshot is a file, so that an interrupted run resumes with the snapshots i
 many tokens flip between two snapshots; `consistency` measures how many keep their experts under noise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.hub import trace
+from holdfast.hub.install import specs_of
 from holdfast.metrics import CoSelection
 from holdfast.routing import Router, Routing
 from holdfast.train.run_folder import read_with_checksum, write_with_checksum
@@ -28,12 +29,13 @@ def snapshot_steps(steps: int) -> list[int]:
 
 
 @torch.no_grad()
-def take_snapshot(model: Any, probe: Inputs, k: int, step: int, folder: Path) -> None:
-    """Write the k first experts of every token and the graph of the experts, in every layer."""
+def take_snapshot(model: Any, probe: Inputs, k: int | Sequence[int], step: int, folder: Path) -> None:
+    """Write the k first experts of every token and the graph of the experts, in every layer; k may differ by layer."""
     layers = []
     routings = routings_of(model, probe)
-    for routing, token_mask, graph in zip(routings.layers, routings.token_mask, _graphs(model, routings), strict=True):
-        masks = core(routing, k)[token_mask] if token_mask is not None else core(routing, k)
+    cores = _cores(routings, k)
+    for kept, token_mask, graph in zip(cores, routings.token_mask, _graphs(model, routings), strict=True):
+        masks = kept[token_mask] if token_mask is not None else kept
         rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
         layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
     write_with_checksum(_file(folder, step), {"step": step, "layers": layers})
@@ -71,7 +73,7 @@ def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool
 
 
 @torch.no_grad()
-def consistency(model: Any, probe: Inputs, k: int) -> dict[str, Any]:
+def consistency(model: Any, probe: Inputs, k: int | Sequence[int]) -> dict[str, Any]:
     """Return the share of tokens that keep their k experts under a little noise on the embeddings, for every layer."""
     before = routings_of(model, probe)
     handle = model.get_input_embeddings().register_forward_hook(_add_noise)
@@ -80,8 +82,8 @@ def consistency(model: Any, probe: Inputs, k: int) -> dict[str, Any]:
     finally:
         handle.remove()
     shares = []
-    for old, new, token_mask in zip(before.layers, after.layers, before.token_mask, strict=True):
-        same = (core(old, k).sort(1).values == core(new, k).sort(1).values).all(1)
+    for old, new, token_mask in zip(_cores(before, k), _cores(after, k), before.token_mask, strict=True):
+        same = (old.sort(1).values == new.sort(1).values).all(1)
         shares.append(float((same if token_mask is None else same[token_mask]).double().mean()))
     return {"what": f"noise of {NOISE:.0%} of each embedding's length", "layers": shares}
 
@@ -117,6 +119,17 @@ def core(routing: Routing, k: int) -> Tensor:
     Experts that `smooth` adds below them enter and leave with weight 0, so they do not count as a flip.
     """
     return routing.experts[:, :k]
+
+
+def _cores(routings: ProbeRoutings, k: int | Sequence[int]) -> list[Tensor]:
+    """Return `core` of every layer; `k` is one number for all layers, or one for each."""
+    ks = [k] * len(routings.layers) if isinstance(k, int) else k
+    return [core(routing, own) for routing, own in zip(routings.layers, ks, strict=True)]
+
+
+def experts_per_token(model: Any) -> list[int]:
+    """Return the k of every MoE layer of a changed model."""
+    return [spec.k for spec in specs_of(model).values()]
 
 
 def learns_a_graph(model: Any) -> bool:

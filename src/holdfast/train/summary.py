@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.metrics import Cost, cost_over_seeds, paired
+from holdfast.routing.registry import split_options
 
 COMPUTE_TOLERANCE = 0.005  # relative to the baseline's experts per token; a smaller difference does not count
 Seeds = Mapping[int, dict[str, Any]]  # results by seed
@@ -24,7 +25,7 @@ def summarise(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str
     """Return a row for each router: means over seeds, and paired differences to the baseline with their 95% intervals.
 
     Only seeds that both routers have are compared. A router that uses more experts per token than the baseline has a further
-    difference, "equal compute", to the baseline with more experts, if that was trained.
+    difference, "equal compute", to the baseline with more experts (`smoe[k=3]`, or `matched_name`), if that was trained.
     """
     by_router: dict[str, dict[int, dict[str, Any]]] = {}
     for result in results:
@@ -46,15 +47,25 @@ def matched_name(baseline: str, k: int) -> str:
 
 def _equal_compute_baseline(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
     """Return the smallest baseline with at least as many experts per token, if the router uses more than the baseline."""
-    prefix = matched_name(rows[0]["router"], 0)[:-1]
-    if not uses_more_compute(row) or row["router"].startswith(prefix):
+    if not uses_more_compute(row) or is_baseline_with_other_k(row, rows[0]):
         return None
-    enough = [
-        other
-        for other in rows
-        if other["router"].startswith(prefix) and other["experts_per_token"] >= row["experts_per_token"] - COMPUTE_TOLERANCE
-    ]
+    needed = row["experts_per_token"] - COMPUTE_TOLERANCE
+    enough = [other for other in rows if is_baseline_with_other_k(other, rows[0]) and other["experts_per_token"] >= needed]
     return min(enough, key=lambda other: other["experts_per_token"])["router"] if enough else None
+
+
+def is_baseline_with_other_k(row: dict[str, Any], baseline: dict[str, Any]) -> bool:
+    """Return whether a row is the baseline with another number of experts per token: `smoe[k=3]`, or a `matched_name`."""
+    name, usual = row["router"], baseline["router"]
+    if name.startswith(matched_name(usual, 0)[:-1]):
+        return True
+    try:
+        mine, theirs = (split_options(router) for router in (name, usual))
+    except ValueError:  # names with layers
+        return False
+    for _, options in (mine, theirs):
+        options.pop("k", None)
+    return bool(name != usual and mine == theirs)
 
 
 def uses_more_compute(row: dict[str, Any]) -> bool:

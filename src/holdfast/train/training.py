@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from holdfast.hub.folder_files import check_folder
 from holdfast.layers.losses import Losses
 from holdfast.locking import locked, require_unlocked
 from holdfast.routing import Router
+from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice, TrainingPart
 from holdfast.train.run_folder import (
     KEPT_CHECKPOINTS,
@@ -42,7 +43,7 @@ from holdfast.train.run_folder import (
     writing_checkpoint,
 )
 from holdfast.train.saved_model import MODEL, TASK, make_task, save_trained
-from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
+from holdfast.train.snapshots import damaged_snapshot, experts_per_token, snapshot_steps, take_snapshot
 from holdfast.train.task import Inputs, Task
 from holdfast.version import VERSION
 
@@ -72,11 +73,11 @@ class SingleRun:
         """Train the model, save it in the folder and return the log."""
         if is_first_rank():
             require_unlocked(self.folder)
-        k = self.choice.k or self.recipe.sparse.k
-        model = build_model(self.task, self.choice.router, self.choice.options, seed=self.seed, k=k)
+        preflight(self.task, [self.choice])
+        model = build_model(self.task, self.choice.router, self.choice.options, seed=self.seed, k=self.choice.k)
         require_trainable(self.task, self.seed)
         place = self.folder / "training"
-        options: dict[str, Any] = {"seed": self.seed, "k": k, "report_to": report_to}
+        options: dict[str, Any] = {"seed": self.seed, "k": experts_per_token(model), "report_to": report_to}
         if not is_first_rank():  # only the first rank writes, so only it holds the lock
             return train(model, self.task, place, tick=tick, **options)
         with locked(self.folder, wait=False) as lock:
@@ -148,14 +149,14 @@ def train(
     folder: Path,
     *,
     seed: int,
-    k: int,
+    k: int | Sequence[int],
     tick: Tick | None = None,
     report_to: tuple[str, ...] = (),
     guard: Guard = lambda: None,
 ) -> list[dict[str, float]]:
     """Train `model` in place and return the log. A run that was interrupted in `folder` is resumed, to the same numbers.
 
-    k           experts per token in the snapshots
+    k           experts per token in the snapshots, for all layers or one number for each
     report_to   "tensorboard", "wandb": callbacks of the Trainer
     guard       called before every write; raises if the folder now belongs to another process
     """
@@ -284,7 +285,7 @@ def _trainer_class(folder: Path, guard: Guard) -> Any:
     return InOrderTrainer
 
 
-def _callback(probe: Inputs, k: int, folder: Path, tick: Tick | None, guard: Guard) -> Any:
+def _callback(probe: Inputs, k: int | Sequence[int], folder: Path, tick: Tick | None, guard: Guard) -> Any:
     """Return the callback that writes the log, takes the snapshots and reports the progress."""
     from transformers import TrainerCallback
 
