@@ -16,7 +16,7 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -362,10 +362,15 @@ def _torch_has_kernel(*operands: Tensor) -> bool:
     return (
         first.is_cuda
         and first.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(first.device) >= (8, 0)
+        and _has_bf16_cores(first.device)
         and all(_aligned(x) for x in operands)
         and all(x.data_ptr() % ALIGNMENT == 0 for x in operands)
     )
+
+
+@cache
+def _has_bf16_cores(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _aligned(operand: Tensor) -> bool:
