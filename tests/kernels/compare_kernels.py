@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from holdfast.kernels import balance
+from holdfast.kernels.balance import triton as balance_triton
 from holdfast.kernels.dispatch import GLUS, combine_rows_reference, dispatch
 from holdfast.kernels.dispatch import triton as dispatch_triton
 from holdfast.kernels.finite import triton as finite_triton
@@ -45,6 +47,17 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     plain = dispatch_triton.combine(rows.to(device), plan.slots, None, plan.used)
     close(plain, combine_rows_reference(rows, plan.slots.cpu(), torch.ones_like(weights), used), dtype)
 
+    bias, ends = torch.randn(experts, hidden), plan.offsets.cpu()
+    of_row = torch.searchsorted(ends, torch.arange(used, dtype=torch.int32), right=True)
+    biased = rows.double()
+    biased[:used] += bias[of_row]
+    combined = dispatch_triton.combine(
+        rows.to(device), plan.slots, weights.to(device), plan.used, bias.to(device), plan.offsets
+    )
+    close(combined, combine_rows_reference(biased, plan.slots.cpu(), weights, used), dtype)
+    added = dispatch_triton.add_bias(rows.to(device, copy=True), bias.to(device), plan.offsets)
+    close(added[:used], biased[:used], dtype)
+
     other, grad = torch.randn_like(rows), torch.randn_like(rows)
     order = plan.order[:used].cpu()
     row_weights = weights.flatten()[order, None].double()
@@ -55,6 +68,16 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     *by_row, dots = dispatch_triton.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
     for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
         close(got, wanted, dtype)
+
+    sums = torch.zeros(experts, hidden).double()
+    for weighing, scale in ((None, torch.ones(used, 1)), (weights.to(device), row_weights)):
+        got = dispatch_triton.sum_rows(rows.to(device), plan.offsets, weighing, plan.order)
+        close(got, sums.index_add(0, of_row, wide * scale), torch.float32)
+    before = torch.randn(tokens, slots)
+    dots = before.to(device, copy=True)
+    dispatch_triton.add_bias_dots(rows.to(device), bias.to(device), plan.order, plan.offsets, dots)
+    products = (wide * bias[of_row]).sum(1)
+    close(dots.flatten(), before.double().flatten().scatter_add(0, order, products), torch.float32)
 
     gate_up = torch.cat([rows, other], dim=1)
     for name in GLUS if dtype == torch.float32 else ("silu",):
@@ -99,6 +122,22 @@ def looking(device: str, size: int, place: int, value: float) -> None:
     assert bool(found) != math.isfinite(value)
 
 
+def balancing(device: str, tokens: int, experts: int, slots: int, masked: bool) -> None:
+    """The loss and its gradient, with unused slots, a token without gates, padding, and experts in two slots."""
+    gates = torch.rand(tokens, experts)
+    gates[0] = 0.0
+    chosen = torch.randint(0, experts + 1, (tokens, slots))
+    real = torch.rand(tokens) < 0.7 if masked else None
+    there = None if real is None else real.to(device)
+    expected = gates.double().requires_grad_()
+    wanted = balance.reference(expected, chosen, real, None)
+    (slope,) = torch.autograd.grad(3 * wanted, expected)
+    loss, slopes = balance_triton.loss(balance_triton.sums(gates.to(device), chosen.to(device), there), experts)
+    close(loss, wanted, torch.float32)
+    grad = torch.full((), 3.0, device=device)
+    close(balance_triton.gradient(grad, gates.to(device), there, slopes), slope, torch.float32)
+
+
 def many_rows_a_program(device: str) -> None:
     """Programs take several rows each, as they do where slots are many and ragged."""
     usual, dispatch_triton.MOST_PROGRAMS = dispatch_triton.MOST_PROGRAMS, 20
@@ -127,6 +166,9 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
         found[f"finite {value} at {place} of {size}"] = partial(looking, device, size, place, value)
     for sizes in ((1, 1, 1), (40, 3, 1), (200, 3, 6), (300, 2, 64), (70, 20, 300)):
         found[f"dispatch {sizes}"] = partial(sorting, device, *sizes)
+    for sizes in ((1, 1, 1), (70, 6, 3), (300, 64, 2), (130, 300, 4)):
+        for masked in (False, True):
+            found[f"balance {sizes} {masked}"] = partial(balancing, device, *sizes, masked)
     for sizes in ((200, 3, 6), (300, 2, 64), (70, 20, 300)):
         found[f"dispatch in steps {sizes}"] = partial(sorting_in_steps, device, *sizes)
     return found

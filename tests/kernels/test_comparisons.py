@@ -19,6 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = Path(__file__).with_name("comparing_process.py")
 QUICK = [
     "experts torch.float16",
+    "balance (70, 6, 3) True",
     "finite nan at -1 of 5000",
     "dispatch (200, 3, 6)",
     "products torch.float16 torch.float32 5 100",

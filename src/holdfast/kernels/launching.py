@@ -7,7 +7,7 @@ autograd, inside a `torch.autograd.Function`, costs a third of that.
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -51,8 +51,14 @@ def has_kernels(tensor: Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda and not is_exporting() and tensor.numel() > 0
 
 
+_UNCHANGED: AbstractContextManager[object] = nullcontext()
+
+
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one: Triton launches kernels on the current device."""
+    # A layer asks some 15 times. Where the device is the current one already, which is usual, this saves 5 microseconds.
+    if tensor.device.index == torch.cuda.current_device():
+        return _UNCHANGED
     return torch.cuda.device(tensor.device)
 
 

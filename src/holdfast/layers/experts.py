@@ -172,11 +172,8 @@ def _run_local(
         out = _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
         return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
     plan = dispatch(experts, up.shape[0])
-    hidden = gather_mm(tokens, up.to(dtype), plan)
-    if up_bias is not None:
-        hidden = _add_bias(hidden, up_bias.to(dtype), plan)
-    out = mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu)
-    return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
+    hidden = gather_mm(tokens, up.to(dtype), plan, up_bias)
+    return mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu, bias=down_bias)
 
 
 def _run_all_experts(
@@ -219,15 +216,6 @@ def activate_used_rows(hidden: Tensor, plan: Dispatch, activation: Activation) -
 def _compute_dtype(tokens: Tensor, weight: Tensor) -> torch.dtype:
     device = tokens.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _add_bias(hidden: Tensor, bias: Tensor, plan: Dispatch) -> Tensor:
-    """Add the bias of its expert to each row, as a product with a 0/1 matrix, whose backward is deterministic."""
-    row = torch.arange(hidden.shape[0], device=hidden.device)
-    expert = torch.searchsorted(plan.offsets, row.to(plan.offsets.dtype), right=True)
-    member = expert.unsqueeze(1) == torch.arange(bias.shape[0], device=hidden.device)
-    in_use = (row < plan.used).unsqueeze(1)
-    return torch.where(in_use, hidden + member.to(bias.dtype) @ bias, 0.0)
 
 
 def _mixed_bias(experts: Tensor, weights: Tensor, bias: Tensor) -> Tensor:

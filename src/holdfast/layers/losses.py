@@ -16,9 +16,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from holdfast.kernels.balance import balance_loss
 from holdfast.routing import Routing
 from holdfast.routing.parts import TINY, normalise
-from holdfast.routing.state import mean_over_ranks
+from holdfast.routing.state import mean_over_ranks, several_ranks
 
 OverRanks = Callable[[Tensor], Tensor]
 
@@ -33,8 +34,8 @@ def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: Over
 
     Fedus et al. 2022.
     """
-    mass, chosen = _means(token_mask, over_ranks, _distribution(routing), routing.chosen)
-    return routing.gates.shape[-1] * (normalise(chosen) * mass).sum()
+    real = None if token_mask is None else token_mask.flatten()
+    return balance_loss(routing.gates, routing.experts, real, over_ranks if several_ranks() else None)
 
 
 def importance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:

@@ -77,13 +77,27 @@ def gather_rows(tokens: Tensor, order: Tensor, slots: Tensor, used: Tensor) -> T
         return triton.gather(tokens, slots, used, order.shape[0])
 
 
-def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
-    """Return y_t = sum_s weight_ts rows[slot_ts], added in float32, slot after slot; an unused slot adds nothing."""
+def combine_rows(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor | None,
+    used: Tensor,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Return y_t = sum_s weight_ts rows[slot_ts], added in float32, slot after slot; an unused slot adds nothing.
+
+    With `bias (E,d)`, which needs `offsets (E,)`, the bias of its expert is added to each row.
+    """
     if has_kernels(slots):
         from holdfast.kernels.dispatch import triton
 
         with on_device_of(rows):
-            return triton.combine(rows, slots, weights, used)
+            return triton.combine(rows, slots, weights, used, bias, offsets)
+    dtype = rows.dtype
+    if bias is not None:
+        assert offsets is not None
+        rows = add_bias_rows(rows.to(torch.float32, copy=True), bias, offsets)
     total = torch.zeros(slots.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
     in_use = slots < used
     for slot in range(slots.shape[1]):
@@ -98,7 +112,7 @@ def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tens
             total += values
         else:
             total.addcmul_(values, weights[:, slot, None])
-    return total.to(rows.dtype)
+    return total.to(dtype)
 
 
 def combine_rows_reference(rows: Tensor, slots: Tensor, weights: Tensor, used: int) -> Tensor:
@@ -109,6 +123,49 @@ def combine_rows_reference(rows: Tensor, slots: Tensor, weights: Tensor, used: i
             if slot < used:
                 out[token] += weights[token, position] * rows[slot].float()
     return out.to(rows.dtype)
+
+
+def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined."""
+    if has_kernels(rows):
+        from holdfast.kernels.dispatch import triton
+
+        with on_device_of(rows):
+            return triton.add_bias(rows, bias.contiguous(), offsets)
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        rows[start:end] += bias[expert]
+        start = end
+    return rows
+
+
+def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
+    """Return the sum (E,n) of the rows (R,n) of each expert in float32, times `weights (T,K)` of their slots if given."""
+    if has_kernels(rows):
+        from holdfast.kernels.dispatch import triton
+
+        with on_device_of(rows):
+            return triton.sum_rows(rows, offsets, weights, order)
+    scaled = rows.float() if weights is None else rows.float() * weights.flatten()[order].unsqueeze(1)
+    ends = offsets.tolist()
+    parts = [scaled[start:end].sum(0) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return torch.stack(parts)
+
+
+def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, dots: Tensor) -> Tensor:
+    """Add grad_r . bias of the row's expert to `dots (T,K)` at the slot of each row, in place; return `dots`."""
+    if has_kernels(grad):
+        from holdfast.kernels.dispatch import triton
+
+        with on_device_of(grad):
+            triton.add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
+        return dots
+    products = torch.empty(grad.shape[0], device=grad.device)
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        products[start:end] = grad[start:end].float() @ bias[expert].float()
+        start = end
+    return dots.add_(_to_slots(products, slots, offsets[-1]))
 
 
 def scale_and_dot(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from holdfast.kernels.launching import cdiv, next_power_of_2
 
+SHARES = 16  # of an expert's rows: each is added up by its own programs, so that one expert with all rows is not slow
 SORT_BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
 BLOCK = 1024  # columns of a row that one program moves
@@ -86,6 +87,14 @@ def _last_slot(slots, token, limit, K: tl.constexpr, SLOTS: tl.constexpr, FEW: t
 
 
 @triton.jit
+def _expert_of(row, offsets, experts, BINS: tl.constexpr):
+    """Return the expert that a row belongs to; an unused row has the index `experts`."""
+    bins = tl.arange(0, BINS)
+    ends = tl.load(offsets + bins, mask=bins < experts, other=2147483647)
+    return tl.sum((ends <= row).to(tl.int64), axis=0)
+
+
+@triton.jit
 def _gather(tokens, slots, used, out, width, K: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
     """Read a token once and write it to all its rows; reading it once for every row takes half as long again."""
     token = tl.program_id(0).to(tl.int64)
@@ -110,6 +119,10 @@ def _combine(
     FEW: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
+    bias,
+    offsets,
+    experts,
+    BINS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -120,6 +133,9 @@ def _combine(
         # The row of an unused slot is uninitialised memory: never load it, since 0 * NaN is NaN.
         inside = (column < width) & (row + 0 * column < limit)
         values = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        if BINS:
+            expert = _expert_of(row, offsets, experts, BINS)
+            values += tl.load(bias + expert * width + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             values = values * tl.load(weights + token * K + slot)
         total += values
@@ -142,6 +158,54 @@ def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK:
             tl.store(grad + row * width + column, weight * g, mask=inside)
             tl.store(scaled + row * width + column, weight * h, mask=inside)
         tl.store(dots + slot, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _add_bias(rows, bias, offsets, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    used = tl.load(offsets + experts - 1).to(tl.int64)
+    for row in range(tl.program_id(0).to(tl.int64), used, tl.num_programs(0)):
+        place = rows + row * width + column
+        added = tl.load(bias + _expert_of(row, offsets, experts, BINS) * width + column, mask=inside, other=0.0)
+        tl.store(place, tl.load(place, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _sum_rows(rows, weights, order, offsets, out, width, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up one share of the rows of one expert: blocks number `share`, `share + shares`, ..."""
+    expert, share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start = 0
+    if expert > 0:
+        start = tl.load(offsets + expert - 1)
+    end = tl.load(offsets + expert)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(start + share * ROWS, end, shares * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < end)[:, None] & (column < width)[None, :]
+        values = tl.load(rows + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            slot = tl.load(order + row, mask=row < end, other=0)
+            values *= tl.load(weights + slot, mask=row < end, other=0.0)[:, None]
+        total += values
+    place = (share * tl.num_programs(0) + expert).to(tl.int64) * width + column
+    tl.store(out + place, tl.sum(total, axis=0), mask=column < width)
+
+
+@triton.jit
+def _add_bias_dots(grad, bias, order, offsets, dots, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    used = tl.load(offsets + experts - 1).to(tl.int64)
+    for row in range(tl.program_id(0).to(tl.int64), used, tl.num_programs(0)):
+        expert = _expert_of(row, offsets, experts, BINS)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            total += g * tl.load(bias + expert * width + column, mask=inside, other=0.0).to(tl.float32)
+        place = dots + tl.load(order + row)
+        tl.store(place, tl.load(place) + tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -224,14 +288,70 @@ def gather(tokens: Tensor, slots: Tensor, used: Tensor, count: int) -> Tensor:
     return out
 
 
-def combine(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
+def combine(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor | None,
+    used: Tensor,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sums of rows, with `bias (E,d)` of the row's expert added to each row; it needs `offsets`."""
     out = rows.new_empty(slots.shape[0], rows.shape[1])
     grid = (out.shape[0], cdiv(out.shape[1], BLOCK))
-    weighted = weights is not None
+    experts = 0 if bias is None else bias.shape[0]
     _combine[grid](
-        rows, slots, weights if weighted else rows, used, out, out.shape[1], WEIGHTED=weighted, **_slot_options(slots)
+        rows,
+        slots,
+        rows if weights is None else weights,
+        used,
+        out,
+        out.shape[1],
+        WEIGHTED=weights is not None,
+        bias=rows if bias is None else bias,
+        offsets=used if offsets is None else offsets,
+        experts=experts,
+        BINS=0 if bias is None else next_power_of_2(experts),
+        **_slot_options(slots),
     )
     return out
+
+
+def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place."""
+    experts, width = bias.shape
+    block = min(BLOCK, next_power_of_2(width))
+    grid = (min(rows.shape[0], MOST_PROGRAMS), cdiv(width, block))
+    _add_bias[grid](rows, bias, offsets, width, experts, BINS=next_power_of_2(experts), BLOCK=block)
+    return rows
+
+
+def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
+    """Return the sum (E,n) of the rows (R,n) of each expert, times their weights; float32, the same in each run."""
+    experts, width = offsets.shape[0], rows.shape[1]
+    parts = torch.empty(SHARES, experts, width, dtype=torch.float32, device=rows.device)
+    weighted = weights is not None
+    _sum_rows[(experts, cdiv(width, 64), SHARES)](
+        rows, weights if weighted else rows, order, offsets, parts, width, WEIGHTED=weighted, ROWS=32, COLUMNS=64
+    )
+    return parts.sum(0)
+
+
+def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, offsets: Tensor, dots: Tensor) -> None:
+    """Add the dot product of each row of `grad (R,d)` and the bias of its expert to `dots`, by slot, in place."""
+    experts, width = bias.shape
+    grid = (min(grad.shape[0], MOST_PROGRAMS),)
+    _add_bias_dots[grid](
+        grad,
+        bias,
+        order,
+        offsets,
+        dots,
+        width,
+        experts,
+        BINS=next_power_of_2(experts),
+        BLOCK=min(BLOCK, next_power_of_2(width)),
+    )
 
 
 def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:

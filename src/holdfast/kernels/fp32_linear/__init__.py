@@ -9,7 +9,7 @@ float32, and without float32 copies of the tokens.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +22,20 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF_DTYPES, torch.float32)
 
 
-@contextmanager
-def ieee_float32() -> Iterator[None]:
+def ieee_float32() -> AbstractContextManager[object]:
     """Make products inside full float32, also in a backward that runs under autocast; restore the user's settings after."""
+    is_set = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")) or any(
+        switch.fp32_precision not in ("ieee", "none")
+        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    )
+    return _change_settings() if is_set else _UNCHANGED
+
+
+_UNCHANGED: AbstractContextManager[object] = nullcontext()
+
+
+@contextmanager
+def _change_settings() -> Iterator[None]:
     with ExitStack() as settings:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

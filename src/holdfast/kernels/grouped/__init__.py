@@ -16,7 +16,7 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -25,21 +25,24 @@ from torch import Tensor
 from holdfast.kernels.backward import differentiable_gradients, is_differentiated
 from holdfast.kernels.dispatch import (
     Dispatch,
+    add_bias_dots,
+    add_bias_rows,
     combine_rows,
     gather_rows,
     glu_rows,
     glu_rows_backward,
     has_glu_kernel,
     scale_and_dot,
+    sum_rows,
 )
 from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, on_device_of, operator
 
 ALIGNMENT = 16  # bytes, of every row and matrix that torch's grouped kernel takes
 
 
-def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch) -> Tensor:
-    """Return each row's token (d) times its expert's weight (E,H,d), as (R,H)."""
-    out: Tensor = _GatherMM.apply(tokens, weight, *plan)  # type: ignore[no-untyped-call]
+def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch, bias: Tensor | None = None) -> Tensor:
+    """Return each row's token (d) times its expert's weight (E,H,d), plus its expert's bias (E,H), as (R,H)."""
+    out: Tensor = _GatherMM.apply(tokens, weight, *plan, bias)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -51,15 +54,18 @@ def mm_combine(
     *,
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Activate `hidden`, multiply each row (R,H) by its expert's weight (E,d,H), and add each token's weighted slots: (T,d).
+
+    With `bias (E,d)`, the bias of its expert is added to each product.
 
     `glu` names the activation if `activate` is gated, with gate and up side by side in `hidden (R,2H)`, and has a name.
     Then a kernel may do its work, and `activate` is not called.
     """
     if not has_glu_kernel(glu, hidden):
         hidden, glu = activate(hidden, plan), None
-    out: Tensor = _MMCombine.apply(hidden, weight, slot_weights, *plan, glu or "")  # type: ignore[no-untyped-call]
+    out: Tensor = _MMCombine.apply(hidden, weight, slot_weights, *plan, bias, glu or "")  # type: ignore[no-untyped-call]
     return out
 
 
@@ -71,28 +77,37 @@ class _GatherMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        want_tokens, want_weight = ctx.needs_input_grad[:2]
+        want_tokens, want_weight, want_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[5]
         if is_differentiated():
             return tuple(differentiable_gradients(_gather_mm_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
-        grad_tokens, grad_weight = _gather_mm_backward(grad, *ctx.saved_tensors, want_tokens, want_weight)
-        return grad_tokens if want_tokens else None, grad_weight if want_weight else None, None, None, None
+        wants = want_tokens, want_weight, want_bias
+        grad_tokens, grad_weight, grad_bias = _gather_mm_backward(grad, *ctx.saved_tensors, *wants)
+        return (
+            grad_tokens if want_tokens else None,
+            grad_weight if want_weight else None,
+            None,
+            None,
+            None,
+            grad_bias if want_bias else None,
+        )
 
 
 class _MMCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, slot_weights, order, slots, offsets, glu):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(hidden, weight, slot_weights, order, slots, offsets)
+    def forward(ctx, hidden, weight, slot_weights, order, slots, offsets, bias, glu):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(hidden, weight, slot_weights, order, slots, offsets, bias)
         ctx.glu = glu
-        return _mm_combine(hidden, weight, slot_weights, order, slots, offsets, glu)
+        return _mm_combine(hidden, weight, slot_weights, order, slots, offsets, bias, glu)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        wants = ctx.needs_input_grad[:3]
+        wants = *ctx.needs_input_grad[:3], ctx.needs_input_grad[6]
         if is_differentiated():
             reference = partial(_mm_combine_reference, glu=ctx.glu)
-            return *differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:6], grad), None
-        grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1])
-        return (*(found if want else None for found, want in zip(grads, wants, strict=True)), *(None,) * 4)
+            return *differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:7], grad), None
+        grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1], wants[3])
+        *first, of_bias = (found if want else None for found, want in zip(grads, wants, strict=True))
+        return *first, None, None, None, of_bias, None
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # those of `dispatch.GLUS`
@@ -103,15 +118,24 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # those of `dispatch.
 }
 
 
-def _gather_mm_reference(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
+def _gather_mm_reference(
+    tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, bias: Tensor | None
+) -> Tensor:
     """Compute `gather_mm` in operations that autograd can differentiate; this waits for the device."""
     ends = offsets.tolist()
     used = tokens.index_select(0, order[: ends[-1]] // max(slots.shape[1], 1))
-    return _pad_rows(_grouped_mm_reference(used, weight, ends), order.shape[0])
+    return _pad_rows(_grouped_mm_reference(used, weight, ends, bias), order.shape[0])
 
 
 def _mm_combine_reference(
-    hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, glu: str
+    hidden: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    glu: str,
 ) -> Tensor:
     """Compute `mm_combine` in operations that autograd can differentiate; this waits for the device."""
     ends = offsets.tolist()
@@ -120,15 +144,18 @@ def _mm_combine_reference(
         gate, up = used.chunk(2, dim=-1)
         used = ACTIVATIONS[glu](gate) * up
     outputs = _pad_rows(
-        _grouped_mm_reference(used, weight, ends), 1 + ends[-1]
+        _grouped_mm_reference(used, weight, ends, bias), 1 + ends[-1]
     )  # the last row, of zeros, is for unused slots
     values = outputs[slots.clamp_max(ends[-1])].float()  # (T,K,d)
     return (values * slot_weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
-def _grouped_mm_reference(used: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
-    starts = [0, *ends[:-1]]
-    products = [used[start:end] @ weight[expert].t() for expert, (start, end) in enumerate(zip(starts, ends, strict=True))]
+def _grouped_mm_reference(used: Tensor, weight: Tensor, ends: list[int], bias: Tensor | None) -> Tensor:
+    products, start = [], 0
+    for expert, end in enumerate(ends):
+        product = used[start:end] @ weight[expert].t()
+        products.append(product if bias is None else product + bias[expert].to(product.dtype))
+        start = end
     return torch.cat(products)
 
 
@@ -136,8 +163,11 @@ def _pad_rows(values: Tensor, count: int) -> Tensor:
     return F.pad(values, (0, 0, 0, count - values.shape[0]))
 
 
-def _gather_mm_anywhere(tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
-    return grouped_mm(gather_rows(tokens.contiguous(), order, slots, offsets[-1]), weight, offsets, transpose=True)
+def _gather_mm_anywhere(
+    tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    rows = grouped_mm(gather_rows(tokens.contiguous(), order, slots, offsets[-1]), weight, offsets, transpose=True)
+    return rows if bias is None else add_bias_rows(rows, bias, offsets)
 
 
 def _gather_mm_backward_anywhere(
@@ -147,31 +177,55 @@ def _gather_mm_backward_anywhere(
     order: Tensor,
     slots: Tensor,
     offsets: Tensor,
+    bias: Tensor | None,
     want_tokens: bool,
     want_weight: bool,
-) -> tuple[Tensor, Tensor]:
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     grad, used = grad.contiguous(), offsets[-1]
-    grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
+    grad_tokens, grad_weight, grad_bias = grad.new_empty(0), grad.new_empty(0), grad.new_empty(0)
     if want_tokens:
         grad_tokens = combine_rows(grouped_mm(grad, weight, offsets, transpose=False), slots, None, used)
     if want_weight:
         grad_weight = grouped_outer(grad, gather_rows(tokens.contiguous(), order, slots, used), offsets)
-    return grad_tokens, grad_weight
+    if want_bias and bias is not None:
+        grad_bias = sum_rows(grad, offsets, None, order).to(bias.dtype)
+    return grad_tokens, grad_weight, grad_bias
 
 
 def _gather_mm_backward_fake(
-    grad: Tensor, tokens: Tensor, weight: Tensor, *plan_and_wants: Tensor | bool
-) -> tuple[Tensor, Tensor]:
-    want_tokens, want_weight = plan_and_wants[-2:]
-    return tokens.new_empty(tokens.shape if want_tokens else (0,)), weight.new_empty(weight.shape if want_weight else (0,))
+    grad: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    want_tokens: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        tokens.new_empty(tokens.shape if want_tokens else (0,)),
+        weight.new_empty(weight.shape if want_weight else (0,)),
+        bias.new_empty(bias.shape) if want_bias and bias is not None else grad.new_empty(0),
+    )
 
 
 def _mm_combine_anywhere(
-    hidden: Tensor, weight: Tensor, slot_weights: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, glu: str
+    hidden: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    glu: str,
 ) -> Tensor:
     hidden = glu_rows(hidden.contiguous(), offsets[-1], glu) if glu else hidden.contiguous()
     outputs = grouped_mm(hidden, weight, offsets, transpose=True)
-    return combine_rows(outputs, slots, slot_weights.contiguous(), offsets[-1])
+    bias = None if bias is None else bias.contiguous()
+    return combine_rows(outputs, slots, slot_weights.contiguous(), offsets[-1], bias, offsets)
 
 
 def _mm_combine_backward_anywhere(
@@ -182,9 +236,11 @@ def _mm_combine_backward_anywhere(
     order: Tensor,
     slots: Tensor,
     offsets: Tensor,
+    bias: Tensor | None,
     glu: str,
     want_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     used = offsets[-1]
     grad_rows = gather_rows(grad.contiguous(), order, slots, used)
     unscaled = grouped_mm(grad_rows, weight, offsets, transpose=False)
@@ -194,17 +250,36 @@ def _mm_combine_backward_anywhere(
     else:
         grad_hidden, scaled, grad_slots = scale_and_dot(unscaled, hidden.contiguous(), *plan)
     grad_weight = grouped_outer(grad_rows, scaled, offsets) if want_weight else grad.new_empty(0)
-    return grad_hidden, grad_weight, grad_slots
+    grad_bias = grad.new_empty(0)
+    if bias is not None:
+        grad_slots = add_bias_dots(grad_rows, bias, order, slots, offsets, grad_slots)
+        if want_bias:
+            grad_bias = sum_rows(grad_rows, offsets, plan[0], order).to(bias.dtype)
+    return grad_hidden, grad_weight, grad_slots, grad_bias
 
 
 def _mm_combine_backward_fake(
-    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *plan_and_rest: Tensor | str | bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_weight = weight.new_empty(weight.shape if plan_and_rest[-1] else (0,))
-    return hidden.new_empty(hidden.shape), grad_weight, slot_weights.new_empty(slot_weights.shape)
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    glu: str,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape),
+        weight.new_empty(weight.shape if want_weight else (0,)),
+        slot_weights.new_empty(slot_weights.shape),
+        bias.new_empty(bias.shape) if want_bias and bias is not None else grad.new_empty(0),
+    )
 
 
-_PLAN = "Tensor order, Tensor slots, Tensor offsets"
+_PLAN = "Tensor order, Tensor slots, Tensor offsets, Tensor? bias"
 _gather_mm = operator(
     f"gather_mm(Tensor tokens, Tensor weight, {_PLAN}) -> Tensor",
     _gather_mm_anywhere,
@@ -212,8 +287,8 @@ _gather_mm = operator(
     devices=EVERYWHERE,
 )
 _gather_mm_backward = operator(
-    f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool want_tokens, bool want_weight)"
-    " -> (Tensor, Tensor)",
+    f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool want_tokens, bool want_weight, "
+    "bool want_bias) -> (Tensor, Tensor, Tensor)",
     _gather_mm_backward_anywhere,
     _gather_mm_backward_fake,
     devices=EVERYWHERE,
@@ -226,7 +301,7 @@ _mm_combine = operator(
 )
 _mm_combine_backward = operator(
     f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, "
-    "bool want_weight) -> (Tensor, Tensor, Tensor)",
+    "bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     _mm_combine_backward_anywhere,
     _mm_combine_backward_fake,
     devices=EVERYWHERE,
@@ -287,10 +362,15 @@ def _torch_has_kernel(*operands: Tensor) -> bool:
     return (
         first.is_cuda
         and first.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(first.device) >= (8, 0)
+        and _has_bf16_cores(first.device)
         and all(_aligned(x) for x in operands)
         and all(x.data_ptr() % ALIGNMENT == 0 for x in operands)
     )
+
+
+@cache
+def _has_bf16_cores(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _aligned(operand: Tensor) -> bool:
