@@ -49,15 +49,41 @@ def clustered(score: Clustered, tokens: Tensor, context: Context) -> list[Tensor
     """ACMoE: each token's features times m of the expert it took first at the previous layer."""
     previous = context.previous
     assert previous is not None
-    spreads = batch_spreads(score, previous, context) if score.stats == "batch" else score.spreads.double()
+    scales = cluster_scales(score, previous, context)
     logits = []
     for index, x in enumerate(tokens.flatten(0, 1)):
         gates = previous.routing.gates[index].double()
         best = top(gates, score.mix).tolist() if score.mix > 1 else [int(previous.routing.experts[index, 0])]
         total = sum(gates[c] for c in best)
-        m = sum((gates[c] / total) * inverse(spreads[c]) for c in best)
+        m = sum((gates[c] / total) * scales[c] for c in best)
         logits.append(SCORES[type(score.base)](score.base, x.double() * m))
     return logits
+
+
+def cluster_scales(score: Clustered, previous: Previous, context: Context) -> list[Tensor]:
+    if score.is_random:
+        return list(score.random_scales.double())
+    spreads = batch_spreads(score, previous, context) if score.stats == "batch" else score.spreads.double()
+    return [optimal(spread) if score.scales == "exact" else inverse(spread) for spread in spreads]
+
+
+def optimal(spread: Tensor) -> Tensor:
+    """Theorem 1 of ACMoE, times d: lambda / (s + alpha), lambda the mean of s, alpha > -min s by bisection to mean 1."""
+    spread = spread if spread.mean() > 0 else torch.ones_like(spread)
+    level = float(spread.mean())
+    low, high = -float(spread.min()) + 1e-300, level
+    for _ in range(200):
+        alpha = (low + high) / 2
+        too_large = float((level / (spread + alpha)).mean()) > 1
+        low, high = (alpha, high) if too_large else (low, alpha)
+    return level / (spread + high)
+
+
+def interquartile_range(values: Tensor) -> Tensor:
+    """The ceil(n/4)-th largest less the ceil(n/4)-th smallest of each column of `values (n,d)`."""
+    quarter = -(-len(values) // 4)
+    columns = [sorted(column) for column in values.t().tolist()]
+    return torch.tensor([column[-quarter] - column[quarter - 1] for column in columns], dtype=values.dtype)
 
 
 def inverse(spread: Tensor) -> Tensor:
@@ -73,7 +99,9 @@ def batch_spreads(score: Clustered, previous: Previous, context: Context) -> Ten
     spreads = torch.ones(score.clusters, score.dim).double()
     for c in range(score.clusters):
         members = inputs[(first == c) & real]
-        if len(members):
+        if len(members) and score.spread == "iqr":
+            spreads[c] = interquartile_range(members)
+        elif len(members):
             deviation = members - members.mean(0)
             spreads[c] = (deviation.abs() if score.spread == "mad" else deviation**2).mean(0)
     return spreads

@@ -271,7 +271,7 @@ def as_format_1(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_a_folder_of_format_1_is_read_and_saved_in_format_2(
+def test_a_folder_of_format_1_is_read_and_saved_in_the_present_format(
     name: str, copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     expected, folder = holdfast.load(copied(name)), tmp_path / name
@@ -282,10 +282,10 @@ def test_a_folder_of_format_1_is_read_and_saved_in_format_2(
         assert_same(expected, loaded)
         assert torch.equal(said(loaded, name), said(expected, name))
     assert isinstance(transformers.AutoModel.from_pretrained(folder), transformers.PreTrainedModel)
-    with pytest.raises(AttributeError, match="holdfast"):  # as ever: the family's own class opens format 2
+    with pytest.raises(AttributeError, match="holdfast"):  # as ever: the family's own class opens later formats
         own.from_pretrained(folder)
     again = json.loads((holdfast.save(loaded, tmp_path / "again") / "config.json").read_text())["model_config"]["holdfast"]
-    assert again["format"] == 2 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
+    assert again["format"] == 3 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
 
 
 def test_either_name_of_the_dtype_is_heeded(kept: Path) -> None:
@@ -549,7 +549,7 @@ EDITS: dict[str, Edit] = {
     "a layer too few": lambda config: config["holdfast"]["layers"].popitem(),
     "no layers": lambda config: config["holdfast"].update(layers={}),
     "layers in a list": lambda config: config["holdfast"].update(layers=[]),
-    "a format to come": lambda config: config["holdfast"].update(format=3),
+    "a format to come": lambda config: config["holdfast"].update(format=4),
     "another family": lambda config: config["holdfast"].update(model_type="olmoe"),
     "an unknown family": lambda config: config["holdfast"].update(model_type="nonsense"),
     "families in a list": lambda config: config["holdfast"].update(model_type=["mixtral"]),

@@ -66,6 +66,8 @@ class Part(nn.Module, ABC):
     # the output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
+    # Options whose meaning has changed, with a number for each meaning: comparisons do not mix results of two meanings.
+    option_versions: ClassVar[Mapping[str, int]] = {}
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
 
     @property
