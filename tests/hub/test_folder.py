@@ -23,6 +23,7 @@ from wording import mentions
 
 import holdfast
 from holdfast.hub.folder_files import write_manifest
+from holdfast.hub.layers import moe_layers
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 CHANGES = [
@@ -286,6 +287,28 @@ def test_a_folder_of_format_1_is_read_and_saved_in_the_present_format(
         own.from_pretrained(folder)
     again = json.loads((holdfast.save(loaded, tmp_path / "again") / "config.json").read_text())["model_config"]["holdfast"]
     assert again["format"] == 3 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
+
+
+@pytest.mark.parametrize(("stored", "skip"), [(0, 0), (1, 0), (2, 1), (3, 2)])
+def test_a_folder_of_format_2_keeps_the_meaning_of_skip(stored: int, skip: int, tmp_path: Path) -> None:
+    """Up to format 2, `skip` also counted the first MoE layer, which is never clustered."""
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="ac", skip=skip)
+    with torch.no_grad():
+        for moe_layer in moe_layers(model):
+            moe_layer.router.score.spreads.uniform_(0.1, 2.0)  # type: ignore[union-attr, operator]
+    expected, folder = said(model, "llama"), holdfast.save(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    description = config["model_config"]["holdfast"]
+    assert description["format"] == 3
+    description["format"] = 2
+    for spec in description["layers"].values():
+        spec["options"]["skip"] = stored
+    (folder / "config.json").write_text(json.dumps(config))
+    write_manifest(folder)
+    loaded = holdfast.load(folder)
+    assert torch.equal(said(loaded, "llama"), expected)
+    clustered = [bool(moe_layer.router.reads) for moe_layer in moe_layers(loaded)]  # type: ignore[union-attr]
+    assert clustered == [False, *(place > skip for place in (1, 2))]
 
 
 def test_either_name_of_the_dtype_is_heeded(kept: Path) -> None:
