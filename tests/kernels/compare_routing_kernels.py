@@ -200,7 +200,7 @@ def choices(
 
     width = None if eps is None else torch.tensor(eps, device=device)
     there = primary.detach().to(device), amounts.detach().to(device), width
-    rest = WEIGHINGS.index(how), informed, *powers
+    rest: Any = (WEIGHINGS.index(how), informed, *powers)
     chosen, weights, slots, gaps, edges = select_triton.select(*there, k, k if eps is None else most, *rest)
     same(chosen, selected.experts)
     steep = 1e-4 if most < experts else 1e-5  # a strip that ends early may be narrow, and is as steep as it is narrow

@@ -64,7 +64,7 @@ class GaussianNoise(ScaledNoise):
 
 
 class UniformNoise(ScaledNoise):
-    """logits + z * std with z uniform on [-sqrt 3, sqrt 3], which has variance 1 (survey, section 3.2)."""
+    """logits + z * std with z uniform on [-sqrt 3, sqrt 3], which has variance 1 (survey, section 3.1)."""
 
     def draw(self, logits: Tensor) -> Tensor:
         return (2 * torch.rand_like(logits) - 1) * UNIFORM_WIDTH
