@@ -42,7 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ac, exact": ("ac", {"scales": "exact"}),
     "ac, exact, mixed, batch statistics": ("ac", {"scales": "exact", "mix": 2, "stats": "batch"}),
     "xmoe+ac, random features": ("xmoe+ac", {"features": "random"}),
-    "ac+symphony+smooth, exact ranges": ("ac+symphony+smooth", {"scales": "exact", "spread": "iqr", "eps": 0.3}),
+    "ac+symphony+smooth, exact ranges": ("ac+symphony+smooth", {"scales": "exact", "spread": "iqr", "budget": 3.0}),
     "xmoe+ac": ("xmoe+ac", {}),
     "ac+top-p": ("ac+top-p", {}),
     "ac+top-p, learned": ("ac+top-p", {"learned": True, "p": 0.1, "softness": 0.1}),
