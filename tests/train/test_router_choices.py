@@ -104,3 +104,10 @@ def test_a_registered_router_may_have_any_options() -> None:
 
 def test_an_empty_list_has_no_routers() -> None:
     assert parse_routers("") == parse_routers(" , ") == []
+
+
+def test_a_choice_with_an_option_of_another_meaning_is_not_the_same() -> None:
+    """`skip` of `ac` counted the first layer, too: results of the two counts must not share a folder."""
+    assert parse_routers("ac[skip=1]")[0].describe()["option_versions"] == {"skip": 2}
+    assert "option_versions" not in parse_routers("ac")[0].describe()
+    assert "option_versions" not in parse_routers("smoe")[0].describe()
