@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import Context, create_router
-from holdfast.routing import GaussianNoise, Linear, Noise, Router, Score, Scores, Selection, TopK, UniformNoise
+from holdfast.routing import GaussianNoise, Linear, Noise, Router, Score, Scores, Selection, Selector, TopK, UniformNoise
+from holdfast.routing.presets import REGISTRY
 
 SELECTORS = ("smoe", "switch", "top-p", "remoe", "smooth", "smoe-dropout", "symphony+smooth", "similarity+remoe", "ac+top-p")
 KINDS: dict[str, dict[str, Any]] = {
@@ -172,6 +173,39 @@ def test_a_selector_that_reads_no_scores_refuses_noise() -> None:
         Router(Linear(8, 4), FirstExpert(8, 4, 2), noise=GaussianNoise(8, 4))
     with pytest.raises(ValueError, match="noise once"):
         Router(Linear(8, 4), TopK(8, 4, 2, noise="gumbel"), noise=GaussianNoise(8, 4))
+
+
+class Limited(Selector):
+    """A capacity limit that never applies: it passes everything on to the selector inside."""
+
+    def __init__(self, *, base: Selector) -> None:
+        super().__init__()
+        self.base = base
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return self.base.held_weights(experts, scores, live)
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        selection: Selection = self.base(scores, tokens, context)
+        return selection
+
+
+@pytest.mark.parametrize("inside", ["smoe", "top-p"])
+def test_noise_is_drawn_once_with_a_capacity_limit(inside: str) -> None:
+    holdfast.register("limited", stage="capacity", about="a test", paper="none")(Limited)
+    try:
+        torch.manual_seed(0)
+        limited = create_router(f"{inside}+limited[noise=gaussian, noise_std=0.5]", dim=8, experts=6)
+        plain = create_router(f"{inside}[noise=gaussian, noise_std=0.5]", dim=8, experts=6)
+    finally:
+        REGISTRY.remove("limited")
+    plain.score.load_state_dict(limited.score.state_dict())
+    assert isinstance(limited.select, Limited) and limited.select.noise is not None and limited.select.base.noise is None
+    tokens, gates = torch.randn(2, 9, 8), []
+    for built in (limited, plain):
+        torch.manual_seed(1)
+        gates.append(built(tokens).gates)
+    assert torch.equal(*gates)
 
 
 def test_noise_is_a_part_with_its_own_cost() -> None:
