@@ -126,7 +126,9 @@ def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> d
         issue = issue_time(step, device, rounds)
         inside, launches = kernels(step, device)
         found[name] = {"wall": wall, "issue": issue, "kernels": inside, "launches": launches}
-        print(f"  {name:14} wall {wall:7.2f} ms   issue {issue:7.2f}   kernels {inside:7.2f}   launches {launches}", flush=True)
+        print(
+            f"  {name:14} wall {wall:7.2f} ms   issue {issue:7.2f}   kernels {inside:7.2f}   launches {launches}", flush=True
+        )
         del step
         gc.collect()  # a modified model has reference cycles
     return found

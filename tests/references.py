@@ -25,7 +25,7 @@ from holdfast.routing import (
     TopK,
     TopP,
 )
-from holdfast.routing.selection import GaussianNoise, GumbelNoise
+from holdfast.routing.noise import GaussianNoise, GumbelNoise, ScaledNoise, UniformNoise
 
 Chosen = tuple[list[int], list[Tensor]]  # the experts of one token and their weights
 
@@ -49,15 +49,41 @@ def clustered(score: Clustered, tokens: Tensor, context: Context) -> list[Tensor
     """ACMoE: each token's features times m of the expert it took first at the previous layer."""
     previous = context.previous
     assert previous is not None
-    spreads = batch_spreads(score, previous, context) if score.stats == "batch" else score.spreads.double()
+    scales = cluster_scales(score, previous, context)
     logits = []
     for index, x in enumerate(tokens.flatten(0, 1)):
         gates = previous.routing.gates[index].double()
         best = top(gates, score.mix).tolist() if score.mix > 1 else [int(previous.routing.experts[index, 0])]
         total = sum(gates[c] for c in best)
-        m = sum((gates[c] / total) * inverse(spreads[c]) for c in best)
+        m = sum((gates[c] / total) * scales[c] for c in best)
         logits.append(SCORES[type(score.base)](score.base, x.double() * m))
     return logits
+
+
+def cluster_scales(score: Clustered, previous: Previous, context: Context) -> list[Tensor]:
+    if score.is_random:
+        return list(score.random_scales.double())
+    spreads = batch_spreads(score, previous, context) if score.stats == "batch" else score.spreads.double()
+    return [optimal(spread) if score.scales == "exact" else inverse(spread) for spread in spreads]
+
+
+def optimal(spread: Tensor) -> Tensor:
+    """Theorem 1 of ACMoE, times d: lambda / (s + alpha), lambda the mean of s, alpha > -min s by bisection to mean 1."""
+    spread = spread if spread.mean() > 0 else torch.ones_like(spread)
+    level = float(spread.mean())
+    low, high = -float(spread.min()) + 1e-300, level
+    for _ in range(200):
+        alpha = (low + high) / 2
+        too_large = float((level / (spread + alpha)).mean()) > 1
+        low, high = (alpha, high) if too_large else (low, alpha)
+    return level / (spread + high)
+
+
+def interquartile_range(values: Tensor) -> Tensor:
+    """The ceil(n/4)-th largest less the ceil(n/4)-th smallest of each column of `values (n,d)`."""
+    quarter = -(-len(values) // 4)
+    columns = [sorted(column) for column in values.t().tolist()]
+    return torch.tensor([column[-quarter] - column[quarter - 1] for column in columns], dtype=values.dtype)
 
 
 def inverse(spread: Tensor) -> Tensor:
@@ -73,7 +99,9 @@ def batch_spreads(score: Clustered, previous: Previous, context: Context) -> Ten
     spreads = torch.ones(score.clusters, score.dim).double()
     for c in range(score.clusters):
         members = inputs[(first == c) & real]
-        if len(members):
+        if len(members) and score.spread == "iqr":
+            spreads[c] = interquartile_range(members)
+        elif len(members):
             deviation = members - members.mean(0)
             spreads[c] = (deviation.abs() if score.spread == "mad" else deviation**2).mean(0)
     return spreads
@@ -204,7 +232,8 @@ def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, infor
             if u >= 1:
                 kept[expert] = logits[expert]
             elif u > 0:
-                kept[expert] = logits[expert] + torch.log(u / (u + (1 - u) ** 50))
+                rising, falling = u**select.powers.a, (1 - u) ** select.powers.b
+                kept[expert] = logits[expert] + torch.log(rising / (rising + falling))
     if informed and float(gates.detach().sum()) == 0:
         return list(kept), [torch.zeros(()) for _ in kept]
     return list(kept), softmax(list(kept.values()))
@@ -224,13 +253,15 @@ def noise(module: nn.Module | None, tokens: Tensor, experts: int) -> list[Tensor
         return list(torch.randn(shape).flatten(0, 1))
     if isinstance(module, GumbelNoise):
         return list(-torch.empty(shape).exponential_().log().flatten(0, 1))
+    if isinstance(module, UniformNoise):
+        return list(((2 * torch.rand(shape) - 1) * 3**0.5).flatten(0, 1))
     return None
 
 
 def noisy(module: nn.Module, logits: Tensor, x: Tensor, drawn: Tensor) -> Tensor:
     if isinstance(module, GumbelNoise):
         return (logits + drawn) / module.temperature
-    assert isinstance(module, GaussianNoise)
+    assert isinstance(module, ScaledNoise)
     if module.weight is None:
         return logits + drawn * float(module.std or 0)
     scale = torch.stack([torch.log1p(torch.exp((x.double() * row.double()).sum())) for row in module.weight])
@@ -249,13 +280,17 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     gates = inform(router, gates.view(*tokens.shape[:2], -1), tokens, context).flatten(0, 1)
     informed = bool(router.informers)
     read = gates.clamp_min(1.2e-38).log() if informed else logits
-    module = getattr(select, "noise", None) if router.training else None
+    module = select.noise if router.training else None
     drawn = noise(module, tokens, router.experts)
     if module is not None and drawn is not None:
         noised = [noisy(module, row, x, z) for row, x, z in zip(read, tokens.flatten(0, 1), drawn, strict=True)]
         read = torch.stack(noised).float()
-        mass = gates.sum(-1, keepdim=True) if informed else torch.ones(len(gates), 1)
-        gates = mass * torch.stack([gate(select, row).float() for row in read])
+        if informed:  # a gate of 0 stays 0 where it decides what is selected
+            shares = torch.stack([torch.stack(softmax(list(row))).float() for row in read])
+            noised_gates = gates.sum(-1, keepdim=True) * shares
+            gates = noised_gates.where(gates > 0, 0.0) if isinstance(select, ReLU) else noised_gates
+        else:
+            gates = torch.stack([gate(select, row).float() for row in read])
     keys = gates if informed else read
     choose = SELECTORS[type(select)]
     chosen = [choose(select, key, g, row, informed) for key, g, row in zip(keys, gates, read, strict=True)]
@@ -283,7 +318,11 @@ def own_losses(router: Router, gates: Tensor, chosen: list[Chosen], context: Con
     select = router.select
     real = torch.ones(len(gates)).bool() if context.token_mask is None else context.token_mask.flatten()
     if isinstance(select, ReLU):
-        total = sum((row.sum() for row, is_real in zip(gates, real, strict=True) if is_real), torch.zeros(()))
+        rows = [row for row, is_real in zip(gates, real, strict=True) if is_real]
+        tokens = [sum(float(row[e] > 0) for row in rows) for e in range(select.experts)]
+        load = [select.experts / (select.k * len(rows)) * count for count in tokens]
+        load = [1.0] * len(load) if select.penalty == "uniform" else load
+        total = sum((f * row[e] for row in rows for e, f in enumerate(load)), torch.zeros(()))
         return {"l1": select.l1 * total / int(real.sum())}
     if isinstance(select, SmoothTopK) and select.control == "loss":
         active = sum(len(experts) for (experts, _), is_real in zip(chosen, real, strict=True) if is_real) / int(real.sum())

@@ -37,6 +37,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention, sigma 1": ("attention", {"heads": 2, "sigma": 1.0}),
     "ac, variance, mixed": ("ac", {"spread": "variance", "mix": 3}),
     "ac, batch statistics": ("ac", {"stats": "batch"}),
+    "ac, interquartile ranges": ("ac", {"spread": "iqr"}),
+    "ac, interquartile ranges of the batch": ("ac", {"spread": "iqr", "stats": "batch"}),
+    "ac, exact": ("ac", {"scales": "exact"}),
+    "ac, exact, mixed, batch statistics": ("ac", {"scales": "exact", "mix": 2, "stats": "batch"}),
+    "xmoe+ac, random features": ("xmoe+ac", {"features": "random"}),
+    "ac+symphony+smooth, exact ranges": ("ac+symphony+smooth", {"scales": "exact", "spread": "iqr", "budget": 3.0}),
     "xmoe+ac": ("xmoe+ac", {}),
     "ac+top-p": ("ac+top-p", {}),
     "ac+top-p, learned": ("ac+top-p", {"learned": True, "p": 0.1, "softness": 0.1}),
@@ -55,6 +61,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smoe, learned Gaussian noise": ("smoe", {"noise": "gaussian"}),
     "smoe, fixed Gaussian noise": ("smoe", {"noise": "gaussian", "noise_std": 0.5}),
     "switch, Gumbel noise": ("switch", {"noise": "gumbel", "noise_temperature": 2.0, "k": 2}),
+    "smoe, learned uniform noise": ("smoe", {"noise": "uniform"}),
+    "top-p, uniform noise": ("top-p", {"noise": "uniform", "noise_std": 0.3}),
+    "remoe, learned Gaussian noise": ("remoe", {"noise": "gaussian"}),
+    "symphony+remoe, Gumbel noise": ("symphony+remoe", {"init": "identity", "threshold": 0.03, "noise": "gumbel"}),
+    "smooth, Gaussian noise": ("smooth", {"eps": 0.5, "noise": "gaussian", "noise_std": 0.3}),
+    "symphony+similarity+smooth, Gumbel noise": ("symphony+similarity+smooth", {"eps": 0.5, "noise": "gumbel"}),
+    "remoe, load-weighted penalty": ("remoe", {"penalty": "load"}),
+    "remoe, one coefficient": ("remoe", {"coefficient": "model", "penalty": "load"}),
+    "random+symphony": ("random+symphony", {}),
+    "smooth, other exponents": ("smooth", {"eps": 0.5, "a": 2.5, "b": 7.0}),
+    "symphony+smooth, other exponents": ("symphony+smooth", {"eps": 0.5, "a": 3.0, "b": 2.0}),
+    "smooth, by its loss, other exponents": ("smooth", {"control": "loss", "eta": 0.2, "a": 2.0, "b": 10.0}),
     "top-p, learned": ("top-p", {"learned": True, "p": 0.1, "softness": 0.1}),
     "smoe, k grows": ("smoe", {"k_final": 5}),
     "smoe, k shrinks": ("smoe", {"k": 5, "k_final": 2}),
@@ -72,6 +90,6 @@ def test_router_conforms(variant: str, check: str) -> None:
             check_router(name, only=[check], **options)
         return
     report = check_router(name, reference=reference, only=[check], **options)
-    may_be_left_out = {"no inert parameter"} if "smoe-dropout" in name else set()
+    may_be_left_out = {"no inert parameter"} if {"smoe-dropout", "random"} & {*name.split("+")} else set()
     may_be_left_out |= {"sequence awareness"} if options.get("stats") == "batch" else set()
     assert set(report.skipped) <= may_be_left_out, report.skipped

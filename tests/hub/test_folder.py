@@ -23,6 +23,7 @@ from wording import mentions
 
 import holdfast
 from holdfast.hub.folder_files import write_manifest
+from holdfast.hub.layers import moe_layers
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 CHANGES = [
@@ -271,7 +272,7 @@ def as_format_1(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_a_folder_of_format_1_is_read_and_saved_in_format_2(
+def test_a_folder_of_format_1_is_read_and_saved_in_the_present_format(
     name: str, copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     expected, folder = holdfast.load(copied(name)), tmp_path / name
@@ -282,10 +283,32 @@ def test_a_folder_of_format_1_is_read_and_saved_in_format_2(
         assert_same(expected, loaded)
         assert torch.equal(said(loaded, name), said(expected, name))
     assert isinstance(transformers.AutoModel.from_pretrained(folder), transformers.PreTrainedModel)
-    with pytest.raises(AttributeError, match="holdfast"):  # as ever: the family's own class opens format 2
+    with pytest.raises(AttributeError, match="holdfast"):  # as ever: the family's own class opens later formats
         own.from_pretrained(folder)
     again = json.loads((holdfast.save(loaded, tmp_path / "again") / "config.json").read_text())["model_config"]["holdfast"]
-    assert again["format"] == 2 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
+    assert again["format"] == 3 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
+
+
+@pytest.mark.parametrize(("stored", "skip"), [(0, 0), (1, 0), (2, 1), (3, 2)])
+def test_a_folder_of_format_2_keeps_the_meaning_of_skip(stored: int, skip: int, tmp_path: Path) -> None:
+    """Up to format 2, `skip` also counted the first MoE layer, which is never clustered."""
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="ac", skip=skip)
+    with torch.no_grad():
+        for moe_layer in moe_layers(model):
+            moe_layer.router.score.spreads.uniform_(0.1, 2.0)  # type: ignore[union-attr, operator]
+    expected, folder = said(model, "llama"), holdfast.save(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    description = config["model_config"]["holdfast"]
+    assert description["format"] == 3
+    description["format"] = 2
+    for spec in description["layers"].values():
+        spec["options"]["skip"] = stored
+    (folder / "config.json").write_text(json.dumps(config))
+    write_manifest(folder)
+    loaded = holdfast.load(folder)
+    assert torch.equal(said(loaded, "llama"), expected)
+    clustered = [bool(moe_layer.router.reads) for moe_layer in moe_layers(loaded)]  # type: ignore[union-attr]
+    assert clustered == [False, *(place > skip for place in (1, 2))]
 
 
 def test_either_name_of_the_dtype_is_heeded(kept: Path) -> None:
@@ -549,7 +572,7 @@ EDITS: dict[str, Edit] = {
     "a layer too few": lambda config: config["holdfast"]["layers"].popitem(),
     "no layers": lambda config: config["holdfast"].update(layers={}),
     "layers in a list": lambda config: config["holdfast"].update(layers=[]),
-    "a format to come": lambda config: config["holdfast"].update(format=3),
+    "a format to come": lambda config: config["holdfast"].update(format=4),
     "another family": lambda config: config["holdfast"].update(model_type="olmoe"),
     "an unknown family": lambda config: config["holdfast"].update(model_type="nonsense"),
     "families in a list": lambda config: config["holdfast"].update(model_type=["mixtral"]),

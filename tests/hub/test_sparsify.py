@@ -12,6 +12,9 @@ from torch import Tensor
 import holdfast
 from holdfast.hub.layers import moe_layers
 from holdfast.hub.replacements import SparseLayer
+from holdfast.planning.meta_model import Change, Choice, build_on_meta
+from holdfast.routing.declarations import LayerSizes
+from holdfast.routing.presets import REGISTRY
 
 FAMILIES = sorted(CONFIGS)
 SUMMING_TO_ONE = ["smoe", "smooth", "symphony", "similarity", "top-p", "symphony+similarity+smooth"]
@@ -199,10 +202,70 @@ def test_nothing_of_a_forward_is_kept_in_evaluation() -> None:
 def test_windowed_attention_raises_a_one_line_error() -> None:
     with pytest.raises(ValueError, match=r"windows.*similarity"):
         holdfast.sparsify(tiny_dense("swin"), experts=4, router="attention")
-    with pytest.raises(ValueError, match="widths"):
-        holdfast.sparsify(tiny_dense("swin"), experts=4, router="ac")
-    model = holdfast.sparsify(tiny_dense("swin"), experts=4, router="ac", layers=[0, 1])
-    assert outputs(model, inputs("swin")).isfinite().all()
+
+
+@pytest.mark.parametrize("router", ["ac", "ac[spread=iqr, scales=exact]+symphony", "ac[features=random]"])
+def test_ac_is_plain_after_a_change_of_width(router: str, tmp_path: Path) -> None:
+    """Swin's stages have the widths 16, 16, 32, 32: the second layer of each is clustered, the first is not."""
+    model = holdfast.sparsify(tiny_dense("swin"), experts=4, router=router, losses=holdfast.Losses(balance=0.1))
+    routers: list[Any] = [layer.router for layer in moe_layers(model)]
+    assert [router.dim for router in routers] == [16, 16, 32, 32]
+    assert [bool(router.reads) for router in routers] == [False, True, False, True]
+    batch = inputs("swin")
+    model.train()
+    for _ in range(2):
+        model(**batch).loss.backward()
+    assert all(router.score.base.weight.grad.abs().sum() > 0 for router in routers)
+    if "random" not in router:
+        model.eval()
+        changed = [bool((router.score.spreads != 1).any()) for router in routers]
+        assert changed == [False, True, False, True]
+    before = outputs(model.eval(), batch)
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "model"))
+    assert torch.equal(outputs(loaded.eval(), batch), before)
+    assert [bool(layer.router.reads) for layer in moe_layers(loaded)] == [False, True, False, True]  # type: ignore[union-attr]
+
+
+def test_a_plan_builds_ac_where_widths_differ() -> None:
+    model = build_on_meta(tiny_dense("swin").config, Choice.of("ac"), Change(experts=4))
+    scores: list[Any] = [layer.router.score for layer in moe_layers(model) if layer.router is not None]
+    sizes = LayerSizes(dim=16, experts=4, length=64, mixed=64.0, heads=2, key_width=8, value_width=8, number=2)
+    assert [score.cost(sizes).forward > 0 for score in scores] == [False, True, False, True]
+
+
+def test_a_model_can_be_rerouted_to_ac_where_widths_differ() -> None:
+    model, batch = holdfast.sparsify(tiny_dense("swin"), experts=4), inputs("swin")
+    with torch.no_grad():
+        before = outputs(model, batch)
+        after = outputs(holdfast.reroute(model, "ac"), batch)
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+
+
+def test_routers_that_need_equal_widths_name_the_layers() -> None:
+    """A part of a plugin that reads the previous layer and does not know of widths."""
+
+    class Reading(holdfast.routing.Linear):
+        reads = ("previous",)
+
+    holdfast.register("reads-previous", stage="score", about="a test", paper="none")(Reading)
+    try:
+        with pytest.raises(ValueError, match=r"width 16, this one 32; router 'reads-previous'.*layers of one width"):
+            holdfast.sparsify(tiny_dense("swin"), experts=4, router="reads-previous")
+        model = holdfast.sparsify(tiny_dense("swin"), experts=4, router="reads-previous", layers=[0, 1])
+        assert outputs(model, inputs("swin")).isfinite().all()
+    finally:
+        REGISTRY.remove("reads-previous")
+
+
+def test_the_layers_of_a_model_share_one_coefficient() -> None:
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="remoe[coefficient=model, penalty=load, l1=0.1]")
+    selectors: list[Any] = [layer.router.select for layer in moe_layers(model) if layer.router is not None]
+    with torch.no_grad():
+        selectors[0].l1.fill_(0.3)
+    model.train()(**inputs("llama"))
+    model.eval()
+    values = {round(float(select.l1), 5) for select in selectors}
+    assert len(values) == 1 and values != {0.1}
 
 
 def test_mistakes_raise_a_one_line_error_and_change_nothing() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.kernels.clusters import TILE
 from holdfast.kernels.clusters import triton as clusters_triton
 from holdfast.kernels.fp32_linear import triton as fp32_linear_triton
-from holdfast.kernels.select import WEIGHINGS, Weighing, top_reference
+from holdfast.kernels.select import POWERS, WEIGHINGS, Weighing, top_reference
 from holdfast.kernels.select import triton as select_triton
 from holdfast.kernels.statistics import midpoint
 from holdfast.kernels.statistics import triton as statistics_triton
@@ -172,7 +172,16 @@ def awkward_logits(count: int, experts: int) -> Tensor:
     return logits
 
 
-def choices(device: str, experts: int, k: int, how: Weighing, informed: bool, eps: float | None, most: int) -> None:
+def choices(
+    device: str,
+    experts: int,
+    k: int,
+    how: Weighing,
+    informed: bool,
+    eps: float | None,
+    most: int,
+    powers: tuple[float, float] = POWERS,
+) -> None:
     """Top-k, and with `eps` its strip, as the selectors do it in plain PyTorch: experts exactly, weights, slopes, gaps."""
     raw = awkward_logits(37, experts)
     primary = (raw.softmax(-1) if informed else raw).requires_grad_()
@@ -182,14 +191,16 @@ def choices(device: str, experts: int, k: int, how: Weighing, informed: bool, ep
     scores = Scores.from_gates(primary) if informed else Scores(primary, primary.softmax(-1), informed=False)
     amounts = primary if informed or how == "softmax" else scores.gates
     rule = Softmax(renormalise=how != "raw")
-    selector = TopK(1, experts, k, rule=rule) if eps is None else SmoothTopK(experts, k, eps=eps, most=most, rule=rule)
+    selector: TopK | SmoothTopK = TopK(1, experts, k, rule=rule)
+    if eps is not None:
+        selector = SmoothTopK(experts, k, eps=eps, most=most, rule=rule, a=powers[0], b=powers[1])
     selected = selector.eval()(scores, primary, Context())
     grad = torch.randn_like(selected.weights)
     (slope,) = torch.autograd.grad(selected.weights, amounts, grad, retain_graph=True)
 
     width = None if eps is None else torch.tensor(eps, device=device)
     there = primary.detach().to(device), amounts.detach().to(device), width
-    rest = WEIGHINGS.index(how), informed
+    rest: Any = (WEIGHINGS.index(how), informed, *powers)
     chosen, weights, slots, gaps, edges = select_triton.select(*there, k, k if eps is None else most, *rest)
     same(chosen, selected.experts)
     steep = 1e-4 if most < experts else 1e-5  # a strip that ends early may be narrow, and is as steep as it is narrow
@@ -262,6 +273,9 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
         add(order, padded, wanted)
     for (experts, k, most), (how, informed) in itertools.product(((6, 1, 1), (13, 4, 6), (64, 8, 16)), CASES):
         add(choices, experts, k, how, informed, 1.5, most)
+    for (how, informed), powers in itertools.product(CASES, ((2.5, 7.0), (0.5, 0.5))):
+        add(choices, 13, 4, how, informed, 1.5, 13, powers)
+        add(choices, 13, 4, how, informed, 1.5, 6, powers)
     for eps in (None, 0.3):
         add(choices, 200, 8, *CASES[0], eps, 200)  # more experts than a warp's threads have one each of
     add(clusters, torch.bfloat16, torch.bfloat16, False, dim=fp32_linear_triton.WIDE)

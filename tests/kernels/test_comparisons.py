@@ -24,6 +24,7 @@ QUICK = [
     "dispatch (200, 3, 6)",
     "products torch.float16 torch.float32 5 100",
     "choices 13 4 softmax False 0.3 13",
+    "choices 13 4 shares True 1.5 6 (2.5, 7.0)",
     "mix: padded",
     "heads",
 ]

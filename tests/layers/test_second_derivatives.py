@@ -104,7 +104,7 @@ def test_the_reference_of_the_selection_kernel_equals_its_weights(how: str) -> N
     torch.manual_seed(0)
     scores = torch.randn(5, 6)
     amounts = scores if how == "softmax" else scores.softmax(-1)
-    selector = holdfast.routing.SmoothTopK(6, 2, eps=0.8)
+    selector = holdfast.routing.SmoothTopK(6, 2, eps=0.8, a=2.0, b=9.0)
     selector.rule = holdfast.routing.selection.Softmax(renormalise=how != "raw")
     kind = holdfast.routing.Scores(scores, scores.softmax(-1), informed=how == "shares", raw=scores)
     ranked = kind.key
@@ -117,6 +117,7 @@ def test_the_reference_of_the_selection_kernel_equals_its_weights(how: str) -> N
         2,
         WEIGHINGS.index(how),
         how == "shares",
+        *selector.powers,
         amounts,  # type: ignore[arg-type]
     )
     torch.testing.assert_close(got, chosen.weights)

@@ -10,7 +10,20 @@ from holdfast.routing import Cosine, Frozen, Linear, ReLU, Score, Similarity, Sm
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Preset, Registry
 
-NAMES = ("smoe", "switch", "xmoe", "smoe-dropout", "top-p", "remoe", "symphony", "similarity", "attention", "ac", "smooth")
+NAMES = (
+    "smoe",
+    "switch",
+    "xmoe",
+    "smoe-dropout",
+    "random",
+    "top-p",
+    "remoe",
+    "symphony",
+    "similarity",
+    "attention",
+    "ac",
+    "smooth",
+)
 
 
 @pytest.fixture
@@ -31,6 +44,7 @@ def test_the_promised_names_are_there_with_a_line_each() -> None:
         ("switch", Linear, TopK),
         ("xmoe", Cosine, TopK),
         ("smoe-dropout", Frozen, TopK),
+        ("random", Frozen, TopK),
         ("top-p", Linear, TopP),
         ("remoe", Linear, ReLU),
         ("xmoe+top-p", Cosine, TopP),
@@ -84,7 +98,7 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
     [
         ("smo", {}, "unknown router 'smo': did you mean 'smoe'"),
         ("xmoe+topp", {}, "unknown router 'topp': did you mean 'top-p'"),
-        ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, remoe"),
+        ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, random, remoe"),
         ("", {}, "unknown router ''"),
         (None, {}, "the name of a router is a string"),
         ("similarity[rank=4", {}, "is not a router"),

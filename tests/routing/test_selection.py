@@ -56,31 +56,6 @@ def test_noise_is_only_in_training(noise: str) -> None:
     assert torch.equal(built(tokens).gates, built(tokens).logits.softmax(-1))
 
 
-def test_gumbel_noise_samples_from_the_softmax() -> None:
-    torch.manual_seed(0)
-    logits = torch.tensor([0.0, 1.0, -1.0, 0.5])
-    routing = route(TopK(4, 4, 1, noise="gumbel"), logits.expand(1, 20000, 4))
-    share = routing.chosen.float().mean(0)
-    torch.testing.assert_close(share, logits.softmax(-1), atol=0.015, rtol=0)
-
-
-def test_gaussian_noise_has_the_standard_deviation_asked_for() -> None:
-    torch.manual_seed(0)
-    select = TopK(4, 2, 1, noise="gaussian", noise_std=0.3)
-    gates = route(select, torch.zeros(1, 20000, 2)).gates
-    difference = (gates[:, 0] / gates[:, 1]).log()
-    torch.testing.assert_close(float(difference.std()), 0.3 * 2**0.5, atol=0.01, rtol=0)
-
-
-def test_learned_gaussian_noise_follows_shazeer() -> None:
-    """With W_noise = 0 the standard deviation is softplus(0) = log 2."""
-    torch.manual_seed(0)
-    select = TopK(4, 2, 1, noise="gaussian")
-    gates = route(select, torch.zeros(1, 20000, 2)).gates
-    difference = (gates[:, 0] / gates[:, 1]).log()
-    torch.testing.assert_close(float(difference.detach().std()), 0.6931 * 2**0.5, atol=0.02, rtol=0)
-
-
 def test_k_grows_with_progress_and_survives_saving() -> None:
     built, tokens = create_router("smoe-dropout", dim=8, experts=6, k=2), torch.randn(1, 5, 8)
     seen = []

@@ -1,6 +1,7 @@
 """Smooth top-k: its formula, its continuity, and both ways to set the strip's width."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, Experts, MoE
-from holdfast.kernels.select import strip_fade
+from holdfast.kernels.select import Powers, strip_fade
 from holdfast.routing import Scores, SmoothTopK
 
 
@@ -33,6 +34,50 @@ def test_s_is_what_the_paper_says() -> None:
             assert got == pytest.approx(math.log(value / (value + (1 - value) ** 50)), rel=1e-4, abs=1e-6)
         elif value >= 1:
             assert got == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 50), (2.5, 7), (0.5, 3), (3, 1)])
+def test_s_has_the_exponents_asked_for(a: float, b: float) -> None:
+    u = torch.linspace(0.01, 0.99, 99)
+    fade, in_strip = strip_fade(1 - u, torch.tensor(1.0), Powers(a, b))
+    assert in_strip.all()
+    torch.testing.assert_close(
+        fade.double(), (u.double() ** a / (u.double() ** a + (1 - u.double()) ** b)).log(), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_the_exponents_of_a_strip_change_weights_and_not_experts() -> None:
+    torch.manual_seed(0)
+    usual, other = (
+        holdfast.create_router("smooth", dim=16, experts=8, eps=0.5, a=a, b=b).eval() for a, b in ((1.0, 50.0), (2.0, 5.0))
+    )
+    other.score.load_state_dict(usual.score.state_dict())
+    tokens = torch.randn(2, 50, 16)
+    first, second = usual(tokens), other(tokens)
+    assert torch.equal(first.chosen, second.chosen)
+    assert (first.dense_weights - second.dense_weights).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("options", "start"), [({}, -9.0), ({"eta": -2.0}, -2.0), ({"eta": 0.5, "eps": 0.3}, 0.5)])
+def test_eta_starts_where_told(options: dict[str, float], start: float) -> None:
+    select = SmoothTopK(8, 2, control="loss", **options)  # type: ignore[arg-type]
+    assert select.eta is not None and float(select.eta) == start
+    torch.testing.assert_close(select.eps(), torch.nn.functional.softplus(torch.tensor(start)))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"a": 0.0}, "a is 0.0; an exponent"),
+        ({"b": -1.0}, "b is -1.0; an exponent"),
+        ({"a": math.inf}, "a is inf"),
+        ({"eta": -3.0}, "eta is -3.0; expected control='loss'"),
+        ({"eta": math.nan, "control": "loss"}, "eta is nan; expected a finite number"),
+    ],
+)
+def test_bad_exponents_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        holdfast.create_router("smooth", dim=8, experts=4, **options)
 
 
 def test_eps_0_is_top_k() -> None:
@@ -84,11 +129,12 @@ class DoubleLinear(holdfast.routing.Linear):
         return tokens.double() @ self.weight.double().t()
 
 
-def test_smooth_is_continuous_and_plain_top_k_is_not() -> None:
-    """Over 1,000 crossings of order 1, at the eps that a budget of 0.5 gives."""
+@pytest.mark.parametrize(("a", "b"), [(1.0, 50.0), (1.5, 4.0), (3.0, 1.0)])
+def test_smooth_is_continuous_and_plain_top_k_is_not(a: float, b: float) -> None:
+    """Over 1,000 crossings of order 1, at the eps that a budget of 0.5 gives, whatever the exponents."""
     torch.manual_seed(0)
     dim, experts, k = 32, 16, 2
-    smooth = holdfast.create_router("smooth", dim=dim, experts=experts, k=k)
+    smooth = holdfast.create_router("smooth", dim=dim, experts=experts, k=k, a=a, b=b)
     train(smooth, 5, 4096)
     smooth.eval()
     assert 0.005 < float(smooth.select.eps()) < 1  # type: ignore[operator]

@@ -6,7 +6,7 @@ config.json of a changed model:
      "transformers_weights": NEEDS_HOLDFAST,         # a model class that reads this level as its config finds no weights
      "model_config": {                               # the family's config, which the family's own class reads
         "model_type": "mixtral", ...,
-        "holdfast": {"format": 2, "layers": {...}},  # the routers
+        "holdfast": {"format": 3, "layers": {...}},  # the routers
         "quantization_config": {"quant_method": "holdfast"},   # with Holdfast imported, calls `AppliesChanges`
         "transformers_weights": NEEDS_HOLDFAST}}     # without Holdfast, no file of weights is found
 

@@ -40,7 +40,7 @@ from holdfast.hub.replacements import (
 )
 from holdfast.layers import Experts, name_layers
 from holdfast.layers.experts import ACTIVATIONS, Activation
-from holdfast.routing import Router
+from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -269,6 +269,7 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
         routers = [layer.router for layer in found if layer.name in specs and layer.router is not None]
+        join_routers(routers)
         has_losses = any(spec.losses for spec in specs.values())
         balance_on_request = not has_losses and any(spec.router != NATIVE for spec in specs.values())
         self.specs = dict(specs)

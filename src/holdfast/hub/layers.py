@@ -37,8 +37,10 @@ from holdfast.routing.registry import HostModel
 from holdfast.routing.selection import Rule, Softmax
 from holdfast.version import VERSION
 
-FORMAT = 2  # in format 1, layers have the names of the saved class; in format 2, those of its base model
-READABLE = (1, FORMAT)
+# In format 1, layers have the names of the saved class; since format 2, those of its base model. Up to format 2 the option
+# `skip` of `ac` also counted the first MoE layer, which is never clustered.
+FORMAT = 3
+READABLE = (1, 2, FORMAT)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the config's names for the number of experts
 
 
@@ -113,7 +115,18 @@ def read_specs(description: Any) -> dict[str, LayerSpec]:
     if description.get("format") not in READABLE:
         reads = " and ".join(map(str, READABLE))
         raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {reads}.")
-    return {name: _read_layer(name, values) for name, values in description["layers"].items()}
+    specs = {name: _read_layer(name, values) for name, values in description["layers"].items()}
+    if description["format"] < FORMAT:
+        specs = {name: _with_present_options(spec) for name, spec in specs.items()}
+    return specs
+
+
+def _with_present_options(spec: LayerSpec) -> LayerSpec:
+    """Return the spec of an earlier format with options as they are counted now."""
+    skip = spec.options.get("skip")
+    if "ac" not in spec.router.split("+") or type(skip) is not int:
+        return spec
+    return replace(spec, options={**spec.options, "skip": max(skip - 1, 0)})
 
 
 def _read_layer(name: str, values: Any) -> LayerSpec:
@@ -148,6 +161,16 @@ class LayerInfo:
     depth: int = 0  # index among the MoE layers of its stack
     before: "LayerInfo | None" = None  # the previous MoE layer of its stack
     recurrent: bool = False  # a layer of a hybrid model without attention
+
+    @property
+    def place(self) -> int:
+        """The number of this layer, from 1, among those whose previous MoE layer has the same width; 0 if its has not."""
+        return 0 if self.before is None or self.before.dim != self.dim else self._clusterable
+
+    @property
+    def _clusterable(self) -> int:
+        """The number of layers up to this one whose previous MoE layer has the same width."""
+        return 0 if self.before is None else self.before._clusterable + (self.before.dim == self.dim)
 
 
 def linked_in_order(infos: Sequence[LayerInfo]) -> list[LayerInfo]:
@@ -188,7 +211,12 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
             raise ValueError(f"the native router takes no options (given: {', '.join(spec.options)}).")
         return None
     clusters = info.before.experts if info.before else None
-    from_layer: dict[str, Any] = {"depth": info.depth, "clusters": clusters, "heads": info.heads or 1}
+    from_layer: dict[str, Any] = {
+        "depth": info.depth,
+        "place": info.place,
+        "clusters": clusters,
+        "heads": info.heads or 1,
+    }
     try:
         with _default_float32():
             router = REGISTRY.build(
@@ -211,8 +239,8 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
         )
     if "previous" in router.reads and info.before is not None and info.before.dim != info.dim:
         raise ValueError(
-            f"{info.name}: the previous MoE layer has width {info.before.dim}, this one {info.dim}; a router that "
-            "clusters by the previous layer ('ac') needs equal widths: choose layers of one width."
+            f"{info.name}: the previous MoE layer has width {info.before.dim}, this one {info.dim}; router "
+            f"{spec.router!r} reads the previous layer and needs equal widths: choose layers of one width."
         )
     return router
 

@@ -3,7 +3,8 @@
 router.py           the pipeline
 records.py          its input `Context` and its output `Routing`
 parts.py            the base class of each stage
-scores.py, clustering.py, expert_graph.py, token_graph.py, selection.py, smoothing.py   the parts
+scores.py, clustering.py, expert_graph.py, token_graph.py, selection.py, smoothing.py, relu.py,
+noise.py            the parts
 state.py            parts that update state without gradients
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
@@ -11,8 +12,12 @@ declarations.py, conditions.py, bounds.py           what parts declare for certi
 
 from holdfast.routing.clustering import Clustered as Clustered
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
+from holdfast.routing.noise import GaussianNoise as GaussianNoise
+from holdfast.routing.noise import GumbelNoise as GumbelNoise
+from holdfast.routing.noise import UniformNoise as UniformNoise
 from holdfast.routing.parts import Informer as Informer
 from holdfast.routing.parts import LinearScore as LinearScore
+from holdfast.routing.parts import Noise as Noise
 from holdfast.routing.parts import Part as Part
 from holdfast.routing.parts import Score as Score
 from holdfast.routing.parts import Scores as Scores
@@ -28,11 +33,12 @@ from holdfast.routing.records import Context as Context
 from holdfast.routing.records import Previous as Previous
 from holdfast.routing.records import RouterCache as RouterCache
 from holdfast.routing.records import Routing as Routing
+from holdfast.routing.relu import ReLU as ReLU
 from holdfast.routing.router import Router as Router
+from holdfast.routing.router import join_routers as join_routers
 from holdfast.routing.scores import Cosine as Cosine
 from holdfast.routing.scores import Frozen as Frozen
 from holdfast.routing.scores import Linear as Linear
-from holdfast.routing.selection import ReLU as ReLU
 from holdfast.routing.selection import TopK as TopK
 from holdfast.routing.selection import TopP as TopP
 from holdfast.routing.smoothing import SmoothTopK as SmoothTopK

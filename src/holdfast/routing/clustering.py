@@ -4,11 +4,15 @@ c       the cluster of a token: its expert with the largest weight in the previo
 h       the router inputs of that layer
 s_cq    the spread of feature q of h within cluster c;  m_c = 1 / max(s_c, a tenth of its mean), scaled to mean 1
 logits = (x * m_c) W^T, and no gradient flows through m
+
+**Which layers are clustered.** A layer can be if there is a previous MoE layer of the same width. The first layer, and those
+after a change of width (Swin's stages), use the base score. `skip` counts as tables 10 and 12 of the paper do: "Full" is
+`skip=0`; "Skip 1" is `skip=1`, where the first layer that could be clustered is not (layers 3, 4, 5, 6 of Switch's 6).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +31,7 @@ from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
 
 MEMORY = 0.9  # of the running mean of the spreads
 FEWEST_TOKENS = 8  # a cluster with fewer tokens in a batch keeps its spreads
+RANDOM_STD = 0.5  # of random features
 SMALLEST_SPREAD = 0.1  # relative to the mean spread of the cluster
 
 
@@ -34,18 +39,28 @@ class Clustered(Score, StatefulPart):
     """A linear score on features that are scaled by the spreads of the token's cluster (definitions 1 and 2).
 
     base        the linear score
-    spread      "mad", the mean absolute deviation from the mean of the cluster, or "variance"
+    spread      "mad", the mean absolute deviation from the mean of the cluster, "variance", or "iqr", the interquartile
+                range: the difference of the ceil(n/4)-th largest and smallest value of a cluster's n tokens. It is exact
+                over all ranks, which sum 2 C d counts in each of 32 rounds; the other spreads sum C d numbers twice
+    scales      "inverse": m as above. "exact": the optimal weights of theorem 1, lambda / (s + alpha), with lambda the mean
+                of s and alpha such that the mean is 1; they differ less between features, and need no floor
+    features    "spreads", or "random", the ablation of appendix C.5.3: m_c is drawn from a normal distribution with mean 1
+                and standard deviation 0.5, negative values are 0. It is drawn once, when the router is built, and saved;
+                nothing is learned from batches, and a pretrained model does not keep its outputs
     mix         average m over the `mix` best previous experts of a token, weighted by their gates (appendix C.6)
     stats       "running": spreads are an exponential mean (0.9) over training batches. "batch", as in the paper: spreads
                 of the current batch; then other sequences and later tokens change the routing, and one token has no spread
-    depth       the index of this MoE layer, from 0
-    skip        the number of first layers that use the base score unchanged. So do tokens without a previous expert, and all
-                tokens if the context has no previous layer
+    skip        how many of the layers that could be clustered use the base score instead, from the first. So do tokens
+                without a previous expert, and all tokens if the context has no previous layer
+    place       the number of this layer among those that could be clustered, from 1; 0: it cannot be. None: not known, and
+                `skip` has no effect
     clusters    the number of experts of the previous layer, if it differs from this layer's
     """
 
-    reads = ("previous",)
+    reads: tuple[str, ...] = ("previous",)
+    option_versions: ClassVar[Mapping[str, int]] = {"skip": 2}  # 1 also counted the first layer, which is never clustered
     spreads: Tensor
+    random_scales: Tensor
 
     def __init__(
         self,
@@ -53,32 +68,50 @@ class Clustered(Score, StatefulPart):
         experts: int,
         *,
         base: LinearScore,
-        spread: Literal["mad", "variance"] = "mad",
+        spread: Literal["mad", "variance", "iqr"] = "mad",
+        scales: Literal["inverse", "exact"] = "inverse",
+        features: Literal["spreads", "random"] = "spreads",
         mix: int = 1,
         stats: Literal["running", "batch"] = "running",
-        skip: int = 1,
-        depth: int | None = None,
+        skip: int = 0,
+        place: int | None = None,
         clusters: int | None = None,
     ) -> None:
         super().__init__()
         clusters = experts if clusters is None else clusters
-        if spread not in ("mad", "variance"):
-            raise ValueError(unknown_name("spread", spread, ("mad", "variance")))
-        if stats not in ("running", "batch"):
-            raise ValueError(unknown_name("kind of statistics", stats, ("running", "batch")))
+        for kind, chosen, known in (
+            ("spread", spread, ("mad", "variance", "iqr")),
+            ("kind of scales", scales, ("inverse", "exact")),
+            ("kind of features", features, ("spreads", "random")),
+            ("kind of statistics", stats, ("running", "batch")),
+        ):
+            if chosen not in known:
+                raise ValueError(unknown_name(kind, chosen, known))
+        given = {"spread": spread != "mad", "scales": scales != "inverse", "stats": stats != "running"}
+        if features == "random" and any(given.values()):
+            names = ", ".join(name for name, is_given in given.items() if is_given)
+            raise ValueError(f"features='random' uses no spreads, so {names} would have no effect; remove one of the two.")
         if not 1 <= mix <= clusters:
             raise ValueError(f"mix is {mix}; it must be between 1 and the number of clusters, {clusters}.")
-        if skip < 0:
-            raise ValueError(f"skip is {skip}; a number of layers must not be negative.")
+        for name, number in (("skip", skip), ("place", place)):
+            if number is not None and number < 0:
+                raise ValueError(f"{name} is {number}; a number of layers must not be negative.")
         if not isinstance(base, LinearScore):
             raise ValueError(f"clustering needs a score that is linear in its tokens; {type(base).__name__} is not.")
         self.dim, self.experts, self.base = dim, experts, base
         self.spread, self.mix, self.stats, self.clusters = spread, mix, stats, clusters
-        self.is_skipped = depth is not None and depth < skip
+        self.scales, self.is_random = scales, features == "random"
+        self.is_skipped = place is not None and place <= skip
+        if self.is_skipped:
+            self.reads = ()
         independent = stats == "running" or self.is_skipped
         self.traits = Traits(causal=independent, batch_invariant=independent, cacheable=independent) & base.traits
-        self.register_buffer("spreads", torch.ones(clusters, dim))
-        self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
+        if self.is_random:
+            drawn = 1 + RANDOM_STD * torch.randn(clusters, dim, dtype=torch.float32)
+            self.register_buffer("random_scales", drawn.clamp_min(0))
+        else:
+            self.register_buffer("spreads", torch.ones(clusters, dim))
+            self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
 
     @property
     def wrapped(self) -> tuple[LinearScore, ...]:
@@ -89,29 +122,38 @@ class Clustered(Score, StatefulPart):
         return self.base.reusable_score
 
     def cost(self, sizes: LayerSizes) -> Cost:
-        """Count the scales, a product (T,C) by (C,d) that the backward computes again; spreads take three such products."""
+        """Count the scales, a product (T,C) by (C,d) that the backward computes again, and the spreads.
+
+        Means and deviations take three such products, quartiles 64: two in each round of the bisection.
+        """
         if self.is_skipped:
             return Cost("clusters")
         scaling = 2.0 * self.clusters * sizes.dim
+        if self.is_random:
+            return Cost("clusters", forward=scaling, backward=scaling, kept=FLOAT * self.clusters)
         batch = self.stats == "batch"
-        summed = FLOAT * (self.clusters + 2 * self.clusters * sizes.dim)
+        products, sums = (64, 64) if self.spread == "iqr" else (3, 2)
+        summed = FLOAT * (self.clusters + sums * self.clusters * sizes.dim)
         return Cost(
             "clusters",
-            forward=scaling + (3 * scaling if batch else 0),
+            forward=scaling + (products * scaling if batch else 0),
             backward=scaling,
-            state_update=0 if batch else 3 * scaling,
+            state_update=0 if batch else products * scaling,
             kept=FLOAT * self.clusters,
             summed=summed,
             summed_again=summed if batch else 0,
         )
 
     def snapshot(self) -> dict[str, Tensor]:
-        return {"spreads": self.spreads}
+        return {} if self.is_random else {"spreads": self.spreads}
 
     def begin_training_forward(self) -> None:
-        on_side_stream(self.spreads, super().begin_training_forward)
+        if not self.is_random:
+            on_side_stream(self.spreads, super().begin_training_forward)
 
     def update_state_where(self, due: Tensor) -> None:
+        if self.is_random:
+            return
         batch = self.get_buffer("staged_deviations"), self.get_buffer("staged_counts")
         clusters.update_spreads(self.spreads, *batch, due, memory=MEMORY, fewest=FEWEST_TOKENS)
 
@@ -141,13 +183,15 @@ class Clustered(Score, StatefulPart):
         rows = tokens.reshape(-1, self.dim)
         real = None if real is None else real.flatten().contiguous()
         scales = None
-        if self.stats == "running":
+        if self.stats == "running" and self.scales == "inverse" and not self.is_random:
             scales = on_side_stream(self.spreads, lambda: clusters.feature_scales(self.spreads, SMALLEST_SPREAD))
         first = previous.routing.experts[:, 0]
         groups = clusters.group(first, real, self.clusters, tokens=tokens, weight=matrix)
-        spreads = self._spreads(lambda: self._deviations(previous, groups, real))
-        if scales is None:
+        spreads = None if self.is_random else self._spreads(lambda: self._deviations(previous, groups, real))
+        if scales is None and spreads is not None and self.scales == "inverse":
             scales = clusters.feature_scales(spreads, SMALLEST_SPREAD)
+        elif scales is None:
+            scales = clusters.padded_scales(self._feature_scales(spreads), groups)
         projected = clusters.clustered_linear(rows, matrix, groups, scales)
         return projected.view(*tokens.shape[:-1], matrix.shape[0])
 
@@ -164,8 +208,14 @@ class Clustered(Score, StatefulPart):
         members = naive.members(previous.routing.experts[:, 0], self.clusters)
         real = context.checked_mask(tokens)
         real = None if real is None else real.flatten()
-        spreads = self._spreads(lambda: self._deviations(previous, members, real))
-        return self._mixture(previous, members, context), feature_scales(spreads)
+        spreads = None if self.is_random else self._spreads(lambda: self._deviations(previous, members, real))
+        return self._mixture(previous, members, context), self._feature_scales(spreads)
+
+    def _feature_scales(self, spreads: Tensor | None) -> Tensor:
+        """Return m (C,d) for `spreads (C,d)`; None means random features."""
+        if spreads is None:
+            return self.random_scales
+        return naive.optimal_scales(spreads) if self.scales == "exact" else feature_scales(spreads)
 
     def order(self, tokens: Tensor, context: Context) -> Order | None:
         """Declare the order of the base on scaled features: a perturbation of a token does not change its cluster."""
@@ -176,8 +226,15 @@ class Clustered(Score, StatefulPart):
         return self.base.values(tokens, context)
 
     def _deviations(self, previous: Previous, groups: clusters.Groups, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sums of |h - mean| or its square over the real tokens of each cluster on all ranks, and the counts."""
+        """Return the sums of |h - mean| or its square over the real tokens of each cluster on all ranks, and the counts.
+
+        For "iqr" it is the range times the count, so that the quotient of the two is the spread for all of them.
+        """
         inputs, squared = previous.tokens.detach().reshape(-1, self.dim), self.spread == "variance"
+        if self.spread == "iqr":
+            first = previous.routing.experts[:, 0]
+            ranges, counts = naive.quartile_ranges(inputs, real, first, self.clusters, self._over_ranks())
+            return ranges * counts.unsqueeze(1), counts
         return clusters.deviations(inputs, real, groups, squared=squared, over_ranks=self._over_ranks())
 
     def _over_ranks(self) -> Callable[[Tensor], Tensor] | None:

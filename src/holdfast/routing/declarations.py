@@ -48,7 +48,7 @@ class Scales:
     """The factors m of each token's features: mixture @ table, and 1 for a token whose mixture is 0."""
 
     mixture: Tensor  # (T,C)
-    table: Tensor  # (C,d), positive
+    table: Tensor  # (C,d), not negative
 
 
 @final

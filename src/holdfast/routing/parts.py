@@ -9,7 +9,7 @@ Certificates, plans and audits call the methods in which a part declares its pro
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -66,6 +66,8 @@ class Part(nn.Module, ABC):
     # the output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
+    # Options whose meaning has changed, with a number for each meaning: comparisons do not mix results of two meanings.
+    option_versions: ClassVar[Mapping[str, int]] = {}
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
 
     @property
@@ -75,6 +77,13 @@ class Part(nn.Module, ABC):
 
     def progress(self, fraction: float) -> None:
         """Set the training progress, from 0 to 1. Parts that change their options during training override this."""
+
+    def join_model(self, parts: "Sequence[Part]") -> None:
+        """Receive the parts of all routers of a model, this one among them, in the order of its layers.
+
+        A part whose state depends on other layers overrides this and keeps references to their parts, in a list: an
+        attribute would make them submodules.
+        """
 
     @property
     def wrapped(self) -> "tuple[Part, ...]":
@@ -219,6 +228,14 @@ class Scores:
         return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
 
 
+class Noise(Part):
+    """Noise on the logits that a selector reads in training (abstract); `holdfast.routing.noise` has the usual kinds."""
+
+    @abstractmethod
+    def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return `logits (B,N,E)` with noise; `tokens (B,N,d)` are the router's input."""
+
+
 class Rule(ABC):
     """How logits become gates, how experts are ranked, and how selected experts are weighted (abstract).
 
@@ -311,6 +328,18 @@ class Selector(Part):
 
     rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
     takes_informers = True  # False: it does not read gates, so a router with an informer is an error
+    takes_noise = True  # False: it does not read scores in training, so a router with noise is an error
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise: Noise | None = None  # the router adds it to the scores in training, before this part selects
+
+    def with_noise(self, noise: Noise, scores: Scores, tokens: Tensor) -> Scores:
+        """Return the scores with noise. Informed gates keep their sum, which need not be 1 and may be 0."""
+        noisy = noise(scores.logits, tokens)
+        if not scores.informed:
+            return Scores(noisy, self.gate(noisy), informed=False, raw=noisy)
+        return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * torch.softmax(noisy, dim=-1), scores.raw)
 
     @property
     def ragged(self) -> bool:

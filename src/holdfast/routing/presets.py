@@ -40,6 +40,13 @@ for _preset in (
         family="plain",
     ),
     Preset(
+        "random",
+        "frozen random scores, top-k",
+        "Chen et al. 2023; SymphonySMoE, appendix C",
+        {"score": "holdfast.routing.scores:Frozen"},
+        family="plain",
+    ),
+    Preset(
         "top-p",
         "every expert whose gate exceeds p, fixed or learned",
         "Guo et al. 2024; Nielsen et al. 2025, C.10",
@@ -50,7 +57,7 @@ for _preset in (
         "remoe",
         "ReLU gates, an adaptive L1 penalty steers to k experts",
         "Wang et al. 2025",
-        {"select": "holdfast.routing.selection:ReLU"},
+        {"select": "holdfast.routing.relu:ReLU"},
         family="thresholds",
     ),
     Preset(

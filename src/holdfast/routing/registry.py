@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.errors import unknown_name
+from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
 from holdfast.routing.selection import Rule, check_k
@@ -44,6 +45,7 @@ FAMILIES = {  # headings under which routers are listed, in this order
     "layers": "layers that mix tokens or experts instead of selecting them",
     "plugins": "routers of yours, and of installed packages",
 }
+NOISE = ("noise", "noise_std", "noise_temperature")  # the options of `create_noise`, for every selector
 GIVEN = ("dim", "experts", "k", "base", "rule")  # parameters of parts that are not options: `Registry.build` passes them
 
 
@@ -147,15 +149,12 @@ class Registry:
         """
         names, bracketed = split_options(written)
         name, given = "+".join(names), dict(options or {})
-        parts = self.part_classes(name)
-        known = sorted({"k", *(option for part in parts for option in _options(part))})
+        known, kinds = sorted({"k", *self.options(name)}), {**self._kinds(name), "k": int}
         for option in (*bracketed, *given):
             if option not in known:
                 raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
-        kinds = {option: kind for part in parts for option, kind in get_type_hints(part.__init__).items()}
-        kinds["k"] = int
         checked = {
             option: check_value(kinds.get(option, Any), value, f"the option {option}") for option, value in bracketed.items()
         }
@@ -167,7 +166,17 @@ class Registry:
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options of the router `name`, in alphabetical order."""
-        return sorted({option for part in self.part_classes(name) for option in _options(part)})
+        return sorted({option for owner in self._option_owners(name) for option in _options(owner)})
+
+    def _option_owners(self, name: str) -> list[Callable[..., Any]]:
+        """Return what takes the options of the router `name`: its parts, and `create_noise` unless a part has noise."""
+        parts = self.part_classes(name)
+        return [*parts] if any(NOISE[0] in _options(part) for part in parts) else [*parts, create_noise]
+
+    def _kinds(self, name: str) -> dict[str, Any]:
+        """Return the type of each option of the router `name`."""
+        constructors = [get_type_hints(part.__init__) for part in self.part_classes(name)]
+        return {option: kind for hints in (get_type_hints(create_noise), *constructors) for option, kind in hints.items()}
 
     def build(
         self,
@@ -206,14 +215,20 @@ class Registry:
         built: dict[str, Any] = {}
         if host.score is not None and "score" not in replaced:
             built["score"] = host.score
+        # Noise belongs to the outermost selector: a capacity limit does not pass it on to the selector inside.
+        withheld = NOISE if "capacity" in classes else ()
         for stage in STAGES:
             if stage in classes and stage not in built:
                 base = {"base": built[WRAPPERS[stage]]} if stage in WRAPPERS else {}
-                built[stage] = _construct(classes[stage], values | base, name)
+                given = {key: value for key, value in values.items() if stage != "select" or key not in withheld}
+                built[stage] = _construct(classes[stage], given | base, name)
+        has_noise = any(NOISE[0] in _options(part) for stage, part in classes.items() if stage != "select" or not withheld)
+        described: dict[str, Any] = {key: value for key, value in values.items() if key in (*NOISE, "dim", "experts")}
         return Router(
             score=built.get("cluster", built["score"]),
             select=built.get("capacity", built["select"]),
             inform=[built[side] for side in ("expert", "token") if side in built],
+            noise=None if has_noise else create_noise(**described),
             losses=losses,
             layer=layer,
             check_finite=check_finite,
@@ -269,7 +284,7 @@ def _load(part: type[Part] | str) -> type[Part]:
     return cls
 
 
-def _options(part: type[Part]) -> list[str]:
+def _options(part: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(part).parameters if name not in GIVEN]
 
 

@@ -3,7 +3,8 @@
     score     tokens (B,N,d)  -> logits (B,N,E)           how well each expert fits a token
     cluster   (optional)                                  scales a token's features by the statistics of its cluster
     inform    logits -> gates (B,N,E)                     gate function, then up to one informer on each side (optional)
-    select    gates  -> experts, weights (B,N,K)          which experts run, and the weight of each
+    select    gates  -> experts, weights (B,N,K)          which experts run, and the weight of each; in training, noise may
+                                                          be added to the scores first
 
 Each stage is done by a part (`holdfast.routing.parts`); one part does both score and cluster. `Router.forward` runs the
 parts and returns the `Routing` with one row for each of the T = B*N tokens. It computes in float32, whatever the model's
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.launching import is_exporting, wait_for_side_stream
-from holdfast.routing.parts import Informer, Part, Score, Scores, Selection, Selector, Traits
+from holdfast.routing.parts import Informer, Noise, Part, Score, Scores, Selection, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.state import StatefulPart
 
@@ -33,6 +34,7 @@ class Router(nn.Module):
 
     losses          loss terms to add to `Routing.losses` in training, for example `holdfast.Losses(balance=0.01)`
     layer           the router's module path in the model, for error messages
+    noise           noise on the scores in training, before selection; it becomes the part `select.noise`
     check_finite    in training, raise an error if scores are NaN or infinite; False disables the check
     scale           a factor that multiplies all weights, if the experts were trained with such a factor
     """
@@ -43,6 +45,7 @@ class Router(nn.Module):
         select: Selector,
         inform: Sequence[Informer] = (),
         *,
+        noise: Noise | None = None,
         losses: LossTerms | None = None,
         layer: str = "router",
         check_finite: bool = True,
@@ -62,6 +65,17 @@ class Router(nn.Module):
             raise ValueError(
                 f"{type(select).__name__} does not select by gates, so {type(inform[0]).__name__} would change nothing; "
                 "remove one of them."
+            )
+        if noise is not None:
+            if select.noise is not None:
+                raise ValueError(
+                    f"{type(select).__name__} has noise already; pass noise once, to the selector or the Router."
+                )
+            select.noise = noise
+        if select.noise is not None and not select.takes_noise:
+            raise ValueError(
+                f"{type(select).__name__} does not select by scores in training, so {type(select.noise).__name__} would "
+                "change nothing; remove the noise."
             )
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
         self.losses, self.check_finite, self.scale = losses, check_finite, scale
@@ -101,7 +115,7 @@ class Router(nn.Module):
     @property
     def parts(self) -> list[Part]:
         """All parts, in the order of the pipeline."""
-        return [self.score, *self.informers, self.select]
+        return [self.score, *self.informers, *([] if self.select.noise is None else [self.select.noise]), self.select]
 
     @property
     def informers(self) -> list[Informer]:
@@ -145,6 +159,8 @@ class Router(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
             scores = self._inform(logits, tokens, context, real)
+            if self.training and self.select.noise is not None:
+                scores = self.select.with_noise(self.select.noise, scores, tokens)
             selection = self.select(scores, tokens, context)
             weights = selection.weights if self.scale == 1 else selection.weights * self.scale
             routing = Routing(
@@ -244,6 +260,16 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layer={self.layer!r}, losses={self.losses}"
+
+
+def join_routers(routers: Sequence[Router]) -> None:
+    """Connect the routers of one model, in the order of its layers, for parts that share state (`remoe[coefficient=model]`).
+
+    `reroute`, `sparsify` and loading do this for Hugging Face models.
+    """
+    parts = [joined for router in routers for part in router.parts for joined in (*part.wrapped, part)]
+    for part in parts:
+        part.join_model(parts)
 
 
 def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.backward import snapshot_for_backward
-from holdfast.kernels.select import select_smooth_top_k, smooth_strip
+from holdfast.kernels.select import POWERS, Powers, select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, update_running_mean
 from holdfast.routing.declarations import INTEGER, ActiveExperts, Conditions, Cost, LayerSizes, selection_bytes
 from holdfast.routing.parts import Scores, Selection, Selector, normalise
@@ -40,6 +40,11 @@ class SmoothTopK(Selector, StatefulPart):
                 strip, which ends at the level of the first expert without a slot, so that the output stays continuous.
                 On a GPU, memory is allocated for `most` slots per token, without synchronising with the host
     eps         the width before the first update, for a model that is not trained further; None: `rule.strip`
+    eta         control="loss": eta at the start of training, eps = softplus(eta). It takes precedence over `eps`; None: -9,
+                or the eta of a positive `eps`
+    a, b        the exponents of S, positive: a factor grows from 0 as u^a at the lower edge of the strip, and reaches 1 as
+                1 - (1-u)^b at its upper edge. The output is continuous for all of them; in float32 the smallest step of a
+                factor is 2^(-24 a) at the lower and 2^(-24 b) at the upper edge, so values far below 1 are steps in practice
     inference   "smooth" or "hard"
     rule        the rule of the model that the router is built for; None: a softmax over the slots in use, as in the paper
     """
@@ -61,6 +66,9 @@ class SmoothTopK(Selector, StatefulPart):
         anneal: bool = False,
         most: int | None = None,
         eps: float | None = 0.0,
+        eta: float | None = None,
+        a: float = POWERS.a,
+        b: float = POWERS.b,
         inference: Literal["smooth", "hard"] = "smooth",
         rule: Rule | None = None,
     ) -> None:
@@ -80,7 +88,14 @@ class SmoothTopK(Selector, StatefulPart):
             raise ValueError(f"eps is {eps}; the width of the strip must not be negative.")
         if not alpha > 0:
             raise ValueError(f"alpha is {alpha}; the weight of the boundary loss must be positive.")
+        for name, power in (("a", a), ("b", b)):
+            if not 0 < power < math.inf:
+                raise ValueError(f"{name} is {power}; an exponent of the strip must be positive and finite.")
+        if eta is not None and (control != "loss" or not math.isfinite(eta)):
+            expected = "a finite number" if control == "loss" else "control='loss': only the boundary loss learns eta"
+            raise ValueError(f"eta is {eta}; expected {expected}.")
         self.experts, self.k, self.budget, self.control = experts, k, budget, control
+        self.powers = Powers(float(a), float(b))
         self.slots = experts if most is None else most
         self.alpha, self.anneal, self.inference = alpha, anneal, "hard" if anneal else inference
         self.coefficients = ("alpha",) if control == "loss" else ()
@@ -89,6 +104,7 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_buffer("seen", flag())
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # the inverse of softplus
+        start = start if eta is None else eta
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
     @property
@@ -157,7 +173,7 @@ class SmoothTopK(Selector, StatefulPart):
         if amounts is None or self.eta is not None:
             return self._forward_reference(scores, tokens, context)
         experts, weights, gaps = select_smooth_top_k(
-            scores.key, amounts, self.k, self.eps(), most=self.slots, informed=scores.informed
+            scores.key, amounts, self.k, self.eps(), most=self.slots, informed=scores.informed, powers=self.powers
         )
         if self.training:
             self.stage_in_background(lambda: self._width_from_batch(gaps, context.checked_mask(tokens)))
@@ -166,7 +182,7 @@ class SmoothTopK(Selector, StatefulPart):
     def _forward_reference(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         """Select step by step, without the kernel: for rules with their own ranks or weights, and for a learned width."""
         eps = self.eps()
-        strip = smooth_strip(self.rule.ranks(scores), self.rule.levels(scores), self.k, eps, self.slots)
+        strip = smooth_strip(self.rule.ranks(scores), self.rule.levels(scores), self.k, eps, self.slots, self.powers)
         experts, in_use = strip.experts, strip.in_use
         weights = self.rule.weigh(scores, experts, in_use, strip.fade, self.k)
         if scores.informed:

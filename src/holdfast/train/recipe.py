@@ -236,9 +236,15 @@ class RouterChoice:
         return replace(self, name=name, router=router, k=k)
 
     def describe(self) -> dict[str, Any]:
-        """Return the values that two results of the same router must share, and the checksums of its plugins if any."""
+        """Return the values that two results of the same router must share, and the checksums of its plugins if any.
+
+        Of options whose meaning has changed, the number of the meaning is included.
+        """
         plugins = plugins_of(self.router)
-        return {**asdict(self), **({"plugins": plugins} if plugins else {})}
+        parts = REGISTRY.part_classes(self.router)
+        versions = {name: number for part in parts for name, number in part.option_versions.items() if name in self.options}
+        described = {**asdict(self), **({"plugins": plugins} if plugins else {})}
+        return {**described, **({"option_versions": versions} if versions else {})}
 
 
 def parse_routers(written: str) -> list[RouterChoice]:

@@ -76,6 +76,11 @@ def feature_scales(spreads: Tensor, smallest: float) -> Tensor:
     return naive.feature_scales(spreads, smallest)
 
 
+def padded_scales(scales: Tensor, groups: Groups) -> Tensor:
+    """Return `scales (C,d)` for `clustered_linear`: sorted tokens need a row of ones for those without a cluster."""
+    return scales if isinstance(groups, Tensor) else torch.cat([scales, torch.ones_like(scales[:1])])
+
+
 def clustered_linear(tokens: Tensor, weight: Tensor, groups: Groups, scales: Tensor) -> Tensor:
     """Return (x * m_c) weight^T, (T,n) float32, with m_c a row of `scales` from `feature_scales`.
 

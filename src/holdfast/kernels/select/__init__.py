@@ -30,7 +30,16 @@ MOST_EXPERTS = 512  # that the kernels support: they compare all pairs of expert
 MOST_IN_GRAPH = 128  # experts; the E x E counts of more do not fit into the registers of one Triton program
 SHARE = 32  # number of tokens whose pairs of experts one Triton program counts
 TINY = torch.finfo(torch.float32).tiny
-POWER_IN, POWER_OUT = 1, 50  # a and b of S
+
+
+class Powers(NamedTuple):
+    """The exponents of S: near the strip's lower edge its factor grows as u^a, near the upper edge it is 1 - (1-u)^b."""
+
+    a: float = 1.0
+    b: float = 50.0
+
+
+POWERS = Powers()
 
 
 class Amounts(NamedTuple):
@@ -95,14 +104,14 @@ def exported_keys(values: Tensor) -> Tensor:
 def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best experts (..., k), best first, and their weights. Only the amounts get a gradient."""
     if _has_kernel(scores):
-        experts, weights, _ = _select_with_kernels(scores, amounts, None, k, k, informed=False)
+        experts, weights, _ = _select_with_kernels(scores, amounts, None, k, k, False, POWERS)
         return experts, weights
     experts = top(scores, k)
     return experts, weigh(amounts, experts, torch.ones_like(experts, dtype=torch.bool), None)
 
 
 def select_smooth_top_k(
-    scores: Tensor, amounts: Amounts, k: int, eps: Tensor, *, most: int, informed: bool
+    scores: Tensor, amounts: Amounts, k: int, eps: Tensor, *, most: int, informed: bool, powers: Powers = POWERS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return experts (..., most), E in unused slots, their weights, and all gaps to the k-th (..., E), in any order.
 
@@ -112,9 +121,9 @@ def select_smooth_top_k(
     with a gate of 0 is never selected from the strip. Only the amounts get a gradient.
     """
     if _has_kernel(scores):
-        return _select_with_kernels(scores, amounts, eps, k, most, informed)
+        return _select_with_kernels(scores, amounts, eps, k, most, informed, powers)
     levels = scores.clamp_min(TINY).log() if informed else scores
-    strip = smooth_strip(scores, levels, k, eps, most)
+    strip = smooth_strip(scores, levels, k, eps, most, powers)
     weights = weigh(amounts, strip.experts, strip.in_use, strip.fade)
     in_use = strip.in_use
     if informed:
@@ -122,7 +131,7 @@ def select_smooth_top_k(
     return strip.experts.where(in_use, scores.shape[-1]), weights, strip.gaps
 
 
-def smooth_strip(ranks: Tensor, levels: Tensor, k: int, eps: Tensor, most: int) -> Strip:
+def smooth_strip(ranks: Tensor, levels: Tensor, k: int, eps: Tensor, most: int, powers: Powers = POWERS) -> Strip:
     """Return the first `most` slots by `ranks (..., E)`, with a strip of width `eps` in `levels (..., E)` below the k-th."""
     order = top(ranks, ranks.shape[-1])
     levels = levels.gather(-1, order)
@@ -131,17 +140,17 @@ def smooth_strip(ranks: Tensor, levels: Tensor, k: int, eps: Tensor, most: int) 
     masked_gaps = gaps.masked_fill((slot < k) | (slot >= most), torch.inf)
     edge = eps if most == ranks.shape[-1] else torch.minimum(eps, gaps[..., most : most + 1])
     core = slot[:most] < k
-    fade, in_strip = strip_fade(gaps[..., :most], edge)
+    fade, in_strip = strip_fade(gaps[..., :most], edge, powers)
     return Strip(order[..., :most], core, core | in_strip, fade.where(~core, 0.0), masked_gaps)
 
 
-def strip_fade(gaps: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+def strip_fade(gaps: Tensor, eps: Tensor, powers: Powers = POWERS) -> tuple[Tensor, Tensor]:
     """Return S(u) for u = 1 - gap / eps, 0 outside the strip, and whether u > 0. Only `eps` gets a gradient."""
     in_strip = gaps < eps
     u = 1 - gaps.where(in_strip, 0.0) / eps.clamp_min(TINY)
     inside = in_strip & (u < 1)
     u = u.where(inside, 0.5).clamp(TINY, 1 - 2**-24)
-    fade = -F.softplus(POWER_OUT * torch.log1p(-u) - POWER_IN * u.log())
+    fade = -F.softplus(powers.b * torch.log1p(-u) - powers.a * u.log())
     return fade.where(inside, 0.0), in_strip
 
 
@@ -182,37 +191,38 @@ def _has_kernel(scores: Tensor) -> bool:
 
 
 def _select_with_kernels(
-    scores: Tensor, amounts: Amounts, eps: Tensor | None, k: int, width: int, informed: bool
+    scores: Tensor, amounts: Amounts, eps: Tensor | None, k: int, width: int, informed: bool, powers: Powers
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, experts = scores.shape[:-1], scores.shape[-1]
     flat = scores.detach().contiguous().view(-1, experts)
     values = amounts.values.contiguous().view(-1, experts)
     how = WEIGHINGS.index(amounts.how)
     # Without `eps`, gaps are empty (0,E).
-    chosen, weights, gaps = _Select.apply(flat, values, eps, k, width, how, informed)  # type: ignore[no-untyped-call]
+    rest = k, width, how, informed, *powers
+    chosen, weights, gaps = _Select.apply(flat, values, eps, *rest)  # type: ignore[no-untyped-call]
     return chosen.view(*shape, -1), weights.view(*shape, -1), gaps.view(-1 if eps is None else shape[0], *shape[1:], experts)
 
 
 class _Select(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, amounts, eps, k, width, how, informed):  # type: ignore[no-untyped-def]
-        chosen, weights, slots, gaps, edges = _select(scores, amounts, eps, k, width, how, informed)
+    def forward(ctx, scores, amounts, eps, k, width, how, informed, a, b):  # type: ignore[no-untyped-def]
+        chosen, weights, slots, gaps, edges = _select(scores, amounts, eps, k, width, how, informed, a, b)
         ctx.mark_non_differentiable(chosen, gaps)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(scores, amounts, eps, weights, slots, edges, chosen)
-        ctx.rest = k, how, informed
+        ctx.rest = k, how, informed, a, b
         return chosen, weights, gaps
 
     @staticmethod
     def backward(ctx, _grad_chosen, grad, _grad_gaps):  # type: ignore[no-untyped-def]
         if grad is None:
-            return (None,) * 7
+            return (None,) * 9
         *saved, chosen = ctx.saved_tensors
         if is_differentiated():
             scores, amounts, eps, _, _, edges = saved
             reference = functools.partial(_weigh_reference, scores, chosen, eps, edges, *ctx.rest)
-            return None, *differentiable_gradients(reference, [amounts], [True], grad), *(None,) * 5
-        return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 5
+            return None, *differentiable_gradients(reference, [amounts], [True], grad), *(None,) * 7
+        return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 7
 
 
 def _weigh_reference(
@@ -223,6 +233,8 @@ def _weigh_reference(
     k: int,
     how: int,
     informed: bool,
+    a: float,
+    b: float,
     amounts: Tensor,
 ) -> Tensor:
     """Return the weights of the `chosen` experts (T,K) in operations that autograd can differentiate."""
@@ -232,19 +244,27 @@ def _weigh_reference(
     if eps is not None:
         levels = (scores.clamp_min(TINY).log() if informed else scores).gather(1, experts)
         core = torch.arange(chosen.shape[1], device=chosen.device) < k
-        fade, _ = strip_fade(levels[:, k - 1 : k] - levels, edges.unsqueeze(1) if edges.numel() else eps)
+        fade, _ = strip_fade(levels[:, k - 1 : k] - levels, edges.unsqueeze(1) if edges.numel() else eps, Powers(a, b))
         fade = fade.where(~core, 0.0)
     return weigh(Amounts(amounts, WEIGHINGS[how]), experts, in_use, fade)
 
 
 def _select_on_gpu(
-    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, how: int, informed: bool
+    scores: Tensor,
+    amounts: Tensor,
+    eps: Tensor | None,
+    k: int,
+    width: int,
+    how: int,
+    informed: bool,
+    a: float = POWERS.a,
+    b: float = POWERS.b,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts, weights, the slot of each expert, gaps, and the width of each token's strip (see `triton.select`)."""
     from holdfast.kernels.select import triton
 
     with on_device_of(scores):
-        return triton.select(scores, amounts, eps, k, width, how, informed)
+        return triton.select(scores, amounts, eps, k, width, how, informed, a, b)
 
 
 def _select_backward_on_gpu(
@@ -258,11 +278,13 @@ def _select_backward_on_gpu(
     k: int,
     how: int,
     informed: bool,
+    a: float = POWERS.a,
+    b: float = POWERS.b,
 ) -> Tensor:
     from holdfast.kernels.select import triton
 
     with on_device_of(scores):
-        return triton.select_backward(grad, scores, amounts, eps, weights, slots, edges, k, how, informed)
+        return triton.select_backward(grad, scores, amounts, eps, weights, slots, edges, k, how, informed, a, b)
 
 
 def _count_pairs_on_gpu(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
@@ -273,7 +295,7 @@ def _count_pairs_on_gpu(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
 
 
 def _select_fake(
-    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, how: int, informed: bool
+    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = scores.shape
     return (
@@ -286,14 +308,14 @@ def _select_fake(
 
 
 _select = operator(
-    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed)"
+    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a=1, float b=50)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _select_on_gpu,
     _select_fake,
 )
 _select_backward = operator(
     "choose_backward(Tensor grad, Tensor scores, Tensor amounts, Tensor? eps, Tensor weights, Tensor slots, Tensor edges, "
-    "int k, int how, bool informed) -> Tensor",
+    "int k, int how, bool informed, float a=1, float b=50) -> Tensor",
     _select_backward_on_gpu,
     lambda grad, scores, amounts, *_: torch.empty_like(amounts),
 )

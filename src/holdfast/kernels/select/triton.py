@@ -80,13 +80,13 @@ def _slots(
 
 
 @triton.jit
-def _fade(gaps, eps):
+def _fade(gaps, eps, A: tl.constexpr, B: tl.constexpr):
     """Return S(u), 0 where it does not apply, and which gaps lie in the strip, as `strip_fade`."""
     in_strip = gaps < eps
     u = 1 - tl.where(in_strip, gaps, 0.0) / tl.maximum(eps, TINY)
     inside = in_strip & (u < 1)
     u = tl.minimum(tl.maximum(tl.where(inside, u, 0.5), TINY), 0.99999994)
-    x = 50 * tl.log(1 - u) - tl.log(u)
+    x = B * tl.log(1 - u) - A * tl.log(u)
     fade = -tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
     return tl.where(inside, fade, 0.0), in_strip
 
@@ -118,6 +118,8 @@ def _select(
     SMOOTH: tl.constexpr,
     CAPPED: tl.constexpr,
     INFORMED: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -143,10 +145,10 @@ def _select(
         if CAPPED:
             edge = tl.minimum(tl.load(eps), tl.sum(tl.where((slots == width) & inside, gaps, 0.0), axis=1))
             tl.store(edges + row, edge, mask=row < rows)
-            fade, in_strip = _fade(gaps, edge[:, None])
+            fade, in_strip = _fade(gaps, edge[:, None], A, B)
             crossed = core | (slots >= width)
         else:
-            fade, in_strip = _fade(gaps, tl.load(eps))
+            fade, in_strip = _fade(gaps, tl.load(eps), A, B)
             if FEW:
                 crossing = tl.max(tl.sum((in_strip & inside & ~core).to(tl.int32), axis=1), axis=0)
                 keys, slots = _fill_slots(keys, slots, k, k + crossing, EXPERTS)
@@ -192,6 +194,8 @@ def _select_backward(
     SMOOTH: tl.constexpr,
     CAPPED: tl.constexpr,
     INFORMED: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     scores,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -215,9 +219,9 @@ def _select_backward(
         if SMOOTH:
             gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
             if CAPPED:
-                fade, _ = _fade(gaps, tl.load(edges + row, mask=row < rows, other=0.0)[:, None])
+                fade, _ = _fade(gaps, tl.load(edges + row, mask=row < rows, other=0.0)[:, None], A, B)
             else:
-                fade, _ = _fade(gaps, tl.load(eps))
+                fade, _ = _fade(gaps, tl.load(eps), A, B)
             fading = tl.where(slots < k, 1.0, tl.exp(fade))
         if HOW == SHARES:
             amount = tl.load(amounts + place, mask=in_use, other=0.0)
@@ -273,6 +277,8 @@ def select(
     width: int,
     how: int,
     informed: bool,
+    a: float = 1.0,
+    b: float = 50.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts and weights (T,width), each expert's slot (T,E), the gaps (T,E) and each strip's width (T,).
 
@@ -305,6 +311,8 @@ def select(
         SMOOTH=eps is not None,
         CAPPED=capped,
         INFORMED=informed,
+        A=a,
+        B=b,
         ROWS=rows,
         EXPERTS=wide,
         CHUNK=min(CHUNK, wide),
@@ -326,6 +334,8 @@ def select_backward(
     k: int,
     how: int,
     informed: bool,
+    a: float = 1.0,
+    b: float = 50.0,
 ) -> Tensor:
     """Return the gradient of the amounts (T,E) from that of the weights (T,K)."""
     count, experts = amounts.shape
@@ -347,6 +357,8 @@ def select_backward(
         SMOOTH=eps is not None,
         CAPPED=edges.numel() > 0,
         INFORMED=informed,
+        A=a,
+        B=b,
         scores=scores,
         ROWS=rows,
         EXPERTS=wide,

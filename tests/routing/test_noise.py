@@ -1,0 +1,214 @@
+"""Noise before selection: in training only, with every selector, the same in a recomputation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import holdfast
+from holdfast import Context, create_router
+from holdfast.routing import GaussianNoise, Linear, Noise, Router, Score, Scores, Selection, Selector, TopK, UniformNoise
+from holdfast.routing.presets import REGISTRY
+
+SELECTORS = ("smoe", "switch", "top-p", "remoe", "smooth", "smoe-dropout", "symphony+smooth", "similarity+remoe", "ac+top-p")
+KINDS: dict[str, dict[str, Any]] = {
+    "gaussian": {"noise": "gaussian", "noise_std": 0.5},
+    "learned gaussian": {"noise": "gaussian"},
+    "uniform": {"noise": "uniform", "noise_std": 0.5},
+    "learned uniform": {"noise": "uniform"},
+    "gumbel": {"noise": "gumbel", "noise_temperature": 0.7},
+}
+
+
+class Given(Score):
+    """Scores that are the same for each token."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.dim, self.experts, self.logits = 4, len(logits), logits
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return self.logits.expand(*tokens.shape[:2], -1)
+
+
+def gates(logits: Tensor, k: int = 1, tokens: int = 20000, **options: Any) -> holdfast.Routing:
+    """The routing of many tokens with the same logits, in training."""
+    torch.manual_seed(0)
+    return Router(Given(logits), TopK(4, len(logits), k, **options))(torch.zeros(1, tokens, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SELECTORS)
+def test_every_router_takes_noise_in_training_only(name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    built, tokens = create_router(name, dim=8, experts=16, **KINDS[kind]), torch.randn(1, 200, 8)
+    for informer in built.informers:  # a graph of zeros has gates of 0, with or without noise
+        if hasattr(informer, "graph"):
+            informer.get_buffer("graph").copy_(torch.eye(16))
+    first, second = built(tokens), built(tokens)
+    assert not torch.equal(first.gates, second.gates)
+    torch.testing.assert_close(first.logits, second.logits)
+    built.eval()
+    assert torch.equal(built(tokens).gates, built(tokens).gates)
+    plain = create_router(name, dim=8, experts=16)
+    plain.load_state_dict({key: value for key, value in built.state_dict().items() if "noise" not in key})
+    assert torch.equal(built(tokens).gates, plain.eval()(tokens).gates)
+
+
+def test_gumbel_noise_samples_from_the_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 0.5])
+    share = gates(logits, noise="gumbel").chosen.float().mean(0)
+    torch.testing.assert_close(share, logits.softmax(-1), atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "uniform"])
+def test_noise_has_the_standard_deviation_asked_for(noise: str) -> None:
+    found = gates(torch.zeros(2), noise=noise, noise_std=0.3).gates
+    difference = (found[:, 0] / found[:, 1]).log()
+    torch.testing.assert_close(float(difference.std()), 0.3 * 2**0.5, atol=0.01, rtol=0)
+
+
+def test_uniform_noise_is_bounded_and_flat() -> None:
+    torch.manual_seed(0)
+    drawn = UniformNoise(4, 2, std=0.5)(torch.zeros(1, 20000, 2), torch.zeros(1, 20000, 4))
+    assert 0.86 < float(drawn.abs().max()) <= 0.5 * 3**0.5
+    shares = torch.histc(drawn, bins=4) / drawn.numel()
+    torch.testing.assert_close(shares, torch.full((4,), 0.25), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "uniform"])
+def test_learned_noise_starts_at_log_2_and_learns(noise: str) -> None:
+    """With W_noise = 0 the standard deviation is softplus(0) = log 2 (Shazeer et al. 2017)."""
+    found = gates(torch.zeros(2), noise=noise).gates
+    difference = (found[:, 0] / found[:, 1]).log()
+    torch.testing.assert_close(float(difference.detach().std()), 0.6931 * 2**0.5, atol=0.02, rtol=0)
+    built = create_router("top-p", dim=8, experts=6, noise=noise)
+    built(torch.randn(2, 9, 8)).weights.square().sum().backward()
+    assert built.select.noise is not None
+    assert float(built.select.noise.weight.grad.abs().sum()) > 0  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("name", ["smooth", "top-p", "symphony+remoe"])
+def test_a_recomputation_draws_the_same_noise(name: str) -> None:
+    outcomes = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"init": "identity"} if "symphony" in name else {}
+        built = create_router(name, dim=8, experts=6, noise="gaussian", **options)
+        tokens = torch.randn(2, 9, 8, requires_grad=True)
+        tilt = torch.randn(18, 6)
+
+        def loss(x: Tensor, built: Router = built, tilt: Tensor = tilt) -> Tensor:
+            return (built(x).dense_weights * tilt).sum()
+
+        (checkpoint(loss, tokens, use_reentrant=False) if recompute else loss(tokens)).backward()
+        outcomes.append([tokens.grad, *(parameter.grad for parameter in built.parameters())])
+    for first, second in zip(*outcomes, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_an_expert_graph_counts_selections_without_noise() -> None:
+    torch.manual_seed(0)
+    noisy = create_router("symphony+smooth", dim=8, experts=6, noise="gaussian", noise_std=5.0)
+    plain = create_router("symphony+smooth", dim=8, experts=6)
+    plain.score.load_state_dict(noisy.score.state_dict())
+    tokens = torch.randn(2, 30, 8)
+    graphs = []
+    for built in (noisy, plain):
+        built(tokens)
+        graphs.append(built.eval().snapshot()["graph"])
+    assert torch.equal(*graphs)
+
+
+def test_a_gate_of_zero_gets_no_expert_from_noise_in_relu_routing() -> None:
+    torch.manual_seed(0)
+    built = create_router("symphony+remoe", dim=8, experts=6, init="identity", noise="gumbel")
+    routing = built(torch.randn(2, 30, 8))
+    assert torch.equal(routing.chosen, routing.logits > 0)
+
+
+def test_models_saved_before_noise_was_a_part_of_its_own_still_load() -> None:
+    """The learned standard deviations keep their name in a state dict, for every selector."""
+    for name in ("smoe", "smooth"):
+        built = create_router(name, dim=8, experts=6, noise="gaussian")
+        assert "select.noise.weight" in built.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("smooth", {"noise": "gausian"}, "'gaussian'"),
+        ("top-p", {"noise_std": 0.5}, "noise_std is 0.5, but the noise is None.*noise='gaussian'"),
+        ("smoe", {"noise": "gumbel", "noise_std": 0.5}, "noise_std is 0.5, but the noise is gumbel"),
+        ("remoe", {"noise": "gaussian", "noise_temperature": 2.0}, "noise_temperature is 2.0.*noise='gumbel'"),
+        ("remoe", {"noise": "gumbel", "noise_temperature": 0.0}, "noise_temperature is 0.0.*positive"),
+        ("smooth", {"noise": "uniform", "noise_std": -1.0}, "noise_std is -1.0.*not negative"),
+    ],
+)
+def test_bad_options_are_one_clear_sentence(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        create_router(name, dim=8, experts=4, **options)
+
+
+def test_the_bracket_grammar_takes_noise_for_every_name() -> None:
+    built = create_router("symphony+top-p[noise=uniform, noise_std=0.2]", dim=8, experts=4)
+    assert isinstance(built.select.noise, UniformNoise) and built.select.noise.std == 0.2
+    with pytest.raises(ValueError, match="the option noise_std is 'x'"):
+        create_router("top-p[noise=gaussian, noise_std=x]", dim=8, experts=4)
+
+
+class FirstExpert(TopK):
+    """A selector that reads no scores."""
+
+    takes_noise = False
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        raise NotImplementedError
+
+
+def test_a_selector_that_reads_no_scores_refuses_noise() -> None:
+    with pytest.raises(ValueError, match=r"FirstExpert does not select by scores.*remove the noise"):
+        Router(Linear(8, 4), FirstExpert(8, 4, 2), noise=GaussianNoise(8, 4))
+    with pytest.raises(ValueError, match="noise once"):
+        Router(Linear(8, 4), TopK(8, 4, 2, noise="gumbel"), noise=GaussianNoise(8, 4))
+
+
+class Limited(Selector):
+    """A capacity limit that never applies: it passes everything on to the selector inside."""
+
+    def __init__(self, *, base: Selector) -> None:
+        super().__init__()
+        self.base = base
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return self.base.held_weights(experts, scores, live)
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        selection: Selection = self.base(scores, tokens, context)
+        return selection
+
+
+@pytest.mark.parametrize("inside", ["smoe", "top-p"])
+def test_noise_is_drawn_once_with_a_capacity_limit(inside: str) -> None:
+    holdfast.register("limited", stage="capacity", about="a test", paper="none")(Limited)
+    try:
+        torch.manual_seed(0)
+        limited = create_router(f"{inside}+limited[noise=gaussian, noise_std=0.5]", dim=8, experts=6)
+        plain = create_router(f"{inside}[noise=gaussian, noise_std=0.5]", dim=8, experts=6)
+    finally:
+        REGISTRY.remove("limited")
+    plain.score.load_state_dict(limited.score.state_dict())
+    assert isinstance(limited.select, Limited) and limited.select.noise is not None and limited.select.base.noise is None
+    tokens, gates = torch.randn(2, 9, 8), []
+    for built in (limited, plain):
+        torch.manual_seed(1)
+        gates.append(built(tokens).gates)
+    assert torch.equal(*gates)
+
+
+def test_noise_is_a_part_with_its_own_cost() -> None:
+    learned = create_router("top-p", dim=8, experts=4, noise="gaussian")
+    assert sum(isinstance(part, Noise) for part in learned.parts) == 1
+    assert sum(isinstance(part, Noise) for part in create_router("top-p", dim=8, experts=4).parts) == 0
