@@ -103,7 +103,7 @@ def kernels(step: Callable[[], object], device: str) -> tuple[float, int]:
     with torch.profiler.profile(activities=activities) as profile:
         step()
         torch.cuda.synchronize()
-    found = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = [event for event in profile.events() if event.device_type == torch._C._autograd.DeviceType.CUDA]
     return sum(event.device_time for event in found) / 1e3, len(found)
 
 

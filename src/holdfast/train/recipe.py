@@ -19,6 +19,7 @@ from holdfast.files import MIB, depth_exceeds, read_text
 from holdfast.model_size import require_sane_numbers
 from holdfast.routing.layer_names import has_layers, resolve_layers, written_name
 from holdfast.routing.plugins import plugins_of
+from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import Limits, check_value, split_routers
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
@@ -241,8 +242,10 @@ class RouterChoice:
         Of options whose meaning has changed, the number of the meaning is included.
         """
         plugins = plugins_of(self.router)
-        parts = REGISTRY.part_classes(self.router)
-        versions = {name: number for part in parts for name, number in part.option_versions.items() if name in self.options}
+        versions: dict[str, int] = {}
+        for one in resolve_layers(self.router, None if has_layers(self.router) else self.options):
+            for part in REGISTRY.part_classes(one.router):
+                versions |= {name: number for name, number in part.option_versions.items() if name in one.options}
         described = {**asdict(self), **({"plugins": plugins} if plugins else {})}
         return {**described, **({"option_versions": versions} if versions else {})}
 
