@@ -24,7 +24,7 @@ from holdfast.routing.selection import Softmax, TopK
 from holdfast.routing.smoothing import MEMORY as WIDTH_MEMORY
 from holdfast.routing.smoothing import SmoothTopK
 from holdfast.routing.state import is_set
-from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
+from holdfast.routing.posterior import ENTROPY_MEMORY, AttentionPosterior
 
 CASES: list[tuple[Weighing, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
 WITHIN = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}

@@ -11,7 +11,7 @@ from torch import Tensor
 import holdfast
 from holdfast import Context
 from holdfast.kernels.token_mixing import blocks
-from holdfast.routing import Attention, AttentionPosterior, Similarity, token_graph
+from holdfast.routing import Attention, AttentionPosterior, Similarity, posterior as posterior_module
 
 
 def attention(
@@ -59,8 +59,9 @@ def test_equal_tokens_share_the_mean_of_their_gates() -> None:
 
 def test_without_attention_the_routers_own_input_is_compared() -> None:
     gates, tokens = torch.rand(1, 5, 4), torch.randn(1, 5, 8)
-    expected = torch.softmax(tokens @ tokens.transpose(1, 2), -1) @ gates
-    torch.testing.assert_close(Similarity(8)(gates, gates, tokens, Context()), expected)
+    expected = torch.softmax(tokens @ tokens.transpose(1, 2) / 8**0.5, -1) @ gates
+    for of in ("tokens", "attention"):
+        torch.testing.assert_close(Similarity(8, of=of)(gates, gates, tokens, Context()), expected)  # type: ignore[arg-type]
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
@@ -94,7 +95,7 @@ def test_the_posterior_handles_grouped_keys_and_an_output_bias(key_heads: int, b
     informer.entropy.copy_(torch.ones(4)).index_fill_(0, torch.tensor([head]), 0.5)
     gates, tokens = torch.rand(2, 11, 5), torch.zeros(2, 11, 12)
     context = Context(causal=True, attention=attention(key_heads=key_heads, bias=bias))
-    expected = posterior(informer, gates, tokens, context)
+    expected = posterior(informer, gates, gates, tokens, context)
     torch.testing.assert_close(informer(gates, gates, tokens, context), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -200,7 +201,7 @@ def test_entropies_of_long_sequences_use_some_blocks_of_tokens(monkeypatch: pyte
     query, key = torch.randn(2, 2, 300, 4), torch.randn(2, 2, 300, 4)
     given = Attention(query, key, key, torch.nn.Linear(8, 12), torch.randn(2, 300, 12))
     real = torch.rand(2, 300) < 0.7
-    monkeypatch.setattr(token_graph, "SAMPLE", 150)  # then every second block: tokens 64 to 127 and 192 to 255
+    monkeypatch.setattr(posterior_module, "SAMPLE", 150)  # then every second block: tokens 64 to 127 and 192 to 255
     informer = AttentionPosterior(12, heads=2)
     informer(torch.rand(2, 300, 5), torch.rand(2, 300, 5), torch.zeros(2, 300, 12), Context(True, real, given))
     allowed = torch.ones(300, 300).tril().bool() & real[:, None, None, :]

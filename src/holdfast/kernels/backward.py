@@ -21,9 +21,15 @@ def is_differentiated() -> bool:
 
 
 def differentiable_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad: Tensor | tuple[Tensor, ...],
 ) -> list[Tensor | None]:
-    """Return the gradients of `function(*inputs)` that `needs` asks for, differentiable; None in the other places."""
+    """Return the gradients of `function(*inputs)` that `needs` asks for, differentiable; None in the other places.
+
+    `grad` is the gradient of the function's output, or a tuple with one for each output.
+    """
     with torch.enable_grad():
         # Views, because one input may be computed from another: each gets only the gradient through itself.
         views = [None if value is None else value.view_as(value) for value in inputs]

@@ -62,8 +62,9 @@ class Part(nn.Module, ABC):
 
     traits: Traits = Traits()
     coefficients: tuple[str, ...] = ()  # the names of its attributes that are loss coefficients
-    # The fields of a Context that this part needs besides `causal`, `token_mask` and `cache`. "attention" does not include
-    # the output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
+    # The fields of a Context that this part needs besides `causal`, `token_mask` and `cache`. "attention.mask" is only which
+    # tokens the attention lets see each other (`Context.visible_tokens`); it costs nothing. "attention" does not include the
+    # output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs

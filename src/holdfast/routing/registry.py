@@ -133,7 +133,7 @@ class Registry:
         Raise ValueError if an option is unknown, or if it is given both in brackets and in `options`.
         """
         names, bracketed = split_options(written)
-        name, given = "+".join(names), dict(options or {})
+        name, given = "+".join(names), {option_name(option): value for option, value in (options or {}).items()}
         parts = self.part_classes(name)
         known = sorted({option for part in parts for option in _options(part)})
         for option in (*bracketed, *given):
@@ -141,7 +141,7 @@ class Registry:
                 raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
-        kinds = {option: kind for part in parts for option, kind in get_type_hints(part.__init__).items()}
+        kinds = {option_name(option): kind for part in parts for option, kind in get_type_hints(part.__init__).items()}
         checked = {
             option: check_value(kinds.get(option, Any), value, f"the option {option}") for option, value in bracketed.items()
         }
@@ -218,11 +218,11 @@ def _last_stage(preset: Preset) -> int:
 
 def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
     """Return the part, built with those of the values that its constructor takes."""
-    parameters = inspect.signature(part).parameters
-    for parameter in parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in values:
-            raise ValueError(f"router {name!r} needs the option {parameter.name}.")
-    return part(**{key: value for key, value in values.items() if key in parameters})
+    parameters = {option_name(key): parameter for key, parameter in inspect.signature(part).parameters.items()}
+    for option, parameter in parameters.items():
+        if parameter.default is parameter.empty and option not in values:
+            raise ValueError(f"router {name!r} needs the option {option}.")
+    return part(**{parameter.name: values[option] for option, parameter in parameters.items() if option in values})
 
 
 def _merged_parts(presets: list[Preset]) -> dict[str, type[Part] | str]:
@@ -255,7 +255,15 @@ def _load(part: type[Part] | str) -> type[Part]:
 
 
 def _options(part: type[Part]) -> list[str]:
-    return [name for name in inspect.signature(part).parameters if name not in GIVEN]
+    return [option_name(name) for name in inspect.signature(part).parameters if name not in GIVEN]
+
+
+def option_name(parameter: str) -> str:
+    """Return the option that a constructor's parameter is for. The parameter of `from`, a Python keyword, is `from_`.
+
+    So the option is written `similarity[from=confident]`, and in Python `create_router("similarity", from_="confident")`.
+    """
+    return parameter.removesuffix("_")
 
 
 # The grammar of router names.
@@ -299,7 +307,7 @@ def split_options(written: str) -> tuple[list[str], dict[str, Any]]:
         names.append("" if found is None else found["name"].strip())
         for pair in filter(None, map(str.strip, ((found and found["options"]) or "").split(","))):
             key, sign, value = pair.partition("=")
-            key = key.strip()
+            key = option_name(key.strip())
             if not sign or not key:
                 raise ValueError(f"{pair!r} in {written!r} is not an option: write option=value.")
             if key in options:
