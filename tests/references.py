@@ -175,11 +175,11 @@ def posterior(informer: AttentionPosterior, gates: Tensor, logits: Tensor, token
             attended = token_weights(q @ k.t() / q.shape[-1] ** 0.5, context, sequence, context.causal)
             joint.append(attended.clamp_min(1e-300).log() - distances / (2 * informer.sigma**2))
         entropies = entropies_of(informer, logits, sequence)
-        weights = sum(
+        weights = [
             token_weights(log_weights, context, sequence, context.causal, entropies) * share
             for log_weights, share in zip(joint, head_shares(joint, context, sequence, entropies), strict=True)
-        )
-        mixed.append(weights @ gates[sequence].double())
+        ]
+        mixed.append(torch.stack(weights).sum(0) @ gates[sequence].double())
     return with_strength(informer, gates, mixed, context)
 
 

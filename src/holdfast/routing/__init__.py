@@ -3,7 +3,8 @@
 router.py           the pipeline
 records.py          its input `Context` and its output `Routing`
 parts.py            the base class of each stage
-scores.py, clustering.py, expert_graph.py, token_graph.py, similarity.py, posterior.py, selection.py, smoothing.py   the parts
+scores.py, clustering.py, expert_graph.py, selection.py, smoothing.py               the parts
+token_graph.py, similarity.py, posterior.py         the parts in which tokens share gates
 state.py            parts that update state without gradients
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans

@@ -1,6 +1,7 @@
 """The attention posterior (Mutual-Inform SMoE, lemma 1): a token takes the gates of those that explain its attention."""
 
 import math
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -259,12 +260,17 @@ class _HeadPosterior:
 
         The attention A_ij is normalised over all tokens that i attends to.
         """
-        head, limits = self.head, {"scale": self.scale, "causal": self.causal, "real": self.real, "mask": self.head.mask}
-        mixed, total = softmax_mix_with_total(
-            head.query, head.key, gates, **limits, second=self.explained, bias=self.bias, levels=self.levels
+        mix = partial(
+            softmax_mix_with_total,
+            self.head.query,
+            self.head.key,
+            scale=self.scale,
+            causal=self.causal,
+            real=self.real,
+            mask=self.head.mask,
         )
-        ones = gates.new_ones(*gates.shape[:2], 1)
-        _, attended = softmax_mix_with_total(head.query, head.key, ones, **limits)
+        mixed, total = mix(gates, second=self.explained, bias=self.bias, levels=self.levels)
+        _, attended = mix(gates.new_ones(*gates.shape[:2], 1))
         sees = total > -torch.inf
         return mixed, (total.where(sees, 0.0) - attended.where(sees, 0.0)).where(sees, IMPOSSIBLE)
 

@@ -103,8 +103,8 @@ class TokenGraph(Informer):
         """Raise NoCertificate if the tokens that inform a token depend on the gates."""
         if self.from_ == "confident":
             raise NoCertificate(
-                f"no certificate is known for {type(self).__name__} with from=confident: a perturbation changes entropies, and "
-                "with them which tokens inform a token"
+                f"no certificate is known for {type(self).__name__} with from=confident: a perturbation changes entropies, "
+                "and with them which tokens inform a token"
             )
 
 

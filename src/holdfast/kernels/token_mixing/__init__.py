@@ -4,8 +4,8 @@
     weight_ij is proportional to exp(scale q_i.k_j + bias_ij) over the allowed j;  out_i = sum_j weight_ij v_j
 
 A key j is allowed for query i if all of these are true: j is not after i (only with `causal`), `real[j]` (if given),
-`mask[i, j]` (if it is bool), and `levels.key[j] <= levels.query[i]` (if given). A mask of numbers is added to the scores. The
-output of a query without allowed keys is 0.
+`mask[i, j]` (if it is bool), and `levels.key[j] <= levels.query[i]` (if given). A mask of numbers is added to the scores.
+The output of a query without allowed keys is 0.
 
 Products of tokens with entries of 1e19 and more overflow float32. On a CPU such operands are mixed in float64. On a GPU a
 check for them would wait for the device, so the result is NaN, which a router in training reports.
@@ -114,14 +114,13 @@ def _mix(
     """Apply `function`, one of the two autograd functions below; return its outputs as a tuple."""
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
-    limits = (real, expanded_mask(mask, query, key), *((None, None) if levels is None else levels))
+    query_level, key_level = (None, None) if levels is None else levels
+    limits = (real, expanded_mask(mask, query, key), query_level, key_level)
     if is_exporting():
         terms = score_terms(query, key, other_query, other_key, bias, *limits, causal, scale, other_scale)
         return mix_at_once(terms, only_real(value, real))
     own_key = None if key is query else key
-    found = function.apply(
-        query, own_key, value, other_query, other_key, bias, *limits, causal, scale, other_scale, coarse
-    )
+    found = function.apply(query, own_key, value, other_query, other_key, bias, *limits, causal, scale, other_scale, coarse)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -139,31 +138,15 @@ def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:
     return [part.new_empty(0) if at == VALUE_FP16_PARTS else part for at, part in enumerate(parts)]
 
 
-OPERANDS, LIMITS, OPTIONS = 6, 4, 4  # arguments of the autograd functions: query to bias, real to key_level, causal to coarse
+# The arguments of the autograd functions: operands (query to bias), limits (real, mask, levels of queries and of keys) and
+# options (causal, scale, second_scale, coarse). `key=None` means that keys equal queries.
+OPERANDS, LIMITS, OPTIONS = 6, 4, 4
 
 
 class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        query,
-        key,
-        value,
-        second_query,
-        second_key,
-        bias,
-        real,
-        mask,
-        query_level,
-        key_level,
-        causal,
-        scale,
-        second_scale,
-        coarse,
-    ):
-        """`key=None` means that keys equal queries."""
-        operands = (query, key, value, second_query, second_key, bias)
-        return _mix_forward(ctx, operands, (real, mask, query_level, key_level), (causal, scale, second_scale), coarse)[0]
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        return _mix_forward(ctx, *arguments)[0]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -172,34 +155,17 @@ class _SoftmaxMix(torch.autograd.Function):
 
 class _SoftmaxMixWithTotal(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        query,
-        key,
-        value,
-        second_query,
-        second_key,
-        bias,
-        real,
-        mask,
-        query_level,
-        key_level,
-        causal,
-        scale,
-        second_scale,
-        coarse,
-    ):
-        operands = (query, key, value, second_query, second_key, bias)
-        return _mix_forward(ctx, operands, (real, mask, query_level, key_level), (causal, scale, second_scale), coarse)
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        return _mix_forward(ctx, *arguments)
 
     @staticmethod
     def backward(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
         return _mix_gradients(ctx, grad, grad_total)
 
 
-def _mix_forward(ctx, operands, limits, settings, coarse):  # type: ignore[no-untyped-def]
+def _mix_forward(ctx, query, key, value, second_query, second_key, bias, *rest):  # type: ignore[no-untyped-def]
     """Return out and log_total; save what the backward reads."""
-    query, key, value, second_query, second_key, bias = operands
+    limits, (*settings, coarse) = rest[:LIMITS], rest[LIMITS:]
     ctx.how = (key is None, *settings)
     needs = ctx.needs_input_grad[:OPERANDS]
     ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
@@ -219,7 +185,7 @@ def _mix_gradients(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
     needs = ctx.needs_input_grad[:OPERANDS]
     rest = (None,) * (LIMITS + OPTIONS)
     if is_differentiated():
-        reference = functools.partial(_mix_reference, *inputs[OPERANDS:], *ctx.how, grad_total is not None)
+        reference: Any = functools.partial(_mix_reference, *inputs[OPERANDS:], *ctx.how, grad_total is not None)
         grads = (grad,) if grad_total is None else (grad, grad_total)
         return *differentiable_gradients(reference, inputs[:OPERANDS], needs, grads), *rest
     grad_total = None if grad_total is None else grad_total.contiguous()
@@ -244,7 +210,7 @@ def _mix_reference(
     second_key: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return what the functions above return, in operations that autograd can differentiate; `shared`: keys equal queries."""
+    """Return what the two functions return, in operations that autograd can differentiate; `shared`: keys equal queries."""
     key = query if shared else key
     limits = (real, mask, query_level, key_level)
     terms = score_terms(query, key, second_query, second_key, bias, *limits, causal, scale, second_scale)
@@ -389,8 +355,8 @@ def _softmax_mix_backward_fake(
 
 
 _softmax_mix_backward = operator(
-    f"softmax_mix_backward(Tensor grad, Tensor? grad_total, Tensor out, Tensor log_total, {_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}, "
-    "bool[] wants) -> Tensor[]",
+    "softmax_mix_backward(Tensor grad, Tensor? grad_total, Tensor out, Tensor log_total, "
+    f"{_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}, bool[] wants) -> Tensor[]",
     _softmax_mix_backward_on_any_device,
     _softmax_mix_backward_fake,
     devices=EVERYWHERE,
