@@ -5,10 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from holdfast.routing import Similarity
-
 from holdfast.certificates import Norm
-from holdfast.routing import Clustered, Context, Cosine, LinearScore, Router
+from holdfast.routing import Clustered, Context, Cosine, LinearScore, Router, Similarity
 from holdfast.routing.clustering import feature_scales
 
 

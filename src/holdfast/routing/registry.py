@@ -352,7 +352,9 @@ def check_value(kind: Any, value: Any, what: str) -> Any:
             value = float(value)
     if not any(_fits(each, value) for each in kinds):
         raise ValueError(f"{what} is {value!r}, not {' or '.join(map(_type_name, kinds))}.")
-    return float(value) if _without_limits(kind) is float else value
+    plain = [_without_limits(each) for each in kinds]
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_whole and float in plain and int not in plain else value
 
 
 def _without_limits(kind: Any) -> Any:
