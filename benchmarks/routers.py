@@ -48,7 +48,11 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smooth": ("smooth", {}),
     "similarity, rank 64": ("similarity", {"rank": 64}),
     "similarity": ("similarity", {}),
+    "similarity, bilinear, rank 64": ("similarity", {"rank": 64, "form": "bilinear"}),
+    "similarity, learned strength, rank 64": ("similarity", {"rank": 64, "strength": "learned"}),
+    "similarity, from confident, rank 64": ("similarity", {"rank": 64, "from_": "confident"}),
     "attention": ("attention", {"heads": None}),
+    "attention, all heads": ("attention", {"heads": "all"}),
     "symphony+similarity, rank 64": ("symphony+similarity", {"rank": 64}),
 }
 
