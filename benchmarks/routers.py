@@ -148,7 +148,7 @@ def main() -> None:
     for title, (name, options) in ROUTERS.items():
         if arguments.routers is not None and title not in ("smoe", *arguments.routers):
             continue
-        options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
+        options = {key: shape.heads if key == "heads" and value is None else value for key, value in options.items()}
         router = holdfast.create_router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(
             arguments.device, dtype
         )

@@ -150,7 +150,10 @@ def test_huge_scores_do_not_overflow() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("router", quick_or_slow(["similarity", "attention"], ["similarity"]))
+@pytest.mark.parametrize(
+    "router",
+    quick_or_slow(["similarity", "attention", "similarity[from=confident]", "attention[heads=all]"], ["similarity"]),
+)
 def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> None:
     """N = 16,384, d = 64, E = 16, one sequence, forward and backward: below 300 MB more than before."""
     script = Path(__file__).with_name("peak_memory.py")
