@@ -49,7 +49,8 @@ def test_similarity_of_tokens_gets_the_mask_and_no_attention() -> None:
     mask[1, :3] = 0
     model(input_ids=torch.randint(3, 60, (2, 9)), attention_mask=mask)
     assert seen[0].attention is None and isinstance(seen[0].visible, VisibleTokens)
-    assert seen[0].visible.keys == 9 and seen[0].visible.mask.shape[-2:] == (9, 9)
+    visible = seen[0].visible
+    assert visible.keys == 9 and visible.mask is not None and visible.mask.shape[-2:] == (9, 9)
 
 
 @pytest.mark.parametrize("router", ROUTERS)

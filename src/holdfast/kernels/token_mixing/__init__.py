@@ -185,7 +185,8 @@ def _mix_gradients(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
     needs = ctx.needs_input_grad[:OPERANDS]
     rest = (None,) * (LIMITS + OPTIONS)
     if is_differentiated():
-        reference: Any = functools.partial(_mix_reference, *inputs[OPERANDS:], *ctx.how, grad_total is not None)
+        fixed: list[Any] = [*inputs[OPERANDS:], *ctx.how, grad_total is not None]
+        reference = functools.partial(_mix_reference, *fixed)
         grads = (grad,) if grad_total is None else (grad, grad_total)
         return *differentiable_gradients(reference, inputs[:OPERANDS], needs, grads), *rest
     grad_total = None if grad_total is None else grad_total.contiguous()
