@@ -36,8 +36,9 @@ SUBJECTS: dict[str, tuple[str, dict[str, Any], Norm]] = {
     "top-p": ("top-p", {"p": 0.1}, "l2"),
     "xmoe+symphony": ("xmoe+symphony", {}, "l2"),
     "xmoe+symphony, linf": ("xmoe+symphony", {}, "linf"),
-    "similarity, under attention": ("similarity", {}, "l2"),
-    "similarity, of tokens": ("similarity", {}, "l2"),
+    "similarity, of attention": ("similarity", {"of": "attention", "tau": 1.0}, "l2"),
+    "similarity, of tokens": ("similarity", {"tau": 1.0}, "l2"),
+    "similarity, of tokens, tau sqrt": ("similarity", {}, "l2"),
 }
 ROUNDED = [(512, "worst"), (4096, "worst"), (4096, "likely")]
 

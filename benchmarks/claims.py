@@ -16,7 +16,10 @@ from holdfast.train.recipe import RouterChoice
 from holdfast.train.training import quiet
 
 # The slow ones first, so that no slow one runs alone at the end.
-ROUTERS = "smoe,attention,similarity,similarity[causal=false],symphony+smooth,smooth,ac,symphony,xmoe"
+# similarity[tau=1] is the paper's router; without an option, tau is the root of the width.
+ROUTERS = (
+    "smoe,attention,similarity[tau=1],similarity[tau=1,causal=false],similarity,symphony+smooth,smooth,ac,symphony,xmoe"
+)
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     # 6 layers, d 352, 64 x 512 bytes per step; a million bytes of the test text
     "enwik8": (

@@ -47,7 +47,7 @@ def measure(shape: Shape, device: str, rounds: int) -> dict[str, dict[str, float
     runs = {}
     for title in NAMES:
         name, options = ROUTERS[title]
-        options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
+        options = {key: shape.heads if key == "heads" and value is None else value for key, value in options.items()}
         router = holdfast.create_router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(device, dtype)
         runs[title] = Step(router, tokens, context, [one for one in router.parameters() if one.requires_grad])
     # On a GPU measure the kernels only: at these sizes a router alone waits for Python.

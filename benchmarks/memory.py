@@ -63,7 +63,7 @@ def main() -> int:
         print("this benchmark needs a GPU.", file=sys.stderr)
         return 2
     for checkpointing in (False, True):
-        for router in ("smoe", "symphony", "similarity", "attention", "ac", "smooth"):
+        for router in ("smoe", "symphony", "similarity", "similarity[of=attention]", "attention", "ac", "smooth"):
             print(json.dumps(measure(router, checkpointing)))
     return 0
 

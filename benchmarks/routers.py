@@ -53,7 +53,11 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smooth": ("smooth", {}),
     "similarity, rank 64": ("similarity", {"rank": 64}),
     "similarity": ("similarity", {}),
+    "similarity, bilinear, rank 64": ("similarity", {"rank": 64, "form": "bilinear"}),
+    "similarity, learned strength, rank 64": ("similarity", {"rank": 64, "strength": "learned"}),
+    "similarity, from confident, rank 64": ("similarity", {"rank": 64, "from_": "confident"}),
     "attention": ("attention", {"heads": None}),
+    "attention, all heads": ("attention", {"heads": "all"}),
     "symphony+similarity, rank 64": ("symphony+similarity", {"rank": 64}),
 }
 
@@ -149,7 +153,7 @@ def main() -> None:
     for title, (name, options) in ROUTERS.items():
         if arguments.routers is not None and title not in ("smoe", *arguments.routers):
             continue
-        options = {key: shape.heads if key == "heads" else value for key, value in options.items()}
+        options = {key: shape.heads if key == "heads" and value is None else value for key, value in options.items()}
         router = holdfast.create_router(name, dim=shape.dim, experts=shape.experts, k=shape.k, **options).to(
             arguments.device, dtype
         )

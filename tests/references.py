@@ -22,6 +22,7 @@ from holdfast.routing import (
     Selector,
     Similarity,
     SmoothTopK,
+    TokenGraph,
     TopK,
     TopP,
 )
@@ -116,54 +117,117 @@ def mix_experts(informer: ExpertGraph, gates: Tensor) -> Tensor:
     return torch.stack(mixed).view(gates.shape)
 
 
+def gate_entropy(logits: Tensor) -> float:
+    """Nats, of the softmax of one token's logits."""
+    p = torch.softmax(logits.detach().double(), -1)
+    return float(-sum(value * value.log() for value in p if value > 0))
+
+
 def allowed(context: Context, sequence: int, i: int, j: int, causal: bool) -> bool:
     real = context.token_mask is None or bool(context.token_mask[sequence, j])
     return real and (j <= i or not causal)
 
 
-def token_weights(log_weights: Tensor, context: Context, sequence: int, causal: bool) -> Tensor:
-    """The N x N matrix: softmax over the allowed j of each row, 0 where nothing is allowed."""
+def token_weights(
+    log_weights: Tensor, context: Context, sequence: int, causal: bool, entropies: list[float] | None = None
+) -> Tensor:
+    """The N x N matrix: softmax over the allowed j of each row, 0 where nothing is allowed.
+
+    entropies   of all tokens: only tokens whose entropy is not larger inform a token
+    """
     length = log_weights.shape[0]
     rows = []
     for i in range(length):
         ok = torch.tensor([allowed(context, sequence, i, j, causal) for j in range(length)])
+        if entropies is not None:
+            ok = ok & torch.tensor([entropies[j] <= entropies[i] + 1e-5 for j in range(length)])
         row = log_weights[i].masked_fill(~ok, -torch.inf)
         rows.append(torch.softmax(row, -1) if ok.any() else torch.zeros_like(row))
     return torch.stack(rows)
 
 
-def similar(informer: Similarity, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+def entropies_of(informer: TokenGraph, logits: Tensor, sequence: int) -> list[float] | None:
+    return [gate_entropy(row) for row in logits[sequence]] if informer.from_ == "confident" else None
+
+
+def with_strength(informer: TokenGraph, gates: Tensor, mixed: list[Tensor], context: Context) -> Tensor:
+    """(1 - s) P + s W P; a row of padding keeps its own gates."""
+    logit = informer.strength_logit
+    strength = informer.strength if logit is None else torch.sigmoid(logit)
+    informed = (1 - strength) * gates + strength * torch.stack(mixed).float()
+    rows = [
+        [
+            informed[b, n] if context.token_mask is None or context.token_mask[b, n] else gates[b, n]
+            for n in range(gates.shape[1])
+        ]
+        for b in range(gates.shape[0])
+    ]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def similar(informer: Similarity, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
     """W_ij = softmax_j(u_i W_s u_j / tau), G = W P, one sequence at a time."""
-    assert context.attention is not None
+    compared = tokens
+    if informer.of == "attention":
+        assert context.attention is not None
+        compared = context.attention.output
     mixed = []
-    for sequence, u in enumerate(context.attention.output.double()):
-        metric = (
-            torch.eye(u.shape[-1]).double()
-            if informer.reduce is None
-            else informer.reduce.double().t() @ informer.reduce.double()
-        )
+    for sequence, u in enumerate(compared.double()):
+        metric = torch.eye(u.shape[-1]).double()
+        if informer.reduce is not None:
+            keys = informer.reduce if informer.reduce_keys is None else informer.reduce_keys
+            metric = informer.reduce.double().t() @ keys.double()
         log_weights = u @ metric @ u.t() / informer.tau
-        weights = token_weights(log_weights, context, sequence, informer.causal and context.causal)
+        entropies = entropies_of(informer, logits, sequence)
+        weights = token_weights(log_weights, context, sequence, informer.causal and context.causal, entropies)
         mixed.append(weights @ gates[sequence].double())
-    return (1 - informer.strength) * gates + informer.strength * torch.stack(mixed).float()
+    return with_strength(informer, gates, mixed, context)
 
 
-def posterior(informer: AttentionPosterior, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
-    """A_h[i,j] exp(-|u_i - o_jh|^2 / 2 sigma^2), of the head with the lowest running entropy."""
+def posterior(informer: AttentionPosterior, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
+    """A_h[i,j] exp(-|u_i - o_jh|^2 / 2 sigma^2), of the head with the lowest running entropy, or of all heads together."""
     attention = context.attention
     assert attention is not None and attention.projection is not None
-    head = min(range(informer.heads), key=lambda h: (float(informer.entropy[h]), h))
+    count = attention.query.shape[1]
+    heads = list(range(count))
+    if informer.heads != "all":
+        heads = [min(heads, key=lambda h: (float(informer.entropy[h]), h))]
     mixed = []
     for sequence in range(gates.shape[0]):
-        q, k, v, weight, bias = head_of(attention, sequence, head, informer.heads)
-        u = attention.output[sequence].double()
-        o = informer.heads * v @ weight.t() + bias
-        distances = torch.stack([torch.stack([(ui - oj).square().sum() for oj in o]) for ui in u])
-        scores = q @ k.t() / q.shape[-1] ** 0.5
-        attended = token_weights(scores, context, sequence, context.causal)
-        log_weights = attended.clamp_min(1e-300).log() - distances / (2 * informer.sigma**2)
-        mixed.append(token_weights(log_weights, context, sequence, context.causal) @ gates[sequence].double())
-    return (1 - informer.strength) * gates + informer.strength * torch.stack(mixed).float()
+        joint = []  # for each head, log A_h[i,j] - |u_i - o_jh|^2 / 2 sigma^2
+        for head in heads:
+            q, k, v, weight, bias = head_of(attention, sequence, head, count)
+            u = attention.output[sequence].double()
+            o = count * v @ weight.t() + bias
+            distances = torch.stack([torch.stack([(ui - oj).square().sum() for oj in o]) for ui in u])
+            attended = token_weights(q @ k.t() / q.shape[-1] ** 0.5, context, sequence, context.causal)
+            joint.append(attended.clamp_min(1e-300).log() - distances / (2 * informer.sigma**2))
+        entropies = entropies_of(informer, logits, sequence)
+        weights = [
+            token_weights(log_weights, context, sequence, context.causal, entropies) * share
+            for log_weights, share in zip(joint, head_shares(joint, context, sequence, entropies), strict=True)
+        ]
+        mixed.append(torch.stack(weights).sum(0) @ gates[sequence].double())
+    return with_strength(informer, gates, mixed, context)
+
+
+def head_shares(joint: list[Tensor], context: Context, sequence: int, entropies: list[float] | None) -> list[Tensor]:
+    """H'_ih, (N,1) for each head: proportional to the sum of exp(joint) over the tokens j that inform i."""
+    length = joint[0].shape[0]
+    shares = torch.zeros(len(joint), length, 1, dtype=torch.float64) + torch.zeros_like(joint[0][:, :1])
+    for i in range(length):
+        ok = [
+            j
+            for j in range(length)
+            if allowed(context, sequence, i, j, context.causal)
+            and (entropies is None or entropies[j] <= entropies[i] + 1e-5)
+        ]
+        if ok:
+            evidence = torch.stack([torch.logsumexp(log_weights[i, ok], 0) for log_weights in joint])
+            shares = shares.index_put(
+                (torch.arange(len(joint)), torch.tensor(i), torch.tensor(0)), torch.softmax(evidence, 0)
+            )
+    return list(shares)
 
 
 def head_of(
@@ -277,7 +341,8 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
         rows = [SCORES[type(score)](score, x) for x in tokens.flatten(0, 1)]
     logits = torch.stack(rows).float()
     gates = torch.stack([gate(select, row).float() for row in logits])
-    gates = inform(router, gates.view(*tokens.shape[:2], -1), tokens, context).flatten(0, 1)
+    shape = (*tokens.shape[:2], -1)
+    gates = inform(router, gates.view(shape), logits.view(shape), tokens, context).flatten(0, 1)
     informed = bool(router.informers)
     read = gates.clamp_min(1.2e-38).log() if informed else logits
     module = select.noise if router.training else None
@@ -302,15 +367,15 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     return Routing(logits, gates, torch.stack(padded), torch.stack(weights), losses)
 
 
-def inform(router: Router, gates: Tensor, tokens: Tensor, context: Context) -> Tensor:
+def inform(router: Router, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
     for informer in router.informers:
         if isinstance(informer, ExpertGraph):
             gates = mix_experts(informer, gates)
         elif isinstance(informer, Similarity):
-            gates = similar(informer, gates, tokens, context)
+            gates = similar(informer, gates, logits, tokens, context)
         else:
             assert isinstance(informer, AttentionPosterior)
-            gates = posterior(informer, gates, tokens, context)
+            gates = posterior(informer, gates, logits, tokens, context)
     return gates
 
 

@@ -38,8 +38,12 @@ ROUTERS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "symphony+smooth": ("symphony+smooth", {}, 8, 2),
     "similarity": ("similarity", {}, 8, 2),
     "similarity reduced": ("similarity", {"rank": 4, "tau": 2.0, "strength": 0.5}, 8, 2),
-    "similarity attention": ("similarity", {}, 8, 2),
+    "similarity tau 1": ("similarity", {"tau": 1.0}, 8, 2),
+    "similarity bilinear": ("similarity", {"rank": 4, "form": "bilinear"}, 8, 2),
+    "similarity learned strength": ("similarity", {"strength": "learned"}, 8, 2),
+    "similarity attention": ("similarity", {"of": "attention", "tau": 1.0}, 8, 2),
     "attention": ("attention", {"heads": 2}, 8, 2),
+    "attention all heads": ("attention", {"heads": "all", "strength": "learned"}, 8, 2),
     "xmoe+symphony+similarity": ("xmoe+symphony+similarity", {}, 8, 2),
     "similarity+top-p": ("similarity+top-p", {"p": 0.1}, 8, 2),
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates import Norm
-from holdfast.routing import Clustered, Context, Cosine, LinearScore, Router
+from holdfast.routing import Clustered, Context, Cosine, LinearScore, Router, Similarity
 from holdfast.routing.clustering import feature_scales
 
 
@@ -77,10 +77,20 @@ def symphony_radii(graph: Tensor, weight: Tensor, tokens: Tensor, k: int) -> tup
     return pairwise, proposition
 
 
-def mixed_radii(weight: Tensor, sequence: Tensor, gates: Tensor, k: int, tau: float) -> list[float]:
-    """Return the radius of similarity in l2: the largest r with range (tanh(r D / 4) + tanh(change(r) / 2)) < margin."""
+def mixed_radii(
+    weight: Tensor, sequence: Tensor, gates: Tensor, k: int, informer: Similarity, strength: float = 1.0
+) -> list[float]:
+    """Return the radius of similarity in l2: the largest r with range (tanh(r D / 4) + s tanh(change(r) / 2)) < margin.
+
+    change(r) = max_j (|R| r |v_j| + |Q| r |u_i| + |R| |Q| r^2) / tau for u = R x and v = Q x; |R| is the spectral norm of R
+    with the absolute values of its entries, at least that of R.
+    """
     apart = max(float((one - other).norm()) for one in weight for other in weight)
-    lengths = [float(x.norm()) for x in sequence.double()]
+    identity = torch.eye(sequence.shape[1], dtype=torch.float64)
+    reduce = identity if informer.reduce is None else informer.reduce.detach().double()
+    reduce_keys = reduce if informer.reduce_keys is None else informer.reduce_keys.detach().double()
+    speed, key_speed = (float(torch.linalg.svdvals(matrix.abs())[0]) for matrix in (reduce, reduce_keys))
+    lengths, key_lengths = ([float((m @ x).norm()) for x in sequence.double()] for m in (reduce, reduce_keys))
     radii = []
     for length, row in zip(lengths, gates.double().tolist(), strict=True):
         order = sorted(range(len(row)), key=lambda e: (-row[e], e))
@@ -88,8 +98,8 @@ def mixed_radii(weight: Tensor, sequence: Tensor, gates: Tensor, k: int, tau: fl
         low, high = 0.0, 10.0
         for _ in range(100):
             r = (low + high) / 2
-            change = max(r * length + r * other + r * r for other in lengths) / tau
-            good = 2 * (math.tanh(r * apart / 4) + math.tanh(change / 2)) < margin
+            change = max(speed * r * v + key_speed * r * length + speed * key_speed * r * r for v in key_lengths)
+            good = 2 * (math.tanh(r * apart / 4) + strength * math.tanh(change / informer.tau / 2)) < margin
             low, high = (r, high) if good else (low, r)
         radii.append(low)
     return radii

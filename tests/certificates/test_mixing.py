@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def pair_of_tokens(strength: float = 1.0) -> tuple[Router, torch.Tensor, Context
     score = Linear(2, 2)
     with torch.no_grad():
         score.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
-    made = Router(score, TopK(2, 2, 1), [Similarity(2, strength=strength)]).eval()
+    made = Router(score, TopK(2, 2, 1), [Similarity(2, of="attention", strength=strength)]).eval()
     seen = replace(attention(1, 2, 2, seed=0), output=torch.zeros(1, 2, 2))
     return made, torch.tensor([[[0.6, 0.0], [0.2, 1.0]]]), Context(attention=seen)
 
@@ -32,22 +33,38 @@ def test_two_tokens_with_equal_weights_by_hand() -> None:
     assert found.distance.flatten().tolist() == pytest.approx([2 * math.atanh(mean / 2)] * 2, rel=1e-6)
 
 
-def test_distances_equal_the_naive_ones_for_every_sequence() -> None:
+@pytest.mark.parametrize("name", ["similarity", "similarity tau 1", "similarity bilinear", "similarity learned strength"])
+def test_distances_equal_the_naive_ones_for_every_sequence(name: str) -> None:
     """Sequences of short and of long tokens: the longest of its own counts, not that of another."""
-    made, tokens, _ = build("similarity", length=7)
+    made, tokens, _ = build(name, length=7)
     tokens = tokens * torch.tensor([0.1, 1.0, 3.0, 0.5]).view(4, 1, 1)
-    assert isinstance(made.score, Linear)
+    informer = made.informers[0]
+    assert isinstance(made.score, Linear) and isinstance(informer, Similarity)
+    strength = 1.0
+    if informer.strength_logit is not None:
+        informer.strength_logit.data.fill_(0.7)
+        strength = 1 / (1 + math.exp(-0.7))
     weight, routing = made.score.weight.detach().double(), made(tokens)
     found = certify(made, tokens)
     for sequence, gates, distances in zip(tokens, routing.gates.view(4, 7, -1), found.distance, strict=True):
-        expected = mixed_radii(weight, sequence, gates, 2, 1.0)
+        expected = mixed_radii(weight, sequence, gates, 2, informer, strength)
         torch.testing.assert_close(distances, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["similarity", "attention"])
+def test_informing_from_confident_tokens_only_is_refused_with_a_reason(name: str) -> None:
+    """Which tokens inform a token depends on entropies, and so on every token of the sequence, without a bound."""
+    options: dict[str, Any] = {"heads": 2} if name == "attention" else {}
+    made = create_router(f"{name}[from=confident]", dim=12, experts=8, k=2, **options).eval()
+    tokens = torch.randn(1, 5, 12, generator=generator(0))
+    with pytest.raises(NoCertificate, match=r"from=confident.*entropies.*smoothing=Smoothing"):
+        certify(made, tokens, Context(attention=attention(1, 5, 12, seed=0)))
 
 
 def test_the_most_sensitive_token_bounds_the_whole_sequence() -> None:
     """Of cosines the shortest projection turns fastest: with one in the sequence, the others are certified for less."""
     torch.manual_seed(0)
-    made = create_router("xmoe+similarity", dim=12, experts=8, k=2).eval()
+    made = create_router("xmoe+similarity[of=attention]", dim=12, experts=8, k=2).eval()
     seen = Context(attention=attention(1, 5, 12, seed=0))
     tokens = torch.randn(1, 5, 12, generator=generator(0))
     short = tokens.clone()

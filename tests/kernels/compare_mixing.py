@@ -36,6 +36,7 @@ class Case:
     mask: str = ""
     shared: bool = False  # the keys are the queries
     coarse: bool = False  # gradients of queries and keys as good as bfloat16
+    total: bool = False  # log_total has a gradient too
     scale: float = 0.3
     dtype: torch.dtype = torch.float32
 
@@ -53,6 +54,8 @@ CASES = [
     Case("broadcast bool mask", mask="column", causal=False),
     Case("added mask", mask="added", padded=True),
     Case("two products", second=24, width=16, padded=True),
+    Case("total", total=True),
+    Case("total, two products", total=True, second=24, width=16, padded=True),
     Case("two products, decoding", second=24, width=16, queries=1, keys=70),
     Case("wide values", values=70, width=64, queries=70, keys=70),
     Case("wide products", width=130, queries=70, keys=70),
@@ -92,7 +95,13 @@ def compare(case: Case, device: str, types: PartTypes) -> None:
     weights = naive.mixing_weights(wide["query"], wide["key"], scale, case.causal, real, mask, second, bias)
     expected = weights @ wide["value"]
     grad = torch.randn(groups, case.queries, case.values)
-    gradients = dict(zip(wide, torch.autograd.grad(expected, list(wide.values()), grad.double()), strict=True))
+    totals = naive.log_totals(wide["query"], wide["key"], scale, case.causal, real, mask, second, bias)
+    nothing = ~(weights.sum(-1) > 0)
+    grad_total = torch.randn(groups, case.queries).masked_fill(nothing, 0.0) if case.total else None
+    objective = (expected * grad.double()).sum()
+    if grad_total is not None:
+        objective = objective + (totals[~nothing] * grad_total[~nothing].double()).sum()
+    gradients = dict(zip(wide, torch.autograd.grad(objective, list(wide.values())), strict=True))
     if case.shared:
         gradients["query"] = gradients["query"] + gradients["key"]
 
@@ -124,10 +133,11 @@ def compare(case: Case, device: str, types: PartTypes) -> None:
     )
     out, log_total = launch.mix(*problem(everything, again=False), types=types)
     close(out, expected, 2e-6, "output")
-    nothing = ~(weights.sum(-1) > 0)
+    close(log_total.cpu()[~nothing], totals[~nothing], 1e-5, "total")
     assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
     done = grad.to(device), out, log_total
-    backward = launch.mix_backward(*done, *problem(everything, again=True), wants=everything, types=types)
+    total = None if grad_total is None else grad_total.to(device)
+    backward = launch.mix_backward(*done, *problem(everything, again=True), wants=everything, grad_total=total, types=types)
     again = launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, types=types)
     assert again[2] is not None
     close(again[2], gradients["value"], 1e-4, "gradient of values alone")

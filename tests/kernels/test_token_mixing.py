@@ -10,7 +10,7 @@ import torch
 from tiers import quick_or_slow
 
 from holdfast.kernels.attention import attention_entropy, sampled
-from holdfast.kernels.token_mixing import SecondProduct, blocks, naive, softmax_mix
+from holdfast.kernels.token_mixing import Levels, SecondProduct, blocks, naive, softmax_mix, softmax_mix_with_total
 
 QUERIES, KEYS = 13, 17
 
@@ -42,6 +42,49 @@ def test_blocks_equal_the_explicit_matrix(
     fast, slow = torch.autograd.grad(got, leaves, grad), torch.autograd.grad(weights @ value, leaves, grad)
     for mine, theirs in zip([got, *fast], [weights @ value, *slow], strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+@pytest.mark.parametrize("levelled", [True, False], ids=["levels", "no levels"])
+@pytest.mark.parametrize("size", [1.0, 1e19], ids=["float32", "float64"])
+@pytest.mark.parametrize("twice", [True, False], ids=["second derivative", "first derivative"])
+def test_totals_and_levels_equal_those_of_the_explicit_matrix(
+    causal: bool, padded: bool, levelled: bool, size: float, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients, of `out` and `log_total` together; some queries may attend to nothing."""
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
+    torch.manual_seed(0)
+    query, key = ((size * torch.randn(2, rows, 5)).requires_grad_() for rows in (QUERIES, KEYS))
+    value = torch.randn(2, KEYS, 3, requires_grad=True)
+    other = torch.randn(2, QUERIES, 4, requires_grad=True), torch.randn(2, KEYS, 4, requires_grad=True)
+    bias = torch.randn(2, KEYS, requires_grad=True)
+    real = torch.rand(2, KEYS) < 0.7 if padded else None
+    levels = Levels(torch.randn(2, QUERIES), torch.randn(2, KEYS)) if levelled else None
+    if levels is not None:
+        levels.query[:, 0] = -100.0
+    leaves: list[torch.Tensor] = [query, key, value, *other, bias]
+    how: dict[str, Any] = {"scale": 0.7 / size**2, "causal": causal, "real": real, "levels": levels}
+    how |= {"second": SecondProduct(*other, 0.3), "bias": bias}
+    out, total = softmax_mix_with_total(query, key, value, **how)
+    expected = naive.mixing_weights(query.double(), key.double(), **how).float() @ value
+    expected_total = naive.log_totals(query.double(), key.double(), **how).float()
+    torch.testing.assert_close(softmax_mix(query, key, value, **how), out)
+    assert not levelled or (total[:, 0] == -torch.inf).all()
+    grads = []
+    for found, found_total in ((out, total), (expected, expected_total)):
+        reachable = expected_total > -torch.inf
+        objective = (found * torch.linspace(-1, 1, 3)).sum() + found_total[reachable].sin().sum()
+        slopes = torch.autograd.grad(objective, leaves, create_graph=twice)
+        if twice:
+            sizes = (size, size, 1, 1, 1, 1)
+            moved = torch.stack([(each * factor).sin().sum() for each, factor in zip(slopes, sizes, strict=True)])
+            slopes = torch.autograd.grad(moved.sum(), leaves)
+        grads.append([found, found_total, *slopes])
+    for mine, theirs in zip(*grads, strict=True):
+        scale = theirs[theirs.isfinite()].abs().max().clamp_min(1e-30)
+        torch.testing.assert_close(mine / scale, theirs / scale, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -107,7 +150,10 @@ def test_huge_scores_do_not_overflow() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("router", quick_or_slow(["similarity", "attention"], ["similarity"]))
+@pytest.mark.parametrize(
+    "router",
+    quick_or_slow(["similarity", "attention", "similarity[from=confident]", "attention[heads=all]"], ["similarity"]),
+)
 def test_sixteen_thousand_tokens_need_no_matrix_of_a_gigabyte(router: str) -> None:
     """N = 16,384, d = 64, E = 16, one sequence, forward and backward: below 300 MB more than before."""
     script = Path(__file__).with_name("peak_memory.py")

@@ -49,10 +49,11 @@ def test_the_forward_of_a_sparsified_llama(router: str) -> None:
 
 
 def once(model: Any, router: str) -> float:
-    """Return the FLOPs that run once per forward and that a plan does not count: W^T W of one attention head per layer."""
+    """Return the FLOPs that run once per forward and that a plan does not count: W^T W of the attention heads it reads."""
     config = model.config
     width = config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers * 2.0 * config.hidden_size * width**2 if router == "attention" else 0.0
+    heads = config.num_attention_heads if "heads=all" in router else 1
+    return heads * config.num_hidden_layers * 2.0 * config.hidden_size * width**2 if "attention" in router else 0.0
 
 
 @pytest.mark.parametrize("router", [*ROUTERS, "smoe-dropout"])
@@ -63,11 +64,22 @@ def test_a_training_step_of_a_sparsified_llama(router: str) -> None:
     assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"rank": 4}, {"strength": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"rank": 4}, {"strength": 0.0}, {"rank": 4, "form": "bilinear", "strength": "learned"}, {"from_": "confident"}],
+    ids=str,
+)
 def test_options_of_similarity(options: dict[str, Any]) -> None:
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="similarity", **options)
     expected = training_flops(measure_shape(model, square()), square()).total * 24
     assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_posterior_over_all_heads_is_counted_for_every_head() -> None:
+    router = "attention[heads=all]"
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router)
+    expected = training_flops(measure_shape(model, square()), square()).total * 24
+    assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
 
 def test_learned_noise_is_a_second_score_in_training() -> None:

@@ -56,7 +56,15 @@ def test_the_kv_cache(model_type: str) -> None:
     assert inference_memory(measure_shape(model, Setting(12, 4)), TOKENS, 4).cache == held
 
 
-@pytest.mark.parametrize("router", ["smoe", "similarity", "attention"])
+VARIANTS = [
+    "similarity[of=attention]",
+    "similarity[rank=4,form=bilinear]",
+    "similarity[from=confident]",
+    "attention[heads=all,from=confident]",
+]
+
+
+@pytest.mark.parametrize("router", ["smoe", "similarity", "attention", *VARIANTS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_router_caches_while_decoding(router: str, dtype: torch.dtype) -> None:
     model = holdfast.sparsify(tiny_dense("llama").to(dtype), experts=8, k=2, router=router)
@@ -79,7 +87,7 @@ def _values(cache: RouterCache) -> Iterator[Any]:
         yield from value.values() if isinstance(value, dict) else [value]
 
 
-@pytest.mark.parametrize("router", ["smoe", "symphony", "similarity", "attention", "ac"])
+@pytest.mark.parametrize("router", ["smoe", "symphony", "similarity", "attention", "ac", *VARIANTS])
 def test_activations_are_close_to_what_autograd_saves(router: str) -> None:
     """On a CPU, where an expert's activation saves more than the GPU kernel; docs/scaling.md has GPU measurements."""
     config = transformers.LlamaConfig(

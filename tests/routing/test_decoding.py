@@ -20,6 +20,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "symphony+attention": {"heads": HEADS},
     "attention+smooth": {"heads": HEADS, "eps": 0.3},
     "xmoe+similarity+top-p": {},
+    "similarity[of=attention,tau=1]": {},
+    "similarity[rank=5,form=bilinear,strength=learned]": {},
+    "similarity[from=confident]": {},
+    "symphony+similarity[from=confident,form=bilinear,rank=4]": {},
+    "attention[heads=all]": {},
+    "attention[heads=all,from=confident]": {},
+    "attention[from=confident,strength=learned]": {"heads": HEADS},
 }
 
 

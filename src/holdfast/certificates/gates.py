@@ -262,7 +262,7 @@ class MixedGates(RadiusProblem):
         ahead, behind = self.conditions.ahead[..., 0], self.conditions.behind[..., 0]
         margins, ranges = self.margins, self.ranges[ahead, behind]
         if errors is not None:  # twice: in the gates of the margins, and at the perturbed tokens
-            roundings = SOFTMAX_ROUNDINGS + 3 * self.graph.shape[0] + 2 * self.real.shape[1]
+            roundings = SOFTMAX_ROUNDINGS + 3 * self.graph.shape[0] + 2 * self.real.shape[1] + self.mixing.roundings
             largest_gates = self.graph.amax(1)
             rounded = torch.tensor(roundings * unit(torch.float32)).expm1() * (largest_gates[ahead] + largest_gates[behind])
             margins = margins - 2 * (ranges * torch.tanh(errors / 2) + rounded) - 1e-30

@@ -5,8 +5,9 @@ A family's gate receives tokens (T,d) and nothing else. A `ContextCapture` per M
     hook on                            captures
     the MoE block                      the shape (B,N) of its input
     the attention before it            mask, KV cache, or whether a recurrent layer has a state
-    the attention function             queries, keys, values, scale, window (`_attention_with_capture`, replacements.py)
-    the attention's output projection  the attention's output
+    the attention function             mask, window, number of keys (`_attention_with_capture`, replacements.py); for routers
+                                       that read attention itself, also queries, keys, values and scale
+    the attention's output projection  the attention's output, for routers that read attention itself
 
 `build_context` makes the router's `Context` from what was captured. `record_routing` gets the router's result, attaches
 losses to the expert weights (losses.py), and keeps the routing for the next MoE layer, if that layer's router reads it
@@ -34,7 +35,7 @@ from holdfast.hub.families import detached_routing
 from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
-from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
+from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
 from holdfast.routing.state import StatefulPart
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
@@ -73,6 +74,7 @@ class CapturedAttention:
     query: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
+    keys: int | None = None  # number of keys
     scale: float | None = None
     window: int | None = None  # how many tokens a query attends to, itself included
     output: Tensor | None = None
@@ -125,6 +127,7 @@ class ContextCapture:
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         self.reads_attention = "attention" in reads and not layer_modules.windowed
+        self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
         self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read_by_next = "previous" in reads, False
         self.reads_ids = "token_ids" in reads
@@ -147,6 +150,7 @@ class ContextCapture:
         if self.reads_attention:
             self._projection = layer_modules.projection
             self._projection_hook = self._projection.register_forward_hook(self._capture_output)
+        if self.reads_mask:
             attention.context_capture = self
             override_config(attention, ATTENTION)
 
@@ -164,6 +168,7 @@ class ContextCapture:
             handle.remove()
         if self.reads_attention:
             self._projection_hook.remove()
+        if self.reads_mask:
             restore_config(self.layer_modules.attention)
             del self.layer_modules.attention.context_capture
 
@@ -215,8 +220,10 @@ class ContextCapture:
             )
         router_cache, past = self._router_cache(captured, length)
         token_mask = token_mask_of(captured.mask, tokens.shape[0], length, past)
-        attention = self._attention_context(captured, past, length)
-        return Context(self.layer_modules.causal, token_mask, attention, previous, router_cache, ids)
+        visible = self._visible_tokens(captured, past, tokens)
+        attention = self._attention_context(captured, visible)
+        causal = self.layer_modules.causal
+        return Context(causal, token_mask, attention, previous, router_cache, ids, visible=visible)
 
     def record_routing(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
@@ -285,7 +292,9 @@ class ContextCapture:
     def capture_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
         """Capture the arguments of the attention function. `_attention_with_capture` calls this."""
         captured = self._current.state.attention
-        captured.query, captured.key, captured.value, captured.mask = query, key, value, mask
+        captured.keys, captured.mask = key.shape[2], mask
+        if self.reads_attention:
+            captured.query, captured.key, captured.value = query, key, value
         captured.scale, captured.window = options.get("scaling"), options.get("sliding_window")
 
     def _capture_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -305,19 +314,29 @@ class ContextCapture:
             return 0
         return int(captured.kv_cache.layers[self.layer_modules.attention.layer_idx].get_seq_length()) - length
 
-    def _attention_context(self, captured: CapturedAttention, past: int | None, length: int) -> Attention | None:
-        query, key, value, output = captured.query, captured.key, captured.value, captured.output
-        if not self.reads_attention or query is None or key is None or value is None or output is None:
+    def _visible_tokens(self, captured: CapturedAttention, past: int | None, tokens: Tensor) -> VisibleTokens | None:
+        """Return which tokens the attention allows to see each other; None if the router does not read it."""
+        if not self.reads_mask or captured.keys is None:
             return None
+        keys, length = captured.keys, tokens.shape[1]
+        if past is not None and keys > past + length:  # a static cache, with unwritten positions at its end
+            keys = past + length
         mask = captured.mask if isinstance(captured.mask, Tensor) else None
-        if past is not None and key.shape[2] > past + length:  # a static cache, with unwritten positions at its end
-            key, value = key[:, :, : past + length], value[:, :, : past + length]
         if mask is not None:
-            mask = mask[..., : key.shape[2]] if mask.dim() == 4 else None  # a 2-D mask is padding only
-        if mask is None and captured.window is not None and key.shape[2] > captured.window:
-            mask = _window_mask(length, key, captured.window)  # attention kernels get the window as a number, not as a mask
+            mask = mask[..., :keys] if mask.dim() == 4 else None  # a 2-D mask is padding only
+        if mask is None and captured.window is not None and keys > captured.window:
+            # Attention kernels get the window as a number, not as a mask.
+            mask = _window_mask(length, keys, captured.window, tokens.device)
+        return VisibleTokens(keys, mask)
+
+    def _attention_context(self, captured: CapturedAttention, visible: VisibleTokens | None) -> Attention | None:
+        query, key, value, output = captured.query, captured.key, captured.value, captured.output
+        if visible is None or query is None or key is None or value is None or output is None:
+            return None
+        if key.shape[2] > visible.keys:
+            key, value = key[:, :, : visible.keys], value[:, :, : visible.keys]
         projection = as_linear(self.layer_modules.projection) if self.reads_projection else None
-        return Attention(query, key, value, projection, output, mask, captured.scale)
+        return Attention(query, key, value, projection, output, visible.mask, captured.scale)
 
 
 def _require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
@@ -342,12 +361,12 @@ def _has_recurrent_state(mixer: Any, cache: Any) -> bool:
     return any(flags.values()) if isinstance(flags, dict) else bool(flags)
 
 
-def _window_mask(queries: int, key: Tensor, window: int) -> Tensor:
+def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Return (1,1,N,M) bool: True for keys less than `window` tokens before the query, and for later keys.
 
     `Context.causal` masks the later keys.
     """
-    positions = torch.arange(key.shape[2], device=key.device)
+    positions = torch.arange(keys, device=device)
     return (positions[-queries:].unsqueeze(1) - positions < window).view(1, 1, queries, -1)
 
 

@@ -21,15 +21,25 @@ def is_differentiated() -> bool:
 
 
 def differentiable_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad: Tensor | tuple[Tensor, ...],
 ) -> list[Tensor | None]:
-    """Return the gradients of `function(*inputs)` that `needs` asks for, differentiable; None in the other places."""
+    """Return the gradients of `function(*inputs)` that `needs` asks for, differentiable; None in the other places.
+
+    `grad` is the gradient of the function's output, or a tuple with one for each output.
+    """
     with torch.enable_grad():
         # Views, because one input may be computed from another: each gets only the gradient through itself.
         views = [None if value is None else value.view_as(value) for value in inputs]
         places = [at for at, view in enumerate(views) if needs[at] and view is not None and view.requires_grad]
         wanted = [view for at in places if (view := views[at]) is not None]
-        found = torch.autograd.grad(function(*views), wanted, grad, create_graph=True, allow_unused=True)
+        outputs, grads = function(*views), grad
+        if isinstance(outputs, tuple):  # an output that depends on none of the wanted inputs has no gradient
+            kept = [at for at, output in enumerate(outputs) if output.requires_grad]
+            outputs, grads = tuple(outputs[at] for at in kept), tuple(grad[at] for at in kept)
+        found = torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True)
         by_place = dict(zip(places, found, strict=True))
         return [by_place.get(at) for at in range(len(views))]
 

@@ -3,8 +3,8 @@
 router.py           the pipeline
 records.py          its input `Context` and its output `Routing`
 parts.py            the base class of each stage
-scores.py, clustering.py, expert_graph.py, token_graph.py, selection.py, smoothing.py, relu.py,
-noise.py            the parts
+scores.py, clustering.py, expert_graph.py, selection.py, smoothing.py, relu.py, noise.py    the parts
+token_graph.py, similarity.py, posterior.py         the parts in which tokens share gates
 state.py            parts that update state without gradients
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
@@ -25,6 +25,7 @@ from holdfast.routing.parts import Selection as Selection
 from holdfast.routing.parts import Selector as Selector
 from holdfast.routing.parts import Traits as Traits
 from holdfast.routing.plugins import load_plugin as load_plugin
+from holdfast.routing.posterior import AttentionPosterior as AttentionPosterior
 from holdfast.routing.presets import create_router as create_router
 from holdfast.routing.presets import list_routers as list_routers
 from holdfast.routing.presets import register as register
@@ -33,6 +34,7 @@ from holdfast.routing.records import Context as Context
 from holdfast.routing.records import Previous as Previous
 from holdfast.routing.records import RouterCache as RouterCache
 from holdfast.routing.records import Routing as Routing
+from holdfast.routing.records import VisibleTokens as VisibleTokens
 from holdfast.routing.relu import ReLU as ReLU
 from holdfast.routing.router import Router as Router
 from holdfast.routing.router import join_routers as join_routers
@@ -41,7 +43,7 @@ from holdfast.routing.scores import Frozen as Frozen
 from holdfast.routing.scores import Linear as Linear
 from holdfast.routing.selection import TopK as TopK
 from holdfast.routing.selection import TopP as TopP
+from holdfast.routing.similarity import Similarity as Similarity
 from holdfast.routing.smoothing import SmoothTopK as SmoothTopK
 from holdfast.routing.state import StatefulPart as StatefulPart
-from holdfast.routing.token_graph import AttentionPosterior as AttentionPosterior
-from holdfast.routing.token_graph import Similarity as Similarity
+from holdfast.routing.token_graph import TokenGraph as TokenGraph

@@ -73,38 +73,47 @@ def largest_in_sequence(values: Tensor, real: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class DotProductChange:
-    """A bound for `Mixing.change`: how much u_i.u_j / tau can change for any token j of the sequence of i, with u = R x.
+    """A bound for `Mixing.change`: how much u_i.v_j / tau can change for any token j of the sequence of i.
 
-    In l2, for tokens perturbed by up to r and R = 1, it is (r |u_i| + r |u_j| + r^2) / tau.
+    u = R x and v = Q x; Q is R in a symmetric comparison, and both are the identity without a rank. In l2, for tokens
+    perturbed by up to r and R = Q = 1, the bound is (r |u_i| + r |u_j| + r^2) / tau.
     """
 
     lengths: Tensor  # (T,) dual norm of u
-    longest: Tensor  # (T,) largest of `lengths` in the sequence
+    longest: Tensor  # (T,) largest dual norm of v in the sequence
     sizes: Tensor  # (T,) norm of |R| |x|, at least that of u, for rounding
-    largest: Tensor  # (T,) largest of `sizes` in the sequence
-    speed: float  # largest change of u for a change of x by 1
+    largest: Tensor  # (T,) largest norm of |Q| |x| in the sequence
+    query_speed: float  # largest change of u for a change of x by 1
+    key_speed: float  # largest change of v
     width: float  # the factor of r^2
     terms: int  # number of terms of the rounded sums
     tau: float
 
     @classmethod
-    def at(cls, rows: Tensor, real: Tensor, reduce: Tensor | None, tau: float, norm: Norm) -> "DotProductChange":
-        """Return the bound for tokens `rows (T,d)` in float64, `real (B,N)` and R = `reduce (n,d)`; None is the identity."""
+    def at(
+        cls, rows: Tensor, real: Tensor, reduce: Tensor | None, tau: float, norm: Norm, reduce_keys: Tensor | None = None
+    ) -> "DotProductChange":
+        """Return the bound for tokens `rows (T,d)` in float64, `real (B,N)`, R = `reduce (n,d)` and Q = `reduce_keys`.
+
+        R = None is the identity, Q = None is R.
+        """
         width = rows.shape[1]
         if reduce is None:
-            lengths = sizes = dual(rows, norm)
-            speed, squared, terms = 1.0, 1.0 if norm == "l2" else float(width), width + 8
+            of_query = of_key = (dual(rows, norm), dual(rows, norm), 1.0)
+            squared, terms = 1.0 if norm == "l2" else float(width), width + 8
         else:
-            lengths, sizes = (rows @ reduce.t()).norm(dim=-1), (rows.abs() @ reduce.abs().t()).norm(dim=-1)
-            speed, squared, terms = stretch(reduce.abs(), norm), 1.0, 2 * width + len(reduce) + 8
-        longest, largest = (largest_in_sequence(values, real) for values in (lengths, sizes))
-        return cls(lengths, longest, sizes, largest, speed, squared, terms, tau)
+            of_query, of_key = (
+                ((rows @ matrix.t()).norm(dim=-1), (rows.abs() @ matrix.abs().t()).norm(dim=-1), stretch(matrix.abs(), norm))
+                for matrix in (reduce, reduce if reduce_keys is None else reduce_keys)
+            )
+            squared, terms = 1.0, 2 * width + len(reduce) + 8
+        longest, largest = (largest_in_sequence(values, real) for values in of_key[:2])
+        return cls(of_query[0], longest, of_query[1], largest, of_query[2], of_key[2], squared, terms, tau)
 
     def __call__(self, radius: Tensor, rounded: bool) -> Tensor:
-        far = radius * self.speed
-        change = far * (self.lengths + self.longest) + self.width * far.square()
+        far, key_far = radius * self.query_speed, radius * self.key_speed
+        change = far * self.longest + key_far * self.lengths + self.width * far * key_far
         if rounded:  # both dot products, before and after the perturbation, are rounded
-            growth = far * self.width
             error = gamma(self.terms, unit(torch.float32))
-            change = change + 2 * error * (self.sizes + growth) * (self.largest + growth)
+            change = change + 2 * error * (self.sizes + far * self.width) * (self.largest + key_far * self.width)
         return change / self.tau

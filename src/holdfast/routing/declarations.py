@@ -96,10 +96,12 @@ class Mixing:
     change  change(radius, rounded) returns (T,): a bound for the change of the logarithms of W_i, before W_i is normalised,
             if every token of the sequence is perturbed by up to `radius (T,)`. It increases with the radius. With `rounded`
             it includes float32 rounding. None: W does not depend on the router's input
+    roundings   the number of float32 roundings of a gate besides those of the sum over j and of the mixture with `strength`
     """
 
     strength: float
     change: Callable[[Tensor, bool], Tensor] | None = None
+    roundings: int = 0
 
 
 @final

@@ -62,8 +62,9 @@ class Part(nn.Module, ABC):
 
     traits: Traits = Traits()
     coefficients: tuple[str, ...] = ()  # the names of its attributes that are loss coefficients
-    # The fields of a Context that this part needs besides `causal`, `token_mask` and `cache`. "attention" does not include
-    # the output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
+    # The fields of a Context that this part needs besides `causal`, `token_mask` and `cache`. "attention.mask" is only which
+    # tokens the attention lets see each other (`Context.visible_tokens`); it costs nothing. "attention" does not include the
+    # output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
     # Options whose meaning has changed, with a number for each meaning: comparisons do not mix results of two meanings.

@@ -83,6 +83,14 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class VisibleTokens:
+    """Which tokens may inform each other: what the attention just before an MoE layer allows, besides `Context.causal`."""
+
+    keys: int  # M: the last M tokens so far. Fewer than all if attention keeps the keys of a sliding window only
+    mask: Tensor | None = None  # as in `Attention`
+
+
+@dataclass(frozen=True)
 class Previous:
     """The inputs of the previous MoE layer's router, and the routing it returned."""
 
@@ -150,6 +158,14 @@ class Context:
     cache: RouterCache | None = None  # the rows of earlier tokens while decoding
     token_ids: Tensor | None = None  # (B,N), for hash and distilled routers
     modality: Tensor | None = None  # (B,N) int64, the modality of each token, for routers with a score for each
+    visible: VisibleTokens | None = None  # for parts that read "attention.mask"; None: `attention` has it, or all tokens
+
+    @property
+    def visible_tokens(self) -> VisibleTokens | None:
+        """Which tokens may inform each other; None: all, or with `causal` all earlier ones."""
+        if self.visible is not None or self.attention is None:
+            return self.visible
+        return VisibleTokens(self.attention.key.shape[2], self.attention.mask)
 
     def real_tokens(self, tokens: Tensor) -> Tensor:
         """Return (B,N) bool: which of `tokens (B,N,d)` are real. Without a mask, all are."""

@@ -148,7 +148,7 @@ class Registry:
         Raise ValueError if an option is unknown, or if it is given both in brackets and in `options`.
         """
         names, bracketed = split_options(written)
-        name, given = "+".join(names), dict(options or {})
+        name, given = "+".join(names), {option_name(option): value for option, value in (options or {}).items()}
         known, kinds = sorted({"k", *self.options(name)}), {**self._kinds(name), "k": int}
         for option in (*bracketed, *given):
             if option not in known:
@@ -175,8 +175,8 @@ class Registry:
 
     def _kinds(self, name: str) -> dict[str, Any]:
         """Return the type of each option of the router `name`."""
-        constructors = [get_type_hints(part.__init__) for part in self.part_classes(name)]
-        return {option: kind for hints in (get_type_hints(create_noise), *constructors) for option, kind in hints.items()}
+        hints = [get_type_hints(create_noise), *(get_type_hints(part.__init__) for part in self.part_classes(name))]
+        return {option_name(parameter): kind for owner in hints for parameter, kind in owner.items()}
 
     def build(
         self,
@@ -248,11 +248,11 @@ def _last_stage(preset: Preset) -> int:
 
 def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
     """Return the part, built with those of the values that its constructor takes."""
-    parameters = inspect.signature(part).parameters
-    for parameter in parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in values:
-            raise ValueError(f"router {name!r} needs the option {parameter.name}.")
-    return part(**{key: value for key, value in values.items() if key in parameters})
+    parameters = {option_name(key): parameter for key, parameter in inspect.signature(part).parameters.items()}
+    for option, parameter in parameters.items():
+        if parameter.default is parameter.empty and option not in values:
+            raise ValueError(f"router {name!r} needs the option {option}.")
+    return part(**{parameter.name: values[option] for option, parameter in parameters.items() if option in values})
 
 
 def _merged_parts(presets: list[Preset]) -> dict[str, type[Part] | str]:
@@ -285,7 +285,15 @@ def _load(part: type[Part] | str) -> type[Part]:
 
 
 def _options(part: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(part).parameters if name not in GIVEN]
+    return [option_name(name) for name in inspect.signature(part).parameters if name not in GIVEN]
+
+
+def option_name(parameter: str) -> str:
+    """Return the option that a constructor's parameter is for. The parameter of `from`, a Python keyword, is `from_`.
+
+    So the option is written `similarity[from=confident]`, and in Python `create_router("similarity", from_="confident")`.
+    """
+    return parameter.removesuffix("_")
 
 
 # The grammar of router names.
@@ -338,7 +346,7 @@ def split_options(written: str) -> tuple[list[str], dict[str, Any]]:
         names.append("" if found is None else found["name"].strip())
         for pair in filter(None, map(str.strip, ((found and found["options"]) or "").split(","))):
             key, sign, value = pair.partition("=")
-            key = key.strip()
+            key = option_name(key.strip())
             if not sign or not key:
                 raise ValueError(f"{pair!r} in {written!r} is not an option: write option=value.")
             if key in options:
@@ -386,7 +394,9 @@ def check_value(kind: Any, value: Any, what: str) -> Any:
             value = float(value)
     if not any(_fits(each, value) for each in kinds):
         raise ValueError(f"{what} is {value!r}, not {' or '.join(map(_type_name, kinds))}.")
-    return float(value) if _without_limits(kind) is float else value
+    plain = [_without_limits(each) for each in kinds]
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_whole and float in plain and int not in plain else value
 
 
 def _without_limits(kind: Any) -> Any:

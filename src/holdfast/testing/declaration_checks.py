@@ -316,9 +316,8 @@ def _mix(query: Shape, key: Shape, value: Shape, second: Shape | None, *_: Any, 
     return 2 * prod(query[:2]) * key[1] * (query[2] + _width(second) + value[2])
 
 
-def _mix_backward(
-    grad: Shape, out: Shape, total: Shape, query: Shape, key: Shape, value: Shape, second: Shape | None, *_: Any, **__: Any
-) -> int:
+def _mix_backward(grad: Shape, grad_total: Shape | None, out: Shape, log_total: Shape, *operands: Any, **_: Any) -> int:
+    query, key, value, second = operands[:4]
     return 2 * prod(query[:2]) * key[1] * (3 * (query[2] + _width(second)) + 2 * value[2])
 
 

@@ -66,7 +66,8 @@ def _entropies(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | N
     for head in range(heads):  # one at a time: a mask expanded to all heads would be a copy of N x N for each
         own, shared = query[:, head], key[:, head * key_heads // heads]
         part = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
-        terms = score_terms(own, shared, None, None, None, real, expanded_mask(part, own, shared), causal, scale, 0.0)
+        part = expanded_mask(part, own, shared)
+        terms = score_terms(own, shared, None, None, None, real, part, None, None, causal, scale, 0.0)
         with ieee_float32():
             for rows, columns in query_blocks(own, shared, causal):
                 scores = terms.scores(rows, columns)

@@ -3,14 +3,15 @@
     G groups (sequences), N queries, M keys; the queries are at the last N of the M positions
     weight_ij is proportional to exp(scale q_i.k_j + bias_ij) over the allowed j;  out_i = sum_j weight_ij v_j
 
-A key j is allowed for query i if all of these are true: j is not after i (only with `causal`), `real[j]` (if given), and
-`mask[i, j]` (if it is bool). A mask of numbers is added to the scores. The output of a query without allowed keys is 0.
+A key j is allowed for query i if all of these are true: j is not after i (only with `causal`), `real[j]` (if given),
+`mask[i, j]` (if it is bool), and `levels.key[j] <= levels.query[i]` (if given). A mask of numbers is added to the scores.
+The output of a query without allowed keys is 0.
 
 Products of tokens with entries of 1e19 and more overflow float32. On a CPU such operands are mixed in float64. On a GPU a
 check for them would wait for the device, so the result is NaN, which a router in training reports.
 
-On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py). On other devices, PyTorch computes block by
-block (blocks.py).
+On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py). On other devices, and with levels, PyTorch
+computes block by block (blocks.py).
 """
 
 import functools
@@ -42,6 +43,13 @@ class SecondProduct(NamedTuple):
     scale: float
 
 
+class Levels(NamedTuple):
+    """A query may attend only to keys whose level is not above its own. There is no gradient through levels."""
+
+    query: Tensor  # (G,N)
+    key: Tensor  # (G,M)
+
+
 def softmax_mix(
     query: Tensor,  # (G,N,m)
     key: Tensor,  # (G,M,m)
@@ -53,36 +61,67 @@ def softmax_mix(
     mask: Tensor | None = None,  # (G,N,M), or 1 in place of G or N
     second: SecondProduct | None = None,
     bias: Tensor | None = None,  # (G,M), added to the scores of a key
+    levels: Levels | None = None,
     coarse: bool = False,
 ) -> Tensor:
-    """Return out (G,N,n), float32, differentiable in all operands except `mask`.
+    """Return out (G,N,n), float32, differentiable in all operands except `mask` and `levels`.
 
     If keys equal queries, pass the same object as both: this saves work. With `coarse`, the caller rounds the gradients of
     queries and keys to bfloat16, so they are computed with that accuracy only.
     """
+    operands = (query, key, value, second, bias, real, mask, levels)
+    out: Tensor = _mix(_SoftmaxMix, *operands, causal=causal, scale=scale, coarse=coarse)[0]
+    return out
+
+
+def softmax_mix_with_total(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    real: Tensor | None = None,
+    mask: Tensor | None = None,
+    second: SecondProduct | None = None,
+    bias: Tensor | None = None,
+    levels: Levels | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return out (G,N,n) and log_total (G,N), the logarithm of each query's sum of exp(score), both differentiable.
+
+    log_total is -inf for a query without allowed keys. The arguments are those of `softmax_mix`.
+    """
+    operands = (query, key, value, second, bias, real, mask, levels)
+    out, log_total = _mix(_SoftmaxMixWithTotal, *operands, causal=causal, scale=scale, coarse=False)
+    return out, log_total
+
+
+def _mix(
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    second: SecondProduct | None,
+    bias: Tensor | None,
+    real: Tensor | None,
+    mask: Tensor | None,
+    levels: Levels | None,
+    *,
+    causal: bool,
+    scale: float,
+    coarse: bool,
+) -> tuple[Tensor, ...]:
+    """Apply `function`, one of the two autograd functions below; return its outputs as a tuple."""
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
+    query_level, key_level = (None, None) if levels is None else levels
+    limits = (real, expanded_mask(mask, query, key), query_level, key_level)
     if is_exporting():
-        terms = score_terms(
-            query, key, other_query, other_key, bias, real, expanded_mask(mask, query, key), causal, scale, other_scale
-        )
+        terms = score_terms(query, key, other_query, other_key, bias, *limits, causal, scale, other_scale)
         return mix_at_once(terms, only_real(value, real))
     own_key = None if key is query else key
-    out: Tensor = _SoftmaxMix.apply(  # type: ignore[no-untyped-call]
-        query,
-        own_key,
-        value,
-        other_query,
-        other_key,
-        bias,
-        real,
-        expanded_mask(mask, query, key),
-        causal,
-        scale,
-        other_scale,
-        coarse,
-    )
-    return out
+    found = function.apply(query, own_key, value, other_query, other_key, bias, *limits, causal, scale, other_scale, coarse)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None) -> bool:
@@ -99,51 +138,85 @@ def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:
     return [part.new_empty(0) if at == VALUE_FP16_PARTS else part for at, part in enumerate(parts)]
 
 
+# The arguments of the autograd functions: operands (query to bias), limits (real, mask, levels of queries and of keys) and
+# options (causal, scale, second_scale, coarse). `key=None` means that keys equal queries.
+OPERANDS, LIMITS, OPTIONS = 6, 4, 4
+
+
 class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, query, key, value, second_query, second_key, bias, real, mask, causal, scale, second_scale, coarse
-    ):
-        """`key=None` means that keys equal queries."""
-        ctx.how = (key is None, causal, scale, second_scale)
-        needs = ctx.needs_input_grad[:6]
-        ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
-        key = query if key is None else key
-        parts = _mix_parts(query, key, value, second_query, second_key, real, ctx.how[0], ctx.wants)
-        inputs = (query, key, value, second_query, second_key, bias, real, mask)
-        out, log_total = _softmax_mix(*inputs, parts, *ctx.how)
-        ctx.save_for_backward(out, log_total, *inputs, *parts_for_backward(parts))
-        return out
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        return _mix_forward(ctx, *arguments)[0]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        saved = ctx.saved_tensors  # read only once: activation checkpointing raises an error for a second read
-        if is_differentiated():
-            reference = functools.partial(_mix_reference, *saved[8:10], *ctx.how)
-            return *differentiable_gradients(reference, saved[2:8], ctx.needs_input_grad[:6], grad), *(None,) * 6
-        grads = _softmax_mix_backward(grad.contiguous(), *saved[:10], list(saved[10:]), *ctx.how, ctx.wants)
-        needs = ctx.needs_input_grad[:6]
-        return (*(found if need else None for found, need in zip(grads, needs, strict=True)), *(None,) * 6)
+        return _mix_gradients(ctx, grad, None)
+
+
+class _SoftmaxMixWithTotal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        return _mix_forward(ctx, *arguments)
+
+    @staticmethod
+    def backward(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
+        return _mix_gradients(ctx, grad, grad_total)
+
+
+def _mix_forward(ctx, query, key, value, second_query, second_key, bias, *rest):  # type: ignore[no-untyped-def]
+    """Return out and log_total; save what the backward reads."""
+    limits, (*settings, coarse) = rest[:LIMITS], rest[LIMITS:]
+    ctx.how = (key is None, *settings)
+    needs = ctx.needs_input_grad[:OPERANDS]
+    ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
+    key = query if key is None else key
+    rows = (query, key, value, second_query, second_key)
+    # The kernels do not read levels: without parts, the mixing runs in blocks.
+    parts = _mix_parts(*rows, limits[0], ctx.how[0], ctx.wants) if limits[2] is None else []
+    inputs = (*rows, bias, *limits)
+    out, log_total = _softmax_mix(*inputs, parts, *ctx.how)
+    ctx.save_for_backward(out, log_total, *inputs, *parts_for_backward(parts))
+    return out, log_total
+
+
+def _mix_gradients(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors  # read only once: activation checkpointing raises an error for a second read
+    (out, log_total), inputs, parts = saved[:2], saved[2 : 2 + OPERANDS + LIMITS], list(saved[2 + OPERANDS + LIMITS :])
+    needs = ctx.needs_input_grad[:OPERANDS]
+    rest = (None,) * (LIMITS + OPTIONS)
+    if is_differentiated():
+        fixed: list[Any] = [*inputs[OPERANDS:], *ctx.how, grad_total is not None]
+        reference = functools.partial(_mix_reference, *fixed)
+        grads = (grad,) if grad_total is None else (grad, grad_total)
+        return *differentiable_gradients(reference, inputs[:OPERANDS], needs, grads), *rest
+    grad_total = None if grad_total is None else grad_total.contiguous()
+    found = _softmax_mix_backward(grad.contiguous(), grad_total, out, log_total, *inputs, parts, *ctx.how, ctx.wants)
+    return *(each if need else None for each, need in zip(found, needs, strict=True)), *rest
 
 
 def _mix_reference(
     real: Tensor | None,
     mask: Tensor | None,
+    query_level: Tensor | None,
+    key_level: Tensor | None,
     shared: bool,
     causal: bool,
     scale: float,
     second_scale: float,
+    with_total: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     second_query: Tensor | None,
     second_key: Tensor | None,
     bias: Tensor | None,
-) -> Tensor:
-    """Return what `_SoftmaxMix` returns, in operations that autograd can differentiate; `shared`: keys equal queries."""
+) -> tuple[Tensor, ...]:
+    """Return what the two functions return, in operations that autograd can differentiate; `shared`: keys equal queries."""
     key = query if shared else key
-    terms = score_terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
-    return mix_at_once(terms, only_real(value, real))
+    limits = (real, mask, query_level, key_level)
+    terms = score_terms(query, key, second_query, second_key, bias, *limits, causal, scale, second_scale)
+    found = mix_at_once(terms, only_real(value, real))
+    return found if with_total else found[:1]
 
 
 def _mix_parts_on_any_device(
@@ -189,6 +262,8 @@ def _softmax_mix_on_any_device(
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    query_level: Tensor | None,
+    key_level: Tensor | None,
     parts: list[Tensor],
     shared: bool,
     causal: bool,
@@ -202,7 +277,8 @@ def _softmax_mix_on_any_device(
         rows = launch.Rows(query, query if shared else key, value, second_query, second_key)
         with on_device_of(query):
             return launch.mix(rows, bias, real, mask, parts, causal, scale, second_scale)
-    terms = score_terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    limits = (real, mask, query_level, key_level)
+    terms = score_terms(query, key, second_query, second_key, bias, *limits, causal, scale, second_scale)
     return mix_in_blocks(terms, only_real(value, real))
 
 
@@ -211,7 +287,7 @@ def _softmax_mix_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     return query.new_empty(*shape, value.shape[2], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
 
 
-_BIAS_MASKS_AND_PARTS = "Tensor? bias, Tensor? real, Tensor? mask, Tensor[] parts"
+_BIAS_MASKS_AND_PARTS = "Tensor? bias, Tensor? real, Tensor? mask, Tensor? query_level, Tensor? key_level, Tensor[] parts"
 _softmax_mix = operator(
     f"softmax_mix({_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}) -> (Tensor, Tensor)",
     _softmax_mix_on_any_device,
@@ -222,6 +298,7 @@ _softmax_mix = operator(
 
 def _softmax_mix_backward_on_any_device(
     grad: Tensor,
+    grad_total: Tensor | None,
     out: Tensor,
     log_total: Tensor,
     query: Tensor,
@@ -232,6 +309,8 @@ def _softmax_mix_backward_on_any_device(
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    query_level: Tensor | None,
+    key_level: Tensor | None,
     parts: list[Tensor],
     shared: bool,
     causal: bool,
@@ -249,14 +328,16 @@ def _softmax_mix_backward_on_any_device(
         rows = launch.Rows(query, query if shared else key, value, second_query, second_key)
         settings = (bias, real, mask, parts, causal, scale, second_scale)
         with on_device_of(query):
-            grads = launch.mix_backward(grad, out, log_total, rows, *settings, wants=launch.WantedGradients(*wants))
+            wanted = launch.WantedGradients(*wants)
+            grads = launch.mix_backward(grad, out, log_total, rows, *settings, wants=wanted, grad_total=grad_total)
     else:
-        terms = score_terms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
-        grads = mix_in_blocks_backward(grad, out, log_total, terms, only_real(value, real), shared)
-    wanted = _operands_with_gradient((query, key, value, second_query, second_key, bias), shared, wants)
+        limits = (real, mask, query_level, key_level)
+        terms = score_terms(query, key, second_query, second_key, bias, *limits, causal, scale, second_scale)
+        grads = mix_in_blocks_backward(grad, grad_total, out, log_total, terms, only_real(value, real), shared)
+    operands = _operands_with_gradient((query, key, value, second_query, second_key, bias), shared, wants)
     return [
         grad.new_empty(0) if operand is None or found is None else found.to(operand.dtype)
-        for operand, found in zip(wanted, grads, strict=True)
+        for operand, found in zip(operands, grads, strict=True)
     ]
 
 
@@ -266,14 +347,17 @@ def _operands_with_gradient(operands: tuple[Tensor | None, ...], shared: bool, w
     return [operand if want else None for operand, want in zip(operands, each, strict=True)]
 
 
-def _softmax_mix_backward_fake(grad: Tensor, out: Tensor, log_total: Tensor, *rest: Any) -> list[Tensor]:
-    wanted = _operands_with_gradient(rest[:6], rest[9], rest[-1])
+def _softmax_mix_backward_fake(
+    grad: Tensor, grad_total: Tensor | None, out: Tensor, log_total: Tensor, *rest: Any
+) -> list[Tensor]:
+    shared = rest[OPERANDS + LIMITS + 1]  # after the parts
+    wanted = _operands_with_gradient(rest[:OPERANDS], shared, rest[-1])
     return [grad.new_empty(0) if operand is None else operand.new_empty(operand.shape) for operand in wanted]
 
 
 _softmax_mix_backward = operator(
-    f"softmax_mix_backward(Tensor grad, Tensor out, Tensor log_total, {_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}, "
-    "bool[] wants) -> Tensor[]",
+    "softmax_mix_backward(Tensor grad, Tensor? grad_total, Tensor out, Tensor log_total, "
+    f"{_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}, bool[] wants) -> Tensor[]",
     _softmax_mix_backward_on_any_device,
     _softmax_mix_backward_fake,
     devices=EVERYWHERE,

@@ -18,12 +18,16 @@ FEWEST_ROWS = 16  # queries in a block, however many keys there are
 SAMPLED_BLOCK = 64  # neighbouring queries in a block, where only some blocks are looked at
 
 
-def mix_at_once(terms: "ScoreTerms", value: Tensor) -> Tensor:
-    """Return the mixture with all scores held at a time: for autograd to differentiate, and for exported programs."""
+def mix_at_once(terms: "ScoreTerms", value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `mix_in_blocks` returns, with all scores held at a time: for autograd to differentiate, and for exported
+    programs."""
     scores = terms.all_scores()
-    weights = (scores - finite_or_zero(scores.detach().amax(-1, keepdim=True))).exp()
-    mixed = terms.product(weights, value) / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    return mixed.float()
+    highest = finite_or_zero(scores.detach().amax(-1, keepdim=True))
+    weights = (scores - highest).exp()
+    total = weights.sum(-1, keepdim=True)
+    divisor = total.clamp_min(torch.finfo(torch.float32).tiny)  # the logarithm of 0 would have a gradient of NaN
+    log_total = (highest + divisor.log()).where(total > 0, -torch.inf)
+    return (terms.product(weights, value) / divisor).float(), log_total.squeeze(-1).float()
 
 
 def expanded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -57,6 +61,8 @@ class ScoreTerms(NamedTuple):
     bias: Tensor | None
     real: Tensor | None
     mask: Tensor | None
+    query_level: Tensor | None  # (G,N)
+    key_level: Tensor | None  # (G,M)
     causal: bool
     scale: float
     second_scale: float
@@ -94,6 +100,8 @@ class ScoreTerms(NamedTuple):
             scores = scores.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else scores.add_(part)
         if self.real is not None:
             scores.masked_fill_(~self.real[:, None, columns], -torch.inf)
+        if self.query_level is not None and self.key_level is not None:
+            scores.masked_fill_(self.key_level[:, None, columns] > self.query_level[:, rows, None], -torch.inf)
         if self.causal:
             offset = self.key.shape[1] - self.query.shape[1]
             position = torch.arange(rows.start, rows.stop, device=scores.device) + offset
@@ -110,6 +118,8 @@ def score_terms(
     bias: Tensor | None,
     real: Tensor | None,
     mask: Tensor | None,
+    query_level: Tensor | None,
+    key_level: Tensor | None,
     causal: bool,
     scale: float,
     second_scale: float,
@@ -123,7 +133,8 @@ def score_terms(
         second_query, second_key, bias = (
             None if operand is None else operand.double() for operand in (second_query, second_key, bias)
         )
-    return ScoreTerms(query, key, second_query, second_key, bias, real, mask, causal, scale, second_scale)
+    levels = (query_level, key_level)
+    return ScoreTerms(query, key, second_query, second_key, bias, real, mask, *levels, causal, scale, second_scale)
 
 
 def _overflows(query: Tensor | None, key: Tensor | None, scale: float) -> bool:
@@ -175,11 +186,18 @@ def mix_in_blocks(terms: ScoreTerms, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix_in_blocks_backward(
-    grad: Tensor, out: Tensor, log_total: Tensor, terms: ScoreTerms, value: Tensor, shared: bool
+    grad: Tensor,
+    grad_total: Tensor | None,
+    out: Tensor,
+    log_total: Tensor,
+    terms: ScoreTerms,
+    value: Tensor,
+    shared: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, second query, second key and bias; None where there is no operand.
 
-    With `shared`, keys are the queries, and their gradient is added to that of the queries.
+    `grad` and `grad_total` are the gradients of `out` and `log_total`. The gradient of a score is weight_ij (grad_i . v_j -
+    grad_i . out_i + grad_total_i). With `shared`, keys are the queries, and their gradient is added to that of the queries.
     """
     query, key, second_query, second_key, bias = terms[:5]
     grad, value = grad.to(query.dtype), value.to(query.dtype)
@@ -189,6 +207,7 @@ def mix_in_blocks_backward(
     grad_second_key = None if second_key is None else torch.zeros_like(second_key)
     grad_bias = None if bias is None else torch.zeros_like(bias)
     centre = (grad * out).sum(-1, keepdim=True)
+    centre = centre if grad_total is None else centre - grad_total.unsqueeze(-1)
     log_total = finite_or_zero(log_total).unsqueeze(-1)
     with ieee_float32():
         for rows, columns in query_blocks(query, key, terms.causal):
@@ -200,7 +219,10 @@ def mix_in_blocks_backward(
             grad_value[:, columns] += torch.bmm(weights.transpose(1, 2), grad[:, rows])
             slopes = torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2))
             # Huge keys would magnify the rounding error of a difference that is 0: there both sides are computed in float64.
-            middle = (slopes * weights).sum(-1, keepdim=True) if terms.wide else centre[:, rows]
+            middle = centre[:, rows]
+            if terms.wide:
+                middle = (slopes * weights).sum(-1, keepdim=True)
+                middle = middle if grad_total is None else middle - grad_total[:, rows, None]
             slopes = slopes.sub_(middle).mul_(weights)
             if grad_bias is not None:
                 grad_bias[:, columns] += slopes.sum(1)

@@ -275,16 +275,19 @@ def mix_backward(
     second_scale: float,
     *,
     wants: WantedGradients,
+    grad_total: Tensor | None = None,
     types: PartTypes = NATIVE,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, second query, second key and bias; None where not wanted.
 
-    Where the key is the query, its gradient is added to the query's.
+    `grad_total` is the gradient of `log_total`; None is 0. Where the key is the query, its gradient is added to the query's.
     """
     common = _arguments(rows, bias, real, mask, parts, causal, types)
     query, key, value, second_query, second_key = rows
     (groups, queries, width), keys = query.shape, key.shape[1]
     grad_parts, centre = split_rows(grad, bf16=2, other=out if wants.query or wants.key else None, types=types)
+    if grad_total is not None and (wants.query or wants.key):
+        centre = centre - grad_total.reshape(centre.shape)  # see `blocks.mix_in_blocks_backward`
     grads = bf16_operand(grad_parts, grad)
     values = bf16_operand(common.value, value) if wants.query or wants.key else grads
     operands = (*common.operands, values, grads)
