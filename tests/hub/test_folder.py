@@ -789,3 +789,19 @@ def test_a_single_tower_of_a_changed_model_is_not_made_up(tmp_path: Path) -> Non
     for tower in (transformers.SiglipTextModel, transformers.SiglipVisionModel):
         with pytest.raises(Exception, match=r"holdfast\.load"):
             tower.from_pretrained(tmp_path / "saved")
+
+
+def test_a_folder_of_format_2_keeps_the_meaning_of_similarity(tmp_path: Path) -> None:
+    """Up to format 2, `similarity` compared the output of attention, with tau=1."""
+    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="similarity", of="attention", tau=1.0)
+    expected, folder = said(model, "llama"), holdfast.save(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    description = config["model_config"]["holdfast"]
+    description["format"] = 2
+    for spec in description["layers"].values():
+        spec["options"] = {}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_manifest(folder)
+    loaded = holdfast.load(folder)
+    assert torch.equal(said(loaded, "llama"), expected)
+    assert not torch.equal(said(holdfast.reroute(loaded, "similarity"), "llama"), expected)

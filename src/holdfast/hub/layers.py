@@ -38,7 +38,7 @@ from holdfast.routing.selection import Rule, Softmax
 from holdfast.version import VERSION
 
 # In format 1, layers have the names of the saved class; since format 2, those of its base model. Up to format 2 the option
-# `skip` of `ac` also counted the first MoE layer, which is never clustered.
+# `skip` of `ac` also counted the first MoE layer, which is never clustered, and `similarity` was of=attention, tau=1.
 FORMAT = 3
 READABLE = (1, 2, FORMAT)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the config's names for the number of experts
@@ -122,11 +122,13 @@ def read_specs(description: Any) -> dict[str, LayerSpec]:
 
 
 def _with_present_options(spec: LayerSpec) -> LayerSpec:
-    """Return the spec of an earlier format with options as they are counted now."""
-    skip = spec.options.get("skip")
-    if "ac" not in spec.router.split("+") or type(skip) is not int:
-        return spec
-    return replace(spec, options={**spec.options, "skip": max(skip - 1, 0)})
+    """Return the spec of an earlier format with options that mean the same now."""
+    names, options = spec.router.split("+"), dict(spec.options)
+    if "ac" in names and type(options.get("skip")) is int:
+        options["skip"] = max(options["skip"] - 1, 0)
+    if "similarity" in names:
+        options = {"of": "attention", "tau": 1.0, **options}
+    return replace(spec, options=options)
 
 
 def _read_layer(name: str, values: Any) -> LayerSpec:

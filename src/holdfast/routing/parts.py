@@ -69,6 +69,7 @@ class Part(nn.Module, ABC):
     reads: tuple[str, ...] = ()
     # Options whose meaning has changed, with a number for each meaning: comparisons do not mix results of two meanings.
     option_versions: ClassVar[Mapping[str, int]] = {}
+    definition: ClassVar[int] = 1  # raised when the defaults of a part come to mean something else
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
 
     @property

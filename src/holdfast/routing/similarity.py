@@ -32,6 +32,7 @@ class Similarity(TokenGraph):
     strength, from_     see `TokenGraph`
     """
 
+    definition = 2  # the first compared the attention's output, with tau=1
     reduce: nn.Parameter | None
     reduce_keys: nn.Parameter | None
 

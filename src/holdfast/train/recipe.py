@@ -239,13 +239,14 @@ class RouterChoice:
     def describe(self) -> dict[str, Any]:
         """Return the values that two results of the same router must share, and the checksums of its plugins if any.
 
-        Of options whose meaning has changed, the number of the meaning is included.
+        Of options and parts whose meaning has changed, the number of the meaning is included.
         """
         plugins = plugins_of(self.router)
         versions: dict[str, int] = {}
         for one in resolve_layers(self.router, None if has_layers(self.router) else self.options):
             for part in REGISTRY.part_classes(one.router):
                 versions |= {name: number for name, number in part.option_versions.items() if name in one.options}
+                versions |= {part.__name__: part.definition} if part.definition > 1 else {}
         described = {**asdict(self), **({"plugins": plugins} if plugins else {})}
         return {**described, **({"option_versions": versions} if versions else {})}
 
