@@ -19,6 +19,7 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.errors import unknown_name
@@ -169,7 +170,7 @@ class Sinkhorn(Selector, StatefulPart):
         return Selection(experts, self._amounts(scores).gather(-1, experts), scores.gates, {})
 
     def _amounts(self, scores: Scores) -> Tensor:
-        return torch.sigmoid(scores.logits) if self.k == 1 else scores.gates
+        return exact_sigmoid(scores.logits) if self.k == 1 else scores.gates
 
     def ranks(self, scores: Scores) -> Tensor:
         return self.levels(scores) if self.has_bias else scores.key
@@ -229,10 +230,10 @@ class Base(Selector):
             assigned = assigned.where(real.unsqueeze(-1), experts)
             chosen = torch.zeros_like(scores.gates, dtype=torch.bool).scatter(-1, assigned, True)
             experts, _ = best_of(chosen, scores.key, self.k)
-        return Selection(experts, torch.sigmoid(scores.logits).gather(-1, experts), scores.gates, {})
+        return Selection(experts, exact_sigmoid(scores.logits).gather(-1, experts), scores.gates, {})
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        return _held(torch.sigmoid(scores.logits), experts, live)
+        return _held(exact_sigmoid(scores.logits), experts, live)
 
     def conditions(self, scores: Scores) -> Conditions:
         return keep_best(scores.key, self.k, scores.compares)
@@ -267,6 +268,11 @@ def column_potentials(logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         potentials = torch.where(ended, potentials, potentials + change)
     potentials = potentials - potentials.mean()
     return potentials.where(count >= experts, 0.0), count
+
+
+def exact_sigmoid(logits: Tensor) -> Tensor:
+    """Return sigmoid(logits). Its gradient, unlike that of `torch.sigmoid`, has no rounding error of 1 - sigmoid."""
+    return F.logsigmoid(logits).exp()
 
 
 def best_of(chosen: Tensor, keys: Tensor, slots: int) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ class Capacity(Selector):
         preferences = self._preferences(live, requested, self.base.ranks(scores))
         chosen = self._limit(live.gates.detach(), preferences, requested, real)
         lost = requested.sum(-1) - chosen.sum(-1)
-        experts, weights = self._weigh(scores, live, preferences, chosen)
+        experts, weights = self._weigh(scores, live, chosen)
         same = (chosen == requested).all(-1, keepdim=True)
         dropped = lost if live.dropped is None else lost + live.dropped
         return live._replace(
@@ -175,11 +175,12 @@ class Capacity(Selector):
             kept = _assign(*rows, real.flatten(), self.factor, POLICIES.index(self.policy), by_position, over_ranks)
         return kept.view(requested.shape).where(real.unsqueeze(-1), requested)
 
-    def _weigh(self, scores: Scores, live: Selection, preferences: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _weigh(self, scores: Scores, live: Selection, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots (B,N,K) of the sets `chosen (B,N,E)` and their weights, best first."""
         if live.gates is not scores.gates:  # the wrapped selector has added noise
             scores = Scores.from_gates(live.gates, scores.raw)
-        experts, in_use = best_of(chosen, -preferences.float(), live.experts.shape[-1])
+        by_index = -torch.arange(self.experts, dtype=torch.float32, device=chosen.device).expand(chosen.shape)
+        experts, in_use = best_of(chosen, by_index, live.experts.shape[-1])
         experts = experts.where(in_use, self.experts)
         # A rule cannot weigh an empty set: it weighs the requested one, and the weights are 0 below.
         any_left = in_use.any(-1, keepdim=True)
