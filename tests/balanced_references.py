@@ -22,7 +22,7 @@ def ceil_share(slots: int, factor: float, experts: int) -> int:
 
 
 def best_assignment(scores: Tensor, k: int) -> Tensor:
-    """Return (T,E) bool: the assignment with the largest sum, k experts a token and at most ceil(T k / E) tokens an expert."""
+    """Return (T,E) bool: the assignment with the largest sum; k experts a token, at most ceil(T k / E) tokens an expert."""
     tokens, experts = scores.shape
     places = math.ceil(tokens * k / experts)
     if k == 1:
@@ -61,7 +61,7 @@ def potentials(read: Tensor, real: list[bool]) -> Tensor:
         return v
     for _ in range(50):
         plan = [torch.softmax(row + v, -1) for row in rows]
-        columns = torch.stack([sum(p[e] for p in plan) for e in range(experts)])
+        columns = torch.stack([torch.stack([p[e] for p in plan]).sum() for e in range(experts)])
         if max(abs(float(c) * experts / len(rows) - 1) for c in columns) <= 1e-3:
             break
         v = v + math.log(len(rows) / experts) - columns.log()

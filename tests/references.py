@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from balanced_references import batch_wide, limited
+from torch import Tensor, nn
 
 from holdfast.kernels.select import top_reference as top
 from holdfast.routing import (

@@ -75,14 +75,15 @@ class Routers:
         table = Table(
             title=f"{self.sequences} x {LENGTH} words of Python's documentation, weights untrained",
             caption="load std: standard deviation of the experts' shares of the tokens, 0 if even; dead: experts that no "
-            "token selected; flips: share of tokens whose selected set changes; worst: the largest share of a token's gate "
-            "weights that moves to other experts",
+            "token selected; dropped: share of the experts that tokens lose to a limit; flips: share of tokens whose "
+            "selected set changes; worst: the largest share of a token's gate weights that moves to other experts",
         )
         table.add_column("router", no_wrap=True)
         for column in (
             "experts per token",
             "load std %",
             "dead",
+            "dropped %",
             "flips by bf16 %",
             "worst, bf16 %",
             "flips by 1% noise %",
@@ -97,6 +98,7 @@ class Routers:
         """Route all batches with the router `name`, and return the cells of its row, measured on the last batch."""
         import torch
 
+        from holdfast.metrics import DroppedExperts
         from holdfast.routing.presets import REGISTRY
 
         torch.manual_seed(self.seed)
@@ -112,6 +114,8 @@ class Routers:
             routing, rounded, noisy = (
                 router(x, synthetic_context(x, self.experts)) for x in (tokens, tokens.bfloat16().float(), tokens + noise)
             )
+        dropped = DroppedExperts()
+        dropped.update(routing)
         share = routing.chosen.float().mean(0)
         shift = (routing.dense_weights - rounded.dense_weights).abs().sum(-1) / 2
         worst = (shift / routing.weights.sum(-1).clamp_min(1e-30)).amax()
@@ -123,6 +127,7 @@ class Routers:
             f"{routing.used.sum(-1).float().mean():.2f}",
             f"{100 * (share / share.sum()).std(correction=0):.2f}",
             f"{int((share == 0).sum())}",
+            f"{100 * dropped.result().share:.2f}" if dropped.tokens else "",
             flips(rounded),
             f"{100 * worst:.1f}",
             flips(noisy),

@@ -1,24 +1,25 @@
 """A balanced assignment of tokens to experts, by an auction on the device (BASE layers, Lewis et al. 2021).
 
-    maximise sum x_te s_te over x in {0,1}, with sum_e x_te = k for each token and sum_t x_te <= ceil(T k / E) for each expert
+    maximise sum x_te s_te over x in {0,1}, with sum_e x_te = k for each token, sum_t x_te <= ceil(T k / E) for each expert
 
-**The auction** (Bertsekas). Every expert e has a price p_e, and as many places as tokens may choose it. In a round, each token
-that lacks m of its k experts bids for the m experts with the largest s_te - p_e that it does not hold. It bids up to the point
-where the next best would be as good, plus eps: s_te - (the next best s - p) + eps. An expert keeps the highest bids; when all
-of its places are taken, its price is the lowest bid that it keeps. At the end each token's experts are, at these prices, within
-eps of its best ones. By duality the sum is then within T k eps of the largest possible sum.
+**The auction** (Bertsekas). Every expert e has a price p_e, and as many places as tokens may choose it. In a round, each
+token that lacks m of its k experts bids for the m experts with the largest s_te - p_e that it does not hold. It bids up to
+the point where the next best would be as good, plus eps: s_te - (the next best s - p) + eps. An expert keeps the highest
+bids; when all of its places are taken, its price is the lowest bid that it keeps. At the end each token's experts are, at
+these prices, within eps of its best ones. By duality the sum is then within T k eps of the largest possible sum.
 
 That proof needs every place taken. So E ceil(T k / E) - T k extra bidders, to which all experts are worth the same, take the
 places that are left. It then holds for any first prices, and eps is lowered in steps (`SCALING`), each of which starts with
 the prices of the step before; this avoids long price wars.
 
 **Precision.** eps is `PRECISION` times the range of the scores. Scores and prices are float64: in float32 a small raise of a
-large price would be lost, and the auction would not end. Every raise is at least eps and prices are bounded, so it always ends.
+large price would be lost, and the auction would not end. Every raise is at least eps and prices are bounded, so it always
+ends.
 
-**Cost.** A round sorts the bids, T E log T steps. The host reads once in `ROUNDS_PER_CHECK` rounds whether a bidder is left, which
-synchronises a GPU. More than `MOST_TOKENS` tokens are divided into groups of equal size by a fixed pseudo-random permutation,
-which bid separately but at the same time; then the optimum is that of each group, and each expert still gets at most
-ceil(T k / E) tokens in all.
+**Cost.** A round sorts the bids, T E log T steps. The host reads once in `ROUNDS_PER_CHECK` rounds whether a bidder is left,
+which synchronises a GPU. More than `MOST_TOKENS` tokens are divided into groups of equal size by a fixed pseudo-random
+permutation, which bid separately but at the same time; then the optimum is that of each group, and each expert still gets at
+most ceil(T k / E) tokens in all.
 
 n groups of G bidders, E experts
 """
@@ -139,7 +140,9 @@ def _round(bidders: _Bidders, bids: Tensor, prices: Tensor, eps: float) -> tuple
     experts = bids.shape[-1]
     held = bids > -torch.inf
     lacking = (bidders.wanted - held.sum(-1)).unsqueeze(-1)
-    gains, order = (bidders.scores - prices.unsqueeze(1)).masked_fill(held, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    gains, order = (
+        (bidders.scores - prices.unsqueeze(1)).masked_fill(held, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    )
     next_best = gains.gather(-1, lacking.clamp(max=experts - 1))
     is_first = torch.arange(experts, device=bids.device) < lacking
     bidding = torch.zeros_like(held).scatter(-1, order, is_first)

@@ -8,8 +8,9 @@ In training a token's experts depend on the other tokens of the batch, so these 
 batch-invariant, and perplexities in training cannot be compared with those of other routers. In evaluation they select by
 top-k, unless an option says otherwise. Padding takes no room: it is routed as in evaluation.
 
-**Several ranks.** `Sinkhorn` and `Base` balance the tokens of all ranks, `ExpertChoice` those of each rank. `Sinkhorn` sums E
-numbers over ranks in each of its `ITERATIONS`; `Base` gathers all scores on all ranks, and every rank runs the same auction.
+**Several ranks.** `Sinkhorn` and `Base` balance the tokens of all ranks, `ExpertChoice` those of each rank. `Sinkhorn` sums
+E numbers over ranks in each of its `ITERATIONS`; `Base` gathers all scores on all ranks, and every rank runs the same
+auction.
 
 T tokens of a batch, E experts, s logits (after an informer, the logarithms of its gates), g gates
 """
@@ -51,8 +52,8 @@ MEMORY = 0.9  # weight of the old value in the running mean of the potentials
 class ExpertChoice(Selector):
     """Each expert takes the c = min(T, ceil(factor T k / E)) tokens with the largest P[:, e], ties to the earlier token.
 
-    P is the gates divided by their sum, and the weight of an expert is P[t, e] (Zhou et al. 2022). A token may get any number
-    of experts; one that gets none is counted in `Routing.dropped`.
+    P is the gates divided by their sum, and the weight of an expert is P[t, e] (Zhou et al. 2022). A token may get any
+    number of experts; one that gets none is counted in `Routing.dropped`.
 
     factor      the mean number of experts of a token, over k
     evaluate    "top-k": each token takes its k best experts in evaluation, with the weights P; "same": experts choose among
@@ -61,9 +62,7 @@ class ExpertChoice(Selector):
 
     equal_loads = True
 
-    def __init__(
-        self, experts: int, k: int, *, factor: float = 1.0, evaluate: Literal["top-k", "same"] = "top-k"
-    ) -> None:
+    def __init__(self, experts: int, k: int, *, factor: float = 1.0, evaluate: Literal["top-k", "same"] = "top-k") -> None:
         super().__init__()
         check_k(k, experts)
         if not 0 < factor < math.inf:
@@ -104,7 +103,9 @@ class ExpertChoice(Selector):
 
     def conditions(self, scores: Scores) -> Conditions:
         if self.evaluate == "same":
-            raise NoCertificate("no certificate is known for ExpertChoice(evaluate='same'): other tokens change the selection")
+            raise NoCertificate(
+                "no certificate is known for ExpertChoice(evaluate='same'): other tokens change the selection"
+            )
         return keep_best(scores.key, self.k, scores.compares)
 
     def cost(self, sizes: LayerSizes) -> Cost:
@@ -155,7 +156,10 @@ class Sinkhorn(Selector, StatefulPart):
             return {}
         batch, enough = self.get_buffer("staged_potentials"), self.get_buffer("staged_tokens") >= self.experts
         mean = torch.where(is_set(self.seen), MEMORY * self.running + (1 - MEMORY) * batch, batch)
-        return {"running": mean.where(enough, self.running), "seen": torch.where(enough, torch.ones_like(self.seen), self.seen)}
+        return {
+            "running": mean.where(enough, self.running),
+            "seen": torch.where(enough, torch.ones_like(self.seen), self.seen),
+        }
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         if self.sees_batch:
@@ -185,7 +189,9 @@ class Sinkhorn(Selector, StatefulPart):
         if not self.has_bias:
             return keep_best(scores.key, self.k, scores.compares)
         if scores.informed:
-            raise NoCertificate("no certificate is known for Sinkhorn(bias='running') after an informer: it adds to log gates")
+            raise NoCertificate(
+                "no certificate is known for Sinkhorn(bias='running') after an informer: it adds to log gates"
+            )
         return keep_best(self.levels(scores), self.k, "logits", bias=self.running)
 
     def cost(self, sizes: LayerSizes) -> Cost:
@@ -202,8 +208,8 @@ class Sinkhorn(Selector, StatefulPart):
 class Base(Selector):
     """Assign k experts to each token so that sum s_te is the largest, with at most ceil(T k / E) tokens for each expert.
 
-    Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). The assignment is balanced exactly, and its sum is within
-    T k eps of the largest, eps 2^-12 of the range of s; `holdfast.routing.assignment` says how. In evaluation each token takes
+    Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). The assignment is balanced exactly, and its sum is within T k
+    eps of the largest, eps 2^-12 of the range of s; `holdfast.routing.assignment` says how. In evaluation each token takes
     its k best experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
     """
 
@@ -276,7 +282,7 @@ def exact_sigmoid(logits: Tensor) -> Tensor:
 
 
 def best_of(chosen: Tensor, keys: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Return the `slots` best experts (B,N,slots) of the sets `chosen (B,N,E)`, best first by `keys`, and which are chosen."""
+    """Return the `slots` best of the experts `chosen (B,N,E)`, best first by `keys (B,N,E)`, and which slots are in use."""
     experts = top(keys.detach().where(chosen, -torch.inf), slots)
     return experts, chosen.gather(-1, experts)
 

@@ -7,8 +7,8 @@ former: the limit would hide overload from them. The limit holds in training and
 the other tokens of the batch, also on later ones, so a causal model cannot generate with it.
 
 **Several ranks.** In training the limit is over the tokens of all ranks, so that two ranks route as one process with both
-batches does. Each rank sends the gates and the preferences of its tokens to all others, (2 E + 1) numbers per token, and the host
-waits for the device. In evaluation, where ranks may run different numbers of forwards, each rank limits its own tokens.
+batches does. Each rank sends the gates and the preferences of its tokens to all others, (2 E + 1) numbers per token, and the
+host waits for the device. In evaluation, where ranks may run different numbers of forwards, each rank limits its own tokens.
 
 T tokens, E experts, K slots per token, C places per expert
 """
@@ -49,8 +49,8 @@ class Capacity(Selector):
 
     factor      C over the mean number of tokens of an expert
     policy      what a token does that an expert has no place for. "drop": it goes without (Switch, GShard). "next": in
-                rounds, it asks its next best expert that has a place left; no token loses the place that it has. "reroute": it
-                asks its next best expert, and a better token takes the place of a worse one, which asks further (deferred
+                rounds, it asks its next best expert that has a place left; no token loses the place that it has. "reroute":
+                it asks its next best expert, and a better token takes the place of a worse one, which asks further (deferred
                 acceptance). What finds no place is dropped. An expert whose gate is 0 is never asked
     order       which tokens an expert prefers. "gate": those with the largest gates. "position": first choices before second
                 choices, and then in the order of the batch, as in Switch. Of equal tokens the earlier one comes first
@@ -203,7 +203,7 @@ def _priorities(gates: Tensor, preferences: Tensor, by_position: bool) -> Tensor
 
 
 def _keep_best(asking: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
-    """Return (T,E) bool: of the tokens that are `asking (T,E)`, those that each expert takes into its `places`, () or (E,)."""
+    """Return (T,E) bool: of the tokens that are `asking (T,E)`, those that each expert has `places`, () or (E,), for."""
     asking = asking.t()
     order = priorities.where(asking, LOWEST).argsort(dim=1, descending=True)
     is_first = torch.arange(order.shape[1], device=order.device) < places.reshape(-1, 1)

@@ -4,7 +4,7 @@ B sequences of N tokens, T = B*N tokens in all, width d, E experts, K slots per 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,14 @@ class Routing:
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> "Routing":
         """Return this record without losses, after `change` of every field with one row for each token."""
-        rows = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "losses"}
-        return Routing(**{name: None if value is None else change(value) for name, value in rows.items()})
+        return Routing(
+            change(self.logits),
+            change(self.gates),
+            change(self.experts),
+            change(self.weights),
+            requested=None if self.requested is None else change(self.requested),
+            dropped=None if self.dropped is None else change(self.dropped),
+        )
 
     @property
     def loss(self) -> Tensor:

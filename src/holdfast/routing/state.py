@@ -133,7 +133,8 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 def gather_over_ranks(rows: Tensor) -> tuple[Tensor, slice]:
     """Return the `rows (n, ...)` of all ranks, in the order of ranks, and which of them are this rank's.
 
-    Ranks may have different numbers of rows, so the host waits for the device, to read these numbers. Call it only in training.
+    Ranks may have different numbers of rows, so the host waits for the device, to read these numbers. Call it only in
+    training.
     """
     if not several_ranks():
         return rows, slice(0, len(rows))

@@ -159,8 +159,8 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
 def differing(first: Routing, second: Routing, *, weights_within: float = TOLERANCE) -> Tensor:
     """Return (T,) bool: the tokens whose routing differs by more than rounding.
 
-    Gates may differ by `TOLERANCE` and weights by `weights_within`. Sets may differ only in experts that are tied. If experts
-    are limited, the number of a token's experts must be the same.
+    Gates may differ by `TOLERANCE` and weights by `weights_within`. Sets may differ only in experts that are tied. If
+    experts are limited, the number of a token's experts must be the same.
     """
     apart = (first.gates - second.gates).abs().amax(-1) > TOLERANCE
     if first.dropped is not None:
