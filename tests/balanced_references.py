@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.kernels.select import top_reference as top
 from holdfast.routing import ReLU, Selector, TopK
-from holdfast.routing.balanced import Base, ExpertChoice, Sinkhorn
+from holdfast.routing.balanced import BaseAssignment, ExpertChoice, Sinkhorn
 from holdfast.routing.capacity import Capacity
 
 Chosen = tuple[list[int], list[Tensor]]  # the experts of one token and their weights
@@ -70,14 +70,14 @@ def potentials(read: Tensor, real: list[bool]) -> Tensor:
 
 def sets_of(select: Selector, keys: Tensor, gates: Tensor, read: Tensor, real: list[bool]) -> list[list[int]]:
     """Return the experts of each token."""
-    assert isinstance(select, ExpertChoice | Sinkhorn | Base)
+    assert isinstance(select, ExpertChoice | Sinkhorn | BaseAssignment)
     own: list[list[int]] = top(keys, select.k).tolist()
     if isinstance(select, ExpertChoice) and (select.training or select.evaluate == "same"):
         taken = expert_choice(select, keys, gates, read, real)
     elif isinstance(select, Sinkhorn) and (select.training or select.has_bias):
         v = potentials(read, real) if select.training else select.running
         return top(read + v, select.k).tolist()  # type: ignore[no-any-return]
-    elif isinstance(select, Base) and select.training:
+    elif isinstance(select, BaseAssignment) and select.training:
         tokens = [t for t, is_real in enumerate(real) if is_real]
         assigned = best_assignment(read.detach()[tokens], select.k)
         taken = [list[int]() for _ in real]
@@ -90,7 +90,7 @@ def sets_of(select: Selector, keys: Tensor, gates: Tensor, read: Tensor, real: l
 
 def weights_of(select: Any, experts: list[int], gates: Tensor, logits: Tensor) -> list[Tensor]:
     """Return the weights of any set of experts of one token."""
-    if isinstance(select, Base) or (isinstance(select, Sinkhorn) and select.k == 1):
+    if isinstance(select, BaseAssignment) or (isinstance(select, Sinkhorn) and select.k == 1):
         return [1 / (1 + torch.exp(-logits[e])) for e in experts]
     if isinstance(select, ExpertChoice):
         return [gates[e] / gates.sum().clamp_min(1e-38) for e in experts]

@@ -1,16 +1,16 @@
 """Selectors that balance the load of experts in training, by looking at all tokens of the batch.
 
-    ExpertChoice    each expert takes its best tokens
-    Sinkhorn        top-k of logits plus a number for each expert, under which soft loads are equal
-    Base            the best assignment in which every expert has equally many tokens
+    ExpertChoice      each expert takes its best tokens
+    Sinkhorn          top-k of logits plus a number for each expert, under which soft loads are equal
+    BaseAssignment    the best assignment in which every expert has equally many tokens
 
 In training a token's experts depend on the other tokens of the batch, so these selectors are then neither causal nor
 batch-invariant, and perplexities in training cannot be compared with those of other routers. In evaluation they select by
 top-k, unless an option says otherwise. Padding takes no room: it is routed as in evaluation.
 
-**Several ranks.** `Sinkhorn` and `Base` balance the tokens of all ranks, `ExpertChoice` those of each rank. `Sinkhorn` sums
-E numbers over ranks in each of its `ITERATIONS`; `Base` gathers all scores on all ranks, and every rank runs the same
-auction.
+**Several ranks.** `Sinkhorn` and `BaseAssignment` balance the tokens of all ranks, `ExpertChoice` those of each rank.
+`Sinkhorn` sums E numbers over ranks in each of its `ITERATIONS`; `BaseAssignment` gathers all scores on all ranks, and every
+rank runs the same auction.
 
 T tokens of a batch, E experts, s logits (after an informer, the logarithms of its gates), g gates
 """
@@ -205,7 +205,7 @@ class Sinkhorn(Selector, StatefulPart):
         return {"potentials": self.running} if self.has_bias else {}
 
 
-class Base(Selector):
+class BaseAssignment(Selector):
     """Assign k experts to each token so that sum s_te is the largest, with at most ceil(T k / E) tokens for each expert.
 
     Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). The assignment is balanced exactly, and its sum is within T k

@@ -109,7 +109,7 @@ for _preset in (
         "base",
         "an auction assigns equally many tokens to every expert in training",
         "BASE layers, Lewis et al. 2021",
-        {"select": "holdfast.routing.balanced:Base"},
+        {"select": "holdfast.routing.balanced:BaseAssignment"},
         {"k": 1},
         family="balanced",
     ),
