@@ -12,6 +12,11 @@ from holdfast.routing import assignment
 from holdfast.routing.assignment import PRECISION, assign_balanced, auction
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def check_balanced(chosen: Tensor, k: int) -> None:
     tokens, experts = chosen.shape
     assert bool((chosen.sum(1) == k).all())
