@@ -75,18 +75,18 @@ class Routers:
         table = Table(
             title=f"{self.sequences} x {LENGTH} words of Python's documentation, weights untrained",
             caption="load std: standard deviation of the experts' shares of the tokens, 0 if even; dead: experts that no "
-            "token selected; dropped: share of the experts that tokens lose to a limit; flips: share of tokens whose "
-            "selected set changes; worst: the largest share of a token's gate weights that moves to other experts",
+            "token selected; flips: share of tokens whose selected set changes; worst: the largest share of a token's gate "
+            "weights that moves to other experts; dropped: share of the experts that tokens lose to a limit",
         )
         table.add_column("router", no_wrap=True)
         for column in (
             "experts per token",
             "load std %",
             "dead",
-            "dropped %",
             "flips by bf16 %",
             "worst, bf16 %",
             "flips by 1% noise %",
+            "dropped %",
         ):
             table.add_column(column, justify="right")
         names, hidden = list(self.names or list_routers()), not sys.stderr.isatty()
@@ -127,10 +127,10 @@ class Routers:
             f"{routing.used.sum(-1).float().mean():.2f}",
             f"{100 * (share / share.sum()).std(correction=0):.2f}",
             f"{int((share == 0).sum())}",
-            f"{100 * dropped.result().share:.2f}" if dropped.tokens else "",
             flips(rounded),
             f"{100 * worst:.1f}",
             flips(noisy),
+            f"{100 * dropped.result().share:.2f}" if dropped.tokens else "",
         ]
 
 
