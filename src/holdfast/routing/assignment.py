@@ -6,7 +6,7 @@
 token that lacks m of its k experts bids for the m experts with the largest s_te - p_e that it does not hold. It bids up to
 the point where the next best would be as good, plus eps: s_te - (the next best s - p) + eps. An expert keeps the highest
 bids; when all of its places are taken, its price is the lowest bid that it keeps. At the end each token's experts are, at
-these prices, within eps of its best ones. By duality the sum is then within T k eps of the largest possible sum.
+these prices, within eps of its best ones. By duality the sum is then within (T k + E) eps of the largest possible sum.
 
 That proof needs every place taken. So E ceil(T k / E) - T k extra bidders, to which all experts are worth the same, take the
 places that are left. It then holds for any first prices, and eps is lowered in steps (`SCALING`), each of which starts with
@@ -16,10 +16,10 @@ the prices of the step before; this avoids long price wars.
 large price would be lost, and the auction would not end. Every raise is at least eps and prices are bounded, so it always
 ends.
 
-**Cost.** A round sorts the bids, T E log T steps. The host reads once in `ROUNDS_PER_CHECK` rounds whether a bidder is left,
-which synchronises a GPU. More than `MOST_TOKENS` tokens are divided into groups of equal size by a fixed pseudo-random
-permutation, which bid separately but at the same time; then the optimum is that of each group, and each expert still gets at
-most ceil(T k / E) tokens in all.
+**Cost.** A round finds the highest bids of each expert among T. The host reads once in `ROUNDS_PER_CHECK` rounds whether a
+bidder is left, which synchronises a GPU. More than `MOST_TOKENS` tokens are divided into groups of equal size by a fixed
+pseudo-random permutation, which bid separately but at the same time; then the optimum is that of each group, and each expert
+still gets at most ceil(T k / E) tokens in all.
 
 n groups of G bidders, E experts
 """
@@ -73,6 +73,8 @@ class _Bidders(NamedTuple):
     scores: Tensor  # (n,G,E) float64; the range of the tokens' scores is 1
     wanted: Tensor  # (n,G): how many experts each bidder wants
     places: Tensor  # (n,E): how many bidders each expert keeps
+    most_wanted: int  # the largest of `wanted`
+    most_places: int  # at least the largest of `places`
 
 
 def auction(scores: Tensor, k: int) -> Tensor:
@@ -113,7 +115,8 @@ def _bidders(scores: Tensor, k: int, groups: int) -> _Bidders:
     is_extra = (row >= longest) & (row < longest + extra.unsqueeze(1))
     values = torch.cat([grouped, grouped.new_zeros(groups, experts, experts)], dim=1)
     values = values.where((places > 0).unsqueeze(1), NO_PLACE)
-    return _Bidders(values, is_token * k + is_extra.long(), places)
+    most_places = min(cdiv(longest * k, experts) + 1, len(row))
+    return _Bidders(values, is_token * k + is_extra.long(), places, k, most_places)
 
 
 def _slots_before(end: Tensor, expert: Tensor, experts: int) -> Tensor:
@@ -137,21 +140,28 @@ def _run(bidders: _Bidders) -> Tensor:
 
 def _round(bidders: _Bidders, bids: Tensor, prices: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the bids (n,G,E) that experts keep after a round, -inf where there is none, and the prices (n,E)."""
-    experts = bids.shape[-1]
     held = bids > -torch.inf
     lacking = (bidders.wanted - held.sum(-1)).unsqueeze(-1)
-    gains, order = (
-        (bidders.scores - prices.unsqueeze(1)).masked_fill(held, -torch.inf).sort(dim=-1, descending=True, stable=True)
-    )
-    next_best = gains.gather(-1, lacking.clamp(max=experts - 1))
-    is_first = torch.arange(experts, device=bids.device) < lacking
-    bidding = torch.zeros_like(held).scatter(-1, order, is_first)
+    gains = (bidders.scores - prices.unsqueeze(1)).masked_fill(held, -torch.inf)
+    bidding, ordered = _largest(gains, lacking, bidders.most_wanted + 1)
+    next_best = ordered.gather(-1, lacking)
     bids = torch.where(bidding, bidders.scores - next_best + eps, bids)
-    ordered, order = bids.sort(dim=1, descending=True, stable=True)
-    has_place = torch.arange(bids.shape[1], device=bids.device).view(1, -1, 1) < bidders.places.unsqueeze(1)
-    kept = torch.zeros_like(held).scatter(1, order, has_place)
-    lowest = ordered.gather(1, (bidders.places - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
-    return bids.masked_fill(~kept, -torch.inf), torch.where(lowest > -torch.inf, lowest, prices)
+    places = bidders.places.unsqueeze(-1)
+    kept, ordered = _largest(bids.transpose(1, 2).contiguous(), places, bidders.most_places)
+    lowest = ordered.gather(-1, (places - 1).clamp_min(0)).squeeze(-1)
+    return bids.masked_fill(~kept.transpose(1, 2), -torch.inf), torch.where(lowest > -torch.inf, lowest, prices)
+
+
+def _largest(values: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return which are the `count (..., 1)` largest of `values (..., n)`, ties to the lower index, and the `most` largest.
+
+    Comparing with the smallest of them breaks ties alike on all devices, without a stable sort.
+    """
+    ordered = values.topk(most, dim=-1).values
+    smallest = ordered.gather(-1, (count - 1).clamp_min(0))
+    above, equal = values > smallest, values == smallest
+    left = count - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1) <= left))) & (count > 0), ordered
 
 
 def _permutation(tokens: int, device: torch.device) -> Tensor:
