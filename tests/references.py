@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from balanced_references import batch_wide, limited
 from torch import Tensor, nn
 
 from holdfast.kernels.select import top_reference as top
@@ -26,6 +27,7 @@ from holdfast.routing import (
     TopK,
     TopP,
 )
+from holdfast.routing.capacity import Capacity
 from holdfast.routing.noise import GaussianNoise, GumbelNoise, ScaledNoise, UniformNoise
 
 Chosen = tuple[list[int], list[Tensor]]  # the experts of one token and their weights
@@ -335,6 +337,7 @@ def noisy(module: nn.Module, logits: Tensor, x: Tensor, drawn: Tensor) -> Tensor
 def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     """The whole pipeline, one token at a time, with the token graphs as explicit N x N matrices."""
     score, select = router.score, router.select
+    capacity, select = (select, select.base) if isinstance(select, Capacity) else (None, select)
     if isinstance(score, Clustered):
         rows = clustered(score, tokens, context)
     else:
@@ -357,8 +360,14 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
         else:
             gates = torch.stack([gate(select, row).float() for row in read])
     keys = gates if informed else read
-    choose = SELECTORS[type(select)]
-    chosen = [choose(select, key, g, row, informed) for key, g, row in zip(keys, gates, read, strict=True)]
+    real = [True] * len(gates) if context.token_mask is None else context.token_mask.flatten().tolist()
+    choose = SELECTORS.get(type(select))
+    if choose is None:
+        chosen = batch_wide(select, keys, gates, read, real)
+    else:
+        chosen = [choose(select, key, g, row, informed) for key, g, row in zip(keys, gates, read, strict=True)]
+    if capacity is not None:
+        chosen = limited(capacity, chosen, keys, gates, read, real)
     slots = max(1, *(len(experts) for experts, _ in chosen))
     padded = [torch.tensor(experts + [router.experts] * (slots - len(experts))) for experts, _ in chosen]
     zero = torch.zeros(())
@@ -380,7 +389,7 @@ def inform(router: Router, gates: Tensor, logits: Tensor, tokens: Tensor, contex
 
 
 def own_losses(router: Router, gates: Tensor, chosen: list[Chosen], context: Context) -> dict[str, Tensor]:
-    select = router.select
+    select = router.select.base if isinstance(router.select, Capacity) else router.select
     real = torch.ones(len(gates)).bool() if context.token_mask is None else context.token_mask.flatten()
     if isinstance(select, ReLU):
         rows = [row for row, is_real in zip(gates, real, strict=True) if is_real]

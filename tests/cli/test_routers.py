@@ -41,6 +41,7 @@ def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command)
     rows = {cells[1].strip(): cells for cells in (line.split("│") for line in done.stdout.splitlines()) if len(cells) > 5}
     assert set(holdfast.list_routers()) <= set(rows)
     assert float(rows["smoe"][2]) == 2.0 and float(rows["switch"][2]) == 1.0
+    assert not rows["smoe"][8].strip() and float(rows["capacity"][8]) >= 0  # only a limit drops experts
     assert 0 < float(rows["smoe"][5]) < 100  # rounding tokens to bfloat16 does move some, and not all
 
 

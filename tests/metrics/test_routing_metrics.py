@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from holdfast.metrics import (
     CoSelection,
+    DroppedExperts,
     ExpertLoad,
     ExpertsPerToken,
     GateEntropy,
@@ -222,3 +224,19 @@ def test_stability_is_the_share_of_predictions_that_survive() -> None:
     assert metric.result() == 0.75
     with pytest.raises(ValueError, match="equal"):
         metric.update(torch.tensor([1]), torch.tensor([1, 2]))
+
+
+def test_dropped_experts_are_shares_of_what_tokens_asked_for() -> None:
+    routing = random_routing(ragged=True)
+    metric = DroppedExperts()
+    metric.update(routing)
+    assert metric.tokens == 0, "a routing without a limit is not counted"
+    dropped = torch.arange(63) % 3
+    limited = replace(routing, dropped=dropped)
+    real = torch.arange(63) % 5 != 0
+    metric.update(limited, real)
+    used = [int(count) for count in routing.used.sum(1)[real]]
+    lost = [int(count) for count in dropped[real]]
+    found = metric.result()
+    assert found.share == pytest.approx(sum(lost) / (sum(used) + sum(lost)))
+    assert found.tokens == pytest.approx(used.count(0) / len(used))

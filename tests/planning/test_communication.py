@@ -15,6 +15,7 @@ from holdfast.planning.model_shape import Setting, measure_shape
 from holdfast.planning.resources import (
     all_reduce_bytes,
     exchanged_bytes,
+    gathered_bytes,
     layouts,
     mean_other_ranks,
     recomputed_statistics_bytes,
@@ -38,19 +39,34 @@ def sparse(router: str = "smoe", **options: Any) -> Any:
 )
 def test_routers_sum_what_is_planned(router: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a forward and in its recomputation, in which routers update no state."""
+    names = router.split("+")
+    again = bool(options) or "sinkhorn" in names  # what it sums again in a recomputation
     model = sparse(router, **options)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sent: list[int] = []
+    gathered: list[int] = []
+
+    def gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
+        gathered.append(own.nbytes if own.dim() > 1 else 0)  # not the number of tokens
+        for each in rows:
+            each.copy_(own)
+
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: sent.append(value.nbytes))
     shape, ids = measure_shape(model, Setting(12, 4)), torch.arange(3, 27).view(2, 12)
     loss = model(input_ids=ids, labels=ids).loss
     assert sum(sent) == statistics_bytes(shape)
+    assert sum(gathered) == ids.numel() * gathered_bytes(shape)
     sent.clear()
+    gathered.clear()
     loss.backward()
     assert sum(sent) == recomputed_statistics_bytes(shape)
-    assert (recomputed_statistics_bytes(shape) > 0) == bool(options)
+    assert sum(gathered) == ids.numel() * gathered_bytes(shape)
+    assert (recomputed_statistics_bytes(shape) > 0) == again
+    assert (gathered_bytes(shape) > 0) == bool({"base", "capacity"} & set(names))
 
 
 def spread(gpus: int, router: str = "smoe", checkpointing: bool = False) -> dict[str, Any]:

@@ -279,3 +279,14 @@ def test_damaged_results_get_one_sentence(text: str, says: str, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"results\.json is damaged") as caught:
         read_results(tmp_path)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_column_shows_dropped_experts_only_if_a_router_has_a_limit(page: Tags) -> None:
+    assert "dropped experts" not in page.text
+    content = stored()
+    for cell in content["cells"]:
+        if cell["router"] == "ac":
+            for layer in cell["clean"]["routing"]["layers"]:
+                layer["dropped"] = {"share": 0.125, "tokens": 0.01}
+    shown = page_of(content)
+    assert "dropped experts" in shown.text and "12.50%" in shown.text

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast.kernels.backward import refuse_second_derivatives
-from holdfast.routing import Context, Informer, Linear, Router, Scores, Selection, TopK, Traits
+from holdfast.routing import BaseAssignment, Context, Informer, Linear, Router, Scores, Selection, Selector, TopK, Traits
 from holdfast.routing.declarations import ActiveExperts, Conditions, Cost, LayerSizes
 from holdfast.testing import CHECKS, check_router
 
@@ -246,6 +246,36 @@ class ForgetsAnExpert(TopK):
         return replace(found, valid=found.valid & (found.behind != EXPERTS - 1).all(-1))
 
 
+class BalancesSecretly(BaseAssignment):
+    """Does not declare that it sees the whole batch in training."""
+
+    @property
+    def training_traits(self) -> Traits:
+        return Traits()
+
+
+class DeniesTraining(TopK):
+    """Denies in training the traits that it has."""
+
+    @property
+    def training_traits(self) -> Traits:
+        return Traits(causal=False, batch_invariant=False)
+
+
+class GathersSecretly(BaseAssignment):
+    def cost(self, sizes: LayerSizes) -> Cost:
+        return replace(super().cost(sizes), gathered=0.0)
+
+
+class ClaimsEqualLoads(TopK):
+    equal_loads = True
+
+
+def with_any(select: Selector) -> Router:
+    torch.manual_seed(0)
+    return Router(Linear(DIM, EXPERTS), select)
+
+
 def denies(**traits: bool) -> Router:
     """A plain router that denies a trait it has."""
     router = toy_parts.build()
@@ -262,6 +292,28 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "higher index first": (lambda: with_select(HigherIndexFirst(DIM, EXPERTS, 2)), "ties", "lower index"),
     "sees the future": (lambda: toy_parts.build(SeesTheFuture()), "causality", "declares the trait causal"),
     "denies being causal": (lambda: denies(causal=False), "causality", "does not declare the trait causal"),
+    "sees the future in training": (
+        lambda: with_any(BalancesSecretly(EXPERTS, 2)),
+        "causality",
+        "declares the trait causal in training",
+    ),
+    "denies being causal in training": (
+        lambda: with_any(DeniesTraining(DIM, EXPERTS, 2)),
+        "causality",
+        "does not declare the trait causal in training",
+    ),
+    "sees the batch in training": (
+        lambda: with_any(BalancesSecretly(EXPERTS, 2)),
+        "batch invariance",
+        "declares the trait batch_invariant in training",
+    ),
+    "denies batch invariance in training": (
+        lambda: with_any(DeniesTraining(DIM, EXPERTS, 2)),
+        "batch invariance",
+        "does not declare the trait batch_invariant in training",
+    ),
+    "gathers without declaring it": (lambda: with_any(GathersSecretly(EXPERTS, 2)), "declared cost", "gathered from ranks"),
+    "claims equal loads": (lambda: with_any(ClaimsEqualLoads(DIM, EXPERTS, 2)), "no inert coefficient", "equal loads"),
     "declares what it does not do": (
         lambda: denies(sequence_aware=True),
         "sequence awareness",

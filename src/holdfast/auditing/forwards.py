@@ -182,7 +182,7 @@ def split_change(site: MoELayerRef, before: LayerRecord, after: LayerRecord, row
 def select_rows(routing: Routing, rows: Tensor) -> Routing:
     """Return the routing of some tokens."""
     rows = rows.to(routing.experts.device)
-    return Routing(routing.logits[rows], routing.gates[rows], routing.experts[rows], routing.weights[rows])
+    return routing.map_tokens(lambda values: values[rows])
 
 
 def held_weights(site: MoELayerRef, experts: Tensor, after: Routing) -> Tensor:

@@ -115,6 +115,7 @@ def differences(before: AuditReport, after: AuditReport) -> list[tuple[str, floa
 PLAIN = ("layers", "tokens", "experts_per_token", "loss", "perplexity", "entropy", "entropy_share", "instability")
 INNER: dict[str, Iterable[str]] = {
     "load": ("std", "cv", "dead"),
+    "dropped": ("share", "tokens"),
     "near_ties": [f"{width:g}" for width in WIDTHS],
     "undecided": DTYPES,
     "undecided_worst": DTYPES,
@@ -147,6 +148,7 @@ def overall(baseline: dict[str, Any], perturbed: dict[str, dict[str, Any]]) -> d
         "entropy": found["entropy"],
         "entropy_share": statistics.fmean(layer["entropy_share"] for layer in layers),
         "load": found["load"],
+        **({"dropped": found["dropped"]} if "dropped" in found else {}),
         "instability": found["instability"],
         "near_ties": {f"{strip['width']:g}": strip["share"] for strip in found["near_ties"]["strips"]},
         "undecided": _undecided(layers, statistics.fmean),

@@ -63,12 +63,15 @@ def _layers(report: AuditReport) -> Table:
     title = (
         f"{report.model['name']}: {report.overall['tokens']} tokens, {report.overall['experts_per_token']:.2f} experts each"
     )
-    columns = ("layer", "entropy", "load unevenness", "dead", "near-ties", "undecided", "radius", "< 0.001")
+    limited = any("dropped" in layer for layer in report.layers)
+    columns = ["layer", "entropy", "load unevenness", "dead", "near-ties", "undecided", "radius", "< 0.001"]
+    columns += ["dropped"] if limited else []
     shown = slim_table(
         title,
         *columns,
         caption="entropy: share of log E. load unevenness: CV. dead: dead experts. near-ties: within 0.01. undecided: in "
-        "bf16. radius: median, relative to a token's norm. < 0.001: share of tokens with a smaller radius.",
+        "bf16. radius: median, relative to a token's norm. < 0.001: share of tokens with a smaller radius."
+        + (" dropped: share of the experts that tokens lose to a limit." if limited else ""),
     )
     for layer in report.layers:
         ties = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
@@ -81,6 +84,7 @@ def _layers(report: AuditReport) -> Table:
             _share(layer["undecided"].get("bf16", {}).get("share")),
             _number(layer["radius"].get("median")),
             _share(layer["radius"].get("below_0.001")),
+            *([_share(layer["dropped"]["share"] if "dropped" in layer else None)] if limited else []),
         )
     return shown
 

@@ -75,7 +75,9 @@ def print_routing(routing: dict[str, Any] | None) -> None:
         print("The model is dense: it has no routers.")
         return
     table = Table(title="Routing on the clean data")
-    for column in ("layer", "experts per token", "entropy", "load unevenness (CV)", "dead experts", "near-ties (0.01)"):
+    limited = any("dropped" in layer for layer in routing["layers"])
+    columns = ["layer", "experts per token", "entropy", "load unevenness (CV)", "dead experts", "near-ties (0.01)"]
+    for column in [*columns, *(["dropped"] if limited else [])]:
         table.add_column(column)
     for layer in routing["layers"]:
         close = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
@@ -86,6 +88,7 @@ def print_routing(routing: dict[str, Any] | None) -> None:
             _number(layer["load"]["cv"]),
             str(len(layer["load"]["dead"])),
             "" if close is None else f"{close:.2%}",
+            *([f"{layer['dropped']['share']:.2%}" if "dropped" in layer else ""] if limited else []),
         )
     show(table)
 

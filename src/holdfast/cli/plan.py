@@ -135,7 +135,7 @@ def _spread(plan: ModelPlan) -> Table:
             ("  fits", lambda c, key=layout.name: "yes" if c.fits(plan.workload.gpu_memory)[key] else "no"),  # type: ignore[misc]
             ("  sent per step", lambda c, at=index: size(c.layouts[at].traffic)),  # type: ignore[misc]
         ]
-    rows.append(("sent for router state", lambda c: size(c.layouts[0].summed)))
+    rows.append(("sent by routers", lambda c: size(c.layouts[0].summed)))
     return _table(plan, "One GPU, training" if one else f"Each of {plan.workload.gpus} GPUs, training", rows)
 
 

@@ -82,7 +82,7 @@ class Routers:
             title=f"{self.sequences} x {LENGTH} words of Python's documentation, weights untrained",
             caption="load std: standard deviation of the experts' shares of the tokens, 0 if even; dead: experts that no "
             "token selected; flips: share of tokens whose selected set changes; worst: the largest share of a token's gate "
-            "weights that moves to other experts",
+            "weights that moves to other experts; dropped: share of the experts that tokens lose to a limit",
         )
         table.add_column("router", no_wrap=True)
         for column in (
@@ -92,6 +92,7 @@ class Routers:
             "flips by bf16 %",
             "worst, bf16 %",
             "flips by 1% noise %",
+            "dropped %",
         ):
             table.add_column(column, justify="right")
         names, hidden = list(self.names or list_routers()), not sys.stderr.isatty()
@@ -103,6 +104,7 @@ class Routers:
         """Route all batches with the router `name`, and return the cells of its row, measured on the last batch."""
         import torch
 
+        from holdfast.metrics import DroppedExperts
         from holdfast.routing.presets import REGISTRY
 
         torch.manual_seed(self.seed)
@@ -118,6 +120,8 @@ class Routers:
             routing, rounded, noisy = (
                 router(x, synthetic_context(x, self.experts)) for x in (tokens, tokens.bfloat16().float(), tokens + noise)
             )
+        dropped = DroppedExperts()
+        dropped.update(routing)
         share = routing.chosen.float().mean(0)
         shift = (routing.dense_weights - rounded.dense_weights).abs().sum(-1) / 2
         worst = (shift / routing.weights.sum(-1).clamp_min(1e-30)).amax()
@@ -132,6 +136,7 @@ class Routers:
             flips(rounded),
             f"{100 * worst:.1f}",
             flips(noisy),
+            f"{100 * dropped.result().share:.2f}" if dropped.tokens else "",
         ]
 
 

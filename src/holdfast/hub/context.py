@@ -22,6 +22,7 @@ on the layer's own KV cache: when `generate` reorders or crops keys and values, 
 """
 
 import copy
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +40,10 @@ from holdfast.routing import Attention, Context, Previous, Router, RouterCache, 
 from holdfast.routing.state import StatefulPart
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
+NOT_CAUSAL_IN_TRAINING = (
+    f"{NOT_CAUSAL} in training: its perplexity in training cannot be compared with that of a causal model. In evaluation "
+    "and generation it is causal."
+)
 _router_numbers = count(1)
 
 
@@ -126,6 +131,7 @@ class ContextCapture:
         )
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
+        self.sees_batch = router is not None and not router.traits.batch_invariant
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
         self.reads_projection = "attention.projection" in reads
@@ -134,12 +140,17 @@ class ContextCapture:
         self.breaks_causality = (
             layer_modules.causal and router is not None and not (router.traits.causal and router.traits.cacheable)
         )
+        # Some routers look at later tokens in training only. Such a model may generate. `ModelHooks` lets one layer warn.
+        self.breaks_causality_in_training = (
+            layer_modules.causal and router is not None and router.traits.causal and not router.training_traits.causal
+        )
+        self.warns_in_training = False
         # A KV cache stores this number with its router rows. After a change to the model the number differs, so that rows of
         # the earlier router are not used.
         self.router_number = next(_router_numbers)
         self._current = _CurrentForward()
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
-        parts = router.parts if router is not None else []
+        parts = router.all_parts if router is not None else []
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
@@ -210,7 +221,10 @@ class ContextCapture:
         length = tokens.shape[1]
         if self.breaks_causality and (captured.has_recurrent_state or self._cached_tokens(captured, length)):
             raise ValueError(f"{NOT_CAUSAL}; it cannot decode token by token with a KV cache.")
-        needs_padding = self.is_training or self.sequence_aware or self.collector.wants_router_logits
+        if self.warns_in_training and self.is_training and self.collector.learning_enabled:
+            self.warns_in_training = False
+            warnings.warn(NOT_CAUSAL_IN_TRAINING, stacklevel=2)
+        needs_padding = self.is_training or self.sequence_aware or self.sees_batch or self.collector.wants_router_logits
         if self.layer_modules.windowed or not needs_padding:
             return Context(previous=previous, token_ids=ids)
         if captured.mask is not None and not isinstance(captured.mask, Tensor):
@@ -274,7 +288,8 @@ class ContextCapture:
 
     def _capture_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Capture the mask and the KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
-        if self.sequence_aware or self.is_training or self.breaks_causality or self.collector.wants_router_logits:
+        needs_mask = self.sequence_aware or self.sees_batch or self.is_training or self.collector.wants_router_logits
+        if needs_mask or self.breaks_causality:
             mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
             if self.sequence_aware:
                 _require_separate_sequences(mask, options)

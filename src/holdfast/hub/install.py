@@ -290,6 +290,8 @@ class ModelHooks:
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture
         self.captures = list(by_name.values())
+        for capture in [each for each in self.captures if each.breaks_causality_in_training][:1]:
+            capture.warns_in_training = True
         unchanged = [layer for layer in found if layer.name not in specs] if balance_on_request else []
         self.native_gates = [NativeGateBalance(layer, self.collector) for layer in unchanged if layer.family is not None]
 

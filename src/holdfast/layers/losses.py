@@ -32,10 +32,11 @@ def single_process_mean(value: Tensor) -> Tensor:
 def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
     """Return E * sum_e f_e P_e, with f the share of selections and P the mean normalised gate; 1 if uniform.
 
-    Fedus et al. 2022.
+    Selections are counted before a capacity limit, which would hide overload from the loss. Fedus et al. 2022.
     """
     real = None if token_mask is None else token_mask.flatten()
-    return balance_loss(routing.gates, routing.experts, real, over_ranks if several_ranks() else None)
+    requested = routing.experts if routing.requested is None else routing.requested
+    return balance_loss(routing.gates, requested, real, over_ranks if several_ranks() else None)
 
 
 def importance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
@@ -45,11 +46,11 @@ def importance(routing: Routing, token_mask: Tensor | None = None, over_ranks: O
 
 
 def load(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
-    """Return CV^2 over experts of the number of their tokens (survey 2.3).
+    """Return CV^2 over experts of the number of their tokens, before a capacity limit (survey 2.3).
 
     Counts have no gradient: it is that of the normalised gates (straight-through), and the value is that of the counts.
     """
-    mass, chosen = _means(token_mask, over_ranks, _distribution(routing), routing.chosen)
+    mass, chosen = _means(token_mask, over_ranks, _distribution(routing), routing.requested_sets)
     return _squared_variation(chosen + mass - mass.detach())
 
 

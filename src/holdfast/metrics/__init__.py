@@ -27,6 +27,7 @@ from holdfast.metrics.report import LayerMetrics as LayerMetrics
 from holdfast.metrics.report import RoutingReport as RoutingReport
 from holdfast.metrics.selection import CoSelection as CoSelection
 from holdfast.metrics.selection import CoSelectionGraph as CoSelectionGraph
+from holdfast.metrics.selection import DroppedExperts as DroppedExperts
 from holdfast.metrics.selection import ExpertCount as ExpertCount
 from holdfast.metrics.selection import ExpertLoad as ExpertLoad
 from holdfast.metrics.selection import ExpertsPerToken as ExpertsPerToken

@@ -93,9 +93,7 @@ def real_rows(values: Tensor, token_mask: Tensor | None) -> Tensor:
 
 def only_real(routing: Routing, token_mask: Tensor | None, device: torch.device | None = None) -> Routing:
     """Return the rows of real tokens, detached and without losses; moved to `device` if given."""
-    fields = (routing.logits, routing.gates, routing.experts, routing.weights)
-    logits, gates, experts, weights = (real_rows(field.detach(), token_mask).to(device or field.device) for field in fields)
-    return Routing(logits, gates, experts, weights)
+    return routing.map_tokens(lambda rows: real_rows(rows.detach(), token_mask).to(device or rows.device))
 
 
 def selection_only(routing: Routing) -> Routing:

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from holdfast.metrics.accumulator import Accumulator, only_real, same_padding, selection_only
 from holdfast.metrics.near_ties import WIDTHS, Boundary, NearTies
-from holdfast.metrics.selection import CoSelection, ExpertLoad, ExpertsPerToken, GateEntropy, LayerInstability, WeightSums
+from holdfast.metrics.selection import (
+    CoSelection,
+    DroppedExperts,
+    ExpertLoad,
+    ExpertsPerToken,
+    GateEntropy,
+    LayerInstability,
+    WeightSums,
+)
 from holdfast.routing import Routing
 
 
@@ -31,6 +39,7 @@ class LayerMetrics:
         self.entropy, self.load, self.co_selection = GateEntropy(), ExpertLoad(), CoSelection()
         self.experts_per_token, self.weight_sum = ExpertsPerToken(), WeightSums()
         self.near_ties = NearTies(widths, boundary)
+        self.dropped = DroppedExperts()  # without data if no limit drops experts
         self.instability = LayerInstability()  # against the layer before; the only metric of two layers
 
     @property
@@ -45,6 +54,7 @@ class LayerMetrics:
         self.experts_per_token.update(routing)
         self.weight_sum.update(routing)
         self.near_ties.update(routing)
+        self.dropped.update(routing)
 
     def merge(self, other: Self) -> Self:
         for name, metric in vars(self).items():
@@ -64,6 +74,7 @@ class LayerMetrics:
             "near_ties": asdict(self.near_ties.result()),
             "instability": self.instability.result() if self.instability.tokens else None,
             "co_selection": asdict(self.co_selection.result()),
+            **({"dropped": asdict(self.dropped.result())} if self.dropped.tokens else {}),
         }
 
 
@@ -107,7 +118,8 @@ class RoutingReport:
     def result(self, baseline: "RoutingReport | None" = None, *, graphs: bool = True) -> dict[str, Any]:
         """Return {"layers": [...], "overall": {...}}: dicts, lists, numbers, strings and None only.
 
-        "overall" has means over layers (as ACMoE's Table 6), and the number of dead experts. "instability" compares a layer
+        "overall" has means over layers (as ACMoE's Table 6), and the number of dead experts. "dropped" is there only if
+        experts are limited in a layer, and its mean is over such layers. "instability" compares a layer
         with the one before; it is None for the first layer, and if the two do not get the same tokens. With a `baseline` on
         the same data, "entropy_ratio" is the entropy over that of the baseline's layer (Mutual-Inform, Figure 2), None if
         that is 0. `graphs=False` omits the E x E counts.
@@ -138,6 +150,7 @@ class RoutingReport:
 def _overall(layers: list[dict[str, Any]]) -> dict[str, Any]:
     instability = [layer["instability"] for layer in layers if layer["instability"] is not None]
     ratios = [layer["entropy_ratio"] for layer in layers if layer.get("entropy_ratio") is not None]
+    dropped = [layer["dropped"] for layer in layers if "dropped" in layer]
     strips = [
         {name: statistics.fmean(strip[name] for strip in same) for name in ("width", "share", "experts")}
         for same in zip(*(layer["near_ties"]["strips"] for layer in layers), strict=True)
@@ -153,6 +166,7 @@ def _overall(layers: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "experts_per_token": {"mean": statistics.fmean(layer["experts_per_token"]["mean"] for layer in layers)},
         "weight_sum": {"mean": statistics.fmean(layer["weight_sum"]["mean"] for layer in layers)},
+        **({"dropped": {name: statistics.fmean(one[name] for one in dropped) for name in dropped[0]}} if dropped else {}),
         "near_ties": {
             "strips": strips,
             "explained": statistics.fmean(layer["near_ties"]["explained"] for layer in layers),

@@ -6,6 +6,7 @@ LayerInstability    whether tokens that share an expert in one layer still share
 ExpertLoad          how evenly tokens are distributed over experts
 ExpertsPerToken     how many experts a token uses
 WeightSums          what the gate weights of a token sum to
+DroppedExperts      how many experts tokens lose to a limit
 """
 
 from dataclasses import dataclass
@@ -167,3 +168,29 @@ class WeightSums(Accumulator[WeightSum]):
     def result(self) -> WeightSum:
         excess = self._mean("excess")
         return WeightSum(1 + excess, max(0.0, self._mean("squares") - excess**2) ** 0.5)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    share: float  # of the experts that tokens asked for
+    tokens: float  # share of the tokens that are left without any expert
+
+
+class DroppedExperts(Accumulator[Dropped]):
+    """The share of the experts that tokens lose because experts are limited, and of the tokens that are left with none.
+
+    Routings without a limit are not counted.
+    """
+
+    def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
+        if routing.dropped is None:
+            return
+        routing = only_real(routing, token_mask)
+        assert routing.dropped is not None
+        used, dropped = routing.used.sum(), routing.dropped.sum()
+        self._add(tokens=len(routing.experts), asked=used + dropped, dropped=dropped, empty=(~routing.used.any(-1)).sum())
+
+    def result(self) -> Dropped:
+        empty = self._mean("empty")
+        asked = float(self._sums["asked"])
+        return Dropped(float(self._sums["dropped"]) / asked if asked else 0.0, empty)

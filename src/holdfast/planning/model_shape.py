@@ -266,7 +266,7 @@ def _sparse_shape(site: MoELayerRef, attention: AttentionShape, setting: Setting
     parameters = sum(parameter.numel() for parameter in site.experts.parameters())
     hidden = min(matrices) // (experts * dim)
     router = site.router
-    parts = [] if router is None else _parts(router)
+    parts = [] if router is None else router.all_parts
     place = LayerSizes(
         dim=dim,
         experts=experts,
@@ -292,11 +292,6 @@ def _sparse_shape(site: MoELayerRef, attention: AttentionShape, setting: Setting
         router_parameters=sum(parameter.numel() for parameter in _gate_module(site).parameters()),
         state=0 if router is None else state_bytes(router),
     )
-
-
-def _parts(router: Router) -> list[Part]:
-    """Return the router's parts in order; the parts that a part wraps come before it."""
-    return [declaring for part in router.parts for declaring in (*part.wrapped, part)]
 
 
 def _declared_costs(parts: list[Part], place: LayerSizes) -> tuple[Cost, ...]:

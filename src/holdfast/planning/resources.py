@@ -214,7 +214,7 @@ class Layout:
     activations: float
     sent: float  # for weights and gradients
     exchanged: float  # tokens sent to experts and back
-    summed: float  # for the routers' state
+    summed: float  # by routers, for their state and for selecting
 
     @property
     def total(self) -> float:
@@ -230,12 +230,18 @@ def layouts(
 ) -> list[Layout]:
     """Return the layouts "ddp", "fsdp" and "expert". `tokens` is the number of tokens of one GPU."""
     summed = statistics_bytes(shape) + (recomputed_statistics_bytes(shape) if checkpointing else 0)
-    sent_for_state = all_reduce_bytes(float(summed), gpus)
+    forwards = 2 if checkpointing else 1
+    sent_by_routers = all_reduce_bytes(float(summed), gpus) + forwards * tokens * gathered_bytes(shape) * (gpus - 1)
     return [
-        _ddp(memory, gpus, sent_for_state),
-        _fsdp(shape, memory, gpus, number_bytes, sent_for_state),
-        _expert_parallel(shape, memory, gpus, tokens, number_bytes, sent_for_state, checkpointing),
+        _ddp(memory, gpus, sent_by_routers),
+        _fsdp(shape, memory, gpus, number_bytes, sent_by_routers),
+        _expert_parallel(shape, memory, gpus, tokens, number_bytes, sent_by_routers, checkpointing),
     ]
+
+
+def gathered_bytes(shape: ModelShape) -> float:
+    """Return the bytes per token that the routers of a rank send to each other rank in one training forward."""
+    return sum(cost.gathered for sparse in shape.sparse for cost in sparse.costs)
 
 
 def statistics_bytes(shape: ModelShape) -> int:

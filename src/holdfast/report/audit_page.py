@@ -280,6 +280,7 @@ def layers_table(audit: Audit) -> Table:
     undecided = [{} if isinstance(layer.undecided, Skipped) else layer.undecided for layer in audit.layers]
     dtypes = list(dict.fromkeys(name for one in undecided for name in one))
     reasons = [layer.radius.skipped if isinstance(layer.radius, Skipped) else "" for layer in audit.layers]
+    limited = any(layer.dropped for layer in audit.layers)
     rows = []
     for layer, dtype, reason in zip(audit.layers, undecided, reasons, strict=True):
         ties = {strip.width: strip.share for strip in layer.near_ties.strips}
@@ -290,6 +291,7 @@ def layers_table(audit: Audit) -> Table:
                 "entropy, share of maximum": share(layer.entropy_share),
                 "load unevenness (CV)": decimal(layer.load.cv, 3),
                 "dead experts": str(len(layer.load.dead)),
+                **({"dropped": share(layer.dropped.share if layer.dropped else None)} if limited else {}),
                 **{f"near-ties ({width:g})": share(ties.get(width)) for width in widths},
                 **{f"undecided in {name}": share(dtype[name].share if name in dtype else None) for name in dtypes},
                 "median relative radius": _median(layer.radius),

@@ -13,7 +13,7 @@ from holdfast.report.page_shell import THEMES as THEMES
 from holdfast.report.page_shell import decimal, flattened, listed, render_template, rise, write_page
 from holdfast.report.plot_data import by_layer, every_attack_table, mean_of
 from holdfast.report.plots import plots
-from holdfast.report.stored_comparison import NAME, Cell, Difference, Measure, Results, Row
+from holdfast.report.stored_comparison import NAME, Cell, Difference, Layer, Measure, Results, Row
 
 COST = "cost of the attack on untouched words"
 NONE = "\u2013"
@@ -254,6 +254,7 @@ def routing_table(results: Results) -> Iterator[dict[str, str]]:
     widths = sorted(
         {strip.width for cell in results.cells for layer in cell.clean.routing.layers for strip in layer.near_ties.strips}
     )
+    limited = any(layer.dropped for cell in results.cells for layer in cell.clean.routing.layers)
     for row in results.rows:
         cells = results.cells_of(row.router)
         states = [layer for cell in cells for layer in cell.clean.routing.layers]
@@ -261,6 +262,7 @@ def routing_table(results: Results) -> Iterator[dict[str, str]]:
             "entropy, nats": decimal(mean_of(states, lambda layer: layer.entropy), 3),
             "load unevenness (CV)": decimal(mean_of(states, lambda layer: layer.load.cv), 3),
             "dead experts per run": decimal(mean_of(cells, _dead), 1),
+            **({"dropped experts": _percent(mean_of(states, _dropped))} if limited else {}),
             "pairs of tokens separated or joined by the next layer": _percent(
                 mean_of(states, lambda layer: layer.instability)
             ),
@@ -293,6 +295,10 @@ def main_caption(results: Results) -> str:
 
 def _dead(cell: Cell) -> float:
     return float(sum(len(layer.load.dead) for layer in cell.clean.routing.layers))
+
+
+def _dropped(layer: Layer) -> float | None:
+    return None if layer.dropped is None else layer.dropped.share
 
 
 def _percent(share: float | None) -> str:

@@ -73,6 +73,11 @@ class Load(_StoredModel):
     dead: list[int]
 
 
+class Dropped(_StoredModel):
+    share: float
+    tokens: float
+
+
 class Strip(_StoredModel):
     width: float
     share: float
@@ -100,6 +105,7 @@ class Layer(_StoredModel):
     near_ties: NearTies
     experts_per_token: Usage
     co_selection: CoSelection
+    dropped: Dropped | None = None  # None: experts are not limited
     radius: Annotated[_IfSkipped | Annotated[Radii, Tag("found")], Discriminator(_kind)]
     undecided: Annotated[_IfSkipped | Annotated[dict[str, Undecided], Tag("found")], Discriminator(_kind)]
 

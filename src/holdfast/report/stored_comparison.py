@@ -83,6 +83,11 @@ class Load(_StoredModel):
     dead: list[int]
 
 
+class Dropped(_StoredModel):
+    share: float
+    tokens: float
+
+
 class Strip(_StoredModel):
     width: float
     share: Number
@@ -99,6 +104,7 @@ class Layer(_StoredModel):
     load: Load
     near_ties: NearTies
     instability: Number = None
+    dropped: Dropped | None = None  # None: experts are not limited
 
 
 class Routing(_StoredModel):

@@ -5,11 +5,16 @@ records.py          its input `Context` and its output `Routing`
 parts.py            the base class of each stage
 scores.py, clustering.py, expert_graph.py, selection.py, smoothing.py, relu.py, noise.py    the parts
 token_graph.py, similarity.py, posterior.py         the parts in which tokens share gates
+balanced.py, assignment.py, capacity.py             the selectors that look at the whole batch
 state.py            parts that update state without gradients
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
 """
 
+from holdfast.routing.balanced import BaseAssignment as BaseAssignment
+from holdfast.routing.balanced import ExpertChoice as ExpertChoice
+from holdfast.routing.balanced import Sinkhorn as Sinkhorn
+from holdfast.routing.capacity import Capacity as Capacity
 from holdfast.routing.clustering import Clustered as Clustered
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
 from holdfast.routing.noise import GaussianNoise as GaussianNoise

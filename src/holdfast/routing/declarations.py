@@ -189,6 +189,7 @@ class Cost:
     cached: float = 0.0  # bytes kept in the cache while decoding
     summed: int = 0  # bytes that each rank contributes to sums over ranks in a training forward
     summed_again: int = 0  # of these bytes, those that a recomputation sums again
+    gathered: float = 0.0  # bytes per token that each rank sends to all others in a training forward and a recomputation
 
     @property
     def training(self) -> float:

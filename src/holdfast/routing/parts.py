@@ -71,11 +71,19 @@ class Part(nn.Module, ABC):
     option_versions: ClassVar[Mapping[str, int]] = {}
     definition: ClassVar[int] = 1  # raised when the defaults of a part come to mean something else
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
+    # False while a model in training mode generates text: then a part stages no state, returns no loss and selects as in
+    # evaluation, because ranks may run different numbers of such forwards.
+    learning = True
 
     @property
     def training_traits(self) -> Traits:
         """The traits in training. A part that reads the whole batch only in training overrides this."""
         return self.traits
+
+    @property
+    def sees_batch(self) -> bool:
+        """Whether this forward may read the whole batch and, over several ranks, exchange data with the other ranks."""
+        return self.training and self.learning
 
     def progress(self, fraction: float) -> None:
         """Set the training progress, from 0 to 1. Parts that change their options during training override this."""
@@ -330,6 +338,8 @@ class Selector(Part):
 
     rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
     takes_informers = True  # False: it does not read gates, so a router with an informer is an error
+    not_limited: str | None = None  # why no capacity may limit this selector; None: it may
+    equal_loads = False  # in training every expert gets the same number of tokens: losses of counts have no gradient
     takes_noise = True  # False: it does not read scores in training, so a router with noise is an error
 
     def __init__(self) -> None:
@@ -373,6 +383,10 @@ class Selector(Part):
     def levels(self, scores: Scores) -> Tensor:
         """Return (B,N,E): the values whose differences are the gaps between experts, in the order of selection."""
         return scores.logits if self.rule is None else self.rule.levels(scores)
+
+    def ranks(self, scores: Scores) -> Tensor:
+        """Return (B,N,E): what the experts of a token are sorted by in evaluation."""
+        return scores.key if self.rule is None else self.rule.ranks(scores)
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
         """Declare how many experts a token uses in a layer; if None, plans count all experts."""

@@ -98,6 +98,35 @@ for _preset in (
         {"select": "holdfast.routing.smoothing:SmoothTopK"},
         family="robust",
     ),
+    Preset(
+        "expert-choice",
+        "every expert takes its best tokens in training; top-k in evaluation",
+        "Zhou et al. 2022",
+        {"select": "holdfast.routing.balanced:ExpertChoice"},
+        family="balanced",
+    ),
+    Preset(
+        "sinkhorn",
+        "top-k after optimal transport has balanced the experts in training",
+        "Clark et al. 2022",
+        {"select": "holdfast.routing.balanced:Sinkhorn"},
+        family="balanced",
+    ),
+    Preset(
+        "base",
+        "an auction assigns equally many tokens to every expert in training",
+        "BASE layers, Lewis et al. 2021",
+        {"select": "holdfast.routing.balanced:BaseAssignment"},
+        {"k": 1},
+        family="balanced",
+    ),
+    Preset(
+        "capacity",
+        "limits the tokens of every expert, after any selector; the rest is dropped or rerouted",
+        "Lepikhin et al. 2021; Fedus et al. 2022",
+        {"capacity": "holdfast.routing.capacity:Capacity"},
+        family="balanced",
+    ),
 ):
     REGISTRY.add(_preset)
 
@@ -127,7 +156,7 @@ def register(
 ) -> Callable[[PartClass], PartClass]:
     """Return a class decorator that makes a part available to `create_router` under `name`.
 
-    stage       what the part fills: "score", "cluster", "expert", "token" or "select"
+    stage       what the part fills: "score", "cluster", "expert", "token", "select" or "capacity"
     about       one line of help
     paper       the source of the method
     defaults    default values of its options

@@ -38,9 +38,17 @@ class Routing:
     @property
     def chosen(self) -> Tensor:
         """(T,E) bool: the selected set of each token, without order."""
+        return self._sets(self.experts)
+
+    @property
+    def requested_sets(self) -> Tensor:
+        """(T,E) bool: the set of each token before a capacity limit."""
+        return self._sets(self.experts if self.requested is None else self.requested)
+
+    def _sets(self, slots: Tensor) -> Tensor:
         experts = self.gates.shape[-1]
-        member = torch.zeros(self.experts.shape[0], experts + 1, dtype=torch.bool, device=self.experts.device)
-        return member.scatter(1, self.experts, True)[:, :experts]
+        member = torch.zeros(slots.shape[0], experts + 1, dtype=torch.bool, device=slots.device)
+        return member.scatter(1, slots, True)[:, :experts]
 
     @property
     def dense_weights(self) -> Tensor:
@@ -48,6 +56,17 @@ class Routing:
         tokens, experts = self.gates.shape
         dense = self.weights.new_zeros(tokens, experts + 1)
         return dense.scatter_add(1, self.experts, self.weights)[:, :experts]
+
+    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> "Routing":
+        """Return this record without losses, after `change` of every field with one row for each token."""
+        return Routing(
+            change(self.logits),
+            change(self.gates),
+            change(self.experts),
+            change(self.weights),
+            requested=None if self.requested is None else change(self.requested),
+            dropped=None if self.dropped is None else change(self.dropped),
+        )
 
     @property
     def loss(self) -> Tensor:

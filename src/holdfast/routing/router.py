@@ -100,9 +100,8 @@ class Router(nn.Module):
     @learning.setter
     def learning(self, learning: bool) -> None:
         self._learning = learning
-        for part in self.parts:
-            if isinstance(part, StatefulPart):
-                part.learning = learning
+        for part in self.all_parts:
+            part.learning = learning
 
     @property
     def dim(self) -> int:
@@ -116,6 +115,11 @@ class Router(nn.Module):
     def parts(self) -> list[Part]:
         """All parts, in the order of the pipeline."""
         return [self.score, *self.informers, *([] if self.select.noise is None else [self.select.noise]), self.select]
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """All parts, in the order of the pipeline; the parts that a part wraps come before it."""
+        return [each for part in self.parts for each in (*part.wrapped, part)]
 
     @property
     def informers(self) -> list[Informer]:
@@ -140,7 +144,7 @@ class Router(nn.Module):
     @property
     def reads(self) -> set[str]:
         """The fields of a Context that the parts need besides `causal`, `token_mask` and `cache`."""
-        return {field for part in self.parts for field in part.reads}
+        return {field for part in self.all_parts for field in part.reads}
 
     @property
     def informed(self) -> bool:
@@ -191,7 +195,7 @@ class Router(nn.Module):
 
     def _commit_state(self) -> None:
         """Update the state of all parts with the statistics that they collected in the previous training batch."""
-        for part in self.parts:
+        for part in self.all_parts:
             if isinstance(part, StatefulPart):
                 part.begin_training_forward()
 
@@ -216,13 +220,13 @@ class Router(nn.Module):
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the tensors of all parts to watch during training, by name."""
-        return {name: value for part in self.parts for name, value in part.snapshot().items()}
+        return {name: value for part in self.all_parts for name, value in part.snapshot().items()}
 
     def progress(self, fraction: float) -> None:
         """Set the training progress, from 0 to 1, for parts that change a budget or k during training."""
         if not 0 <= fraction <= 1:
             raise ValueError(f"progress is {fraction}; it must be between 0 and 1.")
-        for part in self.parts:
+        for part in self.all_parts:
             part.progress(fraction)
 
     def _refuse_tracing(self) -> None:
@@ -267,7 +271,7 @@ def join_routers(routers: Sequence[Router]) -> None:
 
     `reroute`, `sparsify` and loading do this for Hugging Face models.
     """
-    parts = [joined for router in routers for part in router.parts for joined in (*part.wrapped, part)]
+    parts = [part for router in routers for part in router.all_parts]
     for part in parts:
         part.join_model(parts)
 

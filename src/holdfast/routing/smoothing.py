@@ -50,6 +50,7 @@ class SmoothTopK(Selector, StatefulPart):
     """
 
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {"eps": None}  # a strip from the start: training is not needed
+    not_limited = "dropping an expert makes the output discontinuous"
     width: Tensor  # running mean of the width eps
     seen: Tensor  # whether a batch has set the width
     budget_now: Tensor  # the budget, lowered by `anneal`

@@ -24,7 +24,6 @@ class StatefulPart(Part):
     """A part with state (abstract). State and staged statistics are float32 buffers that are saved with the model."""
 
     pending: Tensor  # 1 if statistics are staged and not yet committed, else 0
-    learning = True  # False: training forwards stage and commit nothing, and return no loss
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +128,28 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 def mean_over_ranks(value: Tensor) -> Tensor:
     """Return the mean of `value` over all ranks; with one process, `value`. Call it only in training."""
     return sum_over_ranks(value) / torch.distributed.get_world_size() if several_ranks() else value
+
+
+def gather_over_ranks(rows: Tensor) -> tuple[Tensor, slice]:
+    """Return the `rows (n, ...)` of all ranks, in the order of ranks, and which of them are this rank's.
+
+    Ranks may have different numbers of rows, so the host waits for the device, to read these numbers. Call it only in
+    training.
+    """
+    if not several_ranks():
+        return rows, slice(0, len(rows))
+    ranks = torch.distributed.get_world_size()
+    count = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.empty_like(count) for _ in range(ranks)]
+    torch.distributed.all_gather(counts, count)
+    lengths = [int(each) for each in torch.cat(counts).tolist()]
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    torch.distributed.all_gather(gathered, padded)
+    start = sum(lengths[: torch.distributed.get_rank()])
+    found = torch.cat([each[:length] for each, length in zip(gathered, lengths, strict=True)])
+    return found, slice(start, start + len(rows))
 
 
 def several_ranks() -> bool:

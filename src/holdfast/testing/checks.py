@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.kernels.select import top_reference
 from holdfast.layers.losses import TERMS, Losses
-from holdfast.routing import Context, RouterCache, Routing, Score, Scores
+from holdfast.routing import Context, RouterCache, Routing, Score, Scores, Selector, Traits
 from holdfast.testing.router_under_test import (
     STEEP,
     TOLERANCE,
@@ -155,17 +155,26 @@ def ties(subject: RouterUnderTest) -> None:
     router, tokens = subject.build().eval(), subject.tokens(4, 33)
     router.score = _Rounded(router.score)
     routing = router(tokens, subject.context(tokens))
-    order = top_reference(routing.gates, routing.experts.shape[1])
-    used = routing.used
-    assert torch.equal(routing.experts[used], order[used]), "a tie was not broken towards the lower index"
+    _require_lower_index(router.select, router.scores_from(routing), routing.experts.unsqueeze(0), "a tie")
     if router.informers:  # informed gates do not tie: round them, too
         gates = (routing.gates.unflatten(0, tokens.shape[:2]) * 16).round() / 16
-        selected = router.select(Scores.from_gates(gates), tokens, subject.context(tokens))
-        used = selected.experts < router.experts
-        order = top_reference(gates, selected.experts.shape[-1])
-        assert torch.equal(selected.experts[used], order[used]), (
-            "a tie of informed gates was not broken towards the lower index"
-        )
+        scores = Scores.from_gates(gates)
+        selected = router.select(scores, tokens, subject.context(tokens))
+        _require_lower_index(router.select, scores, selected.experts, "a tie of informed gates")
+
+
+def _require_lower_index(select: Selector, scores: Scores, experts: Tensor, tie: str) -> None:
+    """Check that ties in the ranks decide for lower indices, and that slots with equal gates are sorted by index."""
+    broken = f"{tie} was not broken towards the lower index"
+    used, slots = experts < scores.gates.shape[-1], experts.shape[-1]
+    chosen = torch.zeros(*experts.shape[:-1], scores.gates.shape[-1] + 1, dtype=torch.bool).scatter(-1, experts, True)
+    chosen = chosen[..., :-1]
+    if select.traits.batch_invariant:  # otherwise another token may have taken a place at the better expert
+        best = top_reference(select.ranks(scores), slots)
+        expected = torch.zeros_like(chosen).scatter(-1, best, used)
+        assert torch.equal(chosen, expected), broken
+    order = top_reference(scores.gates.where(chosen, -1.0), slots)
+    assert torch.equal(experts[used], order[used]), broken
 
 
 class _Rounded(Score):
@@ -181,14 +190,31 @@ class _Rounded(Score):
 
 def causality(subject: RouterUnderTest) -> None:
     """Check that later tokens change the routing of earlier ones, in a causal context, only if causality is not declared."""
-    router, tokens = subject.build().eval(), subject.tokens()
-    changed, cut = tokens.clone(), 9
-    changed[:, cut:] = subject.tokens(seed=1)[:, cut:]
+    for training in (False, True):
+        moved = any(
+            _later_tokens_matter(subject, tokens, other, training)
+            for tokens, other in (
+                (subject.tokens(), subject.tokens(seed=1)),
+                (subject.crowded_tokens(), subject.tokens(seed=1)),
+            )
+        )
+        declared, trait = _traits(subject, training).causal, "causal in training" if training else "causal"
+        _declared(declared, not moved, trait, "a later token changes the routing of earlier tokens")
+
+
+def _later_tokens_matter(subject: RouterUnderTest, tokens: Tensor, other: Tensor, training: bool) -> bool:
+    """Return whether the routing of the first tokens changes if those after them are replaced by `other` tokens."""
+    cut = 9
+    changed = torch.cat([tokens[:, :cut], other[:, cut:]], dim=1)
     before, after = (
-        _part(router(x, subject.context(x, causal=True)), x.shape[:2], slice(None), slice(0, cut)) for x in (tokens, changed)
+        _part(subject.route(x, subject.context(x, causal=True), training), x.shape[:2], slice(None), slice(0, cut))
+        for x in (tokens, changed)
     )
-    moved = differing(before, after, weights_within=STEEP).any()
-    _declared(router.traits.causal, not bool(moved), "causal", "a later token changes the routing of earlier tokens")
+    return bool(differing(before, after, weights_within=STEEP).any())
+
+
+def _traits(subject: RouterUnderTest, training: bool) -> Traits:
+    return subject.prototype.training_traits if training else subject.prototype.traits
 
 
 def sequence_awareness(subject: RouterUnderTest) -> None:
@@ -279,10 +305,20 @@ def _nan_in_padding(subject: RouterUnderTest, tokens: Tensor, real: Tensor) -> N
 
 
 def batch_invariance(subject: RouterUnderTest) -> None:
-    """Check that other sequences and padding change the routing in evaluation only if invariance is not declared."""
-    router, tokens = subject.build().eval(), subject.tokens()
-    alone = router(tokens[:1], subject.context(tokens[:1]))
-    together = _part(router(tokens, subject.context(tokens)), tokens.shape[:2], slice(0, 1), slice(None))
+    """Check that other sequences and padding change the routing of a token only if invariance is not declared."""
+    for training in (False, True):
+        if not (training and _draws(subject)):  # more tokens draw other random numbers
+            moved = any(_others_matter(subject, tokens, training) for tokens in (subject.tokens(), subject.crowded_tokens()))
+            declared = _traits(subject, training).batch_invariant
+            trait = "batch_invariant in training" if training else "batch_invariant"
+            _declared(declared, not moved, trait, "other sequences or padding change the routing of a token")
+
+
+def _others_matter(subject: RouterUnderTest, tokens: Tensor, training: bool) -> bool:
+    """Return whether the routing of the first sequence depends on the others, or on padding beside it."""
+    alone = subject.route(tokens[:1], subject.context(tokens[:1]), training)
+    together = subject.route(tokens, subject.context(tokens), training)
+    together = _part(together, tokens.shape[:2], slice(0, 1), slice(None))
     moved = differing(alone, together, weights_within=STEEP).any()
     for side in ("right", "left"):
         filler = subject.tokens(1, 6, seed=2)
@@ -291,14 +327,9 @@ def batch_invariance(subject: RouterUnderTest) -> None:
         real = torch.zeros(1, padded.shape[1], dtype=torch.bool)
         own = slice(0, tokens.shape[1]) if side == "right" else slice(6, None)
         real[:, own] = True
-        routing = router(padded, subject.context(padded, real))
+        routing = subject.route(padded, subject.context(padded, real), training)
         moved = moved | differing(alone, _part(routing, real.shape, slice(None), own), weights_within=STEEP).any()
-    _declared(
-        router.traits.batch_invariant,
-        not bool(moved),
-        "batch_invariant",
-        "other sequences or padding change the routing of a token",
-    )
+    return bool(moved)
 
 
 def cached_decoding(subject: RouterUnderTest) -> str:
@@ -383,8 +414,7 @@ def _right_padding(sequences: int, length: int, padded: int) -> Tensor:
 
 def _part(routing: Routing, shape: torch.Size, sequences: slice, positions: slice) -> Routing:
     """Return some sequences and positions of the routing of tokens of `shape` (B,N)."""
-    values = (routing.logits, routing.gates, routing.experts, routing.weights)
-    return Routing(*(x.unflatten(0, shape)[sequences, positions].flatten(0, 1) for x in values))
+    return routing.map_tokens(lambda rows: rows.unflatten(0, shape)[sequences, positions].flatten(0, 1))
 
 
 def _join(pieces: list[Routing], sequences: int) -> Routing:

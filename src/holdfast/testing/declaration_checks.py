@@ -31,7 +31,7 @@ BISECTIONS = 22  # then two inputs differ by about one rounding
 
 def cost(subject: RouterUnderTest) -> None:
     """Check that declared FLOPs, cached bytes and bytes summed over ranks equal the counted ones."""
-    parts = [inner for part in subject.prototype.parts for inner in (*part.wrapped, part)]
+    parts = subject.prototype.all_parts
     sizes = _layer_sizes(subject.prototype)
     undeclared = [type(part).__name__ for part in parts if part.cost(sizes) is None]
     if undeclared:
@@ -45,7 +45,9 @@ def cost(subject: RouterUnderTest) -> None:
     _require_equal("backward", sum(part.backward for part in declared), backward)
     if subject.prototype.traits.cacheable:
         _require_equal("cached bytes", sum(part.cached for part in declared), _cached_bytes(subject))
-    _require_equal("bytes summed over ranks in a forward", sum(part.summed for part in declared), _summed_bytes(subject))
+    summed, gathered = _exchanged_bytes(subject)
+    _require_equal("bytes summed over ranks in a forward", sum(part.summed for part in declared), summed)
+    _require_equal("bytes per token gathered from ranks", sum(part.gathered for part in declared), gathered)
 
 
 def _declared_cost(part: Part, sizes: LayerSizes) -> Cost:
@@ -103,16 +105,27 @@ def _cached_bytes(subject: RouterUnderTest) -> float:
     return cache.bytes / (2 * LENGTH)
 
 
-def _summed_bytes(subject: RouterUnderTest) -> int:
-    """Return the bytes that a rank sums over ranks in a training forward, with two ranks."""
-    router, tokens, sent = subject.build(), subject.tokens(2, LENGTH), list[int]()
+def _exchanged_bytes(subject: RouterUnderTest) -> tuple[int, float]:
+    """Return the bytes that a rank sums over ranks in a training forward, and those per token that it sends to all others.
+
+    There are two ranks with the same tokens. The message with the number of tokens is not counted.
+    """
+    router, tokens, sent, gathered = subject.build(), subject.tokens(2, LENGTH), list[int](), list[int]()
+
+    def gather(rows: list[Tensor], own: Tensor) -> None:
+        gathered.append(own.nbytes if own.dim() > 1 else 0)
+        for each in rows:
+            each.copy_(own)
+
     with (
         patch.object(torch.distributed, "is_initialized", lambda: True),
         patch.object(torch.distributed, "get_world_size", lambda: 2),
+        patch.object(torch.distributed, "get_rank", lambda: 0),
         patch.object(torch.distributed, "all_reduce", lambda value: sent.append(value.nbytes)),
+        patch.object(torch.distributed, "all_gather", gather),
     ):
         router(tokens, subject.context(tokens))
-    return sum(sent)
+    return sum(sent), sum(gathered) / (2 * LENGTH)
 
 
 def active_experts(subject: RouterUnderTest) -> None:

@@ -33,6 +33,12 @@ class RouterUnderTest:
         """Return a copy of the router, in training mode."""
         return copy.deepcopy(self.prototype).train()
 
+    def route(self, tokens: Tensor, context: Context, training: bool) -> Routing:
+        """Return the routing by a new copy of the router, with the same random numbers in each call."""
+        torch.manual_seed(1)
+        routing: Routing = self.build().train(training)(tokens, context)
+        return routing
+
     def warm_up(self, batches: int = 3) -> "RouterUnderTest":
         """Return the same router after a few training forwards: with state at its start, mistakes could stay hidden."""
         router = self.build()
@@ -44,6 +50,10 @@ class RouterUnderTest:
     def tokens(self, sequences: int = 3, length: int = 17, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(sequences, length, self.prototype.dim, generator=generator)
+
+    def crowded_tokens(self, seed: int = 0) -> Tensor:
+        """Return tokens that are similar to each other, so that most of them choose the same experts."""
+        return self.tokens(seed=seed) + 2 * self.tokens(1, 1, seed=50)
 
     def context(self, tokens: Tensor, token_mask: Tensor | None = None, *, causal: bool = False) -> Context:
         """Return a context with all that a model passes (attention, previous MoE layer, token ids), made from the tokens."""
@@ -128,7 +138,7 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
         return rows.unflatten(0, (sequences, length))[:, start:end].flatten(0, 1)
 
     routing = previous.routing
-    routing = Routing(cut(routing.logits), cut(routing.gates), cut(routing.experts), cut(routing.weights))
+    routing = routing.map_tokens(cut)
     return replace(
         context,
         cache=cache,
@@ -149,9 +159,12 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
 def differing(first: Routing, second: Routing, *, weights_within: float = TOLERANCE) -> Tensor:
     """Return (T,) bool: the tokens whose routing differs by more than rounding.
 
-    Gates may differ by `TOLERANCE` and weights by `weights_within`. Sets may differ only in experts that are tied.
+    Gates may differ by `TOLERANCE` and weights by `weights_within`. Sets may differ only in experts that are tied. If
+    experts are limited, the number of a token's experts must be the same.
     """
     apart = (first.gates - second.gates).abs().amax(-1) > TOLERANCE
+    if first.dropped is not None:
+        apart = apart | (first.used.sum(-1) != second.used.sum(-1))
     changed = first.chosen ^ second.chosen
     low = first.gates.masked_fill(~changed, torch.inf).amin(-1)
     high = first.gates.masked_fill(~changed, -torch.inf).amax(-1)

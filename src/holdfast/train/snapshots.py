@@ -102,7 +102,7 @@ def routings_of(model: Any, probe: Inputs) -> ProbeRoutings:
     found, was_training = ProbeRoutings(), model.training
 
     def each(layer: int, routing: Routing, token_mask: Tensor | None) -> None:
-        found.layers.append(Routing(routing.logits.cpu(), routing.gates.cpu(), routing.experts.cpu(), routing.weights.cpu()))
+        found.layers.append(routing.map_tokens(Tensor.cpu))
         found.token_mask.append(None if token_mask is None else token_mask.flatten().cpu())
 
     model.eval()

@@ -1,0 +1,299 @@
+"""Selectors that balance the load of experts in training, by looking at all tokens of the batch.
+
+    ExpertChoice      each expert takes its best tokens
+    Sinkhorn          top-k of logits plus a number for each expert, under which soft loads are equal
+    BaseAssignment    the best assignment in which every expert has equally many tokens
+
+In training a token's experts depend on the other tokens of the batch, so these selectors are then neither causal nor
+batch-invariant, and perplexities in training cannot be compared with those of other routers. In evaluation they select by
+top-k, unless an option says otherwise. Padding takes no room: it is routed as in evaluation.
+
+**Several ranks.** `Sinkhorn` and `BaseAssignment` balance the tokens of all ranks, `ExpertChoice` those of each rank.
+`Sinkhorn` sums E numbers over ranks in each of its `ITERATIONS`; `BaseAssignment` gathers all scores on all ranks, and every
+rank runs the same auction.
+
+T tokens of a batch, E experts, s logits (after an informer, the logarithms of its gates), g gates
+"""
+
+import math
+from fractions import Fraction
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.errors import unknown_name
+from holdfast.kernels.select import TINY, top
+from holdfast.routing.assignment import assign_balanced
+from holdfast.routing.conditions import keep_best
+from holdfast.routing.declarations import (
+    FLOAT,
+    INTEGER,
+    ActiveExperts,
+    Conditions,
+    Cost,
+    LayerSizes,
+    NoCertificate,
+    selection_bytes,
+)
+from holdfast.routing.parts import Scores, Selection, Selector, Traits, normalise
+from holdfast.routing.records import Context
+from holdfast.routing.selection import check_k
+from holdfast.routing.state import StatefulPart, flag, is_set, several_ranks, sum_over_ranks
+
+BATCH_WIDE = Traits(causal=False, batch_invariant=False, cacheable=False)
+ITERATIONS = 50  # of Sinkhorn, at most
+TOLERANCE = 1e-3  # relative error of the column sums at which they end
+LARGEST_DENOMINATOR = 10**6  # of a factor as a fraction, so that products with it fit into 64 bits
+MEMORY = 0.9  # weight of the old value in the running mean of the potentials
+
+
+class ExpertChoice(Selector):
+    """Each expert takes the c = min(T, ceil(factor T k / E)) tokens with the largest P[:, e], ties to the earlier token.
+
+    P is the gates divided by their sum, and the weight of an expert is P[t, e] (Zhou et al. 2022). A token may get any
+    number of experts; one that gets none is counted in `Routing.dropped`.
+
+    factor      the mean number of experts of a token, over k
+    evaluate    "top-k": each token takes its k best experts in evaluation, with the weights P; "same": experts choose among
+                the tokens of the batch in evaluation, too, so that a model cannot generate
+    """
+
+    equal_loads = True
+
+    def __init__(self, experts: int, k: int, *, factor: float = 1.0, evaluate: Literal["top-k", "same"] = "top-k") -> None:
+        super().__init__()
+        check_k(k, experts)
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor is {factor}; the number of tokens of an expert must be positive and finite.")
+        if evaluate not in ("top-k", "same"):
+            raise ValueError(unknown_name("evaluation", evaluate, ("top-k", "same")))
+        self.experts, self.k, self.factor, self.evaluate = experts, k, factor, evaluate
+        self.traits = BATCH_WIDE if evaluate == "same" else Traits()
+
+    @property
+    def training_traits(self) -> Traits:
+        return BATCH_WIDE
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        shares = normalise(scores.gates)
+        own = top(scores.key, self.k)
+        if not (self.sees_batch or self.evaluate == "same"):
+            return Selection(own, shares.gather(-1, own), scores.gates, {})
+        real = context.real_tokens(tokens)
+        is_own = torch.zeros_like(shares, dtype=torch.bool).scatter(-1, own, True)
+        chosen = self._chosen(shares.detach(), real).where(real.unsqueeze(-1), is_own)
+        experts, in_use = best_of(chosen, scores.key, self.experts)
+        weights = shares.gather(-1, experts).where(in_use, 0.0)
+        dropped = (~chosen.any(-1)).long()
+        return Selection(experts.where(in_use, self.experts), weights, scores.gates, {}, dropped=dropped)
+
+    def _chosen(self, shares: Tensor, real: Tensor) -> Tensor:
+        """Return (B,N,E) bool: the tokens that each expert takes."""
+        by_expert = shares.where(real.unsqueeze(-1), -1.0).flatten(0, 1).t()  # (E,T)
+        places = places_of_each(real.sum() * self.k, self.factor, self.experts)
+        taken = torch.arange(by_expert.shape[1], device=shares.device) < torch.minimum(places, real.sum())
+        order = top(by_expert, by_expert.shape[1])
+        chosen = torch.zeros_like(by_expert, dtype=torch.bool).scatter(1, order, taken.expand_as(order))
+        return chosen.t().view(shares.shape)
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return _held(normalise(scores.gates), experts, live)
+
+    def conditions(self, scores: Scores) -> Conditions:
+        if self.evaluate == "same":
+            raise NoCertificate(
+                "no certificate is known for ExpertChoice(evaluate='same'): other tokens change the selection"
+            )
+        return keep_best(scores.key, self.k, scores.compares)
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        return Cost("selection", kept=selection_bytes(sizes.experts, sizes))
+
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
+        training = min(self.factor * self.k, float(self.experts))
+        inference = training if self.evaluate == "same" else float(self.k)
+        return ActiveExperts(training, inference, self.experts, "experts choose their tokens; on average")
+
+
+class Sinkhorn(Selector, StatefulPart):
+    """Select the k largest s_e + v_e; weights are the gates, or sigmoid(s) if k = 1 (Clark et al. 2022).
+
+    v are the column potentials of entropic optimal transport: with P = softmax_e(s + v), every column of P sums to T / E,
+    up to a relative error of 1e-3 or `ITERATIONS` steps of v_e <- v_e + log(T / E) - log(sum_t P_te). They have no gradient.
+    With fewer than E tokens v = 0.
+
+    bias        "none": v = 0 in evaluation; "running": v is a running mean of those of training, with factor 0.9, the first
+                batch sets it
+    """
+
+    running: Tensor  # (E,)
+    seen: Tensor  # whether a batch has set `running`
+
+    def __init__(self, experts: int, k: int, *, bias: Literal["none", "running"] | None = "none") -> None:
+        super().__init__()
+        check_k(k, experts)
+        bias = "none" if bias is None else bias
+        if bias not in ("none", "running"):
+            raise ValueError(unknown_name("bias", bias, ("none", "running")))
+        self.experts, self.k, self.has_bias = experts, k, bias == "running"
+        if self.has_bias:
+            self.register_buffer("running", torch.zeros(experts))
+            self.register_buffer("seen", flag())
+            self.register_statistics(potentials=torch.zeros(experts), tokens=torch.zeros((), dtype=torch.int64))
+
+    @property
+    def training_traits(self) -> Traits:
+        return BATCH_WIDE
+
+    @property
+    def ragged(self) -> bool:
+        return False
+
+    def new_state(self) -> dict[str, Tensor]:
+        if not self.has_bias:
+            return {}
+        batch, enough = self.get_buffer("staged_potentials"), self.get_buffer("staged_tokens") >= self.experts
+        mean = torch.where(is_set(self.seen), MEMORY * self.running + (1 - MEMORY) * batch, batch)
+        return {
+            "running": mean.where(enough, self.running),
+            "seen": torch.where(enough, torch.ones_like(self.seen), self.seen),
+        }
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        if self.sees_batch:
+            potentials, count = column_potentials(scores.logits.detach(), context.real_tokens(tokens))
+            if self.has_bias:
+                self.stage_in_background(lambda: {"potentials": potentials, "tokens": count})
+            ranks = scores.logits.detach() + potentials
+        else:
+            ranks = self.ranks(scores)
+        chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter(-1, top(ranks, self.k), True)
+        experts, _ = best_of(chosen, scores.key, self.k)
+        return Selection(experts, self._amounts(scores).gather(-1, experts), scores.gates, {})
+
+    def _amounts(self, scores: Scores) -> Tensor:
+        return exact_sigmoid(scores.logits) if self.k == 1 else scores.gates
+
+    def ranks(self, scores: Scores) -> Tensor:
+        return self.levels(scores) if self.has_bias else scores.key
+
+    def levels(self, scores: Scores) -> Tensor:
+        return scores.logits + self.running if self.has_bias else scores.logits
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return _held(self._amounts(scores), experts, live)
+
+    def conditions(self, scores: Scores) -> Conditions:
+        if not self.has_bias:
+            return keep_best(scores.key, self.k, scores.compares)
+        if scores.informed:
+            raise NoCertificate(
+                "no certificate is known for Sinkhorn(bias='running') after an informer: it adds to log gates"
+            )
+        return keep_best(self.levels(scores), self.k, "logits", bias=self.running)
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        summed = INTEGER + ITERATIONS * FLOAT * sizes.experts
+        return Cost("selection", kept=selection_bytes(self.k, sizes), summed=summed, summed_again=summed)
+
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
+        return ActiveExperts(self.k, self.k, self.k)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {"potentials": self.running} if self.has_bias else {}
+
+
+class BaseAssignment(Selector):
+    """Assign k experts to each token so that sum s_te is the largest, with at most ceil(T k / E) tokens for each expert.
+
+    Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). The assignment is balanced exactly, and its sum is within (T k +
+    E) eps of the largest, eps 2^-12 of the range of s; `holdfast.routing.assignment` says how. In evaluation each token
+    takes its k best experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
+    """
+
+    takes_informers = False
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        check_k(k, experts)
+        self.experts, self.k = experts, k
+
+    @property
+    def training_traits(self) -> Traits:
+        return BATCH_WIDE
+
+    @property
+    def ragged(self) -> bool:
+        return False
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        experts = top(scores.key, self.k)
+        if self.sees_batch:
+            real = context.real_tokens(tokens)
+            assigned = assign_balanced(scores.key.detach().flatten(0, 1), real.flatten(), self.k).view(experts.shape)
+            assigned = assigned.where(real.unsqueeze(-1), experts)
+            chosen = torch.zeros_like(scores.gates, dtype=torch.bool).scatter(-1, assigned, True)
+            experts, _ = best_of(chosen, scores.key, self.k)
+        return Selection(experts, exact_sigmoid(scores.logits).gather(-1, experts), scores.gates, {})
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return _held(exact_sigmoid(scores.logits), experts, live)
+
+    def conditions(self, scores: Scores) -> Conditions:
+        return keep_best(scores.key, self.k, scores.compares)
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        return Cost("selection", kept=selection_bytes(self.k, sizes), gathered=FLOAT * sizes.experts)
+
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
+        return ActiveExperts(self.k, self.k, self.k)
+
+
+@torch.no_grad()
+def column_potentials(logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return v (E,), with mean 0, for the real tokens of all ranks, and their number; see `Sinkhorn`.
+
+    logits  (B,N,E), of this rank
+    real    (B,N) bool
+    """
+    experts = logits.shape[-1]
+    count = sum_over_ranks(real.sum())
+    target = count / experts
+    rows, mine = logits.flatten(0, 1), real.flatten().unsqueeze(1)
+    potentials, ended = logits.new_zeros(experts), torch.zeros((), dtype=torch.bool, device=logits.device)
+    # Without synchronising, the host cannot know when to stop. On a CPU of one process it may look.
+    may_stop = logits.device.type == "cpu" and not torch.compiler.is_compiling() and not several_ranks()
+    for _ in range(ITERATIONS):
+        columns = sum_over_ranks(torch.softmax(rows + potentials, dim=-1).where(mine, 0.0).sum(0))
+        ended = ended | ((columns - target).abs().amax() <= TOLERANCE * target)
+        if may_stop and bool(ended):
+            break
+        change = target.clamp_min(TINY).log() - columns.clamp_min(TINY).log()
+        potentials = torch.where(ended, potentials, potentials + change)
+    potentials = potentials - potentials.mean()
+    return potentials.where(count >= experts, 0.0), count
+
+
+def exact_sigmoid(logits: Tensor) -> Tensor:
+    """Return sigmoid(logits). Its gradient, unlike that of `torch.sigmoid`, has no rounding error of 1 - sigmoid."""
+    return F.logsigmoid(logits).exp()
+
+
+def best_of(chosen: Tensor, keys: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Return the `slots` best of the experts `chosen (B,N,E)`, best first by `keys (B,N,E)`, and which slots are in use."""
+    experts = top(keys.detach().where(chosen, -torch.inf), slots)
+    return experts, chosen.gather(-1, experts)
+
+
+def places_of_each(slots: Tensor, factor: float, experts: int) -> Tensor:
+    """Return ceil(factor * slots / E) without rounding errors: 1.1 is 11 / 10. `slots` is an integer on the device."""
+    exact = Fraction(str(factor)).limit_denominator(LARGEST_DENOMINATOR)
+    return -(-slots * exact.numerator // (experts * exact.denominator))
+
+
+def _held(amounts: Tensor, experts: Tensor, live: Selection) -> Tensor:
+    """Return the weights of the held set `experts (B,N,K)` if the weight of each expert is its amount (B,N,E)."""
+    in_use = experts < amounts.shape[-1]
+    return live.weights_if_same_set(experts, amounts.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0))

@@ -1,0 +1,289 @@
+"""Capacity: a limit for the number of tokens of each expert, around any selector.
+
+    C = ceil(factor * slots / E), with slots the number of experts that the wrapped selector chose for all real tokens
+
+What a token asked for is in `Routing.requested`, how many experts it lost in `Routing.dropped`. Losses of the load count the
+former: the limit would hide overload from them. The limit holds in training and in evaluation. A token's experts depend on
+the other tokens of the batch, also on later ones, so a causal model cannot generate with it.
+
+**Several ranks.** In training the limit is over the tokens of all ranks, so that two ranks route as one process with both
+batches does. Each rank sends the gates and the preferences of its tokens to all others, (2 E + 1) numbers per token, and the
+host waits for the device. In evaluation, where ranks may run different numbers of forwards, each rank limits its own tokens.
+
+T tokens, E experts, K slots per token, C places per expert
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import unknown_name
+from holdfast.kernels.launching import EVERYWHERE, operator
+from holdfast.kernels.select import ordered_keys, top
+from holdfast.routing.balanced import BATCH_WIDE, best_of, places_of_each
+from holdfast.routing.declarations import (
+    FLOAT,
+    ActiveExperts,
+    Conditions,
+    Cost,
+    GateFunction,
+    LayerSizes,
+    NoCertificate,
+)
+from holdfast.routing.parts import Noise, Rule, Scores, Selection, Selector, Traits
+from holdfast.routing.records import Context
+from holdfast.routing.state import gather_over_ranks, several_ranks
+
+Policy = Literal["drop", "next", "reroute"]
+Order = Literal["gate", "position"]
+POLICIES: tuple[Policy, ...] = ("drop", "next", "reroute")
+ORDERS: tuple[Order, ...] = ("gate", "position")
+ROUNDS_PER_CHECK = 8  # on a GPU, after how many rounds the host reads whether a token still asks for an expert
+LOWEST = torch.iinfo(torch.int64).min
+
+
+class Capacity(Selector):
+    """Limit the wrapped selector `base` to C tokens per expert.
+
+    factor      C over the mean number of tokens of an expert
+    policy      what a token does that an expert has no place for. "drop": it goes without (Switch, GShard). "next": in
+                rounds, it asks its next best expert that has a place left; no token loses the place that it has. "reroute":
+                it asks its next best expert, and a better token takes the place of a worse one, which asks further (deferred
+                acceptance). What finds no place is dropped. An expert whose gate is 0 is never asked
+    order       which tokens an expert prefers. "gate": those with the largest gates. "position": first choices before second
+                choices, and then in the order of the batch, as in Switch. Of equal tokens the earlier one comes first
+
+    Weights are those of the wrapped selector for the experts that are left: renormalised if its rule does that. Tokens that
+    keep their experts keep their weights exactly. Padding takes no places and keeps its experts. With `policy="next"` or
+    "reroute", the host reads on a GPU whether the rounds have ended, once in `ROUNDS_PER_CHECK` rounds.
+    """
+
+    def __init__(
+        self,
+        base: Selector,
+        experts: int,
+        *,
+        factor: float = 1.25,
+        policy: Policy = "drop",
+        order: Order = "gate",
+    ) -> None:
+        super().__init__()
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor is {factor}; the capacity of an expert must be positive and finite.")
+        if policy not in POLICIES:
+            raise ValueError(unknown_name("policy", policy, POLICIES))
+        if order not in ORDERS:
+            raise ValueError(unknown_name("order", order, ORDERS))
+        if base.not_limited is not None:
+            raise ValueError(f"a capacity cannot limit {type(base).__name__}: {base.not_limited}; remove one of them.")
+        self.base, self.experts, self.factor, self.policy, self.order = base, experts, factor, policy, order
+        self.traits = BATCH_WIDE & base.traits
+        self.takes_informers, self.equal_loads = base.takes_informers, base.equal_loads
+        self.takes_noise = base.takes_noise
+        self.noise, base.noise = base.noise, None  # the router adds the noise of its own selector, which is this one
+
+    @property
+    def wrapped(self) -> tuple[Selector, ...]:
+        return (*self.base.wrapped, self.base)  # type: ignore[arg-type]
+
+    @property
+    def training_traits(self) -> Traits:
+        return BATCH_WIDE & self.base.training_traits
+
+    @property
+    def rule(self) -> Rule | None:  # type: ignore[override]
+        return self.base.rule
+
+    @property
+    def gate(self) -> GateFunction:
+        return self.base.gate
+
+    @property
+    def core(self) -> int | None:
+        return self.base.core
+
+    @property
+    def weights_option(self) -> Literal["softmax", "switch"] | None:
+        return self.base.weights_option
+
+    def levels(self, scores: Scores) -> Tensor:
+        return self.base.levels(scores)
+
+    def ranks(self, scores: Scores) -> Tensor:
+        return self.base.ranks(scores)
+
+    def with_noise(self, noise: Noise, scores: Scores, tokens: Tensor) -> Scores:
+        return self.base.with_noise(noise, scores, tokens)
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return self.base.held_weights(experts, scores, live)
+
+    def conditions(self, scores: Scores) -> Conditions:
+        raise NoCertificate("no certificate is known for a capacity limit: other tokens of the batch change the selection")
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        return Cost("capacity", gathered=FLOAT * (2 * sizes.experts + 1))
+
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
+        found = self.base.active_experts(sizes)
+        if found is None:
+            return None
+        about = f"{found.about}; " if found.about else ""
+        return ActiveExperts(found.training, found.inference, found.slots, f"{about}less what the capacity drops")
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        live: Selection = self.base(scores, tokens, context)
+        real = context.real_tokens(tokens)
+        requested = torch.zeros_like(live.gates, dtype=torch.bool)
+        requested = _with_unused(requested).scatter(-1, live.experts, True)[..., :-1]
+        preferences = self._preferences(live, requested, self.base.ranks(scores))
+        chosen = self._limit(live.gates.detach(), preferences, requested, real)
+        lost = requested.sum(-1) - chosen.sum(-1)
+        experts, weights = self._weigh(scores, live, chosen)
+        same = (chosen == requested).all(-1, keepdim=True)
+        dropped = lost if live.dropped is None else lost + live.dropped
+        return live._replace(
+            experts=live.experts.where(same, experts),
+            weights=live.weights.where(same, weights),
+            requested=live.experts,
+            dropped=dropped,
+        )
+
+    def _preferences(self, live: Selection, requested: Tensor, ranks: Tensor) -> Tensor:
+        """Return (B,N,E): the place of each expert in the list of a token, from 0; E for experts that it never asks.
+
+        Requested experts come first, by slot, then all others with a positive gate, best first.
+        """
+        slot = torch.arange(live.experts.shape[-1], device=live.experts.device).expand_as(live.experts)
+        places = torch.full_like(live.gates, self.experts, dtype=torch.int64)
+        places = _with_unused(places).scatter(-1, live.experts, slot)[..., :-1]
+        if self.policy == "drop":
+            return places
+        others = ~requested & (live.gates > 0)
+        order = top(ranks.detach().where(others, -torch.inf), self.experts)
+        after = torch.zeros_like(order).scatter(-1, order, torch.arange(self.experts, device=order.device).expand_as(order))
+        after = (after + requested.sum(-1, keepdim=True)).clamp_max(self.experts)
+        return torch.where(requested, places, after.where(others, self.experts))
+
+    def _limit(self, gates: Tensor, preferences: Tensor, requested: Tensor, real: Tensor) -> Tensor:
+        """Return (B,N,E) bool: the experts that each token gets. Padding keeps those that it requested."""
+        rows = [each.flatten(0, 1) for each in (gates, preferences, requested)]
+        over_ranks = self.sees_batch and several_ranks()
+        by_position = self.order == "position"
+        if self.policy == "drop" and not over_ranks:  # in plain operations, without reading a number on the host
+            wanted = rows[2] & real.flatten().unsqueeze(1)
+            places = places_of_each(wanted.sum(), self.factor, self.experts)
+            kept = _keep_best(wanted, _priorities(rows[0], rows[1], by_position), places)
+        else:
+            kept = _assign(*rows, real.flatten(), self.factor, POLICIES.index(self.policy), by_position, over_ranks)
+        return kept.view(requested.shape).where(real.unsqueeze(-1), requested)
+
+    def _weigh(self, scores: Scores, live: Selection, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slots (B,N,K) of the sets `chosen (B,N,E)` and their weights, best first."""
+        if live.gates is not scores.gates:  # the wrapped selector has added noise
+            scores = Scores.from_gates(live.gates, scores.raw)
+        by_index = -torch.arange(self.experts, dtype=torch.float32, device=chosen.device).expand(chosen.shape)
+        experts, in_use = best_of(chosen, by_index, live.experts.shape[-1])
+        experts = experts.where(in_use, self.experts)
+        # A rule cannot weigh an empty set: it weighs the requested one, and the weights are 0 below.
+        any_left = in_use.any(-1, keepdim=True)
+        weights = self.base.held_weights(experts.where(any_left, live.experts), scores, live).where(in_use, 0.0)
+        order = top(weights.detach().where(in_use, -1.0), weights.shape[-1])
+        return experts.gather(-1, order), weights.gather(-1, order)
+
+
+def _with_unused(values: Tensor) -> Tensor:
+    """Return `values (..., E)` with one more column, which unused slots write to."""
+    return torch.nn.functional.pad(values, (0, 1))
+
+
+def _priorities(gates: Tensor, preferences: Tensor, by_position: bool) -> Tensor:
+    """Return (E,T) int64, all different in a row: the larger, the more an expert prefers the token."""
+    if not by_position:
+        return ordered_keys(gates.t())
+    tokens = gates.shape[0]
+    return -(preferences.t() * tokens + torch.arange(tokens, device=gates.device))
+
+
+def _keep_best(asking: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
+    """Return (T,E) bool: of the tokens that are `asking (T,E)`, those that each expert has `places`, () or (E,), for."""
+    asking = asking.t()
+    order = priorities.where(asking, LOWEST).argsort(dim=1, descending=True)
+    is_first = torch.arange(order.shape[1], device=order.device) < places.reshape(-1, 1)
+    return (torch.zeros_like(asking).scatter(1, order, is_first.expand_as(order)) & asking).t()
+
+
+def _limit_rows(
+    gates: Tensor,
+    preferences: Tensor,
+    requested: Tensor,
+    real: Tensor,
+    factor: float,
+    policy: int,
+    by_position: bool,
+    over_ranks: bool,
+) -> Tensor:
+    """Return (T,E) bool: the experts that each real token gets; False for padding."""
+    rows = torch.cat([gates, preferences.float(), requested.sum(1, keepdim=True).float()], dim=1)[real]
+    rows, mine = gather_over_ranks(rows) if over_ranks else (rows, slice(None))
+    gates, preferences, wanted = rows.split([gates.shape[1], gates.shape[1], 1], dim=1)
+    preferences, wanted = preferences.long(), wanted.long()
+    places = places_of_each(wanted.sum(), factor, gates.shape[1])
+    priorities = _priorities(gates, preferences, by_position)
+    limited = LIMITS[POLICIES[policy]](preferences, wanted, priorities, places)
+    return torch.zeros_like(requested).index_put((real,), limited[mine])
+
+
+def _drop(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
+    return _keep_best(preferences < wanted, priorities, places)
+
+
+def _next(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
+    """Ask in rounds for the next best expert with a free place; a token keeps what it has."""
+    asked = preferences < wanted
+    held = _keep_best(asked, priorities, places)
+    while True:
+        for _ in range(_rounds_per_check(held)):
+            free = (places - held.sum(0)).clamp_min(0)
+            asking = _best_places(preferences, ~asked & (free > 0), wanted - held.sum(1, keepdim=True))
+            asked, held = asked | asking, held | _keep_best(asking, priorities, free)
+        if not bool(asking.any()):
+            return held
+
+
+def _reroute(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
+    """Deferred acceptance: an expert keeps the best of those that it has and those that ask."""
+    asked = held = torch.zeros_like(preferences, dtype=torch.bool)
+    while True:
+        for _ in range(_rounds_per_check(held)):
+            asking = _best_places(preferences, ~asked, wanted - held.sum(1, keepdim=True))
+            asked, held = asked | asking, _keep_best(held | asking, priorities, places)
+        if not bool(asking.any()):
+            return held
+
+
+LIMITS = {"drop": _drop, "next": _next, "reroute": _reroute}
+
+
+def _best_places(preferences: Tensor, allowed: Tensor, lacking: Tensor) -> Tensor:
+    """Return (T,E) bool: the first `lacking (T,1)` of the `allowed (T,E)` experts in the list of each token."""
+    experts = preferences.shape[1]
+    allowed = allowed & (preferences < experts)
+    order = preferences.where(allowed, experts).argsort(dim=1, stable=True)
+    is_first = torch.arange(experts, device=order.device) < lacking
+    return torch.zeros_like(allowed).scatter(1, order, is_first) & allowed
+
+
+def _rounds_per_check(held: Tensor) -> int:
+    return ROUNDS_PER_CHECK if held.is_cuda else 1
+
+
+_assign = operator(
+    "limit_experts(Tensor gates, Tensor preferences, Tensor requested, Tensor real, float factor, int policy, "
+    "bool by_position, bool over_ranks) -> Tensor",
+    _limit_rows,
+    lambda gates, preferences, requested, *_: torch.empty_like(requested),
+    devices=EVERYWHERE,
+)
