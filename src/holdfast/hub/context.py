@@ -127,7 +127,7 @@ class ContextCapture:
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read_by_next = "previous" in reads, False
-        self.reads_ids = "token_ids" in reads
+        self.reads_ids, self.reads_modality = "token_ids" in reads, "modality" in reads
         self.breaks_causality = (
             layer_modules.causal and router is not None and not (router.traits.causal and router.traits.cacheable)
         )
@@ -202,12 +202,13 @@ class ContextCapture:
         captured, self._current.state.attention = self._current.state.attention, CapturedAttention()
         previous = self.previous.routed if self.reads_previous and self.previous is not None else None
         ids = self.collector.token_ids if self.reads_ids else None
+        modality = self.collector.modality if self.reads_modality else None
         length = tokens.shape[1]
         if self.breaks_causality and (captured.has_recurrent_state or self._cached_tokens(captured, length)):
             raise ValueError(f"{NOT_CAUSAL}; it cannot decode token by token with a KV cache.")
         needs_padding = self.is_training or self.sequence_aware or self.collector.wants_router_logits
         if self.layer_modules.windowed or not needs_padding:
-            return Context(previous=previous, token_ids=ids)
+            return Context(previous=previous, token_ids=ids, modality=modality)
         if captured.mask is not None and not isinstance(captured.mask, Tensor):
             raise ValueError(
                 f"attention uses a {type(captured.mask).__name__} as its mask, from which a router cannot read padding; "
@@ -216,7 +217,7 @@ class ContextCapture:
         router_cache, past = self._router_cache(captured, length)
         token_mask = token_mask_of(captured.mask, tokens.shape[0], length, past)
         attention = self._attention_context(captured, past, length)
-        return Context(self.layer_modules.causal, token_mask, attention, previous, router_cache, ids)
+        return Context(self.layer_modules.causal, token_mask, attention, previous, router_cache, ids, modality)
 
     def record_routing(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import active_module
-from holdfast.hub.families import DenseFamily, dense_family, find_submodule, layers_of
+from holdfast.hub.families import DenseFamily, dense_family, find_submodule, image_tokens, layers_of
 from holdfast.hub.folder_files import unmark_dequantised
 from holdfast.hub.install import (
     hooks_of,
@@ -64,6 +64,7 @@ def reroute(
     require_unwrapped(model)
     if router != NATIVE:
         router, options = REGISTRY.resolve(router, options)
+    _require_modalities(model, router)
     unmark_dequantised(model)
     found = moe_layers(model)
     chosen = [found[index] for index in choose_layers(layers, len(found))]
@@ -196,7 +197,21 @@ def _loss_coefficients(model: Any, losses: Losses | None, layers: int) -> dict[s
 
 
 def _reads_previous(router: str) -> bool:
-    return router != NATIVE and any("previous" in part.reads for part in REGISTRY.part_classes(router))
+    return _reads(router, "previous")
+
+
+def _reads(router: str, field: str) -> bool:
+    """Return whether a part of the router reads this field of its context."""
+    return router != NATIVE and any(field in part.reads for part in REGISTRY.part_classes(router))
+
+
+def _require_modalities(model: nn.Module, router: str) -> None:
+    """Raise ValueError if the router has a score for each modality, and all tokens of the model are text."""
+    if _reads(router, "modality") and not image_tokens(model):
+        raise ValueError(
+            f"router {router!r} has a score for each modality, and this model has no image token in its config; use 'smoe', or "
+            "a vision and language model."
+        )
 
 
 def _before(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> list[MoELayerRef]:
@@ -246,6 +261,7 @@ def sparsify(
     options = {**options, **(router_options or {})}
     if router != NATIVE:
         router, options = REGISTRY.resolve(router, options)
+    _require_modalities(model, router)
     if init not in ("copy", "random"):
         raise ValueError(unknown_name("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):

@@ -27,6 +27,7 @@ from holdfast.hub.layers import (
     layer_infos,
     linked_in_order,
     moe_layers,
+    vocabulary_of,
 )
 from holdfast.hub.losses import LossCollector, text_config
 from holdfast.hub.replacements import (
@@ -156,7 +157,7 @@ def make_sparse(
         config: Any = layer.get_submodule(family.attention).config
         dim, _ = _linear_shape(layer.get_submodule(family.down))
         heads = None if family.windowed else int(config.num_attention_heads)
-        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads))
+        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary_of(config)))
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
     experts = {name: _new_experts(family, layer, specs[name]) for name, layer in layers.items()}

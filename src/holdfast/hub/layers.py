@@ -148,6 +148,7 @@ class LayerInfo:
     depth: int = 0  # index among the MoE layers of its stack
     before: "LayerInfo | None" = None  # the previous MoE layer of its stack
     recurrent: bool = False  # a layer of a hybrid model without attention
+    vocabulary: int | None = None  # number of token ids; None: the model, or this tower of it, reads none
 
 
 def linked_in_order(infos: Sequence[LayerInfo]) -> list[LayerInfo]:
@@ -189,6 +190,13 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
         return None
     clusters = info.before.experts if info.before else None
     from_layer: dict[str, Any] = {"depth": info.depth, "clusters": clusters, "heads": info.heads or 1}
+    if info.vocabulary is not None:
+        from_layer["vocabulary"] = info.vocabulary
+    elif any("token_ids" in part.reads for part in REGISTRY.part_classes(spec.router)):
+        raise ValueError(
+            f"{info.name}: router {spec.router!r} chooses experts by token id, and this part of the model reads none; "
+            "choose a router that reads the tokens themselves."
+        )
     try:
         with _default_float32():
             router = REGISTRY.build(
@@ -306,10 +314,22 @@ def layer_infos(found: list[MoELayerRef]) -> list[LayerInfo]:
     """Return the sizes and places of MoE layers, for `build_routers`."""
     return linked_in_order(
         [
-            LayerInfo(moe_layer.name, *moe_layer.size, moe_layer.heads, recurrent=moe_layer.layer_modules.recurrent)
+            LayerInfo(
+                moe_layer.name,
+                *moe_layer.size,
+                moe_layer.heads,
+                recurrent=moe_layer.layer_modules.recurrent,
+                vocabulary=vocabulary_of(moe_layer.config),
+            )
             for moe_layer in found
         ]
     )
+
+
+def vocabulary_of(config: Any) -> int | None:
+    """Return the number of token ids of a layer's config; None if it has none, as a vision model."""
+    size = getattr(config, "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def is_moe(model: nn.Module) -> bool:

@@ -67,6 +67,7 @@ class Part(nn.Module, ABC):
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
+    learning: bool = True  # False: training forwards compute no loss and update no state
 
     @property
     def training_traits(self) -> Traits:
@@ -75,6 +76,13 @@ class Part(nn.Module, ABC):
 
     def progress(self, fraction: float) -> None:
         """Set the training progress, from 0 to 1. Parts that change their options during training override this."""
+
+    def use_token_counts(self, counts: Tensor) -> None:
+        """Set what depends on how often each token id occurs, `counts (vocabulary,)`. Parts with a table override this."""
+
+    def balance_groups(self, tokens: Tensor, context: Context) -> Tensor | None:
+        """Return (B,N,G) bool: the groups of tokens whose load is balanced separately; None: all tokens are one group."""
+        return None
 
     @property
     def wrapped(self) -> "tuple[Part, ...]":
@@ -105,6 +113,7 @@ class Score(Part):
 
     dim: int
     experts: int
+    reads_tokens = True  # False: logits depend on the context only, so no change of the tokens changes the routing
 
     @property
     def reusable_score(self) -> "Score | None":
@@ -311,6 +320,7 @@ class Selector(Part):
 
     rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
     takes_informers = True  # False: it does not read gates, so a router with an informer is an error
+    fixed_sets = False  # True: in evaluation, a token's set depends on its id only, whatever its scores are
 
     @property
     def ragged(self) -> bool:

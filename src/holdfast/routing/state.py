@@ -24,7 +24,6 @@ class StatefulPart(Part):
     """A part with state (abstract). State and staged statistics are float32 buffers that are saved with the model."""
 
     pending: Tensor  # 1 if statistics are staged and not yet committed, else 0
-    learning = True  # False: training forwards stage and commit nothing, and return no loss
 
     def __init__(self) -> None:
         super().__init__()
