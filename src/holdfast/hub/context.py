@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.families import detached_routing
+from holdfast.hub.families import detached_routing, modality_of
 from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
@@ -202,7 +202,7 @@ class ContextCapture:
         captured, self._current.state.attention = self._current.state.attention, CapturedAttention()
         previous = self.previous.routed if self.reads_previous and self.previous is not None else None
         ids = self.collector.token_ids if self.reads_ids else None
-        modality = self.collector.modality if self.reads_modality else None
+        modality = modality_of(self.collector.token_ids, self.collector.image_tokens) if self.reads_modality else None
         length = tokens.shape[1]
         if self.breaks_causality and (captured.has_recurrent_state or self._cached_tokens(captured, length)):
             raise ValueError(f"{NOT_CAUSAL}; it cannot decode token by token with a KV cache.")

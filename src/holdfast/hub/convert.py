@@ -209,8 +209,8 @@ def _require_modalities(model: nn.Module, router: str) -> None:
     """Raise ValueError if the router has a score for each modality, and all tokens of the model are text."""
     if _reads(router, "modality") and not image_tokens(model):
         raise ValueError(
-            f"router {router!r} has a score for each modality, and this model has no image token in its config; use 'smoe', or "
-            "a vision and language model."
+            f"router {router!r} has a score for each modality, and this model has no image token in its config; use 'smoe', "
+            "or a vision and language model."
         )
 
 

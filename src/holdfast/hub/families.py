@@ -283,10 +283,23 @@ def routing_from_gate(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Rout
     return Routing(logits, rule.gate(logits), experts.gather(1, order), weights.gather(1, order))
 
 
+def text_config(model: Any) -> Any:
+    """Return the config of the model's text part, which is the config itself in most models."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def image_tokens(model: Any) -> list[int]:
     """Return the token ids in whose place a vision and language model puts the parts of an image or a video."""
     found = (getattr(model.config, name, None) for name in IMAGE_TOKENS)
     return sorted({token for token in found if isinstance(token, int) and not isinstance(token, bool)})
+
+
+def modality_of(ids: Tensor | None, image_tokens: list[int]) -> Tensor | None:
+    """Return (B,N): 1 for token `ids (B,N)` that stand for a part of an image, 0 for text; None if that is not known."""
+    if ids is None or not image_tokens:
+        return None
+    return torch.stack([ids == token for token in image_tokens]).any(0).long()
 
 
 def as_token_ids(given: Any) -> Tensor | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.hub.context import NOT_CAUSAL, ContextCapture
-from holdfast.hub.families import DenseFamily, dense_family, layers_of, routing_from_gate
+from holdfast.hub.families import DenseFamily, dense_family, layers_of, routing_from_gate, text_config
 from holdfast.hub.layers import (
     NATIVE,
     LayerInfo,
@@ -29,7 +29,7 @@ from holdfast.hub.layers import (
     moe_layers,
     vocabulary_of,
 )
-from holdfast.hub.losses import LossCollector, text_config
+from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import (
     GateScore,
     ReroutedGate,

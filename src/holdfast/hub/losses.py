@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.families import as_token_ids, image_tokens
+from holdfast.hub.families import as_token_ids, image_tokens, text_config
 from holdfast.hub.replacements import PerThread
 from holdfast.kernels.backward import is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
@@ -146,7 +146,7 @@ class LossCollector:
         self._balance_on_request, self._adds_logits = balance_on_request, adds_logits
         self._forwards = _Forwards()
         self._generating = self._calibrating = self._warned = False
-        self._image_tokens = image_tokens(model)
+        self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
         self.may_have_backward = True  # whether a backward may follow the current forward
         self.learning_enabled = True  # whether routers compute losses and update state
@@ -180,17 +180,8 @@ class LossCollector:
     @property
     def token_ids(self) -> Tensor | None:
         """Return the token ids of the current forward, or of the one that a backward recomputes; None if there are none."""
-        if self._current.is_running:
-            return self._current.token_ids
-        return self._latest_ids if torch.compiler.is_compiling() or is_recomputing() else None
-
-    @property
-    def modality(self) -> Tensor | None:
-        """Return 1 for each token that stands for a part of an image, 0 for text; None if there are no token ids."""
-        ids = self.token_ids
-        if ids is None or not self._image_tokens:
-            return None
-        return torch.stack([ids == token for token in self._image_tokens]).any(0).long()
+        latest = self._latest_ids if torch.compiler.is_compiling() or is_recomputing() else None
+        return self._current.token_ids if self._current.is_running else latest
 
     def generation(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards without gradients update no state, even during calibration."""
@@ -381,12 +372,6 @@ def _drop_router_logits_option(
     if ROUTER_LOGITS not in options:
         return None
     return inputs, {name: value for name, value in options.items() if name != ROUTER_LOGITS}
-
-
-def text_config(model: Any) -> Any:
-    """Return the config of the model's text part, which is the config itself in most models."""
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:

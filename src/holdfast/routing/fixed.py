@@ -277,11 +277,14 @@ def check_vocabulary(vocabulary: int) -> None:
 
 def rows_of(table: Tensor, ids: Tensor) -> Tensor:
     """Return (B,N,k) int64: the row of each of `ids (B,N)` in `table (vocabulary,k)`."""
-    return table.index_select(0, ids.flatten()).view(*ids.shape, -1).long()
+    return table.index_select(0, ids.flatten()).view(*ids.shape, table.shape[1]).long()
 
 
 def known_ids(tokens: Tensor, context: Context, vocabulary: int) -> Tensor:
-    """Return (B,N): the ids of `tokens (B,N,d)`, 0 for padding; raise ValueError if they are missing or unknown."""
+    """Return (B,N): the ids of `tokens (B,N,d)`; raise ValueError if they are missing or unknown.
+
+    An unknown id of padding is replaced by 0.
+    """
     ids = context.token_ids
     if ids is None:
         raise ValueError(
@@ -294,13 +297,13 @@ def known_ids(tokens: Tensor, context: Context, vocabulary: int) -> Tensor:
             f"{tuple(tokens.shape[:2])}, one for each token."
         )
     if context.token_mask is not None:
-        ids = ids.where(context.token_mask, 0)
+        ids = ids.where(context.token_mask | ((ids >= 0) & (ids < vocabulary)), 0)
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocabulary:
             raise ValueError(
-                f"token_ids are from {low} to {high}, but this router was built for the ids 0 to {vocabulary - 1}; give it a "
-                "larger vocabulary, or the right ids."
+                f"token_ids are from {low} to {high}, but this router was built for the ids 0 to {vocabulary - 1}; give it "
+                "a larger vocabulary, or the right ids."
             )
     return ids
 

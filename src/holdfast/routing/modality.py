@@ -57,7 +57,7 @@ class ModalityLinear(Score):
         return Values()
 
     def _modality(self, tokens: Tensor, context: Context) -> Tensor:
-        """Return (B,N) int64: the modality of each token, 0 for padding; raise ValueError if it is missing or wrong."""
+        """Return (B,N) int64: the modality of each token; raise ValueError if it is missing or wrong."""
         modality = context.modality
         if modality is None:
             raise ValueError(
@@ -71,7 +71,8 @@ class ModalityLinear(Score):
             )
         modality = modality.long()
         if context.token_mask is not None:
-            modality = modality.where(context.token_mask, 0)
+            known = (modality >= 0) & (modality < self.modalities)
+            modality = modality.where(context.token_mask | known, 0)
         if modality.device.type == "cpu" and not torch.compiler.is_compiling() and modality.numel():
             low, high = int(modality.min()), int(modality.max())
             if low < 0 or high >= self.modalities:
