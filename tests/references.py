@@ -250,9 +250,8 @@ def project(logits: Tensor) -> Tensor:
         threshold = (sum((logits[e].double() for e in active), torch.zeros(()).double()) - 1) / len(active)
         kept = [e for e in active if logits[e].double() > threshold]
         if kept == active:
-            return torch.stack(
-                [logits[e].double() - threshold if e in active else 0 * logits[e] for e in range(len(logits))]
-            )
+            zero = torch.zeros(()).double()
+            return torch.stack([logits[e] - threshold if e in active else zero for e in range(len(logits))])
         active = kept
 
 

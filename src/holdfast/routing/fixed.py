@@ -69,7 +69,7 @@ class HashedIds(Score):
         if frequencies is not None and not balanced:
             raise ValueError("frequencies are given, but balanced is false; add balanced=True.")
         self.dim, self.experts, self.k, self.vocabulary, self.balanced = dim, experts, k, vocabulary, balanced
-        self.seed = seed * SEED_STEP + depth
+        self.seed, self.wants_token_counts = seed * SEED_STEP + depth, balanced and frequencies is None
         self.register_buffer("table", torch.zeros(vocabulary, k, dtype=torch.int32))
         if not balanced and not self.table.is_meta:
             self.table.copy_(self._random_table())

@@ -67,6 +67,7 @@ class Part(nn.Module, ABC):
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
+    wants_token_counts = False  # True: training passes to `use_token_counts` how often each token id occurs in its data
     learning: bool = True  # False: training forwards compute no loss and update no state
 
     @property
