@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from contexts import on_device
+from router_names import needed
 from test_router_training import COMBINATIONS, HEADS, context_for
 from torch import Tensor
 
@@ -13,7 +14,9 @@ import holdfast
 from holdfast import Context, Experts, FeedForward, Losses, MoE
 from holdfast.routing import Previous
 
-ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in holdfast.list_routers()} | COMBINATIONS
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, needed(name)) for name in holdfast.list_routers()
+} | COMBINATIONS
 ROUTERS |= {"attention": ("attention", {"heads": HEADS}), "ac, mixed": ("ac", {"mix": 3, "stats": "batch"})}
 ROUTERS |= {"smooth, by its loss": ("smooth", {"control": "loss", "eps": 0.5})}
 ROUTERS |= {"smoe, learned noise": ("smoe", {"noise": "gaussian"}), "low rank": ("similarity", {"rank": 3})}

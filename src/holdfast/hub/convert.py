@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import active_module
-from holdfast.hub.families import DenseFamily, dense_family, find_submodule, image_tokens, layers_of
+from holdfast.hub.families import DenseFamily, dense_family, find_submodule, layers_of
 from holdfast.hub.folder_files import unmark_dequantised
 from holdfast.hub.install import (
     hooks_of,
@@ -25,7 +25,7 @@ from holdfast.hub.install import (
     set_gate_trainable,
     specs_of,
 )
-from holdfast.hub.layers import NATIVE, LayerSpec, MoELayerRef, loss_coefficients, moe_layers
+from holdfast.hub.layers import NATIVE, LayerSpec, MoELayerRef, loss_coefficients, moe_layers, reads, require_modalities
 from holdfast.hub.model_classes import install_hooks_and_classes
 from holdfast.hub.replacements import UNREADABLE_GATE, SparseLayer, uninstall_gate
 from holdfast.kernels.quantised import as_float, is_quantised
@@ -64,7 +64,7 @@ def reroute(
     require_unwrapped(model)
     if router != NATIVE:
         router, options = REGISTRY.resolve(router, options)
-    _require_modalities(model, router)
+    require_modalities(model, router)
     unmark_dequantised(model)
     found = moe_layers(model)
     chosen = [found[index] for index in choose_layers(layers, len(found))]
@@ -100,7 +100,7 @@ def _changed_specs(
         for layer in found:
             if layer.name not in changed and layer.name not in specs:
                 changed[layer.name] = _spec(layer, None, NATIVE, None, terms, {})
-    if _reads_previous(router):
+    if reads(router, "previous"):
         for before in _before(found, changed):  # the preceding layer must record its routing
             if before.name not in specs:
                 changed[before.name] = LayerSpec(NATIVE, _native_k(before))
@@ -196,24 +196,6 @@ def _loss_coefficients(model: Any, losses: Losses | None, layers: int) -> dict[s
     return {MODEL_BALANCE: own / layers} if own else {}
 
 
-def _reads_previous(router: str) -> bool:
-    return _reads(router, "previous")
-
-
-def _reads(router: str, field: str) -> bool:
-    """Return whether a part of the router reads this field of its context."""
-    return router != NATIVE and any(field in part.reads for part in REGISTRY.part_classes(router))
-
-
-def _require_modalities(model: nn.Module, router: str) -> None:
-    """Raise ValueError if the router has a score for each modality, and all tokens of the model are text."""
-    if _reads(router, "modality") and not image_tokens(model):
-        raise ValueError(
-            f"router {router!r} has a score for each modality, and this model has no image token in its config; use 'smoe', "
-            "or a vision and language model."
-        )
-
-
 def _before(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> list[MoELayerRef]:
     """Return the layers just before those that `specs` names, without those that it names."""
     return [before for before, moe_layer in pairwise(found) if moe_layer.name in specs and before.name not in specs]
@@ -261,7 +243,7 @@ def sparsify(
     options = {**options, **(router_options or {})}
     if router != NATIVE:
         router, options = REGISTRY.resolve(router, options)
-    _require_modalities(model, router)
+    require_modalities(model, router)
     if init not in ("copy", "random"):
         raise ValueError(unknown_name("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):

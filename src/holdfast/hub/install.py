@@ -27,6 +27,7 @@ from holdfast.hub.layers import (
     layer_infos,
     linked_in_order,
     moe_layers,
+    require_modalities,
     vocabulary_of,
 )
 from holdfast.hub.losses import LossCollector
@@ -52,6 +53,8 @@ MOE_ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "n
 
 def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoELayerRef]:
     """Change the layers of a fresh model as `specs` say and return its MoE layers. Weights are loaded afterwards."""
+    for router in {spec.router for spec in specs.values()}:
+        require_modalities(model, router)
     if any(spec.experts is not None for spec in specs.values()):
         family = dense_family(model)
         layers = {f"{name}.{family.place}".lstrip("."): layer for name, layer in layers_of(family, model)}

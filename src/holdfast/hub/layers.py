@@ -24,6 +24,7 @@ from holdfast.hub.families import (
     MoEFamily,
     dense_family,
     find_submodule,
+    image_tokens,
     layers_of,
     mixer_of,
     moe_family,
@@ -192,7 +193,7 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
     from_layer: dict[str, Any] = {"depth": info.depth, "clusters": clusters, "heads": info.heads or 1}
     if info.vocabulary is not None:
         from_layer["vocabulary"] = info.vocabulary
-    elif any("token_ids" in part.reads for part in REGISTRY.part_classes(spec.router)):
+    elif reads(spec.router, "token_ids"):
         raise ValueError(
             f"{info.name}: router {spec.router!r} chooses experts by token id, and this part of the model reads none; "
             "choose a router that reads the tokens themselves."
@@ -324,6 +325,20 @@ def layer_infos(found: list[MoELayerRef]) -> list[LayerInfo]:
             for moe_layer in found
         ]
     )
+
+
+def reads(router: str, field: str) -> bool:
+    """Return whether a part of the router `router` reads this field of its context."""
+    return router != NATIVE and any(field in part.reads for part in REGISTRY.part_classes(router))
+
+
+def require_modalities(model: nn.Module, router: str) -> None:
+    """Raise ValueError if the router has a score for each modality, and all tokens of the model are text."""
+    if reads(router, "modality") and not image_tokens(model):
+        raise ValueError(
+            f"router {router!r} has a score for each modality, and this model has no image token in its config; use 'smoe', "
+            "or a vision and language model."
+        )
 
 
 def vocabulary_of(config: Any) -> int | None:
