@@ -381,8 +381,8 @@ def own_losses(router: Router, gates: Tensor, chosen: list[Chosen], context: Con
         for token, (experts, _), is_real in zip(ids_of(context), chosen, real, strict=True):
             if is_real:
                 shares = softmax(list(predictions(select, token)))
-                losses.append(-sum(torch.log(shares[e]) for e in experts) / select.k)
-        return {"distill": select.distill * sum(losses) / len(losses)}
+                losses.append(-torch.stack([torch.log(shares[e]) for e in experts]).mean())
+        return {"distill": select.distill * torch.stack(losses).mean()}
     if isinstance(select, SmoothTopK) and select.control == "loss":
         active = sum(len(experts) for (experts, _), is_real in zip(chosen, real, strict=True) if is_real) / int(real.sum())
         return {"boundary": select.alpha * select.eps() * (active - select.k - select.budget)}

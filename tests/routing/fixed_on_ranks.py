@@ -4,6 +4,7 @@ Gradients of stage 1, the table of stage 2 and the losses by modality must be th
 """
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ REAL = torch.tensor([True] * 7 + [False] * 3)  # the first batch; all tokens of 
 
 def build() -> Router:
     torch.manual_seed(0)
-    options = {"vocabulary": VOCABULARY, "k": 2, "losses": Losses(balance=0.5, importance=0.1, load=0.1)}
+    options: dict[str, Any] = {"vocabulary": VOCABULARY, "k": 2, "losses": Losses(balance=0.5, importance=0.1, load=0.1)}
     return holdfast.create_router("modality+stablemoe", dim=DIM, experts=EXPERTS, stage=0.5, **options)
 
 

@@ -79,7 +79,7 @@ def test_ties_of_groups_go_to_the_lower_one() -> None:
         ({"groups": 3, "top_groups": 1, "k": 4}, "use at least 2 groups"),
     ],
 )
-def test_wrong_options_are_one_sentence(options: dict[str, int], says: str) -> None:
+def test_wrong_options_are_one_sentence(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build(**options)
 

@@ -145,8 +145,9 @@ def test_a_gradient_of_nan_from_padding_stops_at_the_router(name: str) -> None:
         if values.requires_grad:
             grad = torch.ones_like(values).where(REAL.view(-1, 1), torch.nan)
             values.backward(grad, retain_graph=True)
-    grads = [tokens.grad, *(p.grad for p in router.parameters() if p.grad is not None)]
-    assert all(grad is not None and grad.isfinite().all() for grad in grads)
+    grads = [value.grad for value in (tokens, *router.parameters()) if value.grad is not None]
+    assert grads or name == "hash"  # whose routing has no gradient
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 def test_padding_that_can_be_computed_with_is_a_token_like_others() -> None:
