@@ -3,7 +3,8 @@
 router.py           the pipeline
 records.py          its input `Context` and its output `Routing`
 parts.py            the base class of each stage
-scores.py, clustering.py, expert_graph.py, token_graph.py, selection.py, smoothing.py   the parts
+scores.py, clustering.py, expert_graph.py, token_graph.py, selection.py, smoothing.py,
+fixed.py, sparsemax.py, hierarchy.py, modality.py   the parts
 state.py            parts that update state without gradients
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
@@ -11,6 +12,11 @@ declarations.py, conditions.py, bounds.py           what parts declare for certi
 
 from holdfast.routing.clustering import Clustered as Clustered
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
+from holdfast.routing.fixed import Distilled as Distilled
+from holdfast.routing.fixed import EqualWeights as EqualWeights
+from holdfast.routing.fixed import HashedIds as HashedIds
+from holdfast.routing.hierarchy import Hierarchical as Hierarchical
+from holdfast.routing.modality import ModalityLinear as ModalityLinear
 from holdfast.routing.parts import Informer as Informer
 from holdfast.routing.parts import LinearScore as LinearScore
 from holdfast.routing.parts import Part as Part
@@ -36,6 +42,7 @@ from holdfast.routing.selection import ReLU as ReLU
 from holdfast.routing.selection import TopK as TopK
 from holdfast.routing.selection import TopP as TopP
 from holdfast.routing.smoothing import SmoothTopK as SmoothTopK
+from holdfast.routing.sparsemax import Sparsemax as Sparsemax
 from holdfast.routing.state import StatefulPart as StatefulPart
 from holdfast.routing.token_graph import AttentionPosterior as AttentionPosterior
 from holdfast.routing.token_graph import Similarity as Similarity
