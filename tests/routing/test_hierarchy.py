@@ -59,9 +59,11 @@ def test_the_product_of_both_gates_is_the_gate() -> None:
 @pytest.mark.parametrize(("experts", "groups"), [(7, 3), (8, 3), (5, 5), (9, 2)])
 def test_groups_of_unequal_size_differ_by_at_most_one_expert(experts: int, groups: int) -> None:
     rule = GroupedRule(Softmax(True), experts, groups, 1)
-    sizes = [sum(expert < experts for expert in own) for own in rule.members]
+    members, group_of = rule.members(torch.device("cpu")).tolist(), rule.group_of(torch.device("cpu")).tolist()
+    sizes = [sum(expert < experts for expert in own) for own in members]
     assert sum(sizes) == experts and max(sizes) - min(sizes) <= 1
-    assert rule.group_of == sorted(rule.group_of) and set(rule.group_of) == set(range(groups))
+    assert group_of == sorted(group_of) and set(group_of) == set(range(groups))
+    assert all(group_of[expert] == group for group, own in enumerate(members) for expert in own if expert < experts)
 
 
 def test_ties_of_groups_go_to_the_lower_one() -> None:
@@ -100,7 +102,9 @@ def test_its_certificate_is_sound_also_against_group_changes(name: str, options:
     found = certify(router, x)
     assert (found.radius > 0).float().mean() > 0.5 and found.radius.isfinite().all()
     before = router(x).chosen
-    groups = torch.tensor(router.select.rule.group_of)  # type: ignore[union-attr]
+    rule = router.select.rule
+    assert isinstance(rule, GroupedRule)
+    groups = rule.group_of(x.device)
     for group in range(options["groups"]):
         moved = x.clone()
         for _ in range(8):

@@ -296,6 +296,7 @@ def known_ids(tokens: Tensor, context: Context, vocabulary: int) -> Tensor:
             f"token_ids are {ids.dtype} of shape {tuple(ids.shape)}; expected whole numbers of shape "
             f"{tuple(tokens.shape[:2])}, one for each token."
         )
+    ids = ids.to(tokens.device)  # a model on several devices has its ids on the first
     if context.token_mask is not None:
         ids = ids.where(context.token_mask | ((ids >= 0) & (ids < vocabulary)), 0)
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():

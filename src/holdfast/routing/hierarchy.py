@@ -32,10 +32,6 @@ class GroupedRule(Rule):
         self.base, self.experts, self.groups, self.top_groups = base, experts, groups, top_groups
         self.gate, self.ordered, self.renormalise, self.strip = base.gate, base.ordered, base.renormalise, base.strip
         self.weights_option = base.weights_option
-        self.group_of = [expert * groups // experts for expert in range(experts)]
-        size = math.ceil(experts / groups)
-        members = [[e for e, group in enumerate(self.group_of) if group == number] for number in range(groups)]
-        self.members = [own + [experts] * (size - len(own)) for own in members]  # (G, size), E in unused places
 
     @property
     def name(self) -> str:
@@ -46,16 +42,26 @@ class GroupedRule(Rule):
         """Whether all groups are kept, so that there is nothing to choose among them."""
         return self.top_groups >= self.groups
 
+    def group_of(self, device: torch.device) -> Tensor:
+        """Return (E,): the group of each expert."""
+        return torch.arange(self.experts, device=device) * self.groups // self.experts
+
+    def members(self, device: torch.device) -> Tensor:
+        """Return (G,size): the experts of each group, and the index E in the place that a smaller group leaves."""
+        # Computed on the device: a copy from the host would make a GPU wait.
+        start = (torch.arange(self.groups + 1, device=device) * self.experts + self.groups - 1) // self.groups
+        place = start[:-1].unsqueeze(1) + torch.arange(math.ceil(self.experts / self.groups), device=device)
+        return place.where(place < start[1:].unsqueeze(1), self.experts)
+
     def kept_groups(self, gates: Tensor) -> Tensor:
         """Return (...,G) bool: the groups with the largest sums of `gates (...,E)`, ties to the lower index."""
-        members = torch.tensor(self.members, device=gates.device)
         padded = torch.nn.functional.pad(gates.detach(), (0, 1))
-        mass = padded[..., members].sum(-1)
+        mass = padded[..., self.members(gates.device)].sum(-1)
         return torch.zeros_like(mass, dtype=torch.bool).scatter(-1, top(mass, self.top_groups), True)
 
     def allowed(self, gates: Tensor) -> Tensor:
         """Return (...,E) bool: the experts in the kept groups."""
-        return self.kept_groups(gates)[..., torch.tensor(self.group_of, device=gates.device)]
+        return self.kept_groups(gates)[..., self.group_of(gates.device)]
 
     def ranks(self, scores: Scores) -> Tensor:
         ranks = self.base.ranks(scores)
@@ -90,7 +96,7 @@ class GroupedRule(Rule):
     def _group_conditions(self, kept: Tensor, chosen: Tensor) -> Conditions:
         """Return conditions that the sum of gates of every kept group exceeds that of every other. The index E adds 0."""
         pairs = swap_conditions(kept)  # of groups; with G in the place of a missing one
-        members = torch.tensor([*self.members, [self.experts] * len(self.members[0])], device=kept.device)
+        members = torch.nn.functional.pad(self.members(kept.device), (0, 0, 0, 1), value=self.experts)
         ahead, behind = (members[side.squeeze(-1)] for side in (pairs.ahead, pairs.behind))
         return Conditions(ahead, behind, pairs.valid, pairs.way, chosen)
 

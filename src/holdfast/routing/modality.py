@@ -69,7 +69,7 @@ class ModalityLinear(Score):
                 f"modality is {modality.dtype} of shape {tuple(modality.shape)}; expected whole numbers of shape "
                 f"{tuple(tokens.shape[:2])}."
             )
-        modality = modality.long()
+        modality = modality.long().to(tokens.device)  # a model on several devices has its ids on the first
         if context.token_mask is not None:
             known = (modality >= 0) & (modality < self.modalities)
             modality = modality.where(context.token_mask | known, 0)
