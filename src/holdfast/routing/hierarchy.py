@@ -21,6 +21,8 @@ from holdfast.routing.declarations import Conditions, NoCertificate
 from holdfast.routing.parts import Rule, Scores
 from holdfast.routing.selection import Softmax, TopK, check_k
 
+LOWEST = torch.finfo(torch.float32).min  # the rank of an expert in a group that is not kept; ONNX cannot sort infinities
+
 
 class GroupedRule(Rule):
     """Another rule, within the groups of experts that have the largest sums of gates.
@@ -57,7 +59,8 @@ class GroupedRule(Rule):
         """Return (...,G) bool: the groups with the largest sums of `gates (...,E)`, ties to the lower index."""
         padded = torch.nn.functional.pad(gates.detach(), (0, 1))
         mass = padded[..., self.members(gates.device)].sum(-1)
-        return torch.zeros_like(mass, dtype=torch.bool).scatter(-1, top(mass, self.top_groups), True)
+        groups = torch.arange(self.groups, device=gates.device)
+        return (top(mass, self.top_groups).unsqueeze(-1) == groups).any(-2)
 
     def allowed(self, gates: Tensor) -> Tensor:
         """Return (...,E) bool: the experts in the kept groups."""
@@ -65,7 +68,7 @@ class GroupedRule(Rule):
 
     def ranks(self, scores: Scores) -> Tensor:
         ranks = self.base.ranks(scores)
-        return ranks if self.is_flat else ranks.where(self.allowed(scores.gates), -torch.inf)
+        return ranks if self.is_flat else ranks.where(self.allowed(scores.gates), LOWEST)
 
     def levels(self, scores: Scores) -> Tensor:
         levels = self.base.levels(scores)
