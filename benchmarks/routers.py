@@ -38,6 +38,7 @@ class Shape:
 
 SHAPES = {"cpu": Shape(8, 512, 256, 16, 2, 8, 256), "cuda": Shape(8, 2048, 2048, 64, 8, 16, 1024)}
 QUEUED = 20
+VOCABULARY = 32_000
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smoe": ("smoe", {}),
     "xmoe": ("xmoe", {}),
@@ -65,6 +66,11 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("attention", {"heads": None}),
     "attention, all heads": ("attention", {"heads": "all"}),
     "symphony+similarity, rank 64": ("symphony+similarity", {"rank": 64}),
+    "hash": ("hash", {"vocabulary": VOCABULARY}),
+    "stablemoe": ("stablemoe", {"vocabulary": VOCABULARY}),
+    "sparsemax": ("sparsemax", {}),
+    "hierarchical": ("hierarchical", {}),
+    "modality": ("modality", {}),
 }
 
 
@@ -79,7 +85,15 @@ def synthetic_context(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Te
     attention = Attention(query, key, value, projection, torch.randn_like(tokens))
     with torch.no_grad():
         previous = holdfast.create_router("smoe", dim=shape.dim, experts=shape.experts, k=shape.k).to(device).eval()(tokens)
-    return tokens.requires_grad_(), Context(causal=True, attention=attention, previous=Previous(tokens.detach(), previous))
+    ids = torch.randint(VOCABULARY, tokens.shape[:2], device=device)
+    context = Context(
+        causal=True,
+        attention=attention,
+        previous=Previous(tokens.detach(), previous),
+        token_ids=ids,
+        modality=ids % 2,
+    )
+    return tokens.requires_grad_(), context
 
 
 class Step:
@@ -97,7 +111,14 @@ class Step:
         routing = self.router(self.tokens, self.context)
         outputs = [routing.weights, routing.gates, *routing.losses.values()]
         grads = [*self.grads, *(torch.ones_like(loss) for loss in routing.losses.values())]
-        torch.autograd.grad(outputs, [self.tokens, *self.parameters], grads, allow_unused=True)
+        differentiate(outputs, [self.tokens, *self.parameters], grads)
+
+
+def differentiate(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Run the backward of those outputs that have one: the routing of `hash` has none."""
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+    if pairs:
+        torch.autograd.grad([pair[0] for pair in pairs], inputs, [pair[1] for pair in pairs], allow_unused=True)
 
 
 def experts_step(module: holdfast.Experts, tokens: Tensor, context: Context) -> Callable[[], object]:
@@ -121,7 +142,7 @@ def layer_step(step: Step, module: holdfast.Experts) -> Callable[[], object]:
     def run() -> None:
         routing = step.router(step.tokens, step.context)
         out = module(step.tokens.flatten(0, 1), routing.experts, routing.weights)
-        torch.autograd.grad([out, routing.gates], inputs, [grad, step.grads[1]], allow_unused=True)
+        differentiate([out, routing.gates], inputs, [grad, step.grads[1]])
 
     return run
 

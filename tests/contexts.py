@@ -22,6 +22,7 @@ def on_device(context: Context, device: str) -> Context:
         context,
         token_mask=None if context.token_mask is None else context.token_mask.to(device),
         token_ids=None if context.token_ids is None else context.token_ids.to(device),
+        modality=None if context.modality is None else context.modality.to(device),
         attention=replace(attention, projection=projection, mask=mask, **heads),
         previous=Previous(previous.tokens.to(device), replace(previous.routing, **rows)),
     )

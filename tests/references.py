@@ -28,7 +28,11 @@ from holdfast.routing import (
     TopP,
 )
 from holdfast.routing.capacity import Capacity
+from holdfast.routing.fixed import Distilled, EqualWeights, HashedIds
+from holdfast.routing.hierarchy import Hierarchical
+from holdfast.routing.modality import ModalityLinear
 from holdfast.routing.noise import GaussianNoise, GumbelNoise, ScaledNoise, UniformNoise
+from holdfast.routing.sparsemax import Sparsemax
 
 Chosen = tuple[list[int], list[Tensor]]  # the experts of one token and their weights
 
@@ -46,6 +50,35 @@ def cosine(score: Cosine, x: Tensor) -> Tensor:
 
 
 SCORES: dict[type, Any] = {Linear: linear, Frozen: linear, Cosine: cosine}
+
+
+def hashed(score: HashedIds, token: int) -> Tensor:
+    """0 for the experts in the id's row, -104 for others."""
+    return torch.tensor([0.0 if e in score.table[token].tolist() else -104.0 for e in range(score.experts)])
+
+
+def of_modality(score: ModalityLinear, x: Tensor, modality: int) -> Tensor:
+    rows = score.weight[modality * score.experts : (modality + 1) * score.experts]
+    return torch.stack([(x.double() * row.double()).sum() for row in rows])
+
+
+def scored(score: Any, tokens: Tensor, context: Context) -> list[Tensor]:
+    """The logits of each token."""
+    flat = tokens.flatten(0, 1)
+    if isinstance(score, Clustered):
+        return clustered(score, tokens, context)
+    if isinstance(score, HashedIds):
+        return [hashed(score, token) for token in ids_of(context)]
+    if isinstance(score, ModalityLinear):
+        assert context.modality is not None
+        return [of_modality(score, x, m) for x, m in zip(flat, context.modality.flatten().tolist(), strict=True)]
+    return [SCORES[type(score)](score, x) for x in flat]
+
+
+def ids_of(context: Context) -> list[int]:
+    assert context.token_ids is not None
+    ids: list[int] = context.token_ids.flatten().tolist()
+    return ids
 
 
 def clustered(score: Clustered, tokens: Tensor, context: Context) -> list[Tensor]:
@@ -305,11 +338,70 @@ def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, infor
     return list(kept), softmax(list(kept.values()))
 
 
-SELECTORS: dict[type, Any] = {TopK: top_k, TopP: top_p, ReLU: relu, SmoothTopK: smooth}
+def project(logits: Tensor) -> Tensor:
+    """Sparsemax by an active set: subtract the threshold of all, drop those that become negative, and repeat."""
+    active = list(range(len(logits)))
+    while True:
+        threshold = (sum((logits[e].double() for e in active), torch.zeros(()).double()) - 1) / len(active)
+        kept = [e for e in active if logits[e].double() > threshold]
+        if kept == active:
+            zero = torch.zeros(()).double()
+            return torch.stack([logits[e] - threshold if e in active else zero for e in range(len(logits))])
+        active = kept
+
+
+def sparsemax(select: Sparsemax, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
+    weights = project(logits)
+    experts = [e for e in top(key, key.shape[-1]).tolist() if weights[e] > 0 and gates[e] > 0]
+    return experts, [weights[e] for e in experts]
+
+
+def hierarchical(select: Hierarchical, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
+    rule: Any = select.rule
+    mass = [0.0] * rule.groups
+    for expert, value in enumerate(gates.tolist()):
+        mass[expert * rule.groups // select.experts] += value
+    kept = top(torch.tensor(mass), rule.top_groups).tolist()
+    allowed = [e for e in range(select.experts) if e * rule.groups // select.experts in kept]
+    masked = torch.tensor([float(key[e]) if e in allowed else -torch.inf for e in range(select.experts)])
+    return top_k(select, masked, gates, logits, informed)
+
+
+def equal_weights(select: EqualWeights, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
+    return top(key, select.k).tolist(), [torch.tensor(1 / select.k)] * select.k
+
+
+def distilled(select: Distilled, token: int, key: Tensor, gates: Tensor) -> Chosen:
+    """The experts of one token: by its score in stage 1 of training, else by its id; weights are sigmoids."""
+    if select.frozen:
+        experts = select.table[token].tolist()
+    else:
+        experts = top(key if select.training else predictions(select, token).detach(), select.k).tolist()
+    experts = sorted(experts, key=lambda e: -float(gates[e]))
+    return experts, [gates[e] for e in experts]
+
+
+def predictions(select: Distilled, token: int) -> Tensor:
+    return torch.stack([(select.embedding[token] * row).sum() for row in select.predictor])
+
+
+SELECTORS: dict[type, Any] = {
+    TopK: top_k,
+    TopP: top_p,
+    ReLU: relu,
+    SmoothTopK: smooth,
+    Sparsemax: sparsemax,
+    Hierarchical: hierarchical,
+    EqualWeights: equal_weights,
+}
 
 
 def gate(select: Selector, logits: Tensor) -> Tensor:
-    return torch.relu(logits) if isinstance(select, ReLU) else torch.stack(softmax(list(logits)))
+    if isinstance(select, ReLU):
+        return torch.relu(logits)
+    if isinstance(select, Distilled):
+        return 1 / (1 + torch.exp(-logits))
+    return project(logits) if isinstance(select, Sparsemax) else torch.stack(softmax(list(logits)))
 
 
 def noise(module: nn.Module | None, tokens: Tensor, experts: int) -> list[Tensor] | None:
@@ -338,17 +430,13 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     """The whole pipeline, one token at a time, with the token graphs as explicit N x N matrices."""
     score, select = router.score, router.select
     capacity, select = (select, select.base) if isinstance(select, Capacity) else (None, select)
-    if isinstance(score, Clustered):
-        rows = clustered(score, tokens, context)
-    else:
-        rows = [SCORES[type(score)](score, x) for x in tokens.flatten(0, 1)]
-    logits = torch.stack(rows).float()
+    logits = torch.stack(scored(score, tokens, context)).float()
     gates = torch.stack([gate(select, row).float() for row in logits])
     shape = (*tokens.shape[:2], -1)
     gates = inform(router, gates.view(shape), logits.view(shape), tokens, context).flatten(0, 1)
     informed = bool(router.informers)
     read = gates.clamp_min(1.2e-38).log() if informed else logits
-    module = select.noise if router.training else None
+    module = router.select.noise if router.training else None
     drawn = noise(module, tokens, router.experts)
     if module is not None and drawn is not None:
         noised = [noisy(module, row, x, z) for row, x, z in zip(read, tokens.flatten(0, 1), drawn, strict=True)]
@@ -362,7 +450,9 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     keys = gates if informed else read
     real = [True] * len(gates) if context.token_mask is None else context.token_mask.flatten().tolist()
     choose = SELECTORS.get(type(select))
-    if choose is None:
+    if isinstance(select, Distilled):
+        chosen = [distilled(select, *each) for each in zip(ids_of(context), keys, gates, strict=True)]
+    elif choose is None:
         chosen = batch_wide(select, keys, gates, read, real)
     else:
         chosen = [choose(select, key, g, row, informed) for key, g, row in zip(keys, gates, read, strict=True)]
@@ -398,6 +488,13 @@ def own_losses(router: Router, gates: Tensor, chosen: list[Chosen], context: Con
         load = [1.0] * len(load) if select.penalty == "uniform" else load
         total = sum((f * row[e] for row in rows for e, f in enumerate(load)), torch.zeros(()))
         return {"l1": select.l1 * total / int(real.sum())}
+    if isinstance(select, Distilled) and not select.frozen:
+        losses = []
+        for token, (experts, _), is_real in zip(ids_of(context), chosen, real, strict=True):
+            if is_real:
+                shares = softmax(list(predictions(select, token)))
+                losses.append(-torch.stack([torch.log(shares[e]) for e in experts]).mean())
+        return {"distill": select.distill * torch.stack(losses).mean()}
     if isinstance(select, SmoothTopK) and select.control == "loss":
         active = sum(len(experts) for (experts, _), is_real in zip(chosen, real, strict=True) if is_real) / int(real.sum())
         return {"boundary": select.alpha * select.eps() * (active - select.k - select.budget)}

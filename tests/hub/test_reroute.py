@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from router_names import IN_TEXT_MODELS
 from tiers import covering, quick_or_slow
 from tiny import EXTRA, MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
@@ -21,9 +22,9 @@ FAMILIES = sorted(EXTRA)
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS).index_put((torch.tensor([1]), torch.tensor([0])), torch.tensor(0))
 NEUTRAL = ["smoe", "symphony", "ac", "ac+symphony"]  # start from the checkpoint's own outputs
-NOTHING_TO_LEARN = ["smoe-dropout", "random"]  # its scores are frozen
+NOTHING_TO_LEARN = ["smoe-dropout", "random", "hash"]  # their scores are frozen
 ROBUST = ["smooth", "similarity", "attention", "ac+symphony+attention+smooth"]
-OTHERS = [*sorted(holdfast.list_routers().keys() - {*NEUTRAL, *NOTHING_TO_LEARN}), "ac+symphony+attention+smooth"]
+OTHERS = [*sorted({*IN_TEXT_MODELS} - {*NEUTRAL, *NOTHING_TO_LEARN}), "ac+symphony+attention+smooth"]
 # Every router in two families that could not differ more, the robust ones in all.
 PAIRS = [
     (family, router)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from router_names import VOCABULARY, needed
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from holdfast import Context
 from holdfast.routing import Attention, Previous
 
 DIM, HEADS, EXPERTS = 16, 4, 6
-RAGGED = {"smooth", "top-p", "remoe", "smoe-dropout"}  # presets that leave slots unused
+RAGGED = {"smooth", "top-p", "remoe", "smoe-dropout", "sparsemax"}  # presets that leave slots unused
 
 
 class Layer(nn.Module):
@@ -21,7 +22,7 @@ class Layer(nn.Module):
     def __init__(self, router: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        options: dict[str, Any] = {"heads": HEADS} if router == "attention" else {}
+        options = needed(router, heads=HEADS)
         self.moe = holdfast.MoE(
             holdfast.create_router(router, dim=DIM, experts=EXPERTS, k=None if router == "switch" else 2, **options),
             holdfast.Experts(DIM, 24, EXPERTS, bias=True),
@@ -35,7 +36,11 @@ class Layer(nn.Module):
         rows = [each(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)]
         attention = Attention(rows[0], rows[1], rows[2], self.projection, self.projection(tokens))
         previous = Previous(tokens, self.before(tokens))
-        out, routing = self.moe(tokens, Context(causal=True, token_mask=real, attention=attention, previous=previous))
+        ids = (tokens[..., 0] * 10).long().abs() % VOCABULARY
+        context = Context(
+            causal=True, token_mask=real, attention=attention, previous=previous, token_ids=ids, modality=ids % 2
+        )
+        out, routing = self.moe(tokens, context)
         return out, routing.experts, routing.weights
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from router_names import WITHOUT_CONTEXT
 from tiers import quick_or_slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -15,7 +16,6 @@ from holdfast import MoE, Routing
 from holdfast.layers import name_layers
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-NAMES = [name for name in holdfast.list_routers() if name != "attention"]  # that one needs an attention: see tests/routing
 
 
 def layer(name: str, device: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> MoE:
@@ -70,7 +70,7 @@ def test_the_compiled_layer_is_one_graph_and_equals_eager_in_training(name: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITHOUT_CONTEXT)
 def test_the_layer_compiles_for_any_number_of_tokens(name: str) -> None:
     torch.compiler.reset()
     eager = layer(name, "cpu")
@@ -94,7 +94,7 @@ def test_many_layers_share_one_compilation(name: str) -> None:
     assert compiled.frame_count == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITHOUT_CONTEXT)
 def test_two_runs_with_one_seed_agree_to_the_bit(name: str) -> None:
     """Three training steps each: outputs, losses, gradients and parameters."""
     outcomes = []
@@ -139,7 +139,7 @@ def test_a_compiled_function_that_recomputes_the_layer_equals_eager_and_counts_o
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITHOUT_CONTEXT)
 def test_no_step_on_a_gpu_waits_for_the_host(name: str, dtype: torch.dtype) -> None:
     module, tokens = layer(name, "cuda", dtype), tokens_for("cuda", dtype)
     step(module, tokens)
@@ -167,7 +167,7 @@ def test_shared_experts_are_added_for_every_token() -> None:
     torch.testing.assert_close(with_shared(tokens)[0], alone(tokens)[0] + with_shared.shared(tokens))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITHOUT_CONTEXT)
 def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(name: str) -> None:
     module = layer(name, "cpu")
     out, routing = module(torch.randn(0, 5, 32))

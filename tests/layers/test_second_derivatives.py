@@ -9,6 +9,7 @@ import pytest
 import torch
 from contexts import on_device
 from references import reference
+from router_names import needed
 from torch import Tensor
 
 import holdfast
@@ -20,7 +21,7 @@ from holdfast.kernels.grouped import naive as naive_grouped
 from holdfast.kernels.select import WEIGHINGS, _weigh_reference
 from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.kernels.token_mixing import naive as naive_token_mixing
-from holdfast.testing.router_under_test import RouterUnderTest
+from holdfast.testing.router_under_test import VOCABULARY, RouterUnderTest
 
 Function = Callable[..., Tensor]
 
@@ -126,8 +127,7 @@ def test_the_reference_of_the_selection_kernel_equals_its_weights(how: str) -> N
 def layers(name: str, device: str = "cpu") -> tuple[Function, Function, list[Tensor]]:
     """The layer on a device and the naive mathematics, both as functions of tensors on the CPU."""
     torch.manual_seed(0)
-    options = {"heads": 2} if "attention" in name else {}
-    router = holdfast.create_router(name, dim=12, experts=5, **options)
+    router = holdfast.create_router(name, dim=12, experts=5, **needed(name, vocabulary=VOCABULARY))
     subject = RouterUnderTest(router.train()).warm_up(2)
     module = MoE(subject.build().eval(), Experts(12, 6, 5))
     tokens = 2 * subject.tokens(1, 6)
@@ -166,8 +166,9 @@ def pairs() -> list[str]:
     found = []
     for pair in itertools.combinations(holdfast.list_routers(), 2):
         try:
-            holdfast.create_router("+".join(pair), dim=12, experts=5, **({"heads": 2} if "attention" in pair else {}))
-        except ValueError:  # both replace one stage
+            name = "+".join(pair)
+            holdfast.create_router(name, dim=12, experts=5, **needed(name))
+        except ValueError:  # both replace one stage, or one refuses informers
             continue
         found.append("+".join(pair))
     return found

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from router_names import BY_ID, IN_TEXT_MODELS
 from tiny import EXTRA, SMALL, tiny
 from tiny_dense import CLASSES, CONFIGS, tiny_dense
 from torch import nn
@@ -38,17 +39,21 @@ def measures(shape: ModelShape) -> tuple[int, int, int]:
     return shape.parameters, shape.trained, shape.state
 
 
-@pytest.mark.parametrize("router", [*holdfast.list_routers(), *COMBINED])
+@pytest.mark.parametrize("router", [*IN_TEXT_MODELS, *COMBINED])
 @pytest.mark.parametrize("model_type", DENSE)
 def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
     sizes = {name: size for name, size in CONFIGS[model_type].items() if size is not None}
     config = read_config(model_type, {**sizes, "architectures": [CLASSES[model_type]]})
+    if model_type == "vit" and router in BY_ID:
+        with pytest.raises(ValueError, match="chooses experts by token id"):
+            build_on_meta(config, Choice(router, router), Change(8, 2, "last:2"))
+        return
     model = holdfast.sparsify(tiny_dense(model_type), experts=8, k=2, router=router, layers="last:2")
     shape = measure_shape(build_on_meta(config, Choice(router, router), Change(8, 2, "last:2")), Setting(16))
     assert measures(shape) == counted(model)
 
 
-@pytest.mark.parametrize("router", ["native", *holdfast.list_routers(), *COMBINED])
+@pytest.mark.parametrize("router", ["native", *IN_TEXT_MODELS, *COMBINED])
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
 def test_an_moe_family_with_every_router(model_type: str, router: str) -> None:
     config = read_config(model_type, {**SMALL, **EXTRA[model_type]})
@@ -56,6 +61,14 @@ def test_an_moe_family_with_every_router(model_type: str, router: str) -> None:
     shape = measure_shape(build_on_meta(config, Choice(router, router), Change()), Setting(16))
     assert measures(shape) == counted(model)
     assert len(shape.sparse) == len(moe_layers(model))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_a_router_for_modalities_is_refused_for_a_text_model(model_type: str) -> None:
+    sizes = {**SMALL, **EXTRA[model_type]} if model_type in EXTRA else CONFIGS[model_type]
+    change = Change() if model_type in EXTRA else Change(8, 2)
+    with pytest.raises(ValueError, match="this model has no image token in its config"):
+        build_on_meta(read_config(model_type, sizes), Choice("r", "modality"), change)
 
 
 def test_options_of_a_router_count() -> None:

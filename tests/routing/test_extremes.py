@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from router_names import needed
 from test_router_training import COMBINATIONS, context_for
 from torch import Tensor
 
@@ -84,7 +85,7 @@ def test_a_sequence_of_nothing_but_padding(name: str) -> None:
 @pytest.mark.parametrize("name", [*holdfast.list_routers(), *(name for name in COMBINATIONS if "similarity" in name)])
 def test_tokens_of_any_size_are_routed_or_refused(name: str, dtype: torch.dtype) -> None:
     """From 1e19 on a product of two tokens is beyond float32. Attention is then NaN, and its router says so."""
-    router_name, options = COMBINATIONS.get(name, (name, {"heads": 2} if name == "attention" else {}))
+    router_name, options = COMBINATIONS.get(name, (name, needed(name)))
     for scale in (1e-30, 1e-19, 1e19, 1e30, 1e37):
         torch.manual_seed(0)
         router = holdfast.create_router(router_name, **{"dim": 16, "experts": 8, **options}).to(dtype)

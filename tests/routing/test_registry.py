@@ -98,7 +98,7 @@ def test_an_option_overrides_the_default_of_a_name() -> None:
     [
         ("smo", {}, "unknown router 'smo': did you mean 'smoe'"),
         ("xmoe+topp", {}, "unknown router 'topp': did you mean 'top-p'"),
-        ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, base"),
+        ("qqqq", {}, "unknown router 'qqqq': expected one of ac, attention, "),
         ("", {}, "unknown router ''"),
         (None, {}, "the name of a router is a string"),
         ("similarity[rank=4", {}, "is not a router"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from router_names import VOCABULARY
 from tiers import quick_or_slow
 from torch import Tensor
 
@@ -55,7 +56,15 @@ def context_for(tokens: Tensor, experts: int, token_mask: Tensor | None = None) 
         torch.manual_seed(4)
         routing = holdfast.create_router("smoe", dim=dim, experts=experts).eval()(tokens)
     attention = Attention(query, key, value, projection, output)
-    return Context(causal=True, token_mask=token_mask, attention=attention, previous=Previous(tokens, routing))
+    place = torch.arange(sequences * length).view(sequences, length)
+    return Context(
+        causal=True,
+        token_mask=token_mask,
+        attention=attention,
+        previous=Previous(tokens, routing),
+        token_ids=7 * place % VOCABULARY,
+        modality=place % 2,
+    )
 
 
 @pytest.mark.parametrize("variant", quick_or_slow(VARIANTS, ["shared expert"]))

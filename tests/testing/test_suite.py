@@ -212,6 +212,21 @@ class Cheap(Linear):
         return Cost("score", forward=1.0, backward=2.0)
 
 
+class ClaimsFixedSets(TopK):
+    fixed_sets = True
+
+
+class ClaimsToIgnoreTokens(Linear):
+    reads_tokens = False
+
+
+class Constant(Linear):
+    """The same scores for every token, without declaring it."""
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return super().forward(torch.ones_like(tokens), context)
+
+
 class FewSlots(TopK):
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
         return ActiveExperts(1, 1, 1)
@@ -340,6 +355,21 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
         lambda: with_score(Cheap(DIM, EXPERTS)),
         "declared cost",
         "is 1, but the counted cost is 336",
+    ),
+    "claims fixed sets": (
+        lambda: with_select(ClaimsFixedSets(DIM, EXPERTS, 2)),
+        "declared fixed sets",
+        "other tokens change them",
+    ),
+    "claims to ignore tokens": (
+        lambda: with_score(ClaimsToIgnoreTokens(DIM, EXPERTS)),
+        "declared fixed sets",
+        "other tokens change them",
+    ),
+    "denies fixed sets": (
+        lambda: with_score(Constant(DIM, EXPERTS)),
+        "declared fixed sets",
+        "other tokens change no set",
     ),
     "declares too few slots": (lambda: with_select(FewSlots(DIM, EXPERTS, 2)), "declared number of experts", "1 slots"),
     "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "exactly the live weights"),

@@ -94,15 +94,16 @@ class SoftmaxGates(RadiusProblem):
         radii = tighten_smallest(simple, self.conditions, tight)
         if errors is not None:  # the odds of gates that underflow are unknown; far above that, underflow is negligible
             lost = UNDERFLOW * (4 + 2 * self.graph.shape[0] + 2 * float(self.graph.sum(1).max())) / NEGLIGIBLE
-            ahead = self.keys.gather(1, self.conditions.ahead[..., 0])
+            ahead, _ = self.conditions.sums(self.keys)
             room = (ahead.clamp_min(TINY) / lost).log() / diameters
-            constant = ~self.graph.any(1)[self.conditions.ahead[..., 0]] & ~self.graph.any(1)[self.conditions.behind[..., 0]]
+            varies = self.graph.any(1)
+            constant = ~(varies[self.conditions.ahead] | varies[self.conditions.behind]).any(-1)
             radii = radii.minimum(room.where(~constant, torch.inf))
         return radii
 
     def _coefficients(self, ahead: Tensor, behind: Tensor, errors: Tensor | None) -> Tensor:
         """Return c (T,M,E). Rounding multiplies each exp(l_e) by a factor, up or down, in either gate."""
-        ahead, behind = self.graph[ahead[..., 0]], self.graph[behind[..., 0]]
+        ahead, behind = self.graph[ahead].sum(2), self.graph[behind].sum(2)
         return ahead - behind if errors is None else ahead * (-errors).exp() - behind * errors.exp()
 
     def _odds(self, coefficients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +145,8 @@ class SoftmaxGates(RadiusProblem):
         weight = self.values.weight - self.values.weight.mean(0)
         lipschitz = (self.values.stretches(weight) / 2).unsqueeze(1).clamp_min(TINY)
         ahead, behind = self.conditions.ahead[..., 0], self.conditions.behind[..., 0]
-        if (ahead.eq(experts) | behind.eq(experts))[self.conditions.valid].any():
+        has_sums = self.conditions.ahead.shape[-1] > 1
+        if has_sums or (ahead.eq(experts) | behind.eq(experts))[self.conditions.valid].any():
             return {}
         lengths = torch.stack([(centred - row).norm(dim=-1) for row in centred])  # (E,E)
         apart = lengths[ahead.clamp_max(experts - 1), behind.clamp_max(experts - 1)]

@@ -14,7 +14,7 @@ from holdfast.certificates.score_geometry import LinearScoring, Scoring, score_g
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router, Scores
 from holdfast.routing.bounds import Norm
-from holdfast.routing.conditions import keep_best
+from holdfast.routing.conditions import keep_always, keep_best
 from holdfast.routing.declarations import SOFTMAX, Conditions, GateFunction, Mixing, NoCertificate, Order, Values
 from holdfast.routing.parts import Rule
 
@@ -109,7 +109,8 @@ class CertifiedRouter:
         if conditions.compares == "logits":
             return self._plane_distances(scoring, conditions)
         if self.gate.name == "softmax":
-            return SoftmaxGates(scoring, self._require_simple(conditions), self._graph_with_threshold(conditions))
+            graph = self._graph_with_threshold(conditions)
+            return SoftmaxGates(scoring, self._require_simple(conditions, sums=True), graph)
         if self.gate.name == "sigmoid":
             return self._sigmoid_gates(scoring, conditions)
         if self.gate.name == "relu":
@@ -143,9 +144,9 @@ class CertifiedRouter:
     def _refusal(self, reason: str) -> NoCertificate:
         return NoCertificate(f"no certificate is known for {self.declared_by}: {reason}")
 
-    def _require_simple(self, conditions: Conditions) -> Conditions:
-        """Return the conditions; raise NoCertificate if they compare more than one key with one other, or have a bias."""
-        if conditions.ahead.shape[-1] > 1 or conditions.bias is not None or conditions.threshold < 0:
+    def _require_simple(self, conditions: Conditions, *, sums: bool = False) -> Conditions:
+        """Return the conditions; raise NoCertificate if they have a bias or, unless `sums`, compare sums of keys."""
+        if (conditions.ahead.shape[-1] > 1 and not sums) or conditions.bias is not None or conditions.threshold < 0:
             raise self._refusal(f"it compares sums or biased keys, or a negative threshold, of {conditions.compares}")
         return conditions
 
@@ -212,6 +213,8 @@ def _has_threshold(conditions: Conditions) -> bool:
 
 def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm) -> CertifiedRouter:
     """Describe a Router at tokens (B,N,d); raise NoCertificate if one of its parts does not declare what is needed."""
+    if router.fixed_sets:
+        return _describe_fixed_sets(router, tokens, context, norm)
     name = type(router.score).__name__
     order = router.score.order(tokens, context)
     if order is None:
@@ -247,6 +250,14 @@ def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm
     )
 
 
+def _describe_fixed_sets(router: Router, tokens: Tensor, context: Context, norm: Norm) -> CertifiedRouter:
+    """Describe a router whose sets do not depend on the tokens: there is no condition, and the radius is infinite."""
+    router(tokens, context)  # raises ValueError if the context lacks what the router reads
+    no_keys = Order(tokens.new_zeros(router.experts, tokens.shape[-1]))
+    scoring = score_geometry(type(router.score).__name__, no_keys, None, tokens, norm)
+    return CertifiedRouter(scoring, _always, type(router.select).__name__, SOFTMAX, context.real_tokens(tokens))
+
+
 def describe_gate(gate: Gate, tokens: Tensor, norm: Norm) -> CertifiedRouter:
     """Describe a native gate at tokens (B,N,d)."""
     scoring = score_geometry("the gate", Order(gate.weight, gate.bias), Values(), tokens, norm)
@@ -271,6 +282,10 @@ def native_keys(rule: Rule, logits: Tensor) -> Tensor:
     """Return what a native gate with this rule sorts, in float32, at logits (T,E)."""
     logits = logits.float().unsqueeze(0)
     return rule.ranks(Scores(logits, rule.gate(logits), informed=False, raw=logits)).squeeze(0)
+
+
+def _always(scores: Scores) -> Conditions:
+    return keep_always(scores.key)
 
 
 def _best_logits(k: int, scores: Scores) -> Conditions:

@@ -374,6 +374,8 @@ def score_geometry(name: str, order: Order, values: Values | None, tokens: Tenso
     """Return the geometry that a score declares, at `tokens (..., d)`, in float64."""
     rows = tokens.reshape(-1, tokens.shape[-1])
     matrix = order.matrix.detach().to(rows.device).double()
+    if order.block is not None:
+        return _blocks_geometry(name, order, order.block, values, rows, norm)
     inputs = sum(given.dtype == torch.float64 for given in (tokens, order.matrix))
     weight = matrix if order.combine is None else order.combine.detach().to(matrix) @ matrix
     bias = torch.zeros_like(weight[:, 0]) if order.bias is None else order.bias.detach().to(weight)
@@ -391,3 +393,22 @@ def score_geometry(name: str, order: Order, values: Values | None, tokens: Tenso
         )
     only_order = Cosines(temperature=1.0, shortest=0.0)
     return CosineScoring(*common, order.combine.detach().to(matrix), order.roundings, cosines or only_order)
+
+
+def _blocks_geometry(
+    name: str, order: Order, block: Tensor, values: Values | None, rows: Tensor, norm: Norm
+) -> "LinearScoring":
+    """Return the geometry of a score with a matrix for each block of tokens (modality), side by side in `order.matrix`.
+
+    A point has its token in the columns of its block and zeros elsewhere. The factors are 1 in these columns and 0 in all
+    others, so that only perturbations within the block count.
+    """
+    blocks, width = order.matrix.shape[1] // rows.shape[1], rows.shape[1]
+    member = torch.nn.functional.one_hot(block.reshape(-1).to(rows.device), blocks).double()
+    points = (member.unsqueeze(-1) * rows.double().unsqueeze(1)).flatten(1)
+    table = torch.eye(blocks, dtype=torch.float64, device=rows.device).repeat_interleave(width, dim=1)
+    inputs = sum(given.dtype == torch.float64 for given in (rows, order.matrix))
+    weight = order.matrix.detach().to(points)
+    bias = torch.zeros_like(weight[:, 0]) if order.bias is None else order.bias.detach().to(weight)
+    planes = Affine(points, weight, bias, norm, FeatureScales(member, table))
+    return LinearScoring(name, planes, weight, inputs, values is not None, order.shifted, order.rounding)

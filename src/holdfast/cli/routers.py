@@ -100,7 +100,7 @@ class Routers:
             table.add_row(name, *self._describe(name, batches))
         show(table)
 
-    def _describe(self, name: str, batches: list[Tensor]) -> list[str]:
+    def _describe(self, name: str, batches: list[tuple[Tensor, Tensor]]) -> list[str]:
         """Route all batches with the router `name`, and return the cells of its row, measured on the last batch."""
         import torch
 
@@ -108,17 +108,19 @@ class Routers:
         from holdfast.routing.presets import REGISTRY
 
         torch.manual_seed(self.seed)
-        options: dict[str, Any] = {"heads": HEADS} if "heads" in REGISTRY.options(name) else {}
+        given = {"heads": HEADS, "vocabulary": VOCABULARY}
+        options: dict[str, Any] = {key: value for key, value in given.items() if key in REGISTRY.options(name)}
         router = REGISTRY.build(name, dim=self.dim, experts=self.experts, k=self.k, **options)
-        *earlier, tokens = batches
+        *earlier, (tokens, ids) = batches
         noise = torch.randn_like(tokens)
         noise *= 0.01 * tokens.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
         with torch.no_grad():
-            for batch in earlier:
-                router(batch, synthetic_context(batch, self.experts))
+            for batch, words in earlier:
+                router(batch, synthetic_context(batch, words, self.experts))
             router.eval()
             routing, rounded, noisy = (
-                router(x, synthetic_context(x, self.experts)) for x in (tokens, tokens.bfloat16().float(), tokens + noise)
+                router(x, synthetic_context(x, ids, self.experts))
+                for x in (tokens, tokens.bfloat16().float(), tokens + noise)
             )
         dropped = DroppedExperts()
         dropped.update(routing)
@@ -140,8 +142,11 @@ class Routers:
         ]
 
 
-def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[Tensor]:
-    """Return batches (sequences, LENGTH, dim) of unit-variance vectors: a word's random vector and half the one before."""
+def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return batches of unit-variance vectors (sequences, LENGTH, dim) and of word numbers (sequences, LENGTH).
+
+    A vector is a word's random vector and half the one before.
+    """
     import torch
 
     from holdfast.data import Vocabulary, python_topics
@@ -157,11 +162,14 @@ def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[T
     vectors = torch.randn(VOCABULARY, dim, generator=torch.Generator().manual_seed(seed))[numbers]
     before = vectors.roll(1, dims=2)
     before[:, :, 0] = 0
-    return list(torch.nn.functional.layer_norm(vectors + before / 2, (dim,)))
+    return list(zip(torch.nn.functional.layer_norm(vectors + before / 2, (dim,)), numbers.long(), strict=True))
 
 
-def synthetic_context(tokens: Tensor, experts: int) -> Context:
-    """Return the context of a router in a model: causal attention and a previous MoE layer, with fixed random weights."""
+def synthetic_context(tokens: Tensor, ids: Tensor, experts: int) -> Context:
+    """Return the context of a router in a model: causal attention and a previous MoE layer, with fixed random weights.
+
+    The first quarter of every sequence has the modality 1, as if it were an image before the text.
+    """
     import torch
 
     from holdfast.routing import Attention, Context, Previous, create_router
@@ -174,4 +182,5 @@ def synthetic_context(tokens: Tensor, experts: int) -> Context:
     query, key, value = into(tokens).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
     mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     attention = Attention(query, key, value, out, out(mixed.transpose(1, 2).flatten(2)))
-    return Context(causal=True, attention=attention, previous=Previous(tokens, before))
+    modality = (torch.arange(tokens.shape[1]) < tokens.shape[1] // 4).long().expand(tokens.shape[:2])
+    return Context(causal=True, attention=attention, previous=Previous(tokens, before), token_ids=ids, modality=modality)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.families import detached_routing
+from holdfast.hub.families import detached_routing, modality_of
 from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
@@ -136,7 +136,7 @@ class ContextCapture:
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
         self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read_by_next = "previous" in reads, False
-        self.reads_ids = "token_ids" in reads
+        self.reads_ids, self.reads_modality = "token_ids" in reads, "modality" in reads
         self.breaks_causality = (
             layer_modules.causal and router is not None and not (router.traits.causal and router.traits.cacheable)
         )
@@ -218,6 +218,7 @@ class ContextCapture:
         captured, self._current.state.attention = self._current.state.attention, CapturedAttention()
         previous = self.previous.routed if self.reads_previous and self.previous is not None else None
         ids = self.collector.token_ids if self.reads_ids else None
+        modality = modality_of(self.collector.token_ids, self.collector.image_tokens) if self.reads_modality else None
         length = tokens.shape[1]
         if self.breaks_causality and (captured.has_recurrent_state or self._cached_tokens(captured, length)):
             raise ValueError(f"{NOT_CAUSAL}; it cannot decode token by token with a KV cache.")
@@ -226,7 +227,7 @@ class ContextCapture:
             warnings.warn(NOT_CAUSAL_IN_TRAINING, stacklevel=2)
         needs_padding = self.is_training or self.sequence_aware or self.sees_batch or self.collector.wants_router_logits
         if self.layer_modules.windowed or not needs_padding:
-            return Context(previous=previous, token_ids=ids)
+            return Context(previous=previous, token_ids=ids, modality=modality)
         if captured.mask is not None and not isinstance(captured.mask, Tensor):
             raise ValueError(
                 f"attention uses a {type(captured.mask).__name__} as its mask, from which a router cannot read padding; "
@@ -237,7 +238,7 @@ class ContextCapture:
         visible = self._visible_tokens(captured, past, tokens)
         attention = self._attention_context(captured, visible)
         causal = self.layer_modules.causal
-        return Context(causal, token_mask, attention, previous, router_cache, ids, visible=visible)
+        return Context(causal, token_mask, attention, previous, router_cache, ids, modality, visible)
 
     def record_routing(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None

@@ -25,14 +25,13 @@ from holdfast.hub.install import (
     set_gate_trainable,
     specs_of,
 )
-from holdfast.hub.layers import NATIVE, LayerSpec, MoELayerRef, loss_coefficients, moe_layers
+from holdfast.hub.layers import NATIVE, LayerSpec, MoELayerRef, loss_coefficients, moe_layers, reads, require_modalities
 from holdfast.hub.model_classes import install_hooks_and_classes
 from holdfast.hub.replacements import UNREADABLE_GATE, SparseLayer, uninstall_gate
 from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers.losses import Losses
 from holdfast.routing import Router
 from holdfast.routing.layer_names import LayerRouter, resolve_layers, routers_by_layer
-from holdfast.routing.presets import REGISTRY
 
 Layers = str | Sequence[int]
 DEFAULT_K = 2  # experts per token of a layer that sparsify makes
@@ -67,6 +66,8 @@ def reroute(
     """
     require_unwrapped(model)
     routers = resolve_layers(router, options, k=k, native=True)
+    for one in routers:
+        require_modalities(model, one.router)
     unmark_dequantised(model)
     found = moe_layers(model)
     indices = choose_layers(layers, len(found))
@@ -103,7 +104,11 @@ def _changed_specs(
             if layer.name not in changed and layer.name not in specs:
                 changed[layer.name] = _spec(layer, None, LayerRouter(NATIVE), terms)
     for before, layer in pairwise(found):  # the layer before one that reads it must record its routing
-        if layer.name in changed and _reads_previous(changed[layer.name].router) and before.name not in {**specs, **changed}:
+        if (
+            layer.name in changed
+            and reads(changed[layer.name].router, "previous")
+            and before.name not in {**specs, **changed}
+        ):
             changed[before.name] = LayerSpec(NATIVE, _native_k(before))
     return changed
 
@@ -191,10 +196,6 @@ def _loss_coefficients(model: Any, losses: Losses | None, layers: int) -> dict[s
     return {MODEL_BALANCE: own / layers} if own else {}
 
 
-def _reads_previous(router: str) -> bool:
-    return router != NATIVE and any("previous" in part.reads for part in REGISTRY.part_classes(router))
-
-
 @torch.no_grad()
 def _require_finite_gate(moe_layer: MoELayerRef) -> None:
     if moe_layer.family is None:
@@ -239,6 +240,8 @@ def sparsify(
     unmark_dequantised(model)
     options = {**options, **(router_options or {})}
     routers = resolve_layers(router, options, k=k, native=True)
+    for one in routers:
+        require_modalities(model, one.router)
     if init not in ("copy", "random"):
         raise ValueError(unknown_name("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):

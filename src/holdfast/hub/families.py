@@ -107,6 +107,7 @@ class SparseMixer(Rule):
         return keep_best(scores.key, k, scores.compares)
 
 
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # entries of a config
 Family = TypeVar("Family", "MoEFamily", "DenseFamily")
 
 
@@ -199,6 +200,7 @@ DENSE_FAMILIES = {
     for family in (
         DenseFamily("llama", "mlp", _GATED, "mlp.down_proj", "self_attn", "self_attn.o_proj", gated=True),
         DenseFamily("qwen3", "mlp", _GATED, "mlp.down_proj", "self_attn", "self_attn.o_proj", gated=True),
+        DenseFamily("llava", "mlp", _GATED, "mlp.down_proj", "self_attn", "self_attn.o_proj", gated=True),  # with a Llama
         DenseFamily("phi3", "mlp", ("mlp.gate_up_proj",), "mlp.down_proj", "self_attn", "self_attn.o_proj", gated=True),
         DenseFamily(
             "gpt2", "mlp", ("mlp.c_fc",), "mlp.c_proj", "attn", "attn.c_proj", False, "activation_function", "mlp.dropout"
@@ -279,6 +281,30 @@ def routing_from_gate(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Rout
     experts, weights = experts.gather(1, by_index), weights.gather(1, by_index)
     order = weights.argsort(dim=-1, descending=True, stable=True)
     return Routing(logits, rule.gate(logits), experts.gather(1, order), weights.gather(1, order))
+
+
+def text_config(model: Any) -> Any:
+    """Return the config of the model's text part, which is the config itself in most models."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def image_tokens(model: Any) -> list[int]:
+    """Return the token ids in whose place a vision and language model puts the parts of an image or a video."""
+    found = (getattr(model.config, name, None) for name in IMAGE_TOKENS)
+    return sorted({token for token in found if isinstance(token, int) and not isinstance(token, bool)})
+
+
+def modality_of(ids: Tensor | None, image_tokens: list[int]) -> Tensor | None:
+    """Return (B,N): 1 for token `ids (B,N)` that stand for a part of an image, 0 for text; None if that is not known."""
+    if ids is None or not image_tokens:
+        return None
+    return torch.stack([ids == token for token in image_tokens]).any(0).long()
+
+
+def as_token_ids(given: Any) -> Tensor | None:
+    """Return a model's first argument if it is token ids (B,N); None if it is pixels or embeddings."""
+    return given if isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point() else None
 
 
 def detached_routing(routing: Routing) -> Routing:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.hub.context import NOT_CAUSAL, ContextCapture
-from holdfast.hub.families import DenseFamily, dense_family, layers_of, routing_from_gate
+from holdfast.hub.families import DenseFamily, dense_family, layers_of, routing_from_gate, text_config
 from holdfast.hub.layers import (
     NATIVE,
     LayerInfo,
@@ -27,8 +27,10 @@ from holdfast.hub.layers import (
     layer_infos,
     linked_in_order,
     moe_layers,
+    require_modalities,
+    vocabulary_of,
 )
-from holdfast.hub.losses import LossCollector, text_config
+from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import (
     GateScore,
     ReroutedGate,
@@ -51,6 +53,8 @@ MOE_ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "n
 
 def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoELayerRef]:
     """Change the layers of a fresh model as `specs` say and return its MoE layers. Weights are loaded afterwards."""
+    for router in {spec.router for spec in specs.values()}:
+        require_modalities(model, router)
     if any(spec.experts is not None for spec in specs.values()):
         family = dense_family(model)
         layers = {f"{name}.{family.place}".lstrip("."): layer for name, layer in layers_of(family, model)}
@@ -156,7 +160,7 @@ def make_sparse(
         config: Any = layer.get_submodule(family.attention).config
         dim, _ = _linear_shape(layer.get_submodule(family.down))
         heads = None if family.windowed else int(config.num_attention_heads)
-        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads))
+        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary_of(config)))
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
     experts = {name: _new_experts(family, layer, specs[name]) for name, layer in layers.items()}

@@ -24,6 +24,7 @@ from holdfast.hub.families import (
     MoEFamily,
     dense_family,
     find_submodule,
+    image_tokens,
     layers_of,
     mixer_of,
     moe_family,
@@ -163,6 +164,7 @@ class LayerInfo:
     depth: int = 0  # index among the MoE layers of its stack
     before: "LayerInfo | None" = None  # the previous MoE layer of its stack
     recurrent: bool = False  # a layer of a hybrid model without attention
+    vocabulary: int | None = None  # number of token ids; None: the model, or this tower of it, reads none
 
     @property
     def place(self) -> int:
@@ -219,6 +221,13 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
         "clusters": clusters,
         "heads": info.heads or 1,
     }
+    if info.vocabulary is not None:
+        from_layer["vocabulary"] = info.vocabulary
+    elif reads(spec.router, "token_ids"):
+        raise ValueError(
+            f"{info.name}: router {spec.router!r} chooses experts by token id, and this part of the model reads none; "
+            "choose a router that reads the tokens themselves."
+        )
     try:
         with _default_float32():
             router = REGISTRY.build(
@@ -336,10 +345,36 @@ def layer_infos(found: list[MoELayerRef]) -> list[LayerInfo]:
     """Return the sizes and places of MoE layers, for `build_routers`."""
     return linked_in_order(
         [
-            LayerInfo(moe_layer.name, *moe_layer.size, moe_layer.heads, recurrent=moe_layer.layer_modules.recurrent)
+            LayerInfo(
+                moe_layer.name,
+                *moe_layer.size,
+                moe_layer.heads,
+                recurrent=moe_layer.layer_modules.recurrent,
+                vocabulary=vocabulary_of(moe_layer.config),
+            )
             for moe_layer in found
         ]
     )
+
+
+def reads(router: str, field: str) -> bool:
+    """Return whether a part of the router `router` reads this field of its context."""
+    return router != NATIVE and any(field in part.reads for part in REGISTRY.part_classes(router))
+
+
+def require_modalities(model: nn.Module, router: str) -> None:
+    """Raise ValueError if the router has a score for each modality, and all tokens of the model are text."""
+    if reads(router, "modality") and not image_tokens(model):
+        raise ValueError(
+            f"router {router!r} has a score for each modality, and this model has no image token in its config; use 'smoe', "
+            "or a vision and language model."
+        )
+
+
+def vocabulary_of(config: Any) -> int | None:
+    """Return the number of token ids of a layer's config; None if it has none, as a vision model."""
+    size = getattr(config, "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def is_moe(model: nn.Module) -> bool:

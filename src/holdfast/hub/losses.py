@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.hub.families import as_token_ids, image_tokens, text_config
 from holdfast.hub.replacements import PerThread
 from holdfast.kernels.backward import is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
@@ -145,6 +146,7 @@ class LossCollector:
         self._balance_on_request, self._adds_logits = balance_on_request, adds_logits
         self._forwards = _Forwards()
         self._generating = self._calibrating = self._warned = False
+        self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
         self.may_have_backward = True  # whether a backward may follow the current forward
         self.learning_enabled = True  # whether routers compute losses and update state
@@ -177,8 +179,9 @@ class LossCollector:
 
     @property
     def token_ids(self) -> Tensor | None:
-        """Return the token ids of the current forward, or of the one that a backward recomputes."""
-        return self._current.token_ids if self._current.is_running else self._latest_ids
+        """Return the token ids of the current forward, or of the one that a backward recomputes; None if there are none."""
+        latest = self._latest_ids if torch.compiler.is_compiling() or is_recomputing() else None
+        return self._current.token_ids if self._current.is_running else latest
 
     def generation(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards without gradients update no state, even during calibration."""
@@ -267,7 +270,7 @@ class LossCollector:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Start collecting; return changed arguments if the model must not get the request for router logits."""
         current = self._current
-        current.token_ids = options.get("input_ids", inputs[0] if inputs else None)
+        current.token_ids = as_token_ids(options.get("input_ids", inputs[0] if inputs else None))
         current.with_gradient, current.is_running = torch.is_grad_enabled(), True
         self.may_have_backward = current.with_gradient or not model.training
         if self.may_have_backward:
@@ -369,12 +372,6 @@ def _drop_router_logits_option(
     if ROUTER_LOGITS not in options:
         return None
     return inputs, {name: value for name, value in options.items() if name != ROUTER_LOGITS}
-
-
-def text_config(model: Any) -> Any:
-    """Return the config of the model's text part, which is the config itself in most models."""
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:

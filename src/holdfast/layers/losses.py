@@ -7,6 +7,9 @@ balance is not the balance of the batch. `over_ranks` returns the mean of a tens
 rank has the loss of the whole batch, and the mean over ranks of its gradients, which DDP and FSDP2 take, is the gradient of
 the whole batch, also if ranks have different numbers of real tokens. `Losses` uses it in training. It is a collective
 operation: every rank must call it.
+
+**Groups.** If a routing has `balance_groups` (the modalities of its tokens), the losses that balance the load, `balance`,
+`importance` and `load`, are the mean of the losses of the groups that have tokens.
 """
 
 import math
@@ -34,15 +37,20 @@ def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: Over
 
     Selections are counted before a capacity limit, which would hide overload from the loss. Fedus et al. 2022.
     """
+    if routing.balance_groups is not None:
+        return _mean_over_groups(_balance, routing, token_mask, over_ranks, _distribution(routing), routing.requested_sets)
     real = None if token_mask is None else token_mask.flatten()
     requested = routing.experts if routing.requested is None else routing.requested
     return balance_loss(routing.gates, requested, real, over_ranks if several_ranks() else None)
 
 
+def _balance(mass: Tensor, chosen: Tensor) -> Tensor:
+    return mass.shape[0] * (normalise(chosen) * mass).sum()
+
+
 def importance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
     """Return CV^2 over experts of the sum of the normalised gates (Shazeer et al. 2017; survey 2.3)."""
-    (mass,) = _means(token_mask, over_ranks, _distribution(routing))
-    return _squared_variation(mass)
+    return _mean_over_groups(_squared_variation, routing, token_mask, over_ranks, _distribution(routing))
 
 
 def load(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
@@ -50,8 +58,11 @@ def load(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRan
 
     Counts have no gradient: it is that of the normalised gates (straight-through), and the value is that of the counts.
     """
-    mass, chosen = _means(token_mask, over_ranks, _distribution(routing), routing.requested_sets)
-    return _squared_variation(chosen + mass - mass.detach())
+
+    def of_means(mass: Tensor, chosen: Tensor) -> Tensor:
+        return _squared_variation(chosen + mass - mass.detach())
+
+    return _mean_over_groups(of_means, routing, token_mask, over_ranks, _distribution(routing), routing.requested_sets)
 
 
 def z(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
@@ -119,6 +130,22 @@ def _means(token_mask: Tensor | None, over_ranks: OverRanks, *values: Tensor) ->
     count = whole[-1:].where(whole[-1:] > 0, 1.0)
     mean = (whole[:-1] + (total - total.detach())) / count
     return mean.split([value.shape[1] for value in values])
+
+
+def _mean_over_groups(
+    loss: Callable[..., Tensor], routing: Routing, token_mask: Tensor | None, over_ranks: OverRanks, *values: Tensor
+) -> Tensor:
+    """Return the mean of `loss(*means of values)` over the balance groups that have tokens, on any rank; 0 if none has."""
+    groups = routing.balance_groups
+    if groups is None:
+        return loss(*_means(token_mask, over_ranks, *values))
+    real = None if token_mask is None else token_mask.reshape(-1)
+    total, present = values[0].new_zeros(()), values[0].new_zeros(())
+    for member in groups.unbind(1):
+        means = _means(member if real is None else member & real, over_ranks, *values)
+        has_tokens = (means[0].detach().sum() > 0).to(total.dtype)  # normalised gates of one token or more
+        total, present = total + has_tokens * loss(*means), present + has_tokens
+    return total / present.clamp_min(1.0)
 
 
 def _squared_variation(values: Tensor) -> Tensor:

@@ -41,7 +41,14 @@ class Boundary:
 def boundary_of(router: Router) -> Boundary:
     """Return the boundary that a router's selector declares; in training, noise may change its levels."""
     core = router.select.core
+    if router.fixed_sets and not router.training:
+        return Boundary(core, _far_apart)
     return Boundary(core) if router.training else Boundary(core, partial(_levels, router.select.levels, router.informed))
+
+
+def _far_apart(routing: Routing) -> Tensor:
+    """Return (T,E): 0 for the selected experts and minus infinity for others, if no score decides between them."""
+    return torch.zeros_like(routing.gates).where(routing.chosen, -torch.inf)
 
 
 def levels_of(rule: Rule) -> Callable[[Routing], Tensor]:

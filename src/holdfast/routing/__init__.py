@@ -6,6 +6,7 @@ parts.py            the base class of each stage
 scores.py, clustering.py, expert_graph.py, selection.py, smoothing.py, relu.py, noise.py    the parts
 token_graph.py, similarity.py, posterior.py         the parts in which tokens share gates
 balanced.py, assignment.py, capacity.py             the selectors that look at the whole batch
+fixed.py, sparsemax.py, hierarchy.py, modality.py   fixed experts, and other gates
 state.py            parts that update state without gradients
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
@@ -17,6 +18,11 @@ from holdfast.routing.balanced import Sinkhorn as Sinkhorn
 from holdfast.routing.capacity import Capacity as Capacity
 from holdfast.routing.clustering import Clustered as Clustered
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
+from holdfast.routing.fixed import Distilled as Distilled
+from holdfast.routing.fixed import EqualWeights as EqualWeights
+from holdfast.routing.fixed import HashedIds as HashedIds
+from holdfast.routing.hierarchy import Hierarchical as Hierarchical
+from holdfast.routing.modality import ModalityLinear as ModalityLinear
 from holdfast.routing.noise import GaussianNoise as GaussianNoise
 from holdfast.routing.noise import GumbelNoise as GumbelNoise
 from holdfast.routing.noise import UniformNoise as UniformNoise
@@ -50,5 +56,6 @@ from holdfast.routing.selection import TopK as TopK
 from holdfast.routing.selection import TopP as TopP
 from holdfast.routing.similarity import Similarity as Similarity
 from holdfast.routing.smoothing import SmoothTopK as SmoothTopK
+from holdfast.routing.sparsemax import Sparsemax as Sparsemax
 from holdfast.routing.state import StatefulPart as StatefulPart
 from holdfast.routing.token_graph import TokenGraph as TokenGraph

@@ -3,6 +3,7 @@
     keep_best               the k largest keys
     keep_above              all keys above a threshold
     keep_best_in_groups     the k largest keys within the best groups of experts
+    keep_always             no condition: nothing changes the set
 
 T tokens, E experts, M conditions per token. Keys (..., E) are what the selector compares; they are flattened to T tokens.
 """
@@ -54,6 +55,12 @@ def keep_best_in_groups(
         compares=compares,
         bias=bias,
     )
+
+
+def keep_always(keys: Tensor) -> Conditions:
+    """Return no conditions, for a set that does not depend on the keys. `chosen` is empty."""
+    nothing = torch.zeros_like(_rows(keys), dtype=torch.bool)
+    return swap_conditions(nothing)
 
 
 def best(keys: Tensor, k: int) -> Tensor:

@@ -69,6 +69,9 @@ class Order:
     # A bound of the float32 rounding error of a key, besides the product and the bias: from the l2 lengths of tokens (T,1)
     # to errors (T,1) or (T,E), increasing.
     rounding: Callable[[Tensor], Tensor] | None = None
+    # (T,): which block of columns of the matrix (n, blocks * d) a token is multiplied with; None: there is one. It excludes
+    # `scales` and `combine`.
+    block: Tensor | None = None
 
 
 @final

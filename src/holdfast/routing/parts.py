@@ -74,6 +74,7 @@ class Part(nn.Module, ABC):
     # False while a model in training mode generates text: then a part stages no state, returns no loss and selects as in
     # evaluation, because ranks may run different numbers of such forwards.
     learning = True
+    wants_token_counts = False  # True: training passes to `use_token_counts` how often each token id occurs in its data
 
     @property
     def training_traits(self) -> Traits:
@@ -94,6 +95,13 @@ class Part(nn.Module, ABC):
         A part whose state depends on other layers overrides this and keeps references to their parts, in a list: an
         attribute would make them submodules.
         """
+
+    def use_token_counts(self, counts: Tensor) -> None:
+        """Set what depends on how often each token id occurs, `counts (vocabulary,)`. Parts with a table override this."""
+
+    def balance_groups(self, tokens: Tensor, context: Context) -> Tensor | None:
+        """Return (B,N,G) bool: the groups of tokens whose load is balanced separately; None: all tokens are one group."""
+        return None
 
     @property
     def wrapped(self) -> "tuple[Part, ...]":
@@ -124,6 +132,7 @@ class Score(Part):
 
     dim: int
     experts: int
+    reads_tokens = True  # False: logits depend on the context only, so no change of the tokens changes the routing
 
     @property
     def reusable_score(self) -> "Score | None":
@@ -352,6 +361,8 @@ class Selector(Part):
         if not scores.informed:
             return Scores(noisy, self.gate(noisy), informed=False, raw=noisy)
         return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * torch.softmax(noisy, dim=-1), scores.raw)
+
+    fixed_sets = False  # True: in evaluation, a token's set depends on its id only, whatever its scores are
 
     @property
     def ragged(self) -> bool:

@@ -127,6 +127,43 @@ for _preset in (
         {"capacity": "holdfast.routing.capacity:Capacity"},
         family="balanced",
     ),
+    Preset(
+        "hash",
+        "experts by a fixed random table of token ids, weights 1/k",
+        "Roller et al. 2021",
+        {"score": "holdfast.routing.fixed:HashedIds", "select": "holdfast.routing.fixed:EqualWeights"},
+        {"k": 1},
+        family="fixed",
+    ),
+    Preset(
+        "stablemoe",
+        "learns which experts a token id goes to, then freezes the assignment",
+        "Dai et al. 2022",
+        {"select": "holdfast.routing.fixed:Distilled"},
+        {"k": 1},
+        family="fixed",
+    ),
+    Preset(
+        "sparsemax",
+        "every expert with a positive sparsemax gate",
+        "Martins and Astudillo 2016; survey 6.1",
+        {"select": "holdfast.routing.sparsemax:Sparsemax"},
+        family="gates",
+    ),
+    Preset(
+        "hierarchical",
+        "the k best experts within the best groups of experts",
+        "Jordan and Jacobs 1994; survey 3.5",
+        {"select": "holdfast.routing.hierarchy:Hierarchical"},
+        family="gates",
+    ),
+    Preset(
+        "modality",
+        "a linear score for each modality over shared experts",
+        "survey 3.5",
+        {"score": "holdfast.routing.modality:ModalityLinear"},
+        family="gates",
+    ),
 ):
     REGISTRY.add(_preset)
 

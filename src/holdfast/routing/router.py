@@ -147,6 +147,11 @@ class Router(nn.Module):
         return {field for part in self.all_parts for field in part.reads}
 
     @property
+    def fixed_sets(self) -> bool:
+        """Whether no change of the tokens changes the experts of a token in evaluation."""
+        return self.select.fixed_sets or not (self.score.reads_tokens or self.informers)
+
+    @property
     def informed(self) -> bool:
         """Whether an informer changes the gates that the selector reads."""
         return any(not informer.inert for informer in self.informers)
@@ -175,6 +180,7 @@ class Router(nn.Module):
                 losses=dict(selection.losses),
                 requested=None if selection.requested is None else selection.requested.flatten(0, 1),
                 dropped=None if selection.dropped is None else selection.dropped.flatten(),
+                balance_groups=self._balance_groups(tokens, context),
             )
             if self.training and self.learning and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
@@ -192,6 +198,15 @@ class Router(nn.Module):
         if any(informer.side == "token" for informer in informers):
             gates = self._require_finite(gates, tokens, real)  # products of two tokens may overflow
         return Scores.from_gates(gates, logits)
+
+    def _balance_groups(self, tokens: Tensor, context: Context) -> Tensor | None:
+        """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
+        groups = None
+        for part in self.all_parts:
+            own = part.balance_groups(tokens, context)
+            if own is not None:
+                groups = own if groups is None else (groups.unsqueeze(-1) & own.unsqueeze(-2)).flatten(-2)
+        return None if groups is None else groups.flatten(0, 1)
 
     def _commit_state(self) -> None:
         """Update the state of all parts with the statistics that they collected in the previous training batch."""
@@ -228,6 +243,11 @@ class Router(nn.Module):
             raise ValueError(f"progress is {fraction}; it must be between 0 and 1.")
         for part in self.all_parts:
             part.progress(fraction)
+
+    def use_token_counts(self, counts: Tensor) -> None:
+        """Tell the parts how often each token id occurs in the training data, `counts (vocabulary,)`, for `hash`."""
+        for part in self.all_parts:
+            part.use_token_counts(counts)
 
     def _refuse_tracing(self) -> None:
         """Raise ValueError if this forward is traced or exported by a tool that does not support routers."""

@@ -27,6 +27,7 @@ CHECKS: dict[str, Callable[[RouterUnderTest], str | None]] = {
     "batch invariance": checks.batch_invariance,
     "cached decoding": checks.cached_decoding,
     "declared cost": declaration_checks.cost,
+    "declared fixed sets": declaration_checks.fixed_sets,
     "declared number of experts": declaration_checks.active_experts,
     "held weights": declaration_checks.held_weights,
     "declared certificate": declaration_checks.certificate,

@@ -128,6 +128,19 @@ def _exchanged_bytes(subject: RouterUnderTest) -> tuple[int, float]:
     return sum(sent), sum(gathered) / (2 * LENGTH)
 
 
+def fixed_sets(subject: RouterUnderTest) -> None:
+    """Check that other tokens in the same context change sets, and logits, if and only if the router does not declare it."""
+    router, tokens = subject.build().eval(), subject.tokens()
+    context = subject.context(tokens)
+    before, after = router(tokens, context), router(subject.tokens(seed=1), context)
+    can_change = not bool(before.chosen.all())
+    moved = bool((before.chosen != after.chosen).any())
+    assert not (router.fixed_sets and moved), "it declares fixed sets, but other tokens change them"
+    assert router.fixed_sets or moved or not can_change, "it does not declare fixed sets, but other tokens change no set"
+    differs = not torch.equal(before.logits, after.logits)
+    assert router.score.reads_tokens == differs, "`Score.reads_tokens` is not what other tokens show"
+
+
 def active_experts(subject: RouterUnderTest) -> None:
     """Check that no token uses more experts than declared; without a remark, every token uses the declared number."""
     router, tokens = subject.build().eval(), subject.tokens()

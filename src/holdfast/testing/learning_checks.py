@@ -63,6 +63,8 @@ def no_inert_coefficient(subject: RouterUnderTest) -> None:
     If a selector declares equal loads, the losses that count tokens must not change one.
     """
     tokens = subject.tokens()
+    if not subject.build()(tokens.clone().requires_grad_(), subject.context(tokens)).gates.requires_grad:
+        raise NotApplicable("its routing has no gradient")
 
     def gradients(change: str | None) -> list[Tensor]:
         torch.manual_seed(9)

@@ -14,6 +14,7 @@ TOLERANCE = 1e-5
 STEEP = 1e-2
 HEADS = 2
 WIDTH = 4  # of a head
+VOCABULARY = 1000  # a router that reads token ids needs at least as many
 
 Reference = Callable[[Router, Tensor, Context], Routing]
 
@@ -56,13 +57,14 @@ class RouterUnderTest:
         return self.tokens(seed=seed) + 2 * self.tokens(1, 1, seed=50)
 
     def context(self, tokens: Tensor, token_mask: Tensor | None = None, *, causal: bool = False) -> Context:
-        """Return a context with all that a model passes (attention, previous MoE layer, token ids), made from the tokens."""
+        """Return a context with all that a model passes (attention, previous MoE layer, ids, ...), made from the tokens."""
         return Context(
             causal=causal,
             token_mask=token_mask,
             attention=_attention(tokens, token_mask, causal),
             previous=_previous(tokens, self.prototype.experts),
-            token_ids=(tokens[..., 0] * 1000).long().abs(),
+            token_ids=(tokens.detach()[..., 0] * 1000).long().abs() % VOCABULARY,
+            modality=(tokens.detach()[..., 1] > 0).long(),
         )
 
 
@@ -144,6 +146,7 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
         cache=cache,
         token_mask=None if context.token_mask is None else context.token_mask[:, start:end],
         token_ids=context.token_ids[:, start:end],
+        modality=None if context.modality is None else context.modality[:, start:end],
         previous=Previous(previous.tokens[:, start:end], routing),
         attention=replace(
             attention,
@@ -185,4 +188,6 @@ def objective(routing: Routing) -> Tensor:
     experts = routing.gates.shape[-1]
     mix = torch.randn(experts, generator=generator).to(routing.gates.device)
     tilt = torch.randn(routing.gates.shape[0], 1, generator=generator).to(routing.gates.device)
-    return (routing.dense_weights * mix * tilt).sum() + routing.loss
+    total = (routing.dense_weights * mix * tilt).sum() + routing.loss
+    # The routing of `hash` has no gradient: a leaf makes a backward possible, in which all other gradients are 0.
+    return total if total.requires_grad else total.requires_grad_()

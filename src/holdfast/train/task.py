@@ -97,6 +97,10 @@ class Task(ABC):
         """Return how many inputs `score` runs the model on, or None if that is not known beforehand."""
         return None
 
+    def token_counts(self) -> Tensor | None:
+        """Return (vocabulary,): how often each token id occurs in the training data; None if there are no token ids."""
+        return None
+
     @abstractmethod
     def probe(self) -> Inputs:
         """Return a few test examples, the same for every router, on which snapshots of the routing are taken."""

@@ -105,6 +105,9 @@ class TextTask(Task):
     def training(self) -> Blocks:
         return self._blocks(self.corpus.documents("train"))
 
+    def token_counts(self) -> Tensor:
+        return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))
+
     @cached_property
     def attack(self) -> AttackedText:
         """The test text with words swapped as the recipe says: the same attacked text for every router."""

@@ -110,9 +110,20 @@ def build_model(task: Task, router: str, options: Mapping[str, Any], *, seed: in
         losses=Losses(balance=sparse.balance),
         router_options=options,
     )
+    _use_token_counts(model, task)
     if sparse.init == "random":
         _draw_shared_weights(model, seed, float(getattr(model.config, "initializer_range", 0.02)))
     return model
+
+
+def _use_token_counts(model: nn.Module, task: Task) -> None:
+    """Tell the routers that ask for it (`hash[balanced=true]`) how often each token id occurs in the training data."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = [router for router in routers if any(part.wants_token_counts for part in router.parts)]
+    counts = task.token_counts() if routers else None
+    if counts is not None:
+        for router in routers:
+            router.use_token_counts(counts)
 
 
 @torch.no_grad()

@@ -1,0 +1,153 @@
+"""Hierarchical gates: first groups of experts, then experts within them (survey 3.5; Jordan and Jacobs 1994).
+
+    p_group = sum of g over the experts of a group      the group gate
+    p_in_group = g / p_group                            the gate within a group
+    p = p_group p_in_group = g
+
+So a group's gate needs no parameters of its own: the best `top_groups` groups by p_group are kept, and a token uses the k
+best experts within them. With one group, or if all groups are kept, this is top-k.
+"""
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.select import Amounts, top
+from holdfast.routing.conditions import best, joined_conditions, swap_conditions
+from holdfast.routing.declarations import Conditions, NoCertificate
+from holdfast.routing.parts import Rule, Scores
+from holdfast.routing.selection import Softmax, TopK, check_k
+
+LOWEST = torch.finfo(torch.float32).min  # the rank of an expert in a group that is not kept; ONNX cannot sort infinities
+
+
+class GroupedRule(Rule):
+    """Another rule, within the groups of experts that have the largest sums of gates.
+
+    Expert e is in group floor(e groups / E): groups of consecutive experts, whose sizes differ by at most 1.
+    """
+
+    def __init__(self, base: Rule, experts: int, groups: int, top_groups: int) -> None:
+        self.base, self.experts, self.groups, self.top_groups = base, experts, groups, top_groups
+        self.gate, self.ordered, self.renormalise, self.strip = base.gate, base.ordered, base.renormalise, base.strip
+        self.weights_option = base.weights_option
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name} in groups"
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all groups are kept, so that there is nothing to choose among them."""
+        return self.top_groups >= self.groups
+
+    def group_of(self, device: torch.device) -> Tensor:
+        """Return (E,): the group of each expert."""
+        return torch.arange(self.experts, device=device) * self.groups // self.experts
+
+    def members(self, device: torch.device) -> Tensor:
+        """Return (G,size): the experts of each group, and the index E in the place that a smaller group leaves."""
+        # Computed on the device: a copy from the host would make a GPU wait.
+        start = (torch.arange(self.groups + 1, device=device) * self.experts + self.groups - 1) // self.groups
+        place = start[:-1].unsqueeze(1) + torch.arange(math.ceil(self.experts / self.groups), device=device)
+        return place.where(place < start[1:].unsqueeze(1), self.experts)
+
+    def kept_groups(self, gates: Tensor) -> Tensor:
+        """Return (...,G) bool: the groups with the largest sums of `gates (...,E)`, ties to the lower index."""
+        padded = torch.nn.functional.pad(gates.detach(), (0, 1))
+        mass = padded[..., self.members(gates.device)].sum(-1)
+        groups = torch.arange(self.groups, device=gates.device)
+        return (top(mass, self.top_groups).unsqueeze(-1) == groups).any(-2)
+
+    def allowed(self, gates: Tensor) -> Tensor:
+        """Return (...,E) bool: the experts in the kept groups."""
+        return self.kept_groups(gates)[..., self.group_of(gates.device)]
+
+    def ranks(self, scores: Scores) -> Tensor:
+        ranks = self.base.ranks(scores)
+        return ranks if self.is_flat else ranks.where(self.allowed(scores.gates), LOWEST)
+
+    def levels(self, scores: Scores) -> Tensor:
+        levels = self.base.levels(scores)
+        return levels if self.is_flat else levels.where(self.allowed(scores.gates), -torch.inf)
+
+    def amounts(self, scores: Scores) -> Amounts | None:
+        return self.base.amounts(scores) if self.is_flat else None
+
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        return self.base.weigh(scores, experts, in_use, fade, k)
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        """Declare that the chosen experts stay the best of the kept groups, and that the kept groups keep the larger sums.
+
+        This is more than is needed: a group may leave or enter without changing the set, if it has none of its experts.
+        """
+        if self.is_flat:
+            return self.base.conditions(scores, k)
+        if self.base.ranks(scores) is not scores.key:
+            raise NoCertificate(f"no certificate is known for {self.name}: it ranks experts by more than their gates")
+        gates = scores.gates.reshape(-1, self.experts)
+        keys = scores.key.reshape(-1, self.experts)
+        allowed = self.allowed(gates)
+        chosen = best(keys.where(allowed, -torch.inf), k)
+        groups = self._group_conditions(self.kept_groups(gates), chosen)
+        return replace(joined_conditions(swap_conditions(chosen, allowed), groups), chosen=chosen, compares="gates")
+
+    def _group_conditions(self, kept: Tensor, chosen: Tensor) -> Conditions:
+        """Return conditions that the sum of gates of every kept group exceeds that of every other. The index E adds 0."""
+        pairs = swap_conditions(kept)  # of groups; with G in the place of a missing one
+        members = torch.nn.functional.pad(self.members(kept.device), (0, 0, 0, 1), value=self.experts)
+        ahead, behind = (members[side.squeeze(-1)] for side in (pairs.ahead, pairs.behind))
+        return Conditions(ahead, behind, pairs.valid, pairs.way, chosen)
+
+
+class Hierarchical(TopK):
+    """Select the k best experts within the `top_groups` groups that have the largest sums of gates.
+
+    groups      number of groups of consecutive experts; None: about the square root of the number of experts
+    top_groups  how many groups a token may use; None: half of them, or more if they have fewer than k experts
+    weights     as in `TopK`; `noise`, `noise_std`, `noise_temperature` and `rule` too
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        k: int,
+        *,
+        groups: int | None = None,
+        top_groups: int | None = None,
+        weights: Literal["softmax", "switch"] = "softmax",
+        noise: Literal["gaussian", "gumbel"] | None = None,
+        noise_std: float | None = None,
+        noise_temperature: float = 1.0,
+        rule: Rule | None = None,
+    ) -> None:
+        check_k(k, experts)
+        groups = max(1, round(math.sqrt(experts))) if groups is None else groups
+        if not 1 <= groups <= experts:
+            raise ValueError(f"groups is {groups}; it must be between 1 and the number of experts, {experts}.")
+        smallest = experts // groups
+        needed = min(groups, math.ceil(k / smallest))
+        top_groups = max(needed, math.ceil(groups / 2)) if top_groups is None else top_groups
+        if not 1 <= top_groups <= groups:
+            raise ValueError(f"top_groups is {top_groups}; it must be between 1 and the number of groups, {groups}.")
+        if top_groups < needed:
+            raise ValueError(
+                f"top_groups is {top_groups}, and so many groups may have only {top_groups * smallest} experts for k = {k}; "
+                f"use at least {needed} groups."
+            )
+        base = Softmax(renormalise=weights == "softmax") if rule is None else rule
+        super().__init__(
+            dim,
+            experts,
+            k,
+            weights=weights,
+            noise=noise,
+            noise_std=noise_std,
+            noise_temperature=noise_temperature,
+            rule=GroupedRule(base, experts, groups, top_groups),
+        )
