@@ -25,7 +25,6 @@ import copy
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from typing import Any
 
@@ -37,6 +36,7 @@ from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
+from holdfast.routing.cache import router_cache_of
 from holdfast.routing.state import StatefulPart
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
@@ -407,57 +407,3 @@ def token_mask_of(mask: object, sequences: int, length: int, past: int | None = 
         allowed = current if current.dtype == torch.bool else current > torch.finfo(current.dtype).min / 2
         return allowed.expand(sequences, length)
     raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
-
-
-def router_cache_of(cache_layer: Any, past: int, router_number: int) -> RouterCache:
-    """Return the router's rows that are stored on a layer of a KV cache; create the store on first use.
-
-    Raise ValueError if this router has not written rows for all `past` tokens in the cache.
-    """
-    if "router_rows" not in cache_layer.__dict__:
-        kind: Any = type(cache_layer)
-        cache_layer.__class__ = _with_router_rows(kind)
-        cache_layer.router_rows = RouterCache()
-    if past == 0:
-        cache_layer.rows_owner = router_number
-    rows: RouterCache = cache_layer.router_rows
-    # Rows that another router has written do not count.
-    known = rows.tokens if cache_layer.__dict__.get("rows_owner") == router_number else 0
-    if known != past:
-        raise ValueError(
-            f"the KV cache has {past} tokens, but this router has rows for {known} of them: a sequence-aware "
-            "router needs a KV cache that this model has filled from the first token on."
-        )
-    return rows
-
-
-@cache
-def _with_router_rows(kind: Any) -> type:
-    """Return a subclass of a cache layer's class that applies each operation on keys and values to router rows too."""
-
-    class WithRouterRows(kind):  # type: ignore[misc]
-        _layer_type = None  # otherwise transformers registers this class for all later caches
-
-        def reorder_cache(self, beam_idx: Tensor) -> None:
-            super().reorder_cache(beam_idx)
-            self.router_rows.reorder(beam_idx)
-
-        def crop(self, *arguments: Any, **options: Any) -> None:
-            super().crop(*arguments, **options)
-            # The meaning of the argument differs between versions; the number of tokens that are left does not.
-            self.router_rows.crop(int(self.get_seq_length()))
-
-        def batch_repeat_interleave(self, repeats: int) -> None:
-            super().batch_repeat_interleave(repeats)
-            self.router_rows.repeat(repeats)
-
-        def batch_select_indices(self, indices: Tensor) -> None:
-            super().batch_select_indices(indices)
-            self.router_rows.reorder(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
-
-        def reset(self) -> None:
-            super().reset()
-            self.router_rows.reset()
-
-    WithRouterRows.__name__, WithRouterRows.__module__ = kind.__name__, kind.__module__
-    return WithRouterRows

@@ -8,6 +8,7 @@ token_graph.py, similarity.py, posterior.py         the parts in which tokens sh
 balanced.py, assignment.py, capacity.py             the selectors that look at the whole batch
 fixed.py, sparsemax.py, hierarchy.py, modality.py   fixed experts, and other gates
 state.py            parts that update state without gradients
+cache.py            what earlier tokens stored while decoding
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
 """
@@ -15,6 +16,7 @@ declarations.py, conditions.py, bounds.py           what parts declare for certi
 from holdfast.routing.balanced import BaseAssignment as BaseAssignment
 from holdfast.routing.balanced import ExpertChoice as ExpertChoice
 from holdfast.routing.balanced import Sinkhorn as Sinkhorn
+from holdfast.routing.cache import RouterCache as RouterCache
 from holdfast.routing.capacity import Capacity as Capacity
 from holdfast.routing.clustering import Clustered as Clustered
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
@@ -43,7 +45,6 @@ from holdfast.routing.presets import register as register
 from holdfast.routing.records import Attention as Attention
 from holdfast.routing.records import Context as Context
 from holdfast.routing.records import Previous as Previous
-from holdfast.routing.records import RouterCache as RouterCache
 from holdfast.routing.records import Routing as Routing
 from holdfast.routing.records import VisibleTokens as VisibleTokens
 from holdfast.routing.relu import ReLU as ReLU

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from holdfast.routing.cache import RouterCache
+
 LARGEST_IN_PADDING = 2.0**50  # the product of two such numbers is far below the largest float32
 
 
@@ -117,55 +119,6 @@ class Previous:
 
     tokens: Tensor  # (B,N,d)
     routing: Routing
-
-
-class RouterCache:
-    """The rows that earlier tokens stored in one layer while decoding, by name, each `(B, past, ...)`.
-
-    There is one row for each token, as in the model's KV cache, and not a running sum: sums cannot be cropped.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[str, Tensor] = {}
-
-    def extend(self, name: str, rows: Tensor) -> Tensor:
-        """Append the `rows (B, n, ...)` of new tokens under `name`; return the rows of all tokens so far."""
-        past = self._rows.get(name)
-        self._rows[name] = rows if past is None else torch.cat([past, rows], dim=1)
-        return self._rows[name]
-
-    def length(self, name: str) -> int:
-        """Return the number of tokens with a row under `name`."""
-        return self._rows[name].shape[1] if name in self._rows else 0
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens with rows."""
-        lengths = [rows.shape[1] for rows in self._rows.values()]
-        return max(lengths) if lengths else 0
-
-    @property
-    def bytes(self) -> int:
-        """The memory of all rows, in bytes."""
-        return sum(rows.numel() * rows.element_size() for rows in self._rows.values())
-
-    def reorder(self, sequences: Tensor) -> None:
-        """Replace sequence i by sequence `sequences[i]`, for beam search. This can also select a part of the batch."""
-        self._map(lambda rows: rows.index_select(0, sequences.to(rows.device)))
-
-    def repeat(self, times: int) -> None:
-        """Repeat each sequence `times` times, in adjacent rows of the batch."""
-        self._map(lambda rows: rows.repeat_interleave(times, dim=0))
-
-    def crop(self, length: int) -> None:
-        """Remove the rows of all tokens after the first `length`."""
-        self._map(lambda rows: rows[:, :length])
-
-    def reset(self) -> None:
-        self._rows.clear()
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._rows = {name: change(rows) for name, rows in self._rows.items()}
 
 
 @dataclass(frozen=True)
