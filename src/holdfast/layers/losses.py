@@ -31,7 +31,7 @@ def single_process_mean(value: Tensor) -> Tensor:
 def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
     """Return E * sum_e f_e P_e, with f the share of selections and P the mean normalised gate; 1 if uniform.
 
-    Fedus et al. 2022.
+    Fedus et al. 2022. It is 1, without a gradient, if every token uses every expert, as in SoftMoE and SMEAR layers.
     """
     mass, chosen = _means(token_mask, over_ranks, _distribution(routing), routing.chosen)
     return routing.gates.shape[-1] * (normalise(chosen) * mass).sum()

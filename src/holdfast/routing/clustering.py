@@ -16,11 +16,10 @@ from torch import Tensor
 from holdfast.errors import unknown_name
 from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
-from holdfast.kernels.fp32_linear import scaled_linear_float32
 from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
 from holdfast.kernels.select import top
 from holdfast.routing.declarations import FLOAT, Cost, LayerSizes, Order, Scales, Values
-from holdfast.routing.parts import LinearScore, Score, Traits, normalise
+from holdfast.routing.parts import LinearScore, ScalableScore, Score, Traits, normalise
 from holdfast.routing.records import Context, Previous
 from holdfast.routing.scores import is_offloaded, weights_loaded
 from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
@@ -35,7 +34,8 @@ class Clustered(Score, StatefulPart):
 
     base        the linear score
     spread      "mad", the mean absolute deviation from the mean of the cluster, or "variance"
-    mix         average m over the `mix` best previous experts of a token, weighted by their gates (appendix C.6)
+    mix         average m over the `mix` best previous experts of a token, weighted by their gates (appendix C.6); None is 1,
+                and for the slots of SoftMoE 8 (appendix C.12), or all clusters if there are fewer
     stats       "running": spreads are an exponential mean (0.9) over training batches. "batch", as in the paper: spreads
                 of the current batch; then other sequences and later tokens change the routing, and one token has no spread
     depth       the index of this MoE layer, from 0
@@ -52,9 +52,9 @@ class Clustered(Score, StatefulPart):
         dim: int,
         experts: int,
         *,
-        base: LinearScore,
+        base: ScalableScore,
         spread: Literal["mad", "variance"] = "mad",
-        mix: int = 1,
+        mix: int | None = None,
         stats: Literal["running", "batch"] = "running",
         skip: int = 1,
         depth: int | None = None,
@@ -66,13 +66,14 @@ class Clustered(Score, StatefulPart):
             raise ValueError(unknown_name("spread", spread, ("mad", "variance")))
         if stats not in ("running", "batch"):
             raise ValueError(unknown_name("kind of statistics", stats, ("running", "batch")))
+        if not isinstance(base, ScalableScore):
+            raise ValueError(f"clustering needs a score that is linear in its tokens; {type(base).__name__} is not.")
+        mix = min(base.mixed_clusters, clusters) if mix is None else mix
         if not 1 <= mix <= clusters:
             raise ValueError(f"mix is {mix}; it must be between 1 and the number of clusters, {clusters}.")
         if skip < 0:
             raise ValueError(f"skip is {skip}; a number of layers must not be negative.")
-        if not isinstance(base, LinearScore):
-            raise ValueError(f"clustering needs a score that is linear in its tokens; {type(base).__name__} is not.")
-        self.dim, self.experts, self.base = dim, experts, base
+        self.dim, self.experts, self.base, self.slots = dim, experts, base, base.slots
         self.spread, self.mix, self.stats, self.clusters = spread, mix, stats, clusters
         self.is_skipped = depth is not None and depth < skip
         independent = stats == "running" or self.is_skipped
@@ -81,7 +82,7 @@ class Clustered(Score, StatefulPart):
         self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
 
     @property
-    def wrapped(self) -> tuple[LinearScore, ...]:
+    def wrapped(self) -> tuple[ScalableScore, ...]:
         return (self.base,)
 
     @property
@@ -98,7 +99,7 @@ class Clustered(Score, StatefulPart):
         return Cost(
             "clusters",
             forward=scaling + (3 * scaling if batch else 0),
-            backward=scaling,
+            backward=scaling if self.base.recomputes_scales else 0,
             state_update=0 if batch else 3 * scaling,
             kept=FLOAT * self.clusters,
             summed=summed,
@@ -125,12 +126,11 @@ class Clustered(Score, StatefulPart):
         return self._clustered(tokens, context, context.previous)
 
     def _clustered(self, tokens: Tensor, context: Context, previous: Previous) -> Tensor:
-        matrix = self.base.matrix
-        if self.mix == 1:
-            return self.base.finish(self._grouped(tokens, matrix, previous, context.checked_mask(tokens)))
+        if self.mix == 1 and isinstance(self.base, LinearScore):
+            return self.base.finish(self._grouped(tokens, self.base.matrix, previous, context.checked_mask(tokens)))
         features = self.features(tokens, context)
         assert features is not None
-        return self.base.finish(scaled_linear_float32(tokens, *features, matrix))
+        return self.base.on_scaled(tokens, *features)
 
     def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
         """Return (x * m_c) matrix^T for tokens that have one cluster each (mix = 1); equal to the scales of `features`.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.fp32_linear import linear_float32, scaled_linear_float32
 from holdfast.kernels.select import TINY as TINY
 from holdfast.kernels.select import Amounts
 from holdfast.kernels.select import normalise as normalise
@@ -29,6 +29,7 @@ from holdfast.routing.declarations import (
     Conditions,
     Cost,
     GateFunction,
+    LayerKind,
     LayerSizes,
     Mixing,
     Order,
@@ -105,6 +106,7 @@ class Score(Part):
 
     dim: int
     experts: int
+    slots: int | None = None  # slots of each expert, if logits are those of slots (SoftMoE); None: those of experts
 
     @property
     def reusable_score(self) -> "Score | None":
@@ -113,7 +115,7 @@ class Score(Part):
 
     @abstractmethod
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """Return float32 logits (B,N,E) of `tokens (B,N,d)`, which have the model's dtype."""
+        """Return float32 logits (B,N,E) of `tokens (B,N,d)`, which have the model's dtype; with `slots`, (B,N,E*slots)."""
 
     def order(self, tokens: Tensor, context: Context) -> Order | None:
         """Declare keys, one per expert, that are affine in the token and have the order of its logits; None if unknown."""
@@ -124,7 +126,21 @@ class Score(Part):
         return None
 
 
-class LinearScore(Score):
+class ScalableScore(Score):
+    """A score that can also be computed on scaled features of its tokens (abstract), as clustering (AC) needs it."""
+
+    mixed_clusters = 1  # how many clusters of a token AC mixes by default
+    recomputes_scales = True  # the backward of `on_scaled` computes the scales again
+
+    @abstractmethod
+    def on_scaled(self, tokens: Tensor, mixture: Tensor, table: Tensor) -> Tensor:
+        """Return the logits of `tokens (B,N,d)` times m = mixture @ table, for `mixture (T,C)` and `table (C,d)`.
+
+        A token whose row in the mixture is 0 is not scaled. No gradient flows through m.
+        """
+
+
+class LinearScore(ScalableScore):
     """A score that multiplies its tokens with one matrix (abstract): logits = finish(x matrix^T)."""
 
     @property
@@ -138,6 +154,9 @@ class LinearScore(Score):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return self.finish(linear_float32(tokens, self.matrix))
+
+    def on_scaled(self, tokens: Tensor, mixture: Tensor, table: Tensor) -> Tensor:
+        return self.finish(scaled_linear_float32(tokens, mixture, table, self.matrix))
 
     @property
     def reusable_score(self) -> Score | None:
@@ -184,11 +203,19 @@ class Scores:
     the one that was computed first.
     """
 
-    def __init__(self, logits: Tensor | None, gates: Tensor, informed: bool, raw: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        logits: Tensor | None,
+        gates: Tensor,
+        informed: bool,
+        raw: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> None:
         self._logits = logits
         self.gates = gates  # (B,N,E), non-negative
         self.informed = informed
         self.raw = raw  # (B,N,E), the logits before any informer
+        self.slots = slots  # (B,N,E,p), the logits of slots; None: the score has logits of experts
 
     @property
     def logits(self) -> Tensor:
@@ -206,8 +233,8 @@ class Scores:
         return "gates" if self.informed else "logits"
 
     @classmethod
-    def from_gates(cls, gates: Tensor, raw: Tensor | None = None) -> "Scores":
-        return cls(None, gates, informed=True, raw=raw)
+    def from_gates(cls, gates: Tensor, raw: Tensor | None = None, slots: Tensor | None = None) -> "Scores":
+        return cls(None, gates, informed=True, raw=raw, slots=slots)
 
     @classmethod
     def from_routing(cls, routing: Routing, *, informed: bool) -> "Scores":
@@ -280,6 +307,8 @@ class Selection(NamedTuple):
     scale: float = 1.0  # `Router.scale`, if `weights` include it; 1 in what a selector returns
     requested: Tensor | None = None  # (B,N,K), the experts before a capacity limit; None: `experts`
     dropped: Tensor | None = None  # (B,N), how many experts a token lost to a limit; None: there is no limit
+    dispatch: Tensor | None = None  # (B,N,E,p), as in `Routing`
+    shares: Tensor | None = None  # (B,N,E,p), as in `Routing`
 
     @classmethod
     def from_routing(cls, routing: Routing, scale: float = 1.0) -> "Selection":
@@ -311,6 +340,12 @@ class Selector(Part):
 
     rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
     takes_informers = True  # False: it does not read gates, so a router with an informer is an error
+    layer_kind: LayerKind = "moe"  # the layer that runs experts as this selector means it
+
+    @property
+    def refuses_causal(self) -> bool:
+        """Whether a causal model may not use it, because the user has not asked for a router that is not causal."""
+        return False
 
     @property
     def ragged(self) -> bool:
@@ -345,6 +380,10 @@ class Selector(Part):
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
         """Declare how many experts a token uses in a layer; if None, plans count all experts."""
+        return None
+
+    def layer_cost(self, sizes: LayerSizes) -> Cost | None:
+        """Declare what the layer computes besides its router and the rows of its experts; None if that is nothing."""
         return None
 
     @abstractmethod

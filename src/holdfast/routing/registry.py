@@ -51,6 +51,7 @@ class Preset:
     parts: Mapping[str, type[Part] | str] = field(default_factory=dict)  # stage -> class, or "module:Class"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     family: str = "plugins"  # the heading under which it is listed
+    k: int | None = None  # the k of its parts, whatever k is asked for; for layers in which a token has no k experts
 
     def __post_init__(self) -> None:
         if not self.name or set(self.name) & set(RESERVED) or self.name != self.name.strip():
@@ -179,6 +180,8 @@ class Registry:
             defaults |= preset.defaults
         default_k = min(defaults.pop("k"), experts)
         sizes = {"dim": dim, "experts": experts, "k": default_k if k is None else k}
+        for fixed in (preset.k for preset in presets if preset.k is not None):
+            sizes["k"] = min(fixed, experts)
         _check_sizes(**sizes)
         if host.pretrained:
             for part in classes.values():
@@ -195,6 +198,8 @@ class Registry:
             if stage in classes and stage not in built:
                 base = {"base": built[WRAPPERS[stage]]} if stage in WRAPPERS else {}
                 built[stage] = _construct(classes[stage], values | base, name)
+        if "capacity" in built and built["select"].layer_kind != "moe":
+            raise ValueError(f"router {name!r} limits the tokens of an expert, but its layer sends no tokens to experts.")
         return Router(
             score=built.get("cluster", built["score"]),
             select=built.get("capacity", built["select"]),

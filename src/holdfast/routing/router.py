@@ -144,7 +144,11 @@ class Router(nn.Module):
             self._commit_state()
         with torch.autocast(tokens.device.type, enabled=False):
             logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
-            scores = self._inform(logits, tokens, context, real)
+            slots = None
+            if self.score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
+                slots = logits.unflatten(-1, (self.experts, self.score.slots))
+                logits = slots.logsumexp(-1)
+            scores = self._inform(logits, tokens, context, real, slots)
             selection = self.select(scores, tokens, context)
             weights = selection.weights if self.scale == 1 else selection.weights * self.scale
             routing = Routing(
@@ -155,23 +159,27 @@ class Router(nn.Module):
                 losses=dict(selection.losses),
                 requested=None if selection.requested is None else selection.requested.flatten(0, 1),
                 dropped=None if selection.dropped is None else selection.dropped.flatten(),
+                dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
+                shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
             )
             if self.training and self.learning and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
         wait_for_side_stream(tokens)
         return routing
 
-    def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None) -> Scores:
+    def _inform(
+        self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None
+    ) -> Scores:
         """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
         gates = self.select.gate(logits)
         informers = [informer for informer in self.informers if not informer.inert]
         if not informers:
-            return Scores(logits, gates, informed=False, raw=logits)
+            return Scores(logits, gates, informed=False, raw=logits, slots=slots)
         for informer in informers:
             gates = informer(gates, logits, tokens, context)
         if any(informer.side == "token" for informer in informers):
             gates = self._require_finite(gates, tokens, real)  # products of two tokens may overflow
-        return Scores.from_gates(gates, logits)
+        return Scores.from_gates(gates, logits, slots)
 
     def _commit_state(self) -> None:
         """Update the state of all parts with the statistics that they collected in the previous training batch."""
@@ -247,12 +255,14 @@ class Router(nn.Module):
 
 
 def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:
-    """Return `values (B,N,n)`, detached in rows that are not `usable (B,N)`.
+    """Return `values (B,N,...)`, detached in rows that are not `usable (B,N)`.
 
     Rows of padding that contain NaN are not usable. A model's native experts return NaN as the gradient of such rows, and
     that gradient must not reach the router.
     """
-    return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
+    if usable is None:
+        return values
+    return torch.where(usable.view(*usable.shape, *[1] * (values.dim() - 2)), values, values.detach())
 
 
 def _is_exporting_to_onnx() -> bool:

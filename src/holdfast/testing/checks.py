@@ -174,6 +174,7 @@ class _Rounded(Score):
     def __init__(self, score: Score) -> None:
         super().__init__()
         self.score, self.dim, self.experts, self.traits = score, score.dim, score.experts, score.traits
+        self.slots = score.slots
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return (self.score(tokens, context) * 2).round() / 2
@@ -342,7 +343,8 @@ def float32_routing(subject: RouterUnderTest) -> None:
 
 
 def _same_bits(got: Routing, expected: Routing, where: str) -> None:
-    for name in ("logits", "gates", "weights"):
+    slots = [name for name in ("dispatch", "shares") if getattr(expected, name) is not None]
+    for name in ("logits", "gates", "weights", *slots):
         assert getattr(got, name).dtype == torch.float32, f"{name} are {getattr(got, name).dtype} {where}"
         assert torch.equal(getattr(got, name), getattr(expected, name)), f"{name} are not those of float32 {where}"
 
@@ -383,8 +385,13 @@ def _right_padding(sequences: int, length: int, padded: int) -> Tensor:
 
 def _part(routing: Routing, shape: torch.Size, sequences: slice, positions: slice) -> Routing:
     """Return some sequences and positions of the routing of tokens of `shape` (B,N)."""
+
+    def part(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, shape)[sequences, positions].flatten(0, 1)
+
     values = (routing.logits, routing.gates, routing.experts, routing.weights)
-    return Routing(*(x.unflatten(0, shape)[sequences, positions].flatten(0, 1) for x in values))
+    slots = {name: part(rows) for name in ("dispatch", "shares") if (rows := getattr(routing, name)) is not None}
+    return Routing(*map(part, values), **slots)
 
 
 def _join(pieces: list[Routing], sequences: int) -> Routing:
@@ -394,4 +401,5 @@ def _join(pieces: list[Routing], sequences: int) -> Routing:
         parts = [getattr(piece, name).unflatten(0, (sequences, -1)) for piece in pieces]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
-    return Routing(join("logits"), join("gates"), join("experts"), join("weights"))
+    slots = {name: join(name) for name in ("dispatch", "shares") if getattr(pieces[0], name) is not None}
+    return Routing(join("logits"), join("gates"), join("experts"), join("weights"), **slots)

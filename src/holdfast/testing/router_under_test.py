@@ -152,6 +152,10 @@ def differing(first: Routing, second: Routing, *, weights_within: float = TOLERA
     Gates may differ by `TOLERANCE` and weights by `weights_within`. Sets may differ only in experts that are tied.
     """
     apart = (first.gates - second.gates).abs().amax(-1) > TOLERANCE
+    for name in ("dispatch", "shares"):  # of a SoftMoE layer
+        one, other = getattr(first, name), getattr(second, name)
+        if one is not None:
+            apart = apart | ((one - other).abs().flatten(1).amax(-1) > TOLERANCE)
     changed = first.chosen ^ second.chosen
     low = first.gates.masked_fill(~changed, torch.inf).amin(-1)
     high = first.gates.masked_fill(~changed, -torch.inf).amax(-1)
@@ -172,4 +176,9 @@ def objective(routing: Routing) -> Tensor:
     experts = routing.gates.shape[-1]
     mix = torch.randn(experts, generator=generator).to(routing.gates.device)
     tilt = torch.randn(routing.gates.shape[0], 1, generator=generator).to(routing.gates.device)
-    return (routing.dense_weights * mix * tilt).sum() + routing.loss
+    total = (routing.dense_weights * mix * tilt).sum() + routing.loss
+    for rows in (routing.dispatch, routing.shares):  # of a SoftMoE layer
+        if rows is not None:
+            by_slot = torch.linspace(-1, 2, rows.shape[-1], device=rows.device)
+            total = total + (rows * mix.unsqueeze(-1) * by_slot * tilt.unsqueeze(-1)).sum()
+    return total

@@ -1,0 +1,67 @@
+"""Layers in which every token uses every expert: SoftMoE and SMEAR. Neither is causal.
+
+    SoftMoE     Y = C f(D^T X): experts run on slots, which are weighted means of a sequence's tokens
+    SMEAR       Y = f_theta(X), theta = sum_e g_e theta_e: all experts are merged into one for each sequence
+
+B sequences of N tokens, width d, E experts with p slots each
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.layers.experts import Experts
+from holdfast.layers.moe import MoE, RoutedLayer
+from holdfast.routing import Routing
+from holdfast.routing.declarations import LayerKind
+
+
+@final
+class SoftMoE(RoutedLayer):
+    """Y = C f(D^T X) + shared(X): each expert runs on its p slots, which are means of the tokens (Puigcerver et al. 2024).
+
+    D and C are those of the router: `holdfast.create_router("softmoe", dim=, experts=, slots=p)`, or "softmoe+symphony",
+    "softmoe+ac". The weight of a slot in C is the weight of its expert times the share of the slot. The routing has K = E:
+    all experts, sorted by weight. A sequence without a real token gets 0.
+    """
+
+    kind = "soft"
+
+    @staticmethod
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
+        assert routing.dispatch is not None and routing.shares is not None
+        (sequences, _, dim), (_, count, slots) = tokens.shape, routing.shares.shape
+        dispatch = routing.dispatch.view(sequences, -1, count * slots)
+        mixed = torch.bmm(dispatch.transpose(1, 2).to(tokens.dtype), tokens)
+        # The rows of one expert are adjacent: (E,B,p).
+        rows = mixed.view(sequences, count, slots, dim).transpose(0, 1).reshape(-1, dim)
+        index = torch.arange(count, device=rows.device).repeat_interleave(sequences * slots).unsqueeze(1)
+        outputs = experts(rows, index, torch.ones(index.shape, device=rows.device))
+        outputs = outputs.view(count, sequences, slots, dim).transpose(0, 1).reshape(sequences, -1, dim)
+        dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights)
+        combine = (dense.unsqueeze(-1) * routing.shares).view(sequences, -1, count * slots)
+        return torch.bmm(combine.to(outputs.dtype), outputs)
+
+
+@final
+class SMEAR(RoutedLayer):
+    """Y = f_theta(X) + shared(X), theta = sum_e g_e theta_e: one merged expert for each sequence (Muqeeth et al. 2024).
+
+    The router is `holdfast.create_router("smear", dim=, experts=)`. Merging takes memory for one expert for each sequence.
+    """
+
+    kind = "smear"
+
+    @staticmethod
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
+        sequences, length, _ = tokens.shape
+        if length == 0:
+            return torch.zeros_like(tokens)
+        dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights).view(sequences, length, -1)
+        # All tokens of a sequence have the same gates. Padding that contains NaN has no gradient: take a real token.
+        first = torch.zeros(sequences, dtype=torch.int64, device=tokens.device) if real is None else real.int().argmax(1)
+        return experts.run_merged(tokens, dense[torch.arange(sequences, device=tokens.device), first])
+
+
+LAYERS: dict[LayerKind, type[RoutedLayer]] = {"moe": MoE, "soft": SoftMoE, "smear": SMEAR}
