@@ -41,9 +41,8 @@ def soft(router: Router, tokens: Tensor, context: Context) -> Routing:
     assert slots is not None
     real = real_tokens(tokens, context)
     logits = torch.stack(all_slot_logits(router, tokens, context)).view(sequences, length, experts * slots)
-    gates = torch.zeros(sequences, length, experts).double()
-    dispatch, shares = torch.zeros(2, sequences, length, experts, slots).double()
-    combine = torch.stack([torch.stack(softmax(list(row))) for row in logits.flatten(0, 1)]).view(*logits.shape[:2], -1, slots)
+    combine = torch.stack([torch.stack(softmax(list(row))) for row in logits.flatten(0, 1)])
+    combine = combine.view(sequences, length, experts, slots)
     gates = torch.stack([combine[..., e, :].sum(-1) for e in range(experts)], dim=-1)
     shares = combine / combine.sum(-1, keepdim=True)
     columns = []
@@ -55,7 +54,9 @@ def soft(router: Router, tokens: Tensor, context: Context) -> Routing:
             continue
         of_slot = [softmax([logits[b, t, s] for t in members]) for s in range(experts * slots)]
         zero = torch.zeros(()).double()
-        row = [[of_slot[s][members.index(t)] if t in members else zero for s in range(experts * slots)] for t in range(length)]
+        row = [
+            [of_slot[s][members.index(t)] if t in members else zero for s in range(experts * slots)] for t in range(length)
+        ]
         columns.append(torch.stack([torch.stack(values) for values in row]))
     dispatch = torch.stack(columns).view(sequences, length, experts, slots)
     summed = logits.view(sequences, length, experts, slots).exp().sum(-1).log().float()
@@ -125,7 +126,9 @@ def layer(router: Router, experts: Experts, tokens: Tensor, context: Context) ->
             outputs += [expert(experts, theta, x) for x in tokens[b].double()]
             continue
         assert routing.shares is not None
-        dispatch, shares = (value.unflatten(0, (sequences, length))[b].double() for value in (routing.dispatch, routing.shares))
+        dispatch, shares = (
+            value.unflatten(0, (sequences, length))[b].double() for value in (routing.dispatch, routing.shares)
+        )
         slots = [(e, s) for e in range(router.experts) for s in range(shares.shape[-1])]
         rows = {}
         for e, s in slots:

@@ -30,6 +30,7 @@ from holdfast.version import VERSION
 
 __version__ = VERSION
 __all__ = [
+    "SMEAR",
     "Context",
     "Experts",
     "FeedForward",
@@ -37,7 +38,6 @@ __all__ = [
     "MoE",
     "Router",
     "Routing",
-    "SMEAR",
     "SoftMoE",
     "audit",
     "calibrate",

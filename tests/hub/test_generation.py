@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from registered import moe_routers
 from tiers import quick_or_slow
 from tiny import EXTRA, MOE_LAYERS, SMALL, tiny
 from tiny_dense import tiny_dense
@@ -135,7 +136,7 @@ def full_forward(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[Ro
     return traced(model, lambda: model(**options).logits, len(ids))
 
 
-@pytest.mark.parametrize("router", quick_or_slow([*holdfast.list_routers(), *COMBINED], ["smoe", *AWARE, COMBINED[1]]))
+@pytest.mark.parametrize("router", quick_or_slow([*moe_routers(), *COMBINED], ["smoe", *AWARE, COMBINED[1]]))
 @pytest.mark.parametrize("kind", quick_or_slow(SEEDS, ["mixtral"]))
 def test_cached_generation_equals_uncached(kind: str, router: str) -> None:
     model, (ids, mask) = changed(kind, router), prompts(kind)

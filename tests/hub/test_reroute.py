@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from registered import moe_routers
 from tiers import covering, quick_or_slow
 from tiny import EXTRA, MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
@@ -23,7 +24,7 @@ MASK = torch.ones_like(IDS).index_put((torch.tensor([1]), torch.tensor([0])), to
 NEUTRAL = ["smoe", "symphony", "ac", "ac+symphony"]  # start from the checkpoint's own outputs
 NOTHING_TO_LEARN = ["smoe-dropout"]  # its scores are frozen
 ROBUST = ["smooth", "similarity", "attention", "ac+symphony+attention+smooth"]
-OTHERS = [*sorted(holdfast.list_routers().keys() - {*NEUTRAL, *NOTHING_TO_LEARN}), "ac+symphony+attention+smooth"]
+OTHERS = [*sorted({*moe_routers()} - {*NEUTRAL, *NOTHING_TO_LEARN}), "ac+symphony+attention+smooth"]
 # Every router in two families that could not differ more, the robust ones in all.
 PAIRS = [
     (family, router)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast import Context
+from holdfast.layers import LAYERS
 from holdfast.routing import Attention, Previous
+from holdfast.routing.presets import REGISTRY
 
 DIM, HEADS, EXPERTS = 16, 4, 6
 RAGGED = {"smooth", "top-p", "remoe", "smoe-dropout"}  # presets that leave slots unused
@@ -22,10 +24,10 @@ class Layer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         options: dict[str, Any] = {"heads": HEADS} if router == "attention" else {}
-        self.moe = holdfast.MoE(
-            holdfast.create_router(router, dim=DIM, experts=EXPERTS, k=None if router == "switch" else 2, **options),
-            holdfast.Experts(DIM, 24, EXPERTS, bias=True),
-        )
+        if REGISTRY.layer_kind(router) != "moe":
+            options["causal"] = False  # these layers refuse a causal context otherwise
+        built = holdfast.create_router(router, dim=DIM, experts=EXPERTS, k=None if router == "switch" else 2, **options)
+        self.moe = LAYERS[built.select.layer_kind](built, holdfast.Experts(DIM, 24, EXPERTS, bias=True))
         self.before = holdfast.create_router("smoe", dim=DIM, experts=EXPERTS)
         self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
         self.projection = nn.Linear(DIM, DIM)

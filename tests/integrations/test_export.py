@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exported import build, layer_inputs, model_inputs, real_logits, trained_layer
+from registered import moe_routers
 from tiers import quick_or_slow
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def test_a_program_of_a_model_in_training_learns_what_the_model_learns(kind: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("router", list(holdfast.list_routers()))
+@pytest.mark.parametrize("router", moe_routers())
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
 def test_programs_of_models_compute_and_learn_the_same(kind: str, router: str, training: bool) -> None:
     compare_models(kind, router, training)

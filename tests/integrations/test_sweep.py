@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from registered import moe_routers
 from tiny import tiny
 from torch import Tensor, nn
 
@@ -195,7 +196,7 @@ def refuses(act: Callable[[], None]) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="compiling needs a C++ compiler")
 @pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("router", list(holdfast.list_routers()))
+@pytest.mark.parametrize("router", moe_routers())
 def test_every_router_is_right_or_refused(router: str, condition: str, tmp_path: Path) -> None:
     refused = refuses(lambda: CONDITIONS[condition](router, tmp_path))
     assert refused == ((router, condition) in REFUSED)

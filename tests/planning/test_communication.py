@@ -8,6 +8,7 @@ import exchanges_on_ranks
 import pytest
 import torch
 from ranks import on_ranks
+from registered import moe_routers
 from tiny_dense import tiny_dense
 
 import holdfast
@@ -30,7 +31,7 @@ def sparse(router: str = "smoe", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("router", "options"),
     [
-        *((name, {}) for name in [*holdfast.list_routers(), "symphony+attention", "ac+smooth"]),
+        *((name, {}) for name in [*moe_routers(), "symphony+attention", "ac+smooth"]),
         ("ac", {"stats": "batch"}),
         ("smooth", {"control": "loss"}),
     ],

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from registered import moe_routers
 from tiny import EXTRA, SMALL, tiny
 from tiny_dense import CLASSES, CONFIGS, tiny_dense
 from torch import nn
@@ -37,7 +38,7 @@ def measures(shape: ModelShape) -> tuple[int, int, int]:
     return shape.parameters, shape.trained, shape.state
 
 
-@pytest.mark.parametrize("router", [*holdfast.list_routers(), *COMBINED])
+@pytest.mark.parametrize("router", [*moe_routers(), *COMBINED])
 @pytest.mark.parametrize("model_type", DENSE)
 def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
     sizes = {name: size for name, size in CONFIGS[model_type].items() if size is not None}
@@ -47,7 +48,7 @@ def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
     assert measures(shape) == counted(model)
 
 
-@pytest.mark.parametrize("router", ["native", *holdfast.list_routers(), *COMBINED])
+@pytest.mark.parametrize("router", ["native", *moe_routers(), *COMBINED])
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
 def test_an_moe_family_with_every_router(model_type: str, router: str) -> None:
     config = read_config(model_type, {**SMALL, **EXTRA[model_type]})

@@ -11,5 +11,6 @@ from holdfast.layers.experts import Experts as Experts
 from holdfast.layers.moe import FeedForward as FeedForward
 from holdfast.layers.moe import MoE as MoE
 from holdfast.layers.moe import name_layers as name_layers
+from holdfast.layers.soft import LAYERS as LAYERS
 from holdfast.layers.soft import SMEAR as SMEAR
 from holdfast.layers.soft import SoftMoE as SoftMoE

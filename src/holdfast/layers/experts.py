@@ -103,7 +103,7 @@ class Experts(nn.Module):
         dtype = _compute_dtype(tokens, up)
 
         def merged(parameter: Tensor) -> Tensor:
-            return (gates.to(dtype) @ parameter.to(dtype).flatten(1)).view(-1, *parameter.shape[1:])
+            return (gates.to(dtype) @ parameter.to(dtype).flatten(1)).view(gates.shape[0], *parameter.shape[1:])
 
         hidden = tokens.to(dtype) @ merged(up).transpose(1, 2)
         if self.has_bias:

@@ -31,16 +31,16 @@ class SoftMoE(RoutedLayer):
     @staticmethod
     def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
         assert routing.dispatch is not None and routing.shares is not None
-        (sequences, _, dim), (_, count, slots) = tokens.shape, routing.shares.shape
-        dispatch = routing.dispatch.view(sequences, -1, count * slots)
+        (sequences, length, dim), (_, count, slots) = tokens.shape, routing.shares.shape
+        dispatch = routing.dispatch.view(sequences, length, count * slots)
         mixed = torch.bmm(dispatch.transpose(1, 2).to(tokens.dtype), tokens)
         # The rows of one expert are adjacent: (E,B,p).
         rows = mixed.view(sequences, count, slots, dim).transpose(0, 1).reshape(-1, dim)
         index = torch.arange(count, device=rows.device).repeat_interleave(sequences * slots).unsqueeze(1)
         outputs = experts(rows, index, torch.ones(index.shape, device=rows.device))
-        outputs = outputs.view(count, sequences, slots, dim).transpose(0, 1).reshape(sequences, -1, dim)
+        outputs = outputs.view(count, sequences, slots, dim).transpose(0, 1).reshape(sequences, count * slots, dim)
         dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights)
-        combine = (dense.unsqueeze(-1) * routing.shares).view(sequences, -1, count * slots)
+        combine = (dense.unsqueeze(-1) * routing.shares).view(sequences, length, count * slots)
         return torch.bmm(combine.to(outputs.dtype), outputs)
 
 
@@ -55,13 +55,16 @@ class SMEAR(RoutedLayer):
 
     @staticmethod
     def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
-        sequences, length, _ = tokens.shape
-        if length == 0:
-            return torch.zeros_like(tokens)
-        dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights).view(sequences, length, -1)
+        dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights).unflatten(0, tokens.shape[:2])
         # All tokens of a sequence have the same gates. Padding that contains NaN has no gradient: take a real token.
-        first = torch.zeros(sequences, dtype=torch.int64, device=tokens.device) if real is None else real.int().argmax(1)
-        return experts.run_merged(tokens, dense[torch.arange(sequences, device=tokens.device), first])
+        if tokens.shape[1] == 0:
+            gates = dense.sum(1)
+        elif real is None:
+            gates = dense[:, 0]
+        else:
+            first = real.int().argmax(1).view(-1, 1, 1).expand(-1, 1, dense.shape[-1])
+            gates = dense.gather(1, first).squeeze(1)
+        return experts.run_merged(tokens, gates)
 
 
 LAYERS: dict[LayerKind, type[RoutedLayer]] = {"moe": MoE, "soft": SoftMoE, "smear": SMEAR}

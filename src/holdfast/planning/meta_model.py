@@ -64,6 +64,7 @@ class Change:
     k: int | None = None
     layers: Layers = "all"
     hidden: int | None = None
+    shared: int | None = None
 
 
 def read_config(model: str, sizes: Mapping[str, Any] | None = None) -> Any:
@@ -120,12 +121,12 @@ def _sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
     k = 2 if change.k is None else change.k
-    spec = LayerSpec(choice.router, k, choice.options, {}, True, change.experts, change.hidden, "softmax")
+    spec = LayerSpec(choice.router, k, choice.options, {}, True, change.experts, change.hidden, "softmax", change.shared)
     apply_specs(model, {found[index]: spec for index in choose_layers(change.layers, len(found))})
 
 
 def _require_reroutable(config: Any, change: Change) -> None:
-    for name in ("experts", "hidden"):
+    for name in ("experts", "hidden", "shared"):
         if getattr(change, name) is not None:
             raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
 

@@ -277,6 +277,7 @@ def _sparse_shape(site: MoELayerRef, attention: AttentionShape, setting: Setting
         key_width=attention.key_width,
         value_width=attention.value_width,
         number=setting.number_bytes,
+        expert_parameters=parameters // experts,
     )
     return SparseShape(
         experts=experts,
@@ -287,7 +288,7 @@ def _sparse_shape(site: MoELayerRef, attention: AttentionShape, setting: Setting
         gated=max(matrices) > min(matrices),
         runs_holdfast=site.family is None or (router is not None and router.select.ragged),
         active=_native_active_experts(site) if router is None else _active_experts(router, place),
-        costs=_native_costs(place) if router is None else _declared_costs(parts, place),
+        costs=_native_costs(place) if router is None else _declared_costs(router, place),
         undeclared=tuple(type(part).__name__ for part in parts if part.cost(place) is None),
         router_parameters=sum(parameter.numel() for parameter in _gate_module(site).parameters()),
         state=0 if router is None else state_bytes(router),
@@ -299,8 +300,8 @@ def _parts(router: Router) -> list[Part]:
     return [declaring for part in router.parts for declaring in (*part.wrapped, part)]
 
 
-def _declared_costs(parts: list[Part], place: LayerSizes) -> tuple[Cost, ...]:
-    declared = (part.cost(place) for part in parts)
+def _declared_costs(router: Router, place: LayerSizes) -> tuple[Cost, ...]:
+    declared = (*(part.cost(place) for part in _parts(router)), router.select.layer_cost(place))
     return tuple(cost for cost in declared if cost is not None)
 
 

@@ -213,7 +213,7 @@ class ActiveExperts:
 
     training: float
     inference: float
-    slots: int
+    slots: float
     about: str = ""  # why the numbers are estimates
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.errors import unknown_name
+from holdfast.routing.declarations import LayerKind
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
 from holdfast.routing.selection import Rule, check_k
@@ -151,6 +152,11 @@ class Registry:
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
         return [_load(part) for part in (DEFAULT_PARTS | _merged_parts(self.parse(name))).values()]
+
+    def layer_kind(self, name: str) -> LayerKind:
+        """Return the kind of layer that the router `name` is for."""
+        kinds = [part.layer_kind for part in self.part_classes(name) if issubclass(part, Selector)]
+        return next((kind for kind in kinds if kind != "moe"), "moe")
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options of the router `name`, in alphabetical order."""

@@ -167,9 +167,7 @@ class Router(nn.Module):
         wait_for_side_stream(tokens)
         return routing
 
-    def _inform(
-        self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None
-    ) -> Scores:
+    def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None) -> Scores:
         """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
         gates = self.select.gate(logits)
         informers = [informer for informer in self.informers if not informer.inert]

@@ -117,7 +117,7 @@ class Slots(Selector):
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
         rows = sizes.experts * self.slots / sizes.length
-        return ActiveExperts(rows, rows, max(1, round(rows)), f"{sizes.experts * self.slots} slots for each sequence")
+        return ActiveExperts(rows, rows, rows, f"{sizes.experts * self.slots} slots for each sequence")
 
     def cost(self, sizes: LayerSizes) -> Cost:
         """Count no product; the dispatch and the shares are kept."""

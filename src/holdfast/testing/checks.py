@@ -389,9 +389,9 @@ def _part(routing: Routing, shape: torch.Size, sequences: slice, positions: slic
     def part(rows: Tensor) -> Tensor:
         return rows.unflatten(0, shape)[sequences, positions].flatten(0, 1)
 
-    values = (routing.logits, routing.gates, routing.experts, routing.weights)
-    slots = {name: part(rows) for name in ("dispatch", "shares") if (rows := getattr(routing, name)) is not None}
-    return Routing(*map(part, values), **slots)
+    dispatch, shares = (None if rows is None else part(rows) for rows in (routing.dispatch, routing.shares))
+    logits, gates, experts, weights = map(part, (routing.logits, routing.gates, routing.experts, routing.weights))
+    return Routing(logits, gates, experts, weights, dispatch=dispatch, shares=shares)
 
 
 def _join(pieces: list[Routing], sequences: int) -> Routing:
@@ -401,5 +401,6 @@ def _join(pieces: list[Routing], sequences: int) -> Routing:
         parts = [getattr(piece, name).unflatten(0, (sequences, -1)) for piece in pieces]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
-    slots = {name: join(name) for name in ("dispatch", "shares") if getattr(pieces[0], name) is not None}
-    return Routing(join("logits"), join("gates"), join("experts"), join("weights"), **slots)
+    has_slots = pieces[0].dispatch is not None
+    dispatch, shares = (join(name) if has_slots else None for name in ("dispatch", "shares"))
+    return Routing(join("logits"), join("gates"), join("experts"), join("weights"), dispatch=dispatch, shares=shares)

@@ -124,7 +124,9 @@ def active_experts(subject: RouterUnderTest) -> None:
     routing = router(tokens, subject.context(tokens))
     rows = _rows_per_token(router, routing, tokens)
     if rows is not None:
-        assert declared.inference == rows, f"it declares {declared.inference:g} rows for a token, but experts run on {rows:g}"
+        assert declared.inference == rows, (
+            f"it declares {declared.inference:g} rows for a token, but experts run on {rows:g}"
+        )
         return
     used = routing.used.sum(-1)
     most = int(used.max())
