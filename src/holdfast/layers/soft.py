@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from holdfast.kernels.launching import is_exporting
 from holdfast.layers.experts import Experts
 from holdfast.layers.moe import MoE, RoutedLayer
 from holdfast.routing import Routing
@@ -32,15 +33,18 @@ class SoftMoE(RoutedLayer):
     def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
         assert routing.dispatch is not None and routing.shares is not None
         (sequences, length, dim), (_, count, slots) = tokens.shape, routing.shares.shape
-        dispatch = routing.dispatch.view(sequences, length, count * slots)
+        dispatch = routing.dispatch.flatten(1)
+        if is_exporting():  # torch 2.13 cannot export views that first join and then split dimensions of unknown size
+            dispatch = dispatch.clone(memory_format=torch.contiguous_format)
+        dispatch = dispatch.view(sequences, length, count * slots)
         mixed = torch.bmm(dispatch.transpose(1, 2).to(tokens.dtype), tokens)
         # The rows of one expert are adjacent: (E,B,p).
-        rows = mixed.view(sequences, count, slots, dim).transpose(0, 1).reshape(-1, dim)
-        index = torch.arange(count, device=rows.device).repeat_interleave(sequences * slots).unsqueeze(1)
-        outputs = experts(rows, index, torch.ones(index.shape, device=rows.device))
-        outputs = outputs.view(count, sequences, slots, dim).transpose(0, 1).reshape(sequences, count * slots, dim)
+        rows = mixed.reshape(sequences, count, slots, dim).transpose(0, 1).reshape(-1, dim)
+        index = (torch.arange(rows.shape[0], device=rows.device) // max(sequences * slots, 1)).unsqueeze(1)
+        outputs = experts(rows, index, torch.ones_like(index, dtype=torch.float32))
+        outputs = outputs.reshape(count, sequences, slots, dim).transpose(0, 1).reshape(sequences, count * slots, dim)
         dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights)
-        combine = (dense.unsqueeze(-1) * routing.shares).view(sequences, length, count * slots)
+        combine = (dense.unsqueeze(-1) * routing.shares).reshape(sequences, length, count * slots)
         return torch.bmm(combine.to(outputs.dtype), outputs)
 
 

@@ -100,14 +100,15 @@ class Slots(Selector):
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         logits = scores.logits.unsqueeze(-1) if scores.slots is None else scores.slots
-        shares, dispatch = logits.softmax(-1), logits
+        shares, flat = logits.softmax(-1), logits.flatten(2)
         real = context.checked_mask(tokens)
         if real is None:
-            dispatch = logits.softmax(1)
+            dispatch = flat.softmax(1)
         else:
-            mask = real.view(*real.shape, 1, 1)
-            dispatch = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(1).where(mask, 0.0)
-            shares = shares.where(mask.any(1, keepdim=True), 0.0)
+            mask = real.unsqueeze(-1)
+            dispatch = flat.masked_fill(~mask, torch.finfo(flat.dtype).min).softmax(1).where(mask, 0.0)
+            shares = shares.where(real.any(1).view(-1, 1, 1, 1), 0.0)
+        dispatch = dispatch.unflatten(-1, shares.shape[2:])
         experts, weights = all_experts(scores.gates)
         return Selection(experts, weights, scores.gates, {}, dispatch=dispatch, shares=shares)
 
