@@ -283,7 +283,8 @@ def routing_from_gate(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Rout
 
 def detached_routing(routing: Routing) -> Routing:
     """Return the routing without its autograd graph and its losses."""
-    return Routing(routing.logits.detach(), routing.gates.detach(), routing.experts, routing.weights.detach())
+    logits, gates, weights = routing.logits.detach(), routing.gates.detach(), routing.weights.detach()
+    return Routing(logits, gates, routing.experts, weights, rows=routing.rows)
 
 
 def _model_type(model: nn.Module) -> str:

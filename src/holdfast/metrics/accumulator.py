@@ -95,7 +95,8 @@ def only_real(routing: Routing, token_mask: Tensor | None, device: torch.device 
     """Return the rows of real tokens, detached and without losses; moved to `device` if given."""
     fields = (routing.logits, routing.gates, routing.experts, routing.weights)
     logits, gates, experts, weights = (real_rows(field.detach(), token_mask).to(device or field.device) for field in fields)
-    return Routing(logits, gates, experts, weights)
+    rows = None if routing.rows is None else real_rows(routing.rows, token_mask).to(device or routing.rows.device)
+    return Routing(logits, gates, experts, weights, rows=rows)
 
 
 def selection_only(routing: Routing) -> Routing:

@@ -95,7 +95,7 @@ class Merged(Selector):
                 mean = mean.where(real.any(1).view(-1, 1, 1), 1 / gates.shape[-1])
             gates = mean.expand_as(gates)
         experts, weights = all_experts(gates)
-        return Selection(experts, weights, gates, {})
+        return Selection(experts, weights, gates, {}, rows=weights.new_ones(tokens.shape[:2]))
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return held_gates(experts, scores, live)

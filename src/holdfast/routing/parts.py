@@ -307,6 +307,7 @@ class Selection(NamedTuple):
     scale: float = 1.0  # `Router.scale`, if `weights` include it; 1 in what a selector returns
     requested: Tensor | None = None  # (B,N,K), the experts before a capacity limit; None: `experts`
     dropped: Tensor | None = None  # (B,N), how many experts a token lost to a limit; None: there is no limit
+    rows: Tensor | None = None  # (B,N), as in `Routing`
     dispatch: Tensor | None = None  # (B,N,E,p), as in `Routing`
     shares: Tensor | None = None  # (B,N,E,p), as in `Routing`
 

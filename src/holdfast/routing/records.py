@@ -29,6 +29,7 @@ class Routing:
     )  # weighted, ready to be added to the training loss; empty in evaluation
     requested: Tensor | None = None  # (T,K) int64, the experts before a capacity limit; None: `experts`
     dropped: Tensor | None = None  # (T,) int64, how many experts a token lost to a limit; None: there is no limit
+    rows: Tensor | None = None  # (T,) float32, rows that experts compute for a token; None: one for each of its experts
     # Of a layer whose experts run on slots (SoftMoE), p slots for each expert; None in any other layer:
     dispatch: Tensor | None = None  # (T,E,p) float32, the share of a token in a slot; of a sequence's tokens they sum to 1
     shares: Tensor | None = None  # (T,E,p) float32, how an expert's weight is divided among its slots

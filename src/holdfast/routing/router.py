@@ -159,6 +159,7 @@ class Router(nn.Module):
                 losses=dict(selection.losses),
                 requested=None if selection.requested is None else selection.requested.flatten(0, 1),
                 dropped=None if selection.dropped is None else selection.dropped.flatten(),
+                rows=None if selection.rows is None else selection.rows.flatten(),
                 dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
                 shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
             )

@@ -110,7 +110,8 @@ class Slots(Selector):
             shares = shares.where(real.any(1).view(-1, 1, 1, 1), 0.0)
         dispatch = dispatch.unflatten(-1, shares.shape[2:])
         experts, weights = all_experts(scores.gates)
-        return Selection(experts, weights, scores.gates, {}, dispatch=dispatch, shares=shares)
+        rows = weights.new_full(tokens.shape[:2], flat.shape[-1] / max(tokens.shape[1], 1))
+        return Selection(experts, weights, scores.gates, {}, rows=rows, dispatch=dispatch, shares=shares)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """Return gates: a token that holds some experts only does not renormalise them."""
