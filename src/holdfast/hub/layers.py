@@ -38,6 +38,7 @@ from holdfast.version import VERSION
 
 FORMAT = 2  # in format 1, layers have the names of the saved class; in format 2, those of its base model
 READABLE = (1, FORMAT)
+MOST_SHARED = 1024  # in a config from a folder
 NATIVE = "native"  # the family's own rule
 NOT_A_ROUTER = (
     "SoftMoE and SMEAR are layers of their own, and reroute changes the routers of MoE layers only; make such layers from a "
@@ -123,7 +124,7 @@ def read_specs(description: Any) -> dict[str, LayerSpec]:
 
 def _read_layer(name: str, values: Any) -> LayerSpec:
     known = {entry.name for entry in fields(LayerSpec)}
-    values = {"shared": None, **values} if isinstance(values, dict) else values  # versions before 0.2 wrote no such entry
+    values = {"shared": None, **values} if isinstance(values, dict) else values  # earlier versions wrote no such entry
     if not isinstance(values, dict) or set(values) != known:
         wrong = sorted(map(str, set(values) ^ known)) if isinstance(values, dict) else [type(values).__name__]
         raise ValueError(f"layer {name!r} must have the entries {', '.join(sorted(known))} (wrong: {', '.join(wrong)}).")
@@ -132,8 +133,10 @@ def _read_layer(name: str, values: Any) -> LayerSpec:
         if type(values[entry]) is not kind:  # True is an int
             raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}; expected {kind.__name__}.")
     for entry in ("experts", "hidden", "shared"):
-        if values[entry] is not None and (not isinstance(values[entry], int) or values[entry] < 1):
+        if values[entry] is not None and (type(values[entry]) is not int or values[entry] < 1):  # True is an int
             raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a positive number.")
+    if (values["shared"] or 0) > MOST_SHARED:
+        raise ValueError(f"layer {name!r}: shared is {values['shared']}; at most {MOST_SHARED} are built.")
     if values["weights"] not in (None, "softmax", "switch"):
         raise ValueError(f"layer {name!r}: weights is {values['weights']!r}, not softmax or switch.")
     for term, weight in values["losses"].items():

@@ -22,6 +22,7 @@ from holdfast.routing.parts import ScalableScore, Scores, Selection, Selector, T
 from holdfast.routing.records import Context
 from holdfast.routing.scores import LARGE, SHORTEST, SMALLER
 
+MOST_SLOTS = 65_536
 PAPER_CLUSTERS = 8  # that ACMoE mixes for a SoftMoE layer (its appendix C.12)
 
 
@@ -37,8 +38,8 @@ class SlotScore(ScalableScore):
 
     def __init__(self, dim: int, experts: int, *, slots: int = 1) -> None:
         super().__init__()
-        if slots < 1:
-            raise ValueError(f"slots is {slots}; an expert of a SoftMoE layer needs at least 1.")
+        if not 1 <= slots <= MOST_SLOTS:
+            raise ValueError(f"slots is {slots}; an expert of a SoftMoE layer has at least 1 and at most {MOST_SLOTS:,}.")
         self.dim, self.experts, self.slots = dim, experts, slots
         self.phi = nn.Parameter(torch.empty(experts * slots, dim))
         self.scale = nn.Parameter(torch.ones(1))
