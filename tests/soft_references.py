@@ -85,7 +85,7 @@ def merged(router: Router, tokens: Tensor, context: Context) -> Routing:
         else:
             rows = [logits_of(x) for x in sequence]
             each = [torch.stack(softmax(list(logits_of(x)))) for x in members] or [torch.stack(softmax(list(uniform)))]
-            p = sum(each) / len(each)
+            p = torch.stack(each).mean(0)
         logits.append(torch.stack(rows))
         gates.append(torch.stack([p for _ in sequence]))
     return _routing(torch.stack(logits).float(), inform(router, torch.stack(gates).float(), tokens, context))
@@ -122,7 +122,10 @@ def layer(router: Router, experts: Experts, tokens: Tensor, context: Context) ->
     outputs = []
     for b in range(sequences):
         if routing.dispatch is None:
-            theta = {name: sum(gates[b, 0, e] * w[e] for e in range(router.experts)) for name, w in weights.items()}
+            theta = {
+                name: torch.stack([gates[b, 0, e] * w[e] for e in range(router.experts)]).sum(0)
+                for name, w in weights.items()
+            }
             outputs += [expert(experts, theta, x) for x in tokens[b].double()]
             continue
         assert routing.shares is not None

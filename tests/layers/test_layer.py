@@ -123,7 +123,7 @@ def test_a_compiled_function_that_recomputes_the_layer_equals_eager_and_counts_o
         torch.compiler.reset()
         module = layer(name, "cpu")
 
-        def forward(tokens: Tensor, module: MoE = module) -> Tensor:
+        def forward(tokens: Tensor, module: RoutedLayer = module) -> Tensor:
             def body(x: Tensor) -> tuple[Tensor, Tensor]:
                 out, routing = module(x)
                 return out, routing.loss

@@ -1,6 +1,7 @@
 """SoftMoE and SMEAR layers against loops over sequences, slots and experts, their identities, padding and refusals."""
 
 import copy
+from typing import Any
 
 import pytest
 import soft_references
@@ -25,13 +26,16 @@ ROUTERS = {
     "smear": "smear",
     "smear, mean of gates": "smear[average=gates]",
 }
-EXPERT_KINDS = {"gated": {"gated": True}, "plain, biases": {"gated": False, "bias": True, "activation": "gelu"}}
+EXPERT_KINDS: dict[str, dict[str, Any]] = {
+    "gated": {"gated": True},
+    "plain, biases": {"gated": False, "bias": True, "activation": "gelu"},
+}
 
 
-def build(name: str, **options: object) -> RoutedLayer:
+def build(name: str, **options: Any) -> RoutedLayer:
     torch.manual_seed(0)
     router = holdfast.create_router(name, dim=DIM, experts=EXPERTS)
-    experts = Experts(DIM, HIDDEN, EXPERTS, **options)  # type: ignore[arg-type]
+    experts = Experts(DIM, HIDDEN, EXPERTS, **options)
     layer = LAYERS[router.select.layer_kind](router, experts)
     for seed in range(3):  # state at its start, such as a graph of zeros, could hide mistakes
         x = draw(seed)
@@ -79,7 +83,7 @@ def test_layers_equal_loops_in_outputs_and_all_gradients(router: str, kind: str,
     (got, got_grads), (expected, expected_grads) = results
     torch.testing.assert_close(got[keep], expected[keep], rtol=1e-4, atol=1e-5)
     for name, grad in got_grads.items():
-        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-3, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-3, atol=2e-5, msg=f"the gradient of {name} differs")
 
 
 def test_softmoe_with_one_slot_of_one_expert_is_the_expert_on_the_mean_token() -> None:
