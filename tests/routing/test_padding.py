@@ -17,7 +17,7 @@ from holdfast.layers.moe import RoutedLayer
 from holdfast.routing import Previous
 
 # The layers of their own refuse the causal context of these tests otherwise.
-OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(layer_routers(), {"causal": False})
+OPTIONS: dict[str, dict[str, Any]] = {name: {"causal": False} for name in layer_routers()}
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, OPTIONS.get(name, {})) for name in holdfast.list_routers()
 } | COMBINATIONS
