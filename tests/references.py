@@ -429,6 +429,10 @@ def noisy(module: nn.Module, logits: Tensor, x: Tensor, drawn: Tensor) -> Tensor
 def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     """The whole pipeline, one token at a time, with the token graphs as explicit N x N matrices."""
     score, select = router.score, router.select
+    if select.layer_kind != "moe":
+        import soft_references  # which imports this module
+
+        return soft_references.reference(router, tokens, context)
     capacity, select = (select, select.base) if isinstance(select, Capacity) else (None, select)
     logits = torch.stack(scored(score, tokens, context)).float()
     gates = torch.stack([gate(select, row).float() for row in logits])

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import holdfast.routing
-from holdfast.routing.parts import Part, Rule
+from holdfast.routing.parts import Part
+from holdfast.routing.rules import Rule
 from holdfast.routing.state import StatefulPart
 
 SOURCE = Path(__file__).parent.parent / "src" / "holdfast"

@@ -21,6 +21,8 @@ PUBLIC = {
     "MoE",
     "Router",
     "Routing",
+    "SMEAR",
+    "SoftMoE",
     "audit",
     "calibrate",
     "certify",

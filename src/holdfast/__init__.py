@@ -13,9 +13,11 @@ from holdfast.hub import shard_experts as shard_experts
 from holdfast.hub import sparsify as sparsify
 from holdfast.hub import trace as trace
 from holdfast.hub import trainer_callback as trainer_callback
+from holdfast.layers import SMEAR as SMEAR
 from holdfast.layers import Experts as Experts
 from holdfast.layers import FeedForward as FeedForward
 from holdfast.layers import MoE as MoE
+from holdfast.layers import SoftMoE as SoftMoE
 from holdfast.layers.losses import Losses as Losses
 from holdfast.planning import plan as plan
 from holdfast.routing import Context as Context
@@ -28,6 +30,7 @@ from holdfast.version import VERSION
 
 __version__ = VERSION
 __all__ = [
+    "SMEAR",
     "Context",
     "Experts",
     "FeedForward",
@@ -35,6 +38,7 @@ __all__ = [
     "MoE",
     "Router",
     "Routing",
+    "SoftMoE",
     "audit",
     "calibrate",
     "certify",

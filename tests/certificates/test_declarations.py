@@ -17,7 +17,7 @@ from holdfast.routing.bounds import gamma, unit
 from holdfast.routing.conditions import keep_above, keep_best
 from holdfast.routing.declarations import RELU, SIGMOID, SOFTMAX, Conditions, GateFunction, Order, Values
 from holdfast.routing.expert_graph import ExpertGraph
-from holdfast.routing.parts import Rule
+from holdfast.routing.rules import Rule
 
 DIM, EXPERTS = 6, 5
 

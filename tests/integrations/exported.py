@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast import Context
+from holdfast.layers import LAYERS
 from holdfast.routing import Attention, Previous
 
 DIM, HEADS, EXPERTS = 16, 4, 6
@@ -23,10 +24,8 @@ class Layer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         options = needed(router, heads=HEADS)
-        self.moe = holdfast.MoE(
-            holdfast.create_router(router, dim=DIM, experts=EXPERTS, k=None if router == "switch" else 2, **options),
-            holdfast.Experts(DIM, 24, EXPERTS, bias=True),
-        )
+        built = holdfast.create_router(router, dim=DIM, experts=EXPERTS, k=None if router == "switch" else 2, **options)
+        self.moe = LAYERS[built.select.layer_kind](built, holdfast.Experts(DIM, 24, EXPERTS, bias=True))
         self.before = holdfast.create_router("smoe", dim=DIM, experts=EXPERTS)
         self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
         self.projection = nn.Linear(DIM, DIM)

@@ -17,9 +17,9 @@ from holdfast.kernels.select import triton as select_triton
 from holdfast.kernels.statistics import midpoint
 from holdfast.kernels.statistics import triton as statistics_triton
 from holdfast.routing.clustering import FEWEST_TOKENS, MEMORY, SMALLEST_SPREAD, Clustered, feature_scales
-from holdfast.routing.parts import Scores
 from holdfast.routing.posterior import ENTROPY_MEMORY, AttentionPosterior
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Scores
 from holdfast.routing.scores import Linear
 from holdfast.routing.selection import Softmax, TopK
 from holdfast.routing.smoothing import MEMORY as WIDTH_MEMORY

@@ -13,16 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import MoE, Routing
-from holdfast.layers import name_layers
+from holdfast.layers import LAYERS, name_layers
+from holdfast.layers.moe import RoutedLayer
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-def layer(name: str, device: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> MoE:
+def layer(name: str, device: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> RoutedLayer:
     torch.manual_seed(0)
     router = holdfast.create_router(name, dim=32, experts=8, losses=holdfast.Losses(balance=0.1, z=0.01))
     experts = holdfast.Experts(32, 24, 8, bias=True)
-    return MoE(router, experts, holdfast.FeedForward(32, 48) if shared else None).to(device, dtype)
+    kind = LAYERS[router.select.layer_kind]
+    return kind(router, experts, holdfast.FeedForward(32, 48) if shared else None).to(device, dtype)
 
 
 def tokens_for(device: str, dtype: torch.dtype = torch.float32, length: int = 17) -> Tensor:
@@ -121,7 +123,7 @@ def test_a_compiled_function_that_recomputes_the_layer_equals_eager_and_counts_o
         torch.compiler.reset()
         module = layer(name, "cpu")
 
-        def forward(tokens: Tensor, module: MoE = module) -> Tensor:
+        def forward(tokens: Tensor, module: RoutedLayer = module) -> Tensor:
             def body(x: Tensor) -> tuple[Tensor, Tensor]:
                 out, routing = module(x)
                 return out, routing.loss

@@ -64,6 +64,22 @@ def test_a_training_step_of_a_sparsified_llama(router: str) -> None:
     assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
 
+SOFT = ("softmoe", "softmoe[slots=3]+symphony", "softmoe[slots=2]+ac", "smear", "smear[average=gates]")
+
+
+@pytest.mark.parametrize("shared", [None, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("router", SOFT)
+@pytest.mark.filterwarnings("ignore:in this causal model")
+def test_soft_layers_and_shared_experts(router: str, family: str, shared: int | None) -> None:
+    """GPT-2 has biases, which experts add by products with 0/1 matrices and SMEAR merges like weights."""
+    model = eager(tiny_dense(family))
+    holdfast.sparsify(model, experts=8, router=router, shared=shared, router_options={"causal": False})
+    shape = measure_shape(model, square())
+    assert count_forward(model, batch()) == pytest.approx(forward_flops(shape, square()).total * 24, rel=1e-12)
+    assert count_training(model, batch()) == pytest.approx(training_flops(shape, square()).total * 24, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"rank": 4}, {"strength": 0.0}, {"rank": 4, "form": "bilinear", "strength": "learned"}, {"from_": "confident"}],

@@ -95,13 +95,14 @@ def test_exact_scales_solve_the_equation_of_theorem_1() -> None:
 
 def test_random_features_are_drawn_once_and_saved() -> None:
     torch.manual_seed(0)
-    score = Clustered(400, 8, base=Linear(400, 8), features="random")
+    base = Linear(400, 8)
+    score = Clustered(400, 8, base=base, features="random")
     drawn = score.random_scales
     assert (drawn >= 0).all() and float((drawn == 0).float().mean()) == pytest.approx(0.0228, abs=0.01)
     assert float(drawn.mean()) == pytest.approx(1.004, abs=0.02) and float(drawn.std()) == pytest.approx(0.49, abs=0.02)
     tokens, first = torch.randn(1, 20, 400), torch.arange(20) % 8
     context = Context(previous=previous(torch.randn(1, 20, 400), first, experts=8))
-    expected = (tokens * drawn[first]) @ score.base.matrix.t()
+    expected = (tokens * drawn[first]) @ base.matrix.t()
     torch.testing.assert_close(score(tokens, context), expected, rtol=1e-4, atol=1e-5)
     before = {name: value.clone() for name, value in score.state_dict().items()}
     assert "spreads" not in before

@@ -11,7 +11,9 @@ from test_router_training import COMBINATIONS, HEADS, context_for
 from torch import Tensor
 
 import holdfast
-from holdfast import Context, Experts, FeedForward, Losses, MoE
+from holdfast import Context, Experts, FeedForward, Losses
+from holdfast.layers import LAYERS
+from holdfast.layers.moe import RoutedLayer
 from holdfast.routing import Previous
 
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,12 +28,12 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 REAL = torch.tensor([[True] * 9, [True] * 4 + [False] * 5, [False] * 3 + [True] * 6])
 
 
-def layer(name: str) -> MoE:
+def layer(name: str) -> RoutedLayer:
     torch.manual_seed(0)
     router_name, options = ROUTERS[name]
     losses = Losses(balance=1.0, importance=1.0, load=1.0, z=0.1, entropy=1.0)
     router = holdfast.create_router(router_name, **{"dim": DIM, "experts": EXPERTS, **options, "losses": losses})
-    return MoE(router, Experts(DIM, 8, EXPERTS, bias=True), FeedForward(DIM, 8, bias=True))
+    return LAYERS[router.select.layer_kind](router, Experts(DIM, 8, EXPERTS, bias=True), FeedForward(DIM, 8, bias=True))
 
 
 def padded_with(value: float, rows: Tensor, real: Tensor = REAL) -> Tensor:

@@ -22,6 +22,7 @@ from holdfast.data import Document, Tokenizer, Vocabulary
 from holdfast.data.tokenizers import is_bare
 from holdfast.hub.layers import MoELayerRef, moe_layers
 from holdfast.hub.tracing import require_known_tokens, routing_modules
+from holdfast.layers.moe import LAYER_NAMES
 from holdfast.metrics import Boundary, boundary_of, levels_of
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
@@ -68,6 +69,13 @@ class AuditedModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.moe_layers: list[MoELayerRef] = moe_layers(model)
+        for site in self.moe_layers:
+            if site.router is not None and site.router.select.layer_kind != "moe":
+                kind = LAYER_NAMES[site.router.select.layer_kind]
+                raise ValueError(
+                    f"{site.name}: in this {kind} layer every token uses every expert, so there are no near-ties or "
+                    "flips to audit and no sets to certify; evaluate and attack the model."
+                )
         self.routes: list[nn.Module] = [module for _, module, _ in routing_modules(model)]
         self.names: list[str] = [name for name, _, _ in routing_modules(model)]
         self._takes = inspect.signature(model.forward).parameters

@@ -16,7 +16,7 @@ from holdfast.routing import Context, Router, Scores
 from holdfast.routing.bounds import Norm
 from holdfast.routing.conditions import keep_always, keep_best
 from holdfast.routing.declarations import SOFTMAX, Conditions, GateFunction, Mixing, NoCertificate, Order, Values
-from holdfast.routing.parts import Rule
+from holdfast.routing.rules import Rule
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
 SORTED_GATES: dict[str, SortedBy] = {"softmax": "softmax", "sigmoid": "sigmoid"}

@@ -160,6 +160,8 @@ class Plan:
     """Which layers get experts: all, alternate, last:2, or numbers joined by commas."""
     hidden: int | None = None
     """For a dense model: the width of an expert; by default that of the network it replaces."""
+    shared: int | None = None
+    """For a dense model: the number of shared experts, which run on every token; by default none."""
     set: tuple[str, ...] = ()
     """Sizes that replace those of the config, for example num_hidden_layers=48."""
     sequence: int | None = None
@@ -196,6 +198,7 @@ class Plan:
             k=self.k,
             layers=_layers(self.layers),
             hidden=self.hidden,
+            shared=self.shared,
             sizes=dict(_size(written) for written in self.set),
             workload=Workload(self.sequence, self.batch, self.gpus, self.dtype, self.checkpointing, self.gpu_memory),
         )

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import active_module
@@ -25,17 +25,31 @@ from holdfast.hub.install import (
     set_gate_trainable,
     specs_of,
 )
-from holdfast.hub.layers import NATIVE, LayerSpec, MoELayerRef, loss_coefficients, moe_layers, reads, require_modalities
+from holdfast.hub.layers import (
+    NATIVE,
+    NOT_A_ROUTER,
+    LayerSpec,
+    MoELayerRef,
+    loss_coefficients,
+    moe_layers,
+    reads,
+    require_modalities,
+)
 from holdfast.hub.model_classes import install_hooks_and_classes
+from holdfast.hub.new_experts import dense_weights, fill_experts, fill_shared, initial_std
 from holdfast.hub.replacements import UNREADABLE_GATE, SparseLayer, uninstall_gate
 from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers.losses import Losses
 from holdfast.routing import Router
-from holdfast.routing.layer_names import LayerRouter, resolve_layers, routers_by_layer
+from holdfast.routing.declarations import LayerKind
+from holdfast.routing.layer_names import LayerRouter, has_layers, resolve_layers, routers_by_layer
+from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import split_options
 
 Layers = str | Sequence[int]
 DEFAULT_K = 2  # experts per token of a layer that sparsify makes
 MODEL_BALANCE = "model_balance"  # key of a coefficient that is not yet multiplied by the number of experts per token
+LAYER_ROUTERS: dict[str, str | None] = {"moe": None, "soft": "softmoe", "smear": "smear"}  # the name of each kind of layer
 Model = TypeVar("Model", bound=nn.Module)  # the returned model has the type of the given one, for editors
 
 
@@ -75,6 +89,7 @@ def reroute(
         found[index].name: one for index, one in zip(indices, routers_by_layer(routers, len(indices)), strict=True) if one
     }
     chosen = [moe_layer for moe_layer in found if moe_layer.name in wanted]
+    _require_routers_of_moe(routers, chosen)
     _require_no_copies(found)
     for moe_layer in chosen:
         _require_finite_gate(moe_layer)
@@ -89,6 +104,14 @@ def reroute(
     install_hooks_and_classes(model, found, dict(sorted({**specs, **changed}.items(), key=lambda entry: order[entry[0]])))
     mark_modified(model)
     return model
+
+
+def _require_routers_of_moe(routers: Sequence[LayerRouter], chosen: list[MoELayerRef]) -> None:
+    """Raise ValueError if the new router, or one that it would replace, is that of another kind of layer."""
+    kinds = {layer.router.select.layer_kind for layer in chosen if layer.router is not None}
+    kinds |= {REGISTRY.layer_kind(one.router) for one in routers if one.router != NATIVE}
+    if kinds - {"moe"}:
+        raise ValueError(NOT_A_ROUTER)
 
 
 def _changed_specs(
@@ -213,8 +236,10 @@ def sparsify(
     experts: int,
     k: int | None = None,
     router: str = "smoe",
+    layer: LayerKind = "moe",
     layers: Layers = "all",
     hidden: int | None = None,
+    shared: int | None = None,
     init: Literal["copy", "random"] = "copy",
     noise: float = 0.0,
     losses: Losses | None = None,
@@ -224,10 +249,17 @@ def sparsify(
     """Make a dense Hugging Face model an MoE, in place: replace feed-forward networks by `experts` experts and a router.
 
     k           experts per token, 2 by default
+    layer       "moe"; "soft" for SoftMoE layers, whose option is `slots`; "smear" for SMEAR layers. `layer="soft",
+                router="symphony"` is the same as `router="softmoe+symphony"`. These layers have no k. They are not causal: a
+                causal model refuses them without the option causal=False
     layers      "all" (Switch), "alternate" (GLaM), "last:2" (V-MoE), or indices
     hidden      width of each expert; None: that of the dense network
+    shared      the number of shared experts, each as wide as an expert: they run on every token, and their outputs are added
+                to those of the selected experts. With init="copy" their output projections start at 0 (below)
     init        "copy" is sparse upcycling: every expert starts as a copy of the dense network, so that the outputs stay the
-                same (with weights that sum to 1). "random" starts with random weights
+                same (with weights that sum to 1; not with layer="soft", where experts see means of tokens). The first shared
+                expert then starts as a copy too, others are random, and all of them have output projections of 0.
+                "random" starts with random weights
     noise       added to copied weights, relative to their standard deviation, so that experts differ from the start
     losses      what routers add to `outputs.loss` in training
     router      a name of `holdfast.list_routers()`, or several joined by +, optionally with options in brackets. Layers may
@@ -239,13 +271,15 @@ def sparsify(
     require_unwrapped(model)
     unmark_dequantised(model)
     options = {**options, **(router_options or {})}
-    routers = resolve_layers(router, options, k=k, native=True)
+    routers = resolve_layers(_with_layer(router, layer), options, k=k, native=True)
     for one in routers:
         require_modalities(model, one.router)
     if init not in ("copy", "random"):
         raise ValueError(unknown_name("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):
         raise ValueError(f"noise is {noise} with init={init!r}; it is added to copied weights and cannot be negative.")
+    if shared is not None and shared < 1:
+        raise ValueError(f"shared is {shared}; give the number of shared experts, or leave it out for none.")
     if hidden is not None and hidden < 1:
         raise ValueError(f"hidden is {hidden}; an expert is at least 1 wide.")
     if any(isinstance(module, SparseLayer) for module in model.modules()):
@@ -254,19 +288,23 @@ def sparsify(
     found = list(layers_of(family, model))
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
-    _require_all_layers(family, model, [layer for _, layer in found])
+    _require_all_layers(family, model, [block for _, block in found])
     chosen = [found[index] for index in choose_layers(layers, len(found))]
-    for name, layer in chosen:
-        _require_sparsifiable(family, name, layer, hidden, init)
+    for name, block in chosen:
+        _require_sparsifiable(family, name, block, hidden, init)
     copied = init == "copy"
     # The sum over copies equals the dense network only with weights that sum to 1.
     weights = "softmax" if copied else None
-    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, loss_coefficients(losses), copied, experts, hidden, weights)
-    targets = {f"{name}.{family.place}".lstrip("."): layer for name, layer in chosen}
-    dense = {name: _dense_weights(family, layer) if init == "copy" else None for name, layer in targets.items()}
+    terms = loss_coefficients(losses)
+    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, terms, copied, experts, hidden, weights, shared)
+    targets = {f"{name}.{family.place}".lstrip("."): block for name, block in chosen}
+    dense = {name: dense_weights(family, block) if init == "copy" else None for name, block in targets.items()}
     specs = sparse_specs(list(targets), routers, plain)
     for name, sparse in make_sparse(family, targets, specs).items():
-        _fill_experts(sparse, dense.pop(name), noise, _initial_std(targets[name], family))
+        spread = initial_std(targets[name], family)
+        if sparse.shared is not None:
+            fill_shared(sparse.shared, dense[name], spread)
+        fill_experts(sparse, dense.pop(name), noise, spread)
     install_hooks_and_classes(model, moe_layers(model), specs)
     mark_modified(model)
     return model
@@ -300,7 +338,7 @@ def _require_sparsifiable(family: DenseFamily, name: str, layer: nn.Module, hidd
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("config.chunk_size_feed_forward cuts sequences before the feed-forward network; set it to 0 first.")
     _require_dense(family, name, layer)
-    weights = _dense_weights(family, layer)
+    weights = dense_weights(family, layer)
     for weight in weights.values():
         if weight.is_meta:
             raise ValueError(f"{name}: its weights are not in memory (offloaded); load the model without offloading first.")
@@ -324,37 +362,18 @@ def _require_dense(family: DenseFamily, name: str, layer: nn.Module) -> None:
             )
 
 
-@torch.no_grad()
-def _dense_weights(family: DenseFamily, layer: nn.Module) -> dict[str, Tensor]:
-    """Return the dense network's weights with the names and shapes of one expert."""
-    from transformers.pytorch_utils import Conv1D
-
-    up_name = "gate_up_proj" if family.gated else "up_proj"
-    weights = {}
-    for name, paths in ((up_name, family.up), ("down_proj", (family.down,))):
-        linears: list[Any] = [layer.get_submodule(path) for path in paths]
-        matrices = [linear.weight.t() if isinstance(linear, Conv1D) else linear.weight for linear in linears]
-        weights[name] = torch.cat([matrix.detach() for matrix in matrices])
-        biases: list[Any] = [getattr(linear, "bias", None) for linear in linears]
-        if biases[0] is not None:
-            weights[f"{name}_bias"] = torch.cat([bias.detach() for bias in biases])
-    return weights
-
-
-@torch.no_grad()
-def _fill_experts(sparse: SparseLayer, dense: dict[str, Tensor] | None, noise: float, spread: float) -> None:
-    for name, parameter in sparse.experts.named_parameters():
-        if dense is None:
-            parameter.zero_() if name.endswith("_bias") else parameter.normal_(std=spread)
-            continue
-        parameter.copy_(dense[name].expand_as(parameter))
-        if noise and not name.endswith("_bias"):
-            parameter.add_(torch.randn_like(parameter), alpha=noise * float(dense[name].float().std()))
-
-
-def _initial_std(layer: nn.Module, family: DenseFamily) -> float:
-    """Return the standard deviation of the model's initial weights."""
-    return float(getattr(layer.get_submodule(family.attention).config, "initializer_range", 0.02))
+def _with_layer(router: str, layer: LayerKind) -> str:
+    """Return the router name for a kind of layer: `layer="soft"` adds the name "softmoe"."""
+    if layer not in LAYER_ROUTERS:
+        raise ValueError(unknown_name("layer", layer, LAYER_ROUTERS))
+    name = LAYER_ROUTERS[layer]
+    if name is None or router == NATIVE:
+        return router
+    if has_layers(router):
+        raise ValueError(f"layer={layer!r} is for all layers; write the name {name!r} into {router!r} where it is meant.")
+    if name in split_options(router)[0]:
+        return router
+    return name if router == "smoe" else f"{name}+{router}"
 
 
 def choose_layers(layers: Layers, count: int) -> list[int]:

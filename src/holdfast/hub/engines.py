@@ -42,6 +42,11 @@ def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     _require_usable_mesh(model, mesh)
+    for module in model.modules():
+        if isinstance(module, Router) and module.select.layer_kind == "smear":
+            raise ValueError(
+                f"{module.layer}: SMEAR merges all experts, which needs all of them on every rank; use DDP or FSDP2."
+            )
     found = _expert_modules(model)
     for name, experts in found.items():
         _require_shardable(name, experts, mesh)

@@ -18,7 +18,8 @@ from holdfast.kernels.select import top
 from holdfast.routing import Routing
 from holdfast.routing.conditions import HIGHEST_OF_GROUP, keep_best, keep_best_in_groups
 from holdfast.routing.declarations import SIGMOID, Conditions, NoCertificate
-from holdfast.routing.parts import Rule, Scores, normalise
+from holdfast.routing.parts import normalise
+from holdfast.routing.rules import Rule, Scores
 from holdfast.routing.selection import Softmax, faded_gates
 
 

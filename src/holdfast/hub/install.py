@@ -31,6 +31,7 @@ from holdfast.hub.layers import (
     vocabulary_of,
 )
 from holdfast.hub.losses import LossCollector
+from holdfast.hub.new_experts import device_and_dtype, linear_shape, new_experts, new_shared
 from holdfast.hub.replacements import (
     GateScore,
     ReroutedGate,
@@ -41,12 +42,11 @@ from holdfast.hub.replacements import (
     use_holdfast_experts,
 )
 from holdfast.layers import Experts, name_layers
-from holdfast.layers.experts import ACTIVATIONS, Activation
+from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
 
 Module = TypeVar("Module", bound=nn.Module)
-OUR_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
 MODIFIED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
 MOE_ENTRIES = ("output_router_logits", "router_aux_loss_coef", "num_experts", "num_experts_per_tok")  # of a config
 
@@ -125,14 +125,14 @@ def _install_router(moe_layer: MoELayerRef, spec: LayerSpec, host: HostModel, ro
     if isinstance(moe_layer.block, SparseLayer):
         assert router is not None
         experts = moe_layer.block.experts
-        router = router.to(**_device_and_dtype(experts.down_proj, experts)).train(moe_layer.block.training)
+        router = router.to(**device_and_dtype(experts.down_proj, experts)).train(moe_layer.block.training)
         moe_layer.block.router = _mark_initialised(router)
         return
     family, gate = moe_layer.family, moe_layer.gate
     assert family is not None
     weight = gate.get_parameter(family.weight)
     if router is not None:
-        router = _mark_initialised(router.to(**_device_and_dtype(weight, gate)).train(gate.training))
+        router = _mark_initialised(router.to(**device_and_dtype(weight, gate)).train(gate.training))
     losses = spec.loss_terms() if router is None else None
     install_gate(gate, router, family.rule(gate), losses, family.usual_order)
     # A router with a score of its own leaves the gate's weights unused, and parameters without a gradient stop DDP.
@@ -158,69 +158,44 @@ def make_sparse(
     infos = []
     for name, layer in layers.items():
         config: Any = layer.get_submodule(family.attention).config
-        dim, _ = _linear_shape(layer.get_submodule(family.down))
+        dim, _ = linear_shape(layer.get_submodule(family.down))
         heads = None if family.windowed else int(config.num_attention_heads)
         infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary_of(config)))
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
-    experts = {name: _new_experts(family, layer, specs[name]) for name, layer in layers.items()}
+    _refuse_in_causal_layers(family, layers, routers)
+    experts = {name: new_experts(family, layer, specs[name]) for name, layer in layers.items()}
     made = {}
     for name, layer in layers.items():
         router = routers[name]
         if router is None:
             raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
-        made[name] = _install_sparse(family, layer, router, experts[name])
+        shared = new_shared(experts[name], specs[name].shared)
+        made[name] = _install_sparse(family, layer, router, experts[name], shared)
     return made
 
 
-def _new_experts(family: DenseFamily, layer: nn.Module, spec: LayerSpec) -> Experts:
-    down: Any = layer.get_submodule(family.down)
-    dim, inner = _linear_shape(down)
-    return Experts(
-        dim,
-        spec.hidden or inner,
-        spec.experts or 0,
-        activation=activation_of(layer.get_submodule(family.attention).config, family),
-        gated=family.gated,
-        bias=getattr(down, "bias", None) is not None,
-        **_device_and_dtype(down.weight),
-    )
+def _refuse_in_causal_layers(
+    family: DenseFamily, layers: Mapping[str, nn.Module], routers: Mapping[str, Router | None]
+) -> None:
+    """Raise ValueError if a router refuses causal models and the attention before its layer is causal."""
+    for name, layer in layers.items():
+        router = routers[name]
+        is_causal = bool(getattr(layer.get_submodule(family.attention), "is_causal", False))
+        if router is not None and is_causal and router.select.refuses_causal:
+            raise ValueError(f"{name}: {not_causal(LAYER_NAMES[router.select.layer_kind])}")
 
 
-def _install_sparse(family: DenseFamily, layer: nn.Module, router: Router, experts: Experts) -> SparseLayer:
+def _install_sparse(
+    family: DenseFamily, layer: nn.Module, router: Router, experts: Experts, shared: nn.Module | None
+) -> SparseLayer:
     dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
-    router = router.to(**_device_and_dtype(experts.down_proj))
-    sparse = _mark_initialised(SparseLayer(router, experts, dropout).train(layer.training))
+    router = router.to(**device_and_dtype(experts.down_proj))
+    sparse = _mark_initialised(SparseLayer(router, experts, dropout, shared).train(layer.training))
     layer.set_submodule(family.place, sparse)
     for path in family.bypassed:
         layer.set_submodule(path, nn.Identity())
     return sparse
-
-
-def activation_of(config: Any, family: DenseFamily) -> str | Activation:
-    """Return the config's activation: our name for it if there is a fused kernel, else transformers' function."""
-    from transformers.activations import ACT2FN
-
-    name = getattr(config, family.activation)
-    name = OUR_ACTIVATIONS.get(name, name)
-    known: str | Activation = name if name in ACTIVATIONS else ACT2FN[name]
-    return known
-
-
-def _linear_shape(linear: Any) -> tuple[int, int]:
-    """Return (out, in) of a linear map; GPT-2's layers store their weight transposed."""
-    from transformers.pytorch_utils import Conv1D
-
-    out, inner = linear.weight.shape
-    return (inner, out) if isinstance(linear, Conv1D) else (out, inner)
-
-
-def _device_and_dtype(weight: torch.Tensor, module: nn.Module | None = None) -> dict[str, Any]:
-    """Return device and dtype of a weight; for one that accelerate has offloaded, the device that computes with it."""
-    device = weight.device
-    if device.type == "meta" and module is not None and hasattr(module, "_hf_hook"):
-        device = torch.device(getattr(module._hf_hook, "execution_device", None) or "cpu")
-    return {"device": device, "dtype": weight.dtype} if weight.is_floating_point() else {"device": device}
 
 
 def _mark_initialised(module: Module) -> Module:

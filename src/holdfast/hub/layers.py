@@ -42,6 +42,11 @@ from holdfast.version import VERSION
 # `skip` of `ac` also counted the first MoE layer, which is never clustered, and `similarity` was of=attention, tau=1.
 FORMAT = 3
 READABLE = (1, 2, FORMAT)
+MOST_SHARED = 1024  # in a config from a folder
+NOT_A_ROUTER = (
+    "SoftMoE and SMEAR are layers of their own, and reroute changes the routers of MoE layers only; make such layers from a "
+    "dense model with holdfast.sparsify."
+)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the config's names for the number of experts
 
 
@@ -58,6 +63,7 @@ class LayerSpec:
     experts: int | None = None
     hidden: int | None = None
     weights: str | None = None  # "softmax" or "switch", as in TopK; None: the default of the router's name
+    shared: int | None = None  # shared experts, each as wide as an expert, which run on every token
 
     def __post_init__(self) -> None:
         try:
@@ -134,6 +140,7 @@ def _with_present_options(spec: LayerSpec) -> LayerSpec:
 
 def _read_layer(name: str, values: Any) -> LayerSpec:
     known = {entry.name for entry in fields(LayerSpec)}
+    values = {"shared": None, **values} if isinstance(values, dict) else values  # earlier versions wrote no such entry
     if not isinstance(values, dict) or set(values) != known:
         wrong = sorted(map(str, set(values) ^ known)) if isinstance(values, dict) else [type(values).__name__]
         raise ValueError(f"layer {name!r} must have the entries {', '.join(sorted(known))} (wrong: {', '.join(wrong)}).")
@@ -141,9 +148,11 @@ def _read_layer(name: str, values: Any) -> LayerSpec:
     for entry, kind in kinds.items():
         if type(values[entry]) is not kind:  # True is an int
             raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}; expected {kind.__name__}.")
-    for entry in ("experts", "hidden"):
-        if values[entry] is not None and (not isinstance(values[entry], int) or values[entry] < 1):
+    for entry in ("experts", "hidden", "shared"):
+        if values[entry] is not None and (type(values[entry]) is not int or values[entry] < 1):  # True is an int
             raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a positive number.")
+    if (values["shared"] or 0) > MOST_SHARED:
+        raise ValueError(f"layer {name!r}: shared is {values['shared']}; at most {MOST_SHARED} are built.")
     if values["weights"] not in (None, "softmax", "switch"):
         raise ValueError(f"layer {name!r}: weights is {values['weights']!r}, not softmax or switch.")
     for term, weight in values["losses"].items():
@@ -200,6 +209,8 @@ def build_routers(
     built = {info.name: _build_router(info, specs[info.name], hosts[info.name]) for info in infos if info.name in specs}
     for info in infos:
         router = built.get(info.name)
+        if router is not None and router.select.layer_kind != "moe" and specs[info.name].experts is None:
+            raise ValueError(f"{info.name}: {NOT_A_ROUTER}")
         if info.recurrent and router is not None and router.traits.sequence_aware:
             attending = [index for index, other in enumerate(infos) if not other.recurrent]
             raise ValueError(

@@ -32,12 +32,13 @@ from torch import Tensor, nn
 from holdfast.hub.adapters import active_module, with_mixin, without_mixin
 from holdfast.hub.families import routing_from_gate
 from holdfast.kernels.quantised import as_float, is_quantised
-from holdfast.layers import Experts
+from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
 from holdfast.routing import Router
 from holdfast.routing.declarations import Order, Values
-from holdfast.routing.parts import LinearScore, Rule
+from holdfast.routing.parts import LinearScore
 from holdfast.routing.records import Context, Projection
+from holdfast.routing.rules import Rule
 from holdfast.routing.scores import weights_loaded
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
@@ -160,13 +161,18 @@ class GateScore(LinearScore):
 
 
 class SparseLayer(nn.Module):
-    """A router and experts in the place of a dense feed-forward network: `(B,N,d)` to `(B,N,d)`."""
+    """A router, experts and perhaps a shared expert in the place of a dense feed-forward network: `(B,N,d)` to `(B,N,d)`.
+
+    The router's selector declares how experts run: as in `holdfast.MoE`, `holdfast.SoftMoE` or `holdfast.SMEAR`.
+    """
 
     context_capture: Any  # a `ContextCapture`, set by `ModelHooks`
 
-    def __init__(self, router: Router, experts: Experts, dropout: nn.Module | None = None) -> None:
+    def __init__(
+        self, router: Router, experts: Experts, dropout: nn.Module | None = None, shared: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.router, self.experts, self.dropout = router, experts, dropout
+        self.router, self.experts, self.dropout, self.shared = router, experts, dropout, shared
         # The router that `reroute` replaced, with its spec, for `restore`. It must not be a submodule.
         self.__dict__["former"] = None
 
@@ -177,8 +183,9 @@ class SparseLayer(nn.Module):
         context = capture.build_context(hidden_states)
         routing = self.router(hidden_states, context)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
-        flat = context.zero_unusable(hidden_states).reshape(-1, hidden_states.shape[-1])
-        out = self.experts(flat, routing.experts, weights).view(hidden_states.shape)
+        tokens = context.zero_unusable(hidden_states)
+        out = LAYERS[router.select.layer_kind].run(self.experts, tokens, routing, weights, context.token_mask)
+        out = out if self.shared is None else out + self.shared(tokens)
         return out if self.dropout is None else self.dropout(out)
 
 

@@ -22,7 +22,7 @@ from holdfast.hub.families import detached_routing, routing_from_gate
 from holdfast.hub.layers import is_moe, moe_layers
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Context, Router, Routing
-from holdfast.routing.parts import Rule
+from holdfast.routing.rules import Rule
 
 Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding)
 

@@ -91,6 +91,29 @@ class Experts(nn.Module):
             shards=self.shards,
         )
 
+    def run_merged(self, tokens: Tensor, gates: Tensor) -> Tensor:
+        """Return (B,N,d) for `tokens (B,N,d)`: one expert for each sequence, the sum of all weighted by `gates (B,E)`.
+
+        Merging is linear in the weights and biases of experts. All experts must be on this rank.
+        """
+        if self.shards is not None:
+            raise ValueError("these experts are sharded over ranks, and merging needs all of them; do not shard them.")
+        up_name = self._up_name
+        up = as_float(self, up_name, UNKNOWN_FORMAT)
+        dtype = _compute_dtype(tokens, up)
+
+        def merged(parameter: Tensor) -> Tensor:
+            return (gates.to(dtype) @ parameter.to(dtype).flatten(1)).view(gates.shape[0], *parameter.shape[1:])
+
+        hidden = tokens.to(dtype) @ merged(up).transpose(1, 2)
+        if self.has_bias:
+            hidden = hidden + merged(self.get_parameter(f"{up_name}_bias")).unsqueeze(1)
+        hidden = self._gate(hidden) if self.gated else self.activation(hidden)
+        out = hidden @ merged(as_float(self, "down_proj", UNKNOWN_FORMAT)).transpose(1, 2)
+        if self.has_bias:
+            out = out + merged(self.down_proj_bias).unsqueeze(1)
+        return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
+
     def _activate(self, hidden: Tensor, plan: Dispatch) -> Tensor:
         activation = self._gate if self.gated else self.activation
         return activate_used_rows(hidden, plan, activation) if self.activation_name is None else activation(hidden)

@@ -36,6 +36,7 @@ def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: Over
     """Return E * sum_e f_e P_e, with f the share of selections and P the mean normalised gate; 1 if uniform.
 
     Selections are counted before a capacity limit, which would hide overload from the loss. Fedus et al. 2022.
+    It is 1, without a gradient, if every token uses every expert, as in SoftMoE and SMEAR layers.
     """
     if routing.balance_groups is not None:
         return _mean_over_groups(_balance, routing, token_mask, over_ranks, _distribution(routing), routing.requested_sets)

@@ -1,20 +1,28 @@
-"""The MoE layer: a router selects experts, they run, and a shared expert is added.
+"""Layers with a router and experts: the MoE layer, and the base class of all.
 
 y = experts(x, routing) + shared(x)
 """
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, final
 
 from torch import Tensor, nn
 
 from holdfast.layers.experts import Activation, Experts, resolve_activation
 from holdfast.routing import Context, Router, Routing
+from holdfast.routing.declarations import LayerKind
+
+LAYER_NAMES: dict[LayerKind, str] = {"moe": "MoE", "soft": "SoftMoE", "smear": "SMEAR"}
 
 
-class MoE(nn.Module):
-    """y = experts(x, routing) + shared(x), where `shared` runs on every token (DeepSeek's shared experts).
+class RoutedLayer(nn.Module, ABC):
+    """y = experts(x, routing) + shared(x), where `shared` runs on every token (abstract).
 
     `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss. Padding that contains
     NaN or huge numbers is replaced by 0.
     """
+
+    kind: ClassVar[LayerKind]
 
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -24,16 +32,52 @@ class MoE(nn.Module):
             )
         if router.dim != experts.dim:
             raise ValueError(f"the router has width {router.dim} and the experts {experts.dim}; use the same width.")
+        if router.select.layer_kind != self.kind:
+            raise ValueError(
+                f"{type(router.select).__name__} selects for a layer of its own; use holdfast."
+                f"{LAYER_NAMES[router.select.layer_kind]} instead of {LAYER_NAMES[self.kind]}."
+            )
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
+        if context is not None and context.causal and self.router.select.refuses_causal:
+            raise ValueError(not_causal(LAYER_NAMES[self.kind]))
         if context is not None and context.token_mask is not None:
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
-        out = self.experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, routing.weights).view(tokens.shape)
+        out = self.run(self.experts, tokens, routing, routing.weights, None if context is None else context.token_mask)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out, routing
+
+    @staticmethod
+    @abstractmethod
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
+        """Return the outputs of `experts` for `tokens (B,N,d)`, with `weights (T,K)` in the place of the routing's."""
+
+
+def not_causal(layer: str) -> str:
+    """Return the error for a layer that a causal model may not use."""
+    return (
+        f"{layer} computes a token from the whole sequence, so in this causal model a token would read later ones; choose "
+        "another router, or give the option causal=False to accept that the model cannot generate."
+    )
+
+
+@final
+class MoE(RoutedLayer):
+    """y = experts(x, routing) + shared(x), where `shared` runs on every token (DeepSeek's shared experts).
+
+    `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss. Padding that contains
+    NaN or huge numbers is replaced by 0.
+    """
+
+    kind = "moe"
+
+    @staticmethod
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
+        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights)
+        return out.view(tokens.shape)
 
 
 def name_layers(model: nn.Module) -> nn.Module:

@@ -13,7 +13,8 @@ from torch import Tensor
 from holdfast.kernels.select import top
 from holdfast.metrics.accumulator import Accumulator, only_real
 from holdfast.routing import Router, Routing, Scores
-from holdfast.routing.parts import TINY, Rule
+from holdfast.routing.parts import TINY
+from holdfast.routing.rules import Rule
 
 WIDTHS = (0.001, 0.01, 0.1)
 GATES: tuple[Callable[[Tensor], Tensor], ...] = (partial(torch.softmax, dim=-1), torch.sigmoid, torch.relu)

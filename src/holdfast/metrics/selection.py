@@ -137,12 +137,17 @@ class ExpertCount:
 
 
 class ExpertsPerToken(Accumulator[ExpertCount]):
-    """mean_t |S_t|, which decides the cost of a token: k for top-k, more for smooth top-k, any number for top-p and ReLU."""
+    """mean_t |S_t|, which decides the cost of a token: k for top-k, more for smooth top-k, any number for top-p and ReLU.
+
+    In SoftMoE and SMEAR layers every token uses every expert, and the mean is that of the rows that experts compute.
+    """
 
     def update(self, routing: Routing, token_mask: Tensor | None = None) -> None:
-        chosen = only_real(routing, token_mask).chosen
+        real = only_real(routing, token_mask)
+        chosen = real.chosen
         used = chosen.sum(1)
-        self._add(tokens=chosen.shape[0], used=used.sum(), histogram=torch.bincount(used, minlength=chosen.shape[1] + 1))
+        cost = used if real.rows is None else real.rows.double()
+        self._add(tokens=chosen.shape[0], used=cost.sum(), histogram=torch.bincount(used, minlength=chosen.shape[1] + 1))
 
     def result(self) -> ExpertCount:
         return ExpertCount(self._mean("used"), [int(count) for count in self._sums["histogram"].tolist()])

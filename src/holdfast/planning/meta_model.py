@@ -71,6 +71,7 @@ class Change:
     hidden: int | None = None
     copied: bool = True  # experts start as copies of the dense network
     losses: Losses | None = None
+    shared: int | None = None
 
 
 def read_config(model: str, sizes: Mapping[str, Any] | None = None) -> Any:
@@ -129,14 +130,14 @@ def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
     k = change.k if choice.k is None else choice.k
     losses, weights = loss_coefficients(change.losses), "softmax" if change.copied else None
-    sizes = (change.copied, change.experts, change.hidden, weights)
+    sizes = (change.copied, change.experts, change.hidden, weights, change.shared)
     plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, *sizes)
     names = [found[index] for index in choose_layers(change.layers, len(found))]
     apply_specs(model, sparse_specs(names, resolve_layers(choice.router, choice.options, k=k), plain))
 
 
 def _require_reroutable(config: Any, change: Change) -> None:
-    for name in ("experts", "hidden"):
+    for name in ("experts", "hidden", "shared"):
         if getattr(change, name) is not None:
             raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
 

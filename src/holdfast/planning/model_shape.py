@@ -11,8 +11,8 @@ from torch import nn
 
 from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find_submodule, moe_family
 from holdfast.hub.layers import MoELayerRef, moe_layers
-from holdfast.routing import Part, Router
-from holdfast.routing.declarations import ActiveExperts, Cost, LayerSizes
+from holdfast.routing import Router
+from holdfast.routing.declarations import ActiveExperts, Cost, LayerKind, LayerSizes
 from holdfast.routing.selection import check_k
 
 Family = MoEFamily | DenseFamily
@@ -61,6 +61,7 @@ class SparseShape:
     undeclared: tuple[str, ...]  # the parts that declare no cost
     router_parameters: int
     state: int  # bytes, in float32 whatever the dtype of the model
+    kind: LayerKind = "moe"
 
     @property
     def inner(self) -> int:
@@ -72,8 +73,10 @@ class SparseShape:
 
         Holdfast's experts function adds biases in this way.
         """
-        if not (self.bias and self.runs_holdfast):
+        if not (self.bias and self.runs_holdfast) or self.kind == "smear":  # which merges biases with the weights
             return 0.0, 0.0
+        if self.kind == "soft":  # each row has one expert with weight 1, so both matrices are constants
+            return 2.0 * used * self.experts * (self.inner + dim), 0.0
         return 2.0 * used * self.experts * self.inner, 2.0 * self.experts * dim
 
 
@@ -277,6 +280,7 @@ def _sparse_shape(site: MoELayerRef, attention: AttentionShape, setting: Setting
         key_width=attention.key_width,
         value_width=attention.value_width,
         number=setting.number_bytes,
+        expert_parameters=parameters // experts,
     )
     return SparseShape(
         experts=experts,
@@ -287,15 +291,16 @@ def _sparse_shape(site: MoELayerRef, attention: AttentionShape, setting: Setting
         gated=max(matrices) > min(matrices),
         runs_holdfast=site.family is None or (router is not None and router.select.ragged),
         active=_native_active_experts(site) if router is None else _active_experts(router, place),
-        costs=_native_costs(place) if router is None else _declared_costs(parts, place),
+        costs=_native_costs(place) if router is None else _declared_costs(router, place),
         undeclared=tuple(type(part).__name__ for part in parts if part.cost(place) is None),
         router_parameters=sum(parameter.numel() for parameter in _gate_module(site).parameters()),
         state=0 if router is None else state_bytes(router),
+        kind="moe" if router is None else router.select.layer_kind,
     )
 
 
-def _declared_costs(parts: list[Part], place: LayerSizes) -> tuple[Cost, ...]:
-    declared = (part.cost(place) for part in parts)
+def _declared_costs(router: Router, place: LayerSizes) -> tuple[Cost, ...]:
+    declared = (*(part.cost(place) for part in router.all_parts), router.select.layer_cost(place))
     return tuple(cost for cost in declared if cost is not None)
 
 

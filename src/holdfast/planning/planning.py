@@ -126,6 +126,7 @@ def plan(
     k: int | None = None,
     layers: str | Sequence[int] = "all",
     hidden: int | None = None,
+    shared: int | None = None,
     sizes: Mapping[str, Any] | None = None,
     workload: Workload | None = None,
 ) -> Plan:
@@ -135,8 +136,8 @@ def plan(
     routers     names of `holdfast.list_routers()`, also joined by + and with options in brackets, and "native" for an MoE;
                 by default the plain one and the five robust ones
     sizes       fields of the config to change, {"num_hidden_layers": 48}
-    experts, k, layers, hidden    as for `sparsify`; for a model that has experts, k and layers as for `reroute`. `k` is for
-                the routers that give none themselves ("smoe[k=3]")
+    experts, k, layers, hidden, shared    as for `sparsify`; for a model that has experts, k and layers as for `reroute`. `k`
+                is for the routers that give none themselves ("smoe[k=3]")
 
     Example:
         plan = holdfast.plan("llama", ["smoe", "similarity[rank=64]"], experts=8, k=2)
@@ -149,7 +150,7 @@ def plan(
             require_own_weights(model, config)
     sequence = _sequence(config, workload.sequence)
     setting = Setting(sequence, DTYPES[workload.dtype])
-    change = Change(experts, k, layers, hidden)
+    change = Change(experts, k, layers, hidden, shared=shared)
     columns, shapes = [], []
     for name in routers or default_routers(config, k):
         choice = Choice.of(name) if isinstance(name, str) else name

@@ -33,8 +33,6 @@ from holdfast.routing.parts import LinearScore as LinearScore
 from holdfast.routing.parts import Noise as Noise
 from holdfast.routing.parts import Part as Part
 from holdfast.routing.parts import Score as Score
-from holdfast.routing.parts import Scores as Scores
-from holdfast.routing.parts import Selection as Selection
 from holdfast.routing.parts import Selector as Selector
 from holdfast.routing.parts import Traits as Traits
 from holdfast.routing.plugins import load_plugin as load_plugin
@@ -50,6 +48,8 @@ from holdfast.routing.records import VisibleTokens as VisibleTokens
 from holdfast.routing.relu import ReLU as ReLU
 from holdfast.routing.router import Router as Router
 from holdfast.routing.router import join_routers as join_routers
+from holdfast.routing.rules import Scores as Scores
+from holdfast.routing.rules import Selection as Selection
 from holdfast.routing.scores import Cosine as Cosine
 from holdfast.routing.scores import Frozen as Frozen
 from holdfast.routing.scores import Linear as Linear

@@ -37,8 +37,9 @@ from holdfast.routing.declarations import (
     NoCertificate,
     selection_bytes,
 )
-from holdfast.routing.parts import Scores, Selection, Selector, Traits, normalise
+from holdfast.routing.parts import Selector, Traits, normalise
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, flag, is_set, several_ranks, sum_over_ranks
 

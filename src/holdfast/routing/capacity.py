@@ -32,8 +32,9 @@ from holdfast.routing.declarations import (
     LayerSizes,
     NoCertificate,
 )
-from holdfast.routing.parts import Noise, Rule, Scores, Selection, Selector, Traits
+from holdfast.routing.parts import Noise, Selector, Traits
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.state import gather_over_ranks, several_ranks
 
 Policy = Literal["drop", "next", "reroute"]

@@ -20,11 +20,10 @@ from torch import Tensor
 from holdfast.errors import unknown_name
 from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
-from holdfast.kernels.fp32_linear import scaled_linear_float32
 from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
 from holdfast.kernels.select import top
 from holdfast.routing.declarations import FLOAT, Cost, LayerSizes, Order, Scales, Values
-from holdfast.routing.parts import LinearScore, Score, Traits, normalise
+from holdfast.routing.parts import LinearScore, ScalableScore, Score, Traits, normalise
 from holdfast.routing.records import Context, Previous
 from holdfast.routing.scores import is_offloaded, weights_loaded
 from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
@@ -47,7 +46,8 @@ class Clustered(Score, StatefulPart):
     features    "spreads", or "random", the ablation of appendix C.5.3: m_c is drawn from a normal distribution with mean 1
                 and standard deviation 0.5, negative values are 0. It is drawn once, when the router is built, and saved;
                 nothing is learned from batches, and a pretrained model does not keep its outputs
-    mix         average m over the `mix` best previous experts of a token, weighted by their gates (appendix C.6)
+    mix         average m over the `mix` best previous experts of a token, weighted by their gates (appendix C.6); None is 1,
+                and for the slots of SoftMoE 8 (appendix C.12), or all clusters if there are fewer
     stats       "running": spreads are an exponential mean (0.9) over training batches. "batch", as in the paper: spreads
                 of the current batch; then other sequences and later tokens change the routing, and one token has no spread
     skip        how many of the layers that could be clustered use the base score instead, from the first. So do tokens
@@ -67,11 +67,11 @@ class Clustered(Score, StatefulPart):
         dim: int,
         experts: int,
         *,
-        base: LinearScore,
+        base: ScalableScore,
         spread: Literal["mad", "variance", "iqr"] = "mad",
         scales: Literal["inverse", "exact"] = "inverse",
         features: Literal["spreads", "random"] = "spreads",
-        mix: int = 1,
+        mix: int | None = None,
         stats: Literal["running", "batch"] = "running",
         skip: int = 0,
         place: int | None = None,
@@ -91,14 +91,15 @@ class Clustered(Score, StatefulPart):
         if features == "random" and any(given.values()):
             names = ", ".join(name for name, is_given in given.items() if is_given)
             raise ValueError(f"features='random' uses no spreads, so {names} would have no effect; remove one of the two.")
+        if not isinstance(base, ScalableScore):
+            raise ValueError(f"clustering needs a score that is linear in its tokens; {type(base).__name__} is not.")
+        mix = min(base.mixed_clusters, clusters) if mix is None else mix
         if not 1 <= mix <= clusters:
             raise ValueError(f"mix is {mix}; it must be between 1 and the number of clusters, {clusters}.")
         for name, number in (("skip", skip), ("place", place)):
             if number is not None and number < 0:
                 raise ValueError(f"{name} is {number}; a number of layers must not be negative.")
-        if not isinstance(base, LinearScore):
-            raise ValueError(f"clustering needs a score that is linear in its tokens; {type(base).__name__} is not.")
-        self.dim, self.experts, self.base = dim, experts, base
+        self.dim, self.experts, self.base, self.slots = dim, experts, base, base.slots
         self.spread, self.mix, self.stats, self.clusters = spread, mix, stats, clusters
         self.scales, self.is_random = scales, features == "random"
         self.is_skipped = place is not None and place <= skip
@@ -114,7 +115,7 @@ class Clustered(Score, StatefulPart):
             self.register_statistics(deviations=torch.zeros(clusters, dim), counts=torch.zeros(clusters))
 
     @property
-    def wrapped(self) -> tuple[LinearScore, ...]:
+    def wrapped(self) -> tuple[ScalableScore, ...]:
         return (self.base,)
 
     @property
@@ -137,7 +138,7 @@ class Clustered(Score, StatefulPart):
         return Cost(
             "clusters",
             forward=scaling + (products * scaling if batch else 0),
-            backward=scaling,
+            backward=scaling if self.base.recomputes_scales else 0,
             state_update=0 if batch else products * scaling,
             kept=FLOAT * self.clusters,
             summed=summed,
@@ -167,12 +168,11 @@ class Clustered(Score, StatefulPart):
         return self._clustered(tokens, context, context.previous)
 
     def _clustered(self, tokens: Tensor, context: Context, previous: Previous) -> Tensor:
-        matrix = self.base.matrix
-        if self.mix == 1:
-            return self.base.finish(self._grouped(tokens, matrix, previous, context.checked_mask(tokens)))
+        if self.mix == 1 and isinstance(self.base, LinearScore):
+            return self.base.finish(self._grouped(tokens, self.base.matrix, previous, context.checked_mask(tokens)))
         features = self.features(tokens, context)
         assert features is not None
-        return self.base.finish(scaled_linear_float32(tokens, *features, matrix))
+        return self.base.on_scaled(tokens, *features)
 
     def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
         """Return (x * m_c) matrix^T for tokens that have one cluster each (mix = 1); equal to the scales of `features`.

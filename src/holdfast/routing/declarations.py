@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 Compared = Literal["logits", "gates"]
+# How a layer runs its experts: each on the tokens that selected it (MoE), on slots that are mixtures of tokens (SoftMoE), or
+# merged into one expert for each sequence (SMEAR).
+LayerKind = Literal["moe", "soft", "smear"]
 
 
 class NoCertificate(ValueError):
@@ -176,6 +179,7 @@ class LayerSizes:
     key_width: int  # of a head
     value_width: int  # of a head
     number: int  # bytes of a number of the model
+    expert_parameters: int = 0  # of one expert
 
 
 @final
@@ -208,11 +212,14 @@ class Cost:
 @final
 @dataclass(frozen=True)
 class ActiveExperts:
-    """How many experts a token uses on average, and how many slots a layer allocates for it."""
+    """How many experts a token uses on average, and how many slots a layer allocates for it.
+
+    In a layer of another kind than "moe" these are the rows that experts compute, divided by the number of tokens.
+    """
 
     training: float
     inference: float
-    slots: int
+    slots: float
     about: str = ""  # why the numbers are estimates
 
 

@@ -28,8 +28,9 @@ from holdfast.routing.declarations import (
     projection_flops,
     selection_bytes,
 )
-from holdfast.routing.parts import Score, Scores, Selection, Selector
+from holdfast.routing.parts import Score, Selector
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.selection import by_weight, check_k
 from holdfast.routing.state import flag, is_set, mean_over_ranks, several_ranks
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from holdfast.kernels.select import Amounts, top
 from holdfast.routing.conditions import best, joined_conditions, swap_conditions
 from holdfast.routing.declarations import Conditions, NoCertificate
-from holdfast.routing.parts import Rule, Scores
+from holdfast.routing.rules import Rule, Scores
 from holdfast.routing.selection import Softmax, TopK, check_k
 
 LOWEST = torch.finfo(torch.float32).min  # the rank of an expert in a group that is not kept; ONNX cannot sort infinities

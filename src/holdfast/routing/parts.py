@@ -11,31 +11,31 @@ Certificates, plans and audits call the methods in which a part declares its pro
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.fp32_linear import linear_float32, scaled_linear_float32
 from holdfast.kernels.select import TINY as TINY
-from holdfast.kernels.select import Amounts
 from holdfast.kernels.select import normalise as normalise
 from holdfast.routing.bounds import Norm
 from holdfast.routing.declarations import (
     FLOAT,
     SOFTMAX,
     ActiveExperts,
-    Compared,
     Conditions,
     Cost,
     GateFunction,
+    LayerKind,
     LayerSizes,
     Mixing,
     Order,
     Values,
     projection_flops,
 )
-from holdfast.routing.records import Context, Routing
+from holdfast.routing.records import Context
+from holdfast.routing.rules import Rule, Scores, Selection
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class Score(Part):
     dim: int
     experts: int
     reads_tokens = True  # False: logits depend on the context only, so no change of the tokens changes the routing
+    slots: int | None = None  # slots of each expert, if logits are those of slots (SoftMoE); None: those of experts
 
     @property
     def reusable_score(self) -> "Score | None":
@@ -141,7 +142,7 @@ class Score(Part):
 
     @abstractmethod
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """Return float32 logits (B,N,E) of `tokens (B,N,d)`, which have the model's dtype."""
+        """Return float32 logits (B,N,E) of `tokens (B,N,d)`, which have the model's dtype; with `slots`, (B,N,E*slots)."""
 
     def order(self, tokens: Tensor, context: Context) -> Order | None:
         """Declare keys, one per expert, that are affine in the token and have the order of its logits; None if unknown."""
@@ -152,7 +153,21 @@ class Score(Part):
         return None
 
 
-class LinearScore(Score):
+class ScalableScore(Score):
+    """A score that can also be computed on scaled features of its tokens (abstract), as clustering (AC) needs it."""
+
+    mixed_clusters = 1  # how many clusters of a token AC mixes by default
+    recomputes_scales = True  # the backward of `on_scaled` computes the scales again
+
+    @abstractmethod
+    def on_scaled(self, tokens: Tensor, mixture: Tensor, table: Tensor) -> Tensor:
+        """Return the logits of `tokens (B,N,d)` times m = mixture @ table, for `mixture (T,C)` and `table (C,d)`.
+
+        A token whose row in the mixture is 0 is not scaled. No gradient flows through m.
+        """
+
+
+class LinearScore(ScalableScore):
     """A score that multiplies its tokens with one matrix (abstract): logits = finish(x matrix^T)."""
 
     @property
@@ -166,6 +181,9 @@ class LinearScore(Score):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return self.finish(linear_float32(tokens, self.matrix))
+
+    def on_scaled(self, tokens: Tensor, mixture: Tensor, table: Tensor) -> Tensor:
+        return self.finish(scaled_linear_float32(tokens, mixture, table, self.matrix))
 
     @property
     def reusable_score(self) -> Score | None:
@@ -205,141 +223,12 @@ class Informer(Part):
         """Return the mixed gates, non-negative and of the shape of `gates (B,N,E)`; they need not sum to 1."""
 
 
-class Scores:
-    """What a selector reads: the same scores as logits and as gates.
-
-    Without informers, gates are computed from logits; after an informer, logits are computed from its gates. `key` is
-    the one that was computed first.
-    """
-
-    def __init__(self, logits: Tensor | None, gates: Tensor, informed: bool, raw: Tensor | None = None) -> None:
-        self._logits = logits
-        self.gates = gates  # (B,N,E), non-negative
-        self.informed = informed
-        self.raw = raw  # (B,N,E), the logits before any informer
-
-    @property
-    def logits(self) -> Tensor:
-        """(B,N,E); after an informer log(max(gates, tiny)), computed only when read."""
-        return self.gates.clamp_min(TINY).log() if self._logits is None else self._logits
-
-    @property
-    def key(self) -> Tensor:
-        """(B,N,E): what to sort by. It was computed first, so no exp or log has rounded or saturated it."""
-        return self.gates if self.informed else self.logits
-
-    @property
-    def compares(self) -> Compared:
-        """Whether `key` is the logits or the gates."""
-        return "gates" if self.informed else "logits"
-
-    @classmethod
-    def from_gates(cls, gates: Tensor, raw: Tensor | None = None) -> "Scores":
-        return cls(None, gates, informed=True, raw=raw)
-
-    @classmethod
-    def from_routing(cls, routing: Routing, *, informed: bool) -> "Scores":
-        """Return the scores (1,T,E) that the selector read when its router returned `routing`.
-
-        informed    whether an informer of that router changed the gates
-        """
-        logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
-        return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
-
-
 class Noise(Part):
     """Noise on the logits that a selector reads in training (abstract); `holdfast.routing.noise` has the usual kinds."""
 
     @abstractmethod
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return `logits (B,N,E)` with noise; `tokens (B,N,d)` are the router's input."""
-
-
-class Rule(ABC):
-    """How logits become gates, how experts are ranked, and how selected experts are weighted (abstract).
-
-    A model keeps its rule when its router is replaced: pretrained experts expect weights of the kind they were trained with.
-    """
-
-    gate: GateFunction = SOFTMAX  # computes the gates that informers and selectors read
-    ordered = True  # a larger rank means a larger weight
-    renormalise = True  # a token's weights have about the same sum, whichever experts it uses
-    weights_option: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule
-    strip = 0.1  # the width of the strip if `smooth` gets eps=None, in levels; with softmax gates, 10% of the k-th gate
-
-    @property
-    def name(self) -> str:
-        """The name of this rule in messages."""
-        return type(self).__name__
-
-    def ranks(self, scores: Scores) -> Tensor:
-        """Return (B,N,E): what experts are sorted by."""
-        return scores.key
-
-    def levels(self, scores: Scores) -> Tensor:
-        """Return (B,N,E): the values whose differences are the gaps between experts, in the same order as the ranks."""
-        return scores.logits
-
-    def amounts(self, scores: Scores) -> Amounts | None:
-        """Return the values that `weigh` computes weights from, if a fused kernel can replace it; None if none can."""
-        return None
-
-    @abstractmethod
-    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
-        """Return (B,N,K): the weight of each slot of `experts (B,N,K)`, sorted by rank; 0 where not `in_use`.
-
-        The first k slots are the hard core. `fade` is the logarithm of a factor for each slot; None means no factor.
-        """
-
-    def held_weights(self, experts: Tensor, scores: Scores, live: "Selection") -> Tensor:
-        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; see `Selector.held_weights`."""
-        in_use = experts < scores.gates.shape[-1]
-        slots = experts.where(in_use, 0)
-        # `weigh` needs sorted slots: in Phi-MoE the weight of an expert depends on the experts ranked before it.
-        ranks = self.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
-        order = ranks.argsort(dim=-1, descending=True, stable=True)
-        weights = self.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
-        return live.weights_if_same_set(experts, torch.zeros_like(weights).scatter(-1, order, weights))
-
-    def conditions(self, scores: Scores, k: int) -> Conditions | None:
-        """Declare the conditions under which tokens keep their k experts; None if no certificate is known."""
-        return None
-
-
-class Selection(NamedTuple):
-    """What a selector returns."""
-
-    experts: Tensor  # (B,N,K), E in unused slots
-    weights: Tensor  # (B,N,K), 0 in unused slots
-    gates: Tensor  # (B,N,E), those of the scores that the selector read
-    losses: Mapping[str, Tensor]
-    scale: float = 1.0  # `Router.scale`, if `weights` include it; 1 in what a selector returns
-    requested: Tensor | None = None  # (B,N,K), the experts before a capacity limit; None: `experts`
-    dropped: Tensor | None = None  # (B,N), how many experts a token lost to a limit; None: there is no limit
-
-    @classmethod
-    def from_routing(cls, routing: Routing, scale: float = 1.0) -> "Selection":
-        """Return the selection (1,T,K) in `routing`, with the `scale` of its router."""
-        experts, weights, gates = (rows.unsqueeze(0) for rows in (routing.experts, routing.weights, routing.gates))
-        return cls(experts, weights, gates, {}, scale)
-
-    def weights_of(self, experts: Tensor) -> Tensor:
-        """Return (B,N,K): the weight of each of `experts (B,N,K)` in this selection; 0 if it was not selected."""
-        dense = self.weights.new_zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1)
-        dense = dense.scatter_add(-1, self.experts, self.weights)
-        return dense.gather(-1, experts).where(experts < self.gates.shape[-1], 0.0)
-
-    def weights_if_same_set(self, experts: Tensor, otherwise: Tensor, *, scaled: bool = False) -> Tensor:
-        """Return `weights_of(experts)` for tokens whose `experts (B,N,K)` equal the selected set, else `otherwise (B,N,K)`.
-
-        `otherwise` is multiplied by `scale`, unless it is `scaled` already.
-        """
-        no_experts = torch.zeros(
-            *self.gates.shape[:-1], self.gates.shape[-1] + 1, dtype=torch.bool, device=self.gates.device
-        )
-        held, chosen = (no_experts.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
-        otherwise = otherwise if scaled or self.scale == 1 else self.scale * otherwise
-        return self.weights_of(experts).where((held == chosen).all(-1, keepdim=True), otherwise)
 
 
 class Selector(Part):
@@ -349,6 +238,8 @@ class Selector(Part):
     takes_informers = True  # False: it does not read gates, so a router with an informer is an error
     not_limited: str | None = None  # why no capacity may limit this selector; None: it may
     equal_loads = False  # in training every expert gets the same number of tokens: losses of counts have no gradient
+    fixed_sets = False  # True: in evaluation, a token's set depends on its id only, whatever its scores are
+    layer_kind: LayerKind = "moe"  # the layer that runs experts as this selector means it
     takes_noise = True  # False: it does not read scores in training, so a router with noise is an error
 
     def __init__(self) -> None:
@@ -362,7 +253,10 @@ class Selector(Part):
             return Scores(noisy, self.gate(noisy), informed=False, raw=noisy)
         return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * torch.softmax(noisy, dim=-1), scores.raw)
 
-    fixed_sets = False  # True: in evaluation, a token's set depends on its id only, whatever its scores are
+    @property
+    def refuses_causal(self) -> bool:
+        """Whether a causal model may not use it, because the user has not asked for a router that is not causal."""
+        return False
 
     @property
     def ragged(self) -> bool:
@@ -401,6 +295,10 @@ class Selector(Part):
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
         """Declare how many experts a token uses in a layer; if None, plans count all experts."""
+        return None
+
+    def layer_cost(self, sizes: LayerSizes) -> Cost | None:
+        """Declare what the layer computes besides its router and the rows of its experts; None if that is nothing."""
         return None
 
     @abstractmethod

@@ -164,6 +164,22 @@ for _preset in (
         {"score": "holdfast.routing.modality:ModalityLinear"},
         family="gates",
     ),
+    Preset(
+        "softmoe",
+        "a layer of its own: experts run on slots, which are weighted means of a sequence's tokens",
+        "Puigcerver et al. 2024",
+        {"score": "holdfast.routing.slots:SlotScore", "select": "holdfast.routing.slots:Slots"},
+        family="layers",
+        k=2,
+    ),
+    Preset(
+        "smear",
+        "a layer of its own: all experts are merged into one for each sequence",
+        "Muqeeth et al. 2024",
+        {"score": "holdfast.routing.merging:SequenceScore", "select": "holdfast.routing.merging:Merged"},
+        family="layers",
+        k=2,
+    ),
 ):
     REGISTRY.add(_preset)
 

@@ -4,7 +4,8 @@ B sequences of N tokens, T = B*N tokens in all, width d, E experts, K slots per 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,10 @@ class Routing:
     dropped: Tensor | None = None  # (T,) int64, how many experts a token lost to a limit; None: there is no limit
     # (T,G) bool, the groups of tokens whose load is balanced separately; a token may be in none. None: all are one group
     balance_groups: Tensor | None = None
+    rows: Tensor | None = None  # (T,) float32, rows that experts compute for a token; None: one for each of its experts
+    # Of a layer whose experts run on slots (SoftMoE), p slots for each expert; None in any other layer:
+    dispatch: Tensor | None = None  # (T,E,p) float32, the share of a token in a slot; of a sequence's tokens they sum to 1
+    shares: Tensor | None = None  # (T,E,p) float32, how an expert's weight is divided among its slots
 
     @property
     def used(self) -> Tensor:
@@ -63,14 +68,9 @@ class Routing:
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> "Routing":
         """Return this record without losses, after `change` of every field with one row for each token."""
-        return Routing(
-            change(self.logits),
-            change(self.gates),
-            change(self.experts),
-            change(self.weights),
-            requested=None if self.requested is None else change(self.requested),
-            dropped=None if self.dropped is None else change(self.dropped),
-        )
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "losses"}
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
+        return Routing(**changed)
 
     @property
     def loss(self) -> Tensor:

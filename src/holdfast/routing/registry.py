@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.errors import unknown_name
+from holdfast.routing.declarations import LayerKind
 from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
@@ -63,6 +64,7 @@ class Preset:
     parts: Mapping[str, type[Part] | str] = field(default_factory=dict)  # stage -> class, or "module:Class"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     family: str = "plugins"  # the heading under which it is listed
+    k: int | None = None  # the k of its parts, whatever k is asked for; for layers in which a token has no k experts
 
     def __post_init__(self) -> None:
         if not self.name or set(self.name) & set(RESERVED) or self.name != self.name.strip():
@@ -164,6 +166,11 @@ class Registry:
         """Return the classes of all parts of the router `name`, default parts included."""
         return [_load(part) for part in (DEFAULT_PARTS | _merged_parts(self.parse(name))).values()]
 
+    def layer_kind(self, name: str) -> LayerKind:
+        """Return the kind of layer that the router `name` is for."""
+        kinds = [part.layer_kind for part in self.part_classes(name) if issubclass(part, Selector)]
+        return next((kind for kind in kinds if kind != "moe"), "moe")
+
     def options(self, name: str) -> list[str]:
         """Return the names of the options of the router `name`, in alphabetical order."""
         return sorted({option for owner in self._option_owners(name) for option in _options(owner)})
@@ -203,6 +210,8 @@ class Registry:
             defaults |= preset.defaults
         default_k = min(defaults.pop("k"), experts)
         sizes = {"dim": dim, "experts": experts, "k": default_k if k is None else k}
+        for fixed in (preset.k for preset in presets if preset.k is not None):
+            sizes["k"] = min(fixed, experts)
         _check_sizes(**sizes)
         if host.pretrained:
             for part in classes.values():

@@ -29,8 +29,9 @@ from holdfast.routing.declarations import (
     LayerSizes,
     selection_bytes,
 )
-from holdfast.routing.parts import Noise, Part, Scores, Selection, Selector
+from holdfast.routing.parts import Noise, Part, Selector
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, is_set, mean_over_ranks
 

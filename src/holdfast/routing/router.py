@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.launching import is_exporting, wait_for_side_stream
-from holdfast.routing.parts import Informer, Noise, Part, Score, Scores, Selection, Selector, Traits
+from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing
+from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.state import StatefulPart
 
 LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, token_mask) -> weighted terms by name
@@ -167,7 +168,11 @@ class Router(nn.Module):
             self._commit_state()
         with torch.autocast(tokens.device.type, enabled=False):
             logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
-            scores = self._inform(logits, tokens, context, real)
+            slots = None
+            if self.score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
+                slots = logits.unflatten(-1, (self.experts, self.score.slots))
+                logits = slots.logsumexp(-1)
+            scores = self._inform(logits, tokens, context, real, slots)
             if self.training and self.select.noise is not None:
                 scores = self.select.with_noise(self.select.noise, scores, tokens)
             selection = self.select(scores, tokens, context)
@@ -181,23 +186,26 @@ class Router(nn.Module):
                 requested=None if selection.requested is None else selection.requested.flatten(0, 1),
                 dropped=None if selection.dropped is None else selection.dropped.flatten(),
                 balance_groups=self._balance_groups(tokens, context),
+                rows=None if selection.rows is None else selection.rows.flatten(),
+                dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
+                shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
             )
             if self.training and self.learning and self.losses is not None:
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
         wait_for_side_stream(tokens)
         return routing
 
-    def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None) -> Scores:
+    def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None) -> Scores:
         """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
         gates = self.select.gate(logits)
         informers = [informer for informer in self.informers if not informer.inert]
         if not informers:
-            return Scores(logits, gates, informed=False, raw=logits)
+            return Scores(logits, gates, informed=False, raw=logits, slots=slots)
         for informer in informers:
             gates = informer(gates, logits, tokens, context)
         if any(informer.side == "token" for informer in informers):
             gates = self._require_finite(gates, tokens, real)  # products of two tokens may overflow
-        return Scores.from_gates(gates, logits)
+        return Scores.from_gates(gates, logits, slots)
 
     def _balance_groups(self, tokens: Tensor, context: Context) -> Tensor | None:
         """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
@@ -297,12 +305,14 @@ def join_routers(routers: Sequence[Router]) -> None:
 
 
 def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:
-    """Return `values (B,N,n)`, detached in rows that are not `usable (B,N)`.
+    """Return `values (B,N,...)`, detached in rows that are not `usable (B,N)`.
 
     Rows of padding that contain NaN are not usable. A model's native experts return NaN as the gradient of such rows, and
     that gradient must not reach the router.
     """
-    return values if usable is None else torch.where(usable.unsqueeze(-1), values, values.detach())
+    if usable is None:
+        return values
+    return torch.where(usable.view(*usable.shape, *[1] * (values.dim() - 2)), values, values.detach())
 
 
 def _is_exporting_to_onnx() -> bool:

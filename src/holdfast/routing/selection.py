@@ -24,9 +24,10 @@ from holdfast.routing.declarations import (
     selection_bytes,
 )
 from holdfast.routing.noise import create_noise
-from holdfast.routing.parts import Rule as Rule
-from holdfast.routing.parts import Scores, Selection, Selector, normalise
+from holdfast.routing.parts import Selector, normalise
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Rule as Rule
+from holdfast.routing.rules import Scores, Selection
 
 
 class TopK(Selector):

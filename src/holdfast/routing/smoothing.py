@@ -19,8 +19,9 @@ from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.select import POWERS, Powers, select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, update_running_mean
 from holdfast.routing.declarations import INTEGER, ActiveExperts, Conditions, Cost, LayerSizes, selection_bytes
-from holdfast.routing.parts import Scores, Selection, Selector, normalise
+from holdfast.routing.parts import Selector, normalise
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.selection import Rule, Softmax, by_weight, check_k
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 

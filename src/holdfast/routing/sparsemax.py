@@ -20,8 +20,9 @@ from holdfast.routing.declarations import (
     NoCertificate,
     selection_bytes,
 )
-from holdfast.routing.parts import Rule, Scores, Selection, Selector, normalise
+from holdfast.routing.parts import Selector, normalise
 from holdfast.routing.records import Context
+from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.selection import faded_gates
 
 NO_CONDITIONS = (

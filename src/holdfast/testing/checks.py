@@ -190,6 +190,7 @@ class _Rounded(Score):
     def __init__(self, score: Score) -> None:
         super().__init__()
         self.score, self.dim, self.experts, self.traits = score, score.dim, score.experts, score.traits
+        self.slots = score.slots
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return (self.score(tokens, context) * 2).round() / 2
@@ -380,7 +381,8 @@ def float32_routing(subject: RouterUnderTest) -> None:
 
 
 def _same_bits(got: Routing, expected: Routing, where: str) -> None:
-    for name in ("logits", "gates", "weights"):
+    slots = [name for name in ("dispatch", "shares") if getattr(expected, name) is not None]
+    for name in ("logits", "gates", "weights", *slots):
         assert getattr(got, name).dtype == torch.float32, f"{name} are {getattr(got, name).dtype} {where}"
         assert torch.equal(getattr(got, name), getattr(expected, name)), f"{name} are not those of float32 {where}"
 
@@ -431,4 +433,6 @@ def _join(pieces: list[Routing], sequences: int) -> Routing:
         parts = [getattr(piece, name).unflatten(0, (sequences, -1)) for piece in pieces]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
-    return Routing(join("logits"), join("gates"), join("experts"), join("weights"))
+    has_slots = pieces[0].dispatch is not None
+    dispatch, shares = (join(name) if has_slots else None for name in ("dispatch", "shares"))
+    return Routing(join("logits"), join("gates"), join("experts"), join("weights"), dispatch=dispatch, shares=shares)

@@ -147,7 +147,14 @@ def active_experts(subject: RouterUnderTest) -> None:
     declared = router.select.active_experts(_layer_sizes(router))
     if declared is None:
         raise NotApplicable("it declares no number of active experts")
-    used = router(tokens, subject.context(tokens)).used.sum(-1)
+    routing = router(tokens, subject.context(tokens))
+    if routing.rows is not None:
+        rows = float(routing.rows.mean())
+        assert abs(declared.inference - rows) <= 1e-6 * rows, (
+            f"it declares {declared.inference:g} rows for a token, but its routing has {rows:g}"
+        )
+        return
+    used = routing.used.sum(-1)
     most = int(used.max())
     assert most <= declared.slots, f"it declares {declared.slots} slots, but a token uses {most} experts"
     if not declared.about:

@@ -168,6 +168,10 @@ def differing(first: Routing, second: Routing, *, weights_within: float = TOLERA
     apart = (first.gates - second.gates).abs().amax(-1) > TOLERANCE
     if first.dropped is not None:
         apart = apart | (first.used.sum(-1) != second.used.sum(-1))
+    for name in ("dispatch", "shares"):  # of a SoftMoE layer
+        one, other = getattr(first, name), getattr(second, name)
+        if one is not None:
+            apart = apart | ((one - other).abs().flatten(1).amax(-1) > TOLERANCE)
     changed = first.chosen ^ second.chosen
     low = first.gates.masked_fill(~changed, torch.inf).amin(-1)
     high = first.gates.masked_fill(~changed, -torch.inf).amax(-1)
@@ -189,5 +193,9 @@ def objective(routing: Routing) -> Tensor:
     mix = torch.randn(experts, generator=generator).to(routing.gates.device)
     tilt = torch.randn(routing.gates.shape[0], 1, generator=generator).to(routing.gates.device)
     total = (routing.dense_weights * mix * tilt).sum() + routing.loss
+    for rows in (routing.dispatch, routing.shares):  # of a SoftMoE layer
+        if rows is not None:
+            by_slot = torch.linspace(-1, 2, rows.shape[-1], device=rows.device)
+            total = total + (rows * mix.unsqueeze(-1) * by_slot * tilt.unsqueeze(-1)).sum()
     # The routing of `hash` has no gradient: a leaf makes a backward possible, in which all other gradients are 0.
     return total if total.requires_grad else total.requires_grad_()

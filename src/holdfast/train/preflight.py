@@ -34,6 +34,7 @@ def preflight(task: Task, choices: Sequence[RouterChoice]) -> None:
         sparse.hidden,
         copied=sparse.init == "copy",
         losses=Losses(balance=sparse.balance),
+        shared=sparse.shared,
     )
     for choice in choices:
         with torch.device("meta"):

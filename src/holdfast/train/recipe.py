@@ -48,6 +48,7 @@ class SparsePart:
     experts: Positive
     k: Positive = 2
     hidden: Positive | None = None
+    shared: Positive | None = None  # shared experts, for every router of a comparison; no value: none
     layers: str | list[Count] = "all"
     init: Literal["copy", "random"] = "random"
     balance: Amount = 0.01  # coefficient of the balance loss

@@ -25,6 +25,7 @@ from torch.utils.data import SequentialSampler
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub import sparsify, trainer_callback
 from holdfast.hub.folder_files import check_folder
+from holdfast.hub.replacements import SparseLayer
 from holdfast.layers.losses import Losses
 from holdfast.locking import locked, require_unlocked
 from holdfast.routing import Router
@@ -104,6 +105,7 @@ def build_model(task: Task, router: str, options: Mapping[str, Any], *, seed: in
         experts=sparse.experts,
         k=sparse.k if k is None else k,
         hidden=sparse.hidden,
+        shared=sparse.shared,
         layers=sparse.layers,
         init=sparse.init,
         router=router,
@@ -132,10 +134,14 @@ def _draw_shared_weights(model: nn.Module, seed: int, std: float) -> None:
     in_routers = {
         id(parameter) for module in model.modules() if isinstance(module, Router) for parameter in module.parameters()
     }
+    in_layers = {
+        id(parameter) for module in model.modules() if isinstance(module, SparseLayer) for parameter in module.parameters()
+    }
     for name, parameter in model.named_parameters():
         common_name = name.replace(".score.base.", ".score.")  # AC wraps the score it clusters
         generator = torch.Generator().manual_seed(_seed_of(common_name, seed))
-        if ".experts." in name and not name.endswith("_bias"):
+        is_expert = id(parameter) in in_layers and (".experts." in name or ".shared." in name)
+        if is_expert and not name.endswith("bias"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         elif id(parameter) in in_routers and common_name.endswith("router.score.weight"):
             bound = 1 / math.sqrt(parameter.shape[1])

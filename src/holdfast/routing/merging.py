@@ -1,0 +1,129 @@
+"""The router of a SMEAR layer (Muqeeth et al. 2024): all experts are merged into one for each sequence.
+
+    theta = sum_e g_e theta_e,  g = softmax(score(LayerNorm(mean of the sequence's real tokens)))
+
+Every token of a sequence has the same gates. A sequence without a real token has equal gates.
+
+    SequenceScore   the score of the mean token
+    Merged          the mean of the gates, for `average="gates"`
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.errors import unknown_name
+from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes, projection_flops, selection_bytes
+from holdfast.routing.parts import Score, Selector, Traits
+from holdfast.routing.records import Context
+from holdfast.routing.rules import Scores, Selection
+from holdfast.routing.scores import LARGE, SMALLER
+from holdfast.routing.slots import all_experts, held_gates
+
+Average = Literal["tokens", "gates"]
+OF_SEQUENCE = Traits(causal=False, cacheable=False, sequence_aware=True)
+
+
+class SequenceScore(Score):
+    """logits = LayerNorm(x) W^T, where x is the mean of the sequence's real tokens, or with average="gates" each token."""
+
+    def __init__(self, dim: int, experts: int, *, average: Average = "tokens") -> None:
+        super().__init__()
+        _check_average(average)
+        self.dim, self.experts, self.average = dim, experts, average
+        self.traits = OF_SEQUENCE if average == "tokens" else Traits()
+        self.norm = nn.LayerNorm(dim)
+        self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        rows, real = tokens.float(), context.checked_mask(tokens)
+        if self.average == "tokens":
+            rows = masked_mean(rows, real)
+        # The variance overflows from 1e19 on; a smaller multiple of the token has the same LayerNorm.
+        huge = rows.detach().abs().amax(-1, keepdim=True) > LARGE
+        rows = rows * torch.where(huge, SMALLER, 1.0)
+        rows = F.layer_norm(rows, (self.dim,), self.norm.weight.float(), self.norm.bias.float(), self.norm.eps)
+        logits = linear_float32(rows, self.weight)
+        if self.average == "tokens" and real is not None:
+            logits = logits.where(real.any(1).view(-1, 1, 1), 0.0)
+        return logits.expand(*tokens.shape[:2], self.experts)
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count the product with W and its two gradients: one row for each sequence, or for each token."""
+        rows = 1 / sizes.length if self.average == "tokens" else 1.0
+        forward = rows * projection_flops(self.weight)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * (sizes.experts + rows * sizes.dim))
+
+
+class Merged(Selector):
+    """Every token uses every expert, merged by the gates of its sequence: weights are these gates, K = E.
+
+    average     "tokens": gates of the mean token, as in the paper's code. "gates": the mean of the tokens' gates
+    causal      a gate depends on the whole sequence, so a token reads later ones. True: refuse causal models. False: run in
+                them; then they cannot generate, and their perplexity cannot be compared with that of a causal model
+    """
+
+    traits = OF_SEQUENCE
+    layer_kind = "smear"
+    takes_noise = False
+    not_limited = "its layer sends no tokens to experts"
+
+    def __init__(self, *, average: Average = "tokens", causal: bool = True) -> None:
+        super().__init__()
+        _check_average(average)
+        self.average, self.causal = average, causal
+
+    @property
+    def refuses_causal(self) -> bool:
+        return self.causal
+
+    @property
+    def ragged(self) -> bool:
+        return False
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        gates = scores.gates
+        if self.average == "gates":
+            real = context.checked_mask(tokens)
+            mean = masked_mean(gates, real)
+            if real is not None:
+                mean = mean.where(real.any(1).view(-1, 1, 1), 1 / gates.shape[-1])
+            gates = mean.expand_as(gates)
+        experts, weights = all_experts(gates)
+        return Selection(experts, weights, gates, {}, rows=weights.new_ones(tokens.shape[:2]))
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return held_gates(experts, scores, live)
+
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
+        return ActiveExperts(1, 1, 1)
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        return Cost("selection", kept=selection_bytes(sizes.experts, sizes))
+
+    def layer_cost(self, sizes: LayerSizes) -> Cost:
+        """Count the merging, a product (B,E) by (E, parameters), and its two gradients; merged weights are kept."""
+        each = sizes.expert_parameters / sizes.length
+        merging = 2.0 * sizes.experts * each
+        return Cost("merging", merging, 2 * merging, kept=sizes.number * each)
+
+
+def masked_mean(rows: Tensor, real: Tensor | None) -> Tensor:
+    """Return (B,1,n): the mean of `rows (B,N,n)` over `real (B,N)` rows; 0 if there are none."""
+    if real is None:
+        return rows.sum(1, keepdim=True) / max(rows.shape[1], 1)
+    mask = real.unsqueeze(-1)
+    return rows.where(mask, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
+
+
+def _check_average(average: str) -> None:
+    if average not in ("tokens", "gates"):
+        raise ValueError(unknown_name("average", average, ("tokens", "gates")))

@@ -1,0 +1,157 @@
+"""What a selector reads and returns, and the rules by which experts are ranked and weighted.
+
+Scores      the same scores as logits and as gates
+Rule        how logits become gates, how experts are ranked, how selected experts are weighted
+Selection   the experts and weights that a selector returns
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.select import TINY, Amounts
+from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction
+from holdfast.routing.records import Routing
+
+
+class Scores:
+    """What a selector reads: the same scores as logits and as gates.
+
+    Without informers, gates are computed from logits; after an informer, logits are computed from its gates. `key` is
+    the one that was computed first.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor | None,
+        gates: Tensor,
+        informed: bool,
+        raw: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> None:
+        self._logits = logits
+        self.gates = gates  # (B,N,E), non-negative
+        self.informed = informed
+        self.raw = raw  # (B,N,E), the logits before any informer
+        self.slots = slots  # (B,N,E,p), the logits of slots; None: the score has logits of experts
+
+    @property
+    def logits(self) -> Tensor:
+        """(B,N,E); after an informer log(max(gates, tiny)), computed only when read."""
+        return self.gates.clamp_min(TINY).log() if self._logits is None else self._logits
+
+    @property
+    def key(self) -> Tensor:
+        """(B,N,E): what to sort by. It was computed first, so no exp or log has rounded or saturated it."""
+        return self.gates if self.informed else self.logits
+
+    @property
+    def compares(self) -> Compared:
+        """Whether `key` is the logits or the gates."""
+        return "gates" if self.informed else "logits"
+
+    @classmethod
+    def from_gates(cls, gates: Tensor, raw: Tensor | None = None, slots: Tensor | None = None) -> "Scores":
+        return cls(None, gates, informed=True, raw=raw, slots=slots)
+
+    @classmethod
+    def from_routing(cls, routing: Routing, *, informed: bool) -> "Scores":
+        """Return the scores (1,T,E) that the selector read when its router returned `routing`.
+
+        informed    whether an informer of that router changed the gates
+        """
+        logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
+        return cls.from_gates(gates, logits) if informed else cls(logits, gates, informed=False, raw=logits)
+
+
+class Rule(ABC):
+    """How logits become gates, how experts are ranked, and how selected experts are weighted (abstract).
+
+    A model keeps its rule when its router is replaced: pretrained experts expect weights of the kind they were trained with.
+    """
+
+    gate: GateFunction = SOFTMAX  # computes the gates that informers and selectors read
+    ordered = True  # a larger rank means a larger weight
+    renormalise = True  # a token's weights have about the same sum, whichever experts it uses
+    weights_option: Literal["softmax", "switch"] | None = None  # the option `weights` of `TopK` that gives this rule
+    strip = 0.1  # the width of the strip if `smooth` gets eps=None, in levels; with softmax gates, 10% of the k-th gate
+
+    @property
+    def name(self) -> str:
+        """The name of this rule in messages."""
+        return type(self).__name__
+
+    def ranks(self, scores: Scores) -> Tensor:
+        """Return (B,N,E): what experts are sorted by."""
+        return scores.key
+
+    def levels(self, scores: Scores) -> Tensor:
+        """Return (B,N,E): the values whose differences are the gaps between experts, in the same order as the ranks."""
+        return scores.logits
+
+    def amounts(self, scores: Scores) -> Amounts | None:
+        """Return the values that `weigh` computes weights from, if a fused kernel can replace it; None if none can."""
+        return None
+
+    @abstractmethod
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        """Return (B,N,K): the weight of each slot of `experts (B,N,K)`, sorted by rank; 0 where not `in_use`.
+
+        The first k slots are the hard core. `fade` is the logarithm of a factor for each slot; None means no factor.
+        """
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: "Selection") -> Tensor:
+        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; see `Selector.held_weights`."""
+        in_use = experts < scores.gates.shape[-1]
+        slots = experts.where(in_use, 0)
+        # `weigh` needs sorted slots: in Phi-MoE the weight of an expert depends on the experts ranked before it.
+        ranks = self.ranks(scores).gather(-1, slots).where(in_use, -torch.inf)
+        order = ranks.argsort(dim=-1, descending=True, stable=True)
+        weights = self.weigh(scores, slots.gather(-1, order), in_use.gather(-1, order), None, slots.shape[-1])
+        return live.weights_if_same_set(experts, torch.zeros_like(weights).scatter(-1, order, weights))
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        """Declare the conditions under which tokens keep their k experts; None if no certificate is known."""
+        return None
+
+
+class Selection(NamedTuple):
+    """What a selector returns."""
+
+    experts: Tensor  # (B,N,K), E in unused slots
+    weights: Tensor  # (B,N,K), 0 in unused slots
+    gates: Tensor  # (B,N,E), those of the scores that the selector read
+    losses: Mapping[str, Tensor]
+    scale: float = 1.0  # `Router.scale`, if `weights` include it; 1 in what a selector returns
+    requested: Tensor | None = None  # (B,N,K), the experts before a capacity limit; None: `experts`
+    dropped: Tensor | None = None  # (B,N), how many experts a token lost to a limit; None: there is no limit
+    rows: Tensor | None = None  # (B,N), as in `Routing`
+    dispatch: Tensor | None = None  # (B,N,E,p), as in `Routing`
+    shares: Tensor | None = None  # (B,N,E,p), as in `Routing`
+
+    @classmethod
+    def from_routing(cls, routing: Routing, scale: float = 1.0) -> "Selection":
+        """Return the selection (1,T,K) in `routing`, with the `scale` of its router."""
+        experts, weights, gates = (rows.unsqueeze(0) for rows in (routing.experts, routing.weights, routing.gates))
+        return cls(experts, weights, gates, {}, scale)
+
+    def weights_of(self, experts: Tensor) -> Tensor:
+        """Return (B,N,K): the weight of each of `experts (B,N,K)` in this selection; 0 if it was not selected."""
+        dense = self.weights.new_zeros(*self.gates.shape[:-1], self.gates.shape[-1] + 1)
+        dense = dense.scatter_add(-1, self.experts, self.weights)
+        return dense.gather(-1, experts).where(experts < self.gates.shape[-1], 0.0)
+
+    def weights_if_same_set(self, experts: Tensor, otherwise: Tensor, *, scaled: bool = False) -> Tensor:
+        """Return `weights_of(experts)` for tokens whose `experts (B,N,K)` equal the selected set, else `otherwise (B,N,K)`.
+
+        `otherwise` is multiplied by `scale`, unless it is `scaled` already.
+        """
+        no_experts = torch.zeros(
+            *self.gates.shape[:-1], self.gates.shape[-1] + 1, dtype=torch.bool, device=self.gates.device
+        )
+        held, chosen = (no_experts.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
+        otherwise = otherwise if scaled or self.scale == 1 else self.scale * otherwise
+        return self.weights_of(experts).where((held == chosen).all(-1, keepdim=True), otherwise)

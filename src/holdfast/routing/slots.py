@@ -1,0 +1,150 @@
+"""The router of a SoftMoE layer (Puigcerver et al. 2024): its experts run on slots, which are weighted means of tokens.
+
+    L = norm(X) (scale * norm(Phi))^T                   logits of N tokens and S = E * p slots, p for each expert
+    D = softmax of L over the real tokens of the sequence (dispatch),  C = softmax of L over slots (combine)
+    Y = C f(D^T X)
+
+The sum of C over the slots of an expert is the softmax of logsumexp(L over its slots). So a SoftMoE layer has gates (T,E)
+like any other layer, and informers change them: with informed gates g', C' = g'_e * (softmax of L within the slots of e).
+
+    SlotScore   L; AC scales X for L only
+    Slots       D, and C as the gates of experts times the shares of their slots
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.select import top
+from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes, projection_flops, selection_bytes
+from holdfast.routing.parts import ScalableScore, Selector, Traits
+from holdfast.routing.records import Context
+from holdfast.routing.rules import Scores, Selection
+from holdfast.routing.scores import LARGE, SHORTEST, SMALLER
+
+MOST_SLOTS = 65_536
+PAPER_CLUSTERS = 8  # that ACMoE mixes for a SoftMoE layer (its appendix C.12)
+
+
+class SlotScore(ScalableScore):
+    """L = norm(x) . scale norm(phi_s) for each of E * p slots s, where norm divides by the l2 length.
+
+    slots   p, the number of slots of each expert. A layer computes B * E * p rows of experts for B sequences of N tokens;
+            a top-k layer computes B * N * k, so p = N k / E costs the same
+    """
+
+    mixed_clusters = PAPER_CLUSTERS
+    recomputes_scales = False
+
+    def __init__(self, dim: int, experts: int, *, slots: int = 1) -> None:
+        super().__init__()
+        if not 1 <= slots <= MOST_SLOTS:
+            raise ValueError(f"slots is {slots}; an expert of a SoftMoE layer has at least 1 and at most {MOST_SLOTS:,}.")
+        self.dim, self.experts, self.slots = dim, experts, slots
+        self.phi = nn.Parameter(torch.empty(experts * slots, dim))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.phi, std=self.dim**-0.5)
+
+    @property
+    def matrix(self) -> Tensor:
+        """(E*p,d): scale * norm(phi)."""
+        return self.scale.float() * F.normalize(self.phi.float(), dim=-1)
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return self._logits(tokens.float())
+
+    def on_scaled(self, tokens: Tensor, mixture: Tensor, table: Tensor) -> Tensor:
+        scales = linear_float32(mixture, table.t())
+        scales = scales.where(mixture.sum(1, keepdim=True) > 0, 1.0)
+        return self._logits(tokens.float() * scales.view(tokens.shape))
+
+    def _logits(self, features: Tensor) -> Tensor:
+        # A length is a sum of squares, which overflows from 1e19 on. A factor that is a power of 2 is exact.
+        huge = features.detach().abs().amax(-1, keepdim=True) > LARGE
+        return linear_float32(F.normalize(features * torch.where(huge, SMALLER, 1.0), dim=-1, eps=SHORTEST), self.matrix)
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count the product with phi and its two gradients; normalised tokens are kept in float32."""
+        forward = projection_flops(self.phi)
+        return Cost("score", forward, 2 * forward, kept=FLOAT * (self.phi.shape[0] + sizes.dim))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, experts={self.experts}, slots={self.slots}"
+
+
+class Slots(Selector):
+    """Every token uses every expert: weights are the gates, K = E. A score without slots gives each expert one slot.
+
+    A sequence without a real token has a dispatch and shares of 0, so that the layer returns 0 for it.
+
+    causal      a slot is a mean of the whole sequence, so a token reads later ones. True: refuse causal models. False: run
+                in them; then they cannot generate, and their perplexity cannot be compared with that of a causal model
+    """
+
+    traits = Traits(causal=False, cacheable=False, sequence_aware=True)
+    layer_kind = "soft"
+    takes_noise = False
+    not_limited = "its layer sends no tokens to experts"
+
+    def __init__(self, *, slots: int = 1, causal: bool = True) -> None:
+        super().__init__()
+        self.slots, self.causal = slots, causal
+
+    @property
+    def refuses_causal(self) -> bool:
+        return self.causal
+
+    @property
+    def ragged(self) -> bool:
+        return False
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        logits = scores.logits.unsqueeze(-1) if scores.slots is None else scores.slots
+        shares, flat = logits.softmax(-1), logits.flatten(2)
+        real = context.checked_mask(tokens)
+        if real is None:
+            dispatch = flat.softmax(1)
+        else:
+            mask = real.unsqueeze(-1)
+            dispatch = flat.masked_fill(~mask, torch.finfo(flat.dtype).min).softmax(1).where(mask, 0.0)
+            shares = shares.where(real.any(1).view(-1, 1, 1, 1), 0.0)
+        dispatch = dispatch.unflatten(-1, shares.shape[2:])
+        experts, weights = all_experts(scores.gates)
+        rows = weights.new_full(tokens.shape[:2], flat.shape[-1] / max(tokens.shape[1], 1))
+        return Selection(experts, weights, scores.gates, {}, rows=rows, dispatch=dispatch, shares=shares)
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """Return gates: a token that holds some experts only does not renormalise them."""
+        return held_gates(experts, scores, live)
+
+    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
+        rows = sizes.experts * self.slots / sizes.length
+        return ActiveExperts(rows, rows, rows, f"{sizes.experts * self.slots} slots for each sequence")
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """Count no product; the dispatch and the shares are kept."""
+        kept = selection_bytes(sizes.experts, sizes) + FLOAT * 2 * sizes.experts * self.slots
+        return Cost("selection", kept=kept)
+
+    def layer_cost(self, sizes: LayerSizes) -> Cost:
+        """Count the products D^T X and C f: 2 S d each for a token, and twice that in the backward."""
+        slots = sizes.experts * self.slots
+        mixing = 4.0 * slots * sizes.dim
+        return Cost("slots", mixing, 2 * mixing, kept=sizes.number * 2 * slots * (1 + sizes.dim / sizes.length))
+
+
+def all_experts(gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all experts (B,N,E) in the order of their `gates (B,N,E)`, ties to the lower index, and the sorted gates."""
+    experts = top(gates, gates.shape[-1])
+    return experts, gates.gather(-1, experts)
+
+
+def held_gates(experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+    """Return (B,N,K): the gates of the held set `experts (B,N,K)`; 0 in unused slots."""
+    in_use = experts < scores.gates.shape[-1]
+    gates = scores.gates.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0)
+    return live.weights_if_same_set(experts, gates)
