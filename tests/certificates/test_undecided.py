@@ -155,7 +155,7 @@ def test_no_decided_token_flips_when_a_router_scores_in_a_short_type(
         assert features is not None
         return scaled(rows, *features, weight)
 
-    monkeypatch.setattr("holdfast.routing.clustering.scaled_linear_float32", scaled)
+    monkeypatch.setattr("holdfast.routing.parts.scaled_linear_float32", scaled)
     monkeypatch.setattr(Clustered, "_grouped", grouped)
     flips = (clean != sets(tokens)).any(1)
     assert not (flips & ~alarm).any()

@@ -287,7 +287,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a router with more weights": in_layer(router="xmoe"),
     "an unknown router": in_layer(router="nonsense"),
     "a layer that is not there": one_layer_more,
-    "a format to come": in_description(format=3),
+    "a format to come": in_description(format=4),
     "itself as a family": another_type("holdfast"),
 }
 OPENING = ("AutoModelForCausalLM", "MixtralForCausalLM", "AutoModel", "MixtralModel")

@@ -72,7 +72,7 @@ SOFT = ("softmoe", "softmoe[slots=3]+symphony", "softmoe[slots=2]+ac", "smear", 
 @pytest.mark.parametrize("router", SOFT)
 @pytest.mark.filterwarnings("ignore:in this causal model")
 def test_soft_layers_and_shared_experts(router: str, family: str, shared: int | None) -> None:
-    """GPT-2 has biases, which experts add by products with 0/1 matrices and SMEAR merges like weights."""
+    """GPT-2 has biases, which take no products: experts add them to rows, and SMEAR merges them like weights."""
     model = eager(tiny_dense(family))
     holdfast.sparsify(model, experts=8, router=router, shared=shared, router_options={"causal": False})
     shape = measure_shape(model, square())

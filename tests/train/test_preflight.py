@@ -88,7 +88,7 @@ def test_an_input_that_the_task_does_not_have_is_found_without_a_forward(
     reader: str, digits: Callable[..., Recipe], tiny: Callable[..., Recipe]
 ) -> None:
     preflight(make_task(tiny()), [parse_router(reader)])
-    with pytest.raises(ValueError, match=r"router 'reader' cannot be trained .* it reads token ids"):
+    with pytest.raises(ValueError, match=r"router 'reader' cannot be trained .* chooses experts by token id"):
         preflight(make_task(digits()), [parse_router("smoe"), parse_router(reader)])
 
 

@@ -311,8 +311,9 @@ class MoELayerRef:
 
     @property
     def config(self) -> Any:
-        """Return the config of the layer's attention."""
-        return self.layer_modules.attention.config
+        """Return the config of the layer's attention; of its experts if it is a recurrent layer, which has none."""
+        attention = self.layer_modules.attention
+        return attention.config if hasattr(attention, "config") else self.experts.config
 
     @property
     def size(self) -> tuple[int, int]:

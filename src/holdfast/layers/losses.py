@@ -42,7 +42,8 @@ def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: Over
         return _mean_over_groups(_balance, routing, token_mask, over_ranks, _distribution(routing), routing.requested_sets)
     real = None if token_mask is None else token_mask.flatten()
     requested = routing.experts if routing.requested is None else routing.requested
-    return balance_loss(routing.gates, requested, real, over_ranks if several_ranks() else None)
+    is_alone = over_ranks is single_process_mean or (over_ranks is mean_over_ranks and not several_ranks())
+    return balance_loss(routing.gates, requested, real, None if is_alone else over_ranks)
 
 
 def _balance(mass: Tensor, chosen: Tensor) -> Tensor:

@@ -52,7 +52,6 @@ class SparseShape:
     experts: int
     parameters: int  # of all experts
     flops: float  # of one expert, per token
-    bias: bool
     hidden: int
     gated: bool
     runs_holdfast: bool  # its experts run in Holdfast's experts function, which saves less for the backward
@@ -67,17 +66,6 @@ class SparseShape:
     def inner(self) -> int:
         """Return the output width of an expert's first linear map."""
         return 2 * self.hidden if self.gated else self.hidden
-
-    def bias_flops(self, dim: int, used: float) -> tuple[float, float]:
-        """Return the FLOPs per token of adding biases: of products with (rows,E) matrices, and with (T,E) matrices.
-
-        Holdfast's experts function adds biases in this way.
-        """
-        if not (self.bias and self.runs_holdfast) or self.kind == "smear":  # which merges biases with the weights
-            return 0.0, 0.0
-        if self.kind == "soft":  # each row has one expert with weight 1, so both matrices are constants
-            return 2.0 * used * self.experts * (self.inner + dim), 0.0
-        return 2.0 * used * self.experts * self.inner, 2.0 * self.experts * dim
 
 
 @dataclass(frozen=True)
@@ -287,7 +275,6 @@ def _sparse_shape(site: MoELayerRef, attention: AttentionShape, setting: Setting
         parameters=parameters,
         flops=2.0 * sum(matrices) / experts,
         hidden=hidden,
-        bias=parameters > sum(matrices),
         gated=max(matrices) > min(matrices),
         runs_holdfast=site.family is None or (router is not None and router.select.ragged),
         active=_native_active_experts(site) if router is None else _active_experts(router, place),

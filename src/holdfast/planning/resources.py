@@ -101,9 +101,7 @@ def _flops(shape: ModelShape, setting: Setting, *, experts_as: str, part: str, t
         if (sparse := layer.sparse) is None:
             continue
         used = getattr(sparse.active, experts_as)
-        rows, tokens = sparse.bias_flops(layer.dim, used)
-        # The 0/1 matrix that assigns rows to experts has no gradient: its product has one in the backward, others two.
-        experts += times * (sparse.flops * used + tokens) + min(times, 2) * rows
+        experts += times * sparse.flops * used
         for cost in sparse.costs:
             parts[cost.part] = parts.get(cost.part, 0.0) + getattr(cost, part)
     return Flops(
