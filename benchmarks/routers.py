@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from command import check, command, write
-from timing import captured, median_ratio, time_in_turns
+from timing import captured, median_ratio, time_in_turns, waits
 from torch import Tensor
 from versions import versions
 
@@ -156,7 +156,7 @@ def measure(steps: Mapping[str, Step], shape: Shape, device: str, rounds: int) -
     alone = experts_step(module, smoe.tokens, smoe.context)
     runs: dict[str, Callable[[], object]] = {**steps, "experts": alone}
     layers = {title: layer_step(step, module) for title, step in steps.items()}
-    replays = {title: captured(run) for title, run in runs.items()}
+    replays = {title: captured(run) for title, run in runs.items() if not waits(run)}
     return {
         "one at a time": time_in_turns(runs, device, rounds),
         "queued": time_in_turns(runs, device, rounds, QUEUED),

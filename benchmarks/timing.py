@@ -30,6 +30,23 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
+def waits(run: Callable[[], object]) -> bool:
+    """Return whether the host waits for the GPU in `run`, so that no CUDA graph can record it."""
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
 def captured(run: Callable[[], object]) -> Callable[[], object]:
     """The GPU's part of `run`, as a CUDA graph to replay: without what Python and the launches cost."""
     side = torch.cuda.Stream()
