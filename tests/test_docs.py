@@ -10,6 +10,7 @@ import pytest
 import transformers
 from commands import Command
 from ranks import on_ranks
+from tiers import quick_or_slow
 from torch.distributed.run import get_args_parser
 
 import holdfast
@@ -74,7 +75,7 @@ def test_the_result_table_of_the_readme_is_in_the_results() -> None:
     assert [number for number in differences if number not in results] == []
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", quick_or_slow(commands(), set(commands()) - {"holdfast routers --route"}))
 def test_a_command_of_the_documents_works(line: str, command: Command, tmp_path: Path) -> None:
     program, *arguments = shlex.split(line)
     if program == "holdfast":

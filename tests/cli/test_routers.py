@@ -35,6 +35,7 @@ def test_names_select_what_is_listed(command: Command) -> None:
     assert [row for row in rows if row] == ["PLAIN", "xmoe", "ROBUST", "ac"]
 
 
+@pytest.mark.slow
 def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command) -> None:
     done = command("routers", "--route", columns=160)
     assert done.returncode == 0, done.stderr

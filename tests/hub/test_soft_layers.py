@@ -176,6 +176,7 @@ def test_checkpointed_training_gives_the_same_gradients_and_state() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns_and_shard_softmoe_but_not_smear(tmp_path: Path) -> None:
     on_ranks(Path(soft_layers_on_ranks.__file__), str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -258,6 +258,7 @@ def test_an_empty_batch_gives_an_empty_output(router: str) -> None:
     assert layer(draw(0, 3, 0))[0].shape == (3, 0, DIM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["softmoe[slots=2]+symphony", "smear"])
 def test_a_compiled_layer_is_one_graph_with_the_same_output_and_gradients(router: str) -> None:
     layer = build(router)

@@ -9,7 +9,7 @@ from balanced_references import best_assignment
 from torch import Tensor
 
 from holdfast.routing import assignment
-from holdfast.routing.assignment import PRECISION, assign_balanced, auction
+from holdfast.routing.assignment import STEPS, assign_balanced, auction, steps
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_eight_tokens_get_the_best_of_all_balanced_assignments(seed: int, k: int
     chosen = auction(scores, k)
     check_balanced(chosen, k)
     # Scores are whole numbers, so a sum within less than 1 of the largest is the largest.
-    assert (8 * k + 4) * PRECISION * 50 < 1
+    assert (8 * k + 4) * STEPS[-1] * 50 < 1
     assert float(scores[chosen].sum()) == largest_sum(scores.tolist(), k)
 
 
@@ -67,7 +67,7 @@ def test_the_sum_is_within_the_precision_of_the_best(tokens: int, experts: int, 
     if kind == "skewed":
         scores = 0.3 * scores + torch.linspace(3, 0, experts)
     scores = scores.round() if kind == "rounded" else scores
-    assert -1e-6 <= lost(scores, k) <= PRECISION
+    assert -1e-6 <= lost(scores, k) <= steps(len(scores))[-1]
 
 
 @pytest.mark.parametrize("k", [1, 2])

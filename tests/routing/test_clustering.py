@@ -113,6 +113,7 @@ def test_random_features_are_drawn_once_and_saved() -> None:
     assert torch.equal(other(tokens, context), score(tokens, context))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["mad", "iqr"])
 def test_two_processes_learn_the_spreads_of_one(spread: str) -> None:
     script = Path(__file__).with_name("spreads_on_ranks.py")

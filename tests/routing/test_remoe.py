@@ -147,6 +147,7 @@ def test_a_shared_coefficient_is_saved_loaded_and_copied_in_every_layer() -> Non
     assert copied.coefficients == loaded.coefficients == stack.coefficients
 
 
+@pytest.mark.slow
 def test_a_shared_coefficient_compiles_to_one_graph() -> None:
     outcomes = []
     for compiled in (False, True):
@@ -161,6 +162,7 @@ def test_a_shared_coefficient_compiles_to_one_graph() -> None:
         torch.testing.assert_close(eager, graph)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one() -> None:
     script = Path(__file__).with_name("remoe_on_ranks.py")
     assert on_ranks(script, "2") == on_ranks(script, "1", processes=1)

@@ -9,12 +9,12 @@ bids; when all of its places are taken, its price is the lowest bid that it keep
 these prices, within eps of its best ones. By duality the sum is then within (T k + E) eps of the largest possible sum.
 
 That proof needs every place taken. So E ceil(T k / E) - T k extra bidders, to which all experts are worth the same, take the
-places that are left. It then holds for any first prices, and eps is lowered in steps (`SCALING`), each of which starts with
+places that are left. It then holds for any first prices, and eps is lowered in `steps`, each of which starts with
 the prices of the step before; this avoids long price wars.
 
-**Precision.** eps is `PRECISION` times the range of the scores. Scores and prices are float64: in float32 a small raise of a
-large price would be lost, and the auction would not end. Every raise is at least eps and prices are bounded, so it always
-ends.
+**Precision.** eps is 2^-12 of the range of the scores for up to 256 tokens, and 2^-8 for more (`steps`). Scores and prices
+are float64: in float32 a small raise of a large price would be lost, and the auction would not end. Every raise is at least
+eps and prices are bounded, so it always ends.
 
 **Cost.** A round finds the highest bids of each expert among T. The host reads once in `ROUNDS_PER_CHECK` rounds whether a
 bidder is left, which synchronises a GPU. More than `MOST_TOKENS` tokens are divided into groups of equal size by a fixed
@@ -32,12 +32,21 @@ from torch import Tensor
 from holdfast.kernels.launching import EVERYWHERE, cdiv, operator
 from holdfast.routing.state import gather_over_ranks
 
-PRECISION = 2.0**-12  # eps over the range of the scores
-SCALING = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-10, PRECISION)  # eps of each step, over the range of the scores
+STEPS = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-10, 2.0**-12)  # eps of each step, over the range of the scores
+FEW_TOKENS = 256  # up to here all steps are taken, with more tokens the first four
 ROUNDS_PER_CHECK = 8
 MOST_TOKENS = 2048  # of a group
 SEED = 0x9E3779B1  # of the permutation
 NO_PLACE = -(2.0**20)  # the score of an expert without places, far below all scores, whose range is 1
+
+
+def steps(tokens: int) -> tuple[float, ...]:
+    """Return eps of each step for a group of this many tokens; the last one is the precision of the result.
+
+    Tokens that occur often bid against their copies, in rounds that raise a price by eps each: with many tokens, the last
+    two steps take most of the time and change the mean score of a token by less than 1/256 of the range.
+    """
+    return STEPS if tokens <= FEW_TOKENS else STEPS[:4]
 
 
 def assign_balanced(scores: Tensor, real: Tensor, k: int) -> Tensor:
@@ -125,10 +134,10 @@ def _slots_before(end: Tensor, expert: Tensor, experts: int) -> Tensor:
 
 
 def _run(bidders: _Bidders) -> Tensor:
-    """Return (n,G,E) bool: the experts of each bidder after the last step of `SCALING`."""
+    """Return (n,G,E) bool: the experts of each bidder after the last step."""
     prices = bidders.scores.new_zeros(bidders.places.shape)
     bids = bidders.scores
-    for eps in SCALING:
+    for eps in steps(bidders.scores.shape[1] - bidders.scores.shape[2]):
         bids = torch.full_like(bidders.scores, -torch.inf)
         while True:
             for _ in range(ROUNDS_PER_CHECK):

@@ -210,8 +210,9 @@ class BaseAssignment(Selector):
     """Assign k experts to each token so that sum s_te is the largest, with at most ceil(T k / E) tokens for each expert.
 
     Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). The assignment is balanced exactly, and its sum is within (T k +
-    E) eps of the largest, eps 2^-12 of the range of s; `holdfast.routing.assignment` says how. In evaluation each token
-    takes its k best experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
+    E) eps of the largest, eps 2^-12 of the range of s, 2^-8 for more than 256 tokens (`holdfast.routing.assignment`). In
+    evaluation each token takes its k best experts. It compares the scores of different tokens, which gates do not keep, so
+    it takes no informer.
     """
 
     takes_informers = False
