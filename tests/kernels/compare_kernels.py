@@ -128,7 +128,7 @@ def balancing(device: str, tokens: int, experts: int, slots: int, masked: bool) 
     gates[0] = 0.0
     chosen = torch.randint(0, experts + 1, (tokens, slots))
     real = torch.rand(tokens) < 0.7 if masked else None
-    there = None if real is None else real.to(device)
+    there = None if real is None else torch.stack([real, ~real], dim=1).to(device)[:, 0]  # not contiguous
     expected = gates.double().requires_grad_()
     wanted = balance.reference(expected, chosen, real, None)
     (slope,) = torch.autograd.grad(3 * wanted, expected)

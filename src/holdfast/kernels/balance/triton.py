@@ -96,9 +96,8 @@ def sums(gates: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
     programs = min(cdiv(tokens, block["T"]), MOST_PROGRAMS)
     out = torch.empty(programs, 2 * experts + 1, device=gates.device)
     masked = real is not None
-    _sums[(programs,)](
-        gates, chosen, real if masked else gates, out, tokens, experts, TINY, K=chosen.shape[1], MASKED=masked, **block
-    )
+    mask = real.contiguous() if masked else gates  # the mask of one sequence may be the diagonal of an attention mask
+    _sums[(programs,)](gates, chosen, mask, out, tokens, experts, TINY, K=chosen.shape[1], MASKED=masked, **block)
     return out
 
 
@@ -114,8 +113,6 @@ def gradient(grad: Tensor, gates: Tensor, real: Tensor | None, slopes: Tensor) -
     """Return the gradient of `gates (T,E)` for the gradient `grad` of the loss."""
     tokens, experts = gates.shape
     block, out, masked = _block(experts), torch.empty_like(gates), real is not None
-    grid = (cdiv(tokens, block["T"]),)
-    _gradient[grid](
-        grad.contiguous(), gates, real if masked else gates, slopes, out, tokens, experts, TINY, MASKED=masked, **block
-    )
+    grid, mask = (cdiv(tokens, block["T"]),), real.contiguous() if masked else gates
+    _gradient[grid](grad.contiguous(), gates, mask, slopes, out, tokens, experts, TINY, MASKED=masked, **block)
     return out
