@@ -301,10 +301,10 @@ def sparsify(
     dense = {name: dense_weights(family, block) if init == "copy" else None for name, block in targets.items()}
     specs = sparse_specs(list(targets), routers, plain)
     for name, sparse in make_sparse(family, targets, specs).items():
-        spread = initial_std(targets[name], family)
+        std = initial_std(targets[name], family)
         if sparse.shared is not None:
-            fill_shared(sparse.shared, dense[name], spread)
-        fill_experts(sparse, dense.pop(name), noise, spread)
+            fill_shared(sparse.shared, dense[name], std)
+        fill_experts(sparse, dense.pop(name), noise, std)
     install_hooks_and_classes(model, moe_layers(model), specs)
     mark_modified(model)
     return model

@@ -83,10 +83,10 @@ def dense_weights(family: DenseFamily, layer: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill_experts(sparse: SparseLayer, dense: dict[str, Tensor] | None, noise: float, spread: float) -> None:
+def fill_experts(sparse: SparseLayer, dense: dict[str, Tensor] | None, noise: float, std: float) -> None:
     for name, parameter in sparse.experts.named_parameters():
         if dense is None:
-            parameter.zero_() if name.endswith("_bias") else parameter.normal_(std=spread)
+            parameter.zero_() if name.endswith("_bias") else parameter.normal_(std=std)
             continue
         parameter.copy_(dense[name].expand_as(parameter))
         if noise and not name.endswith("_bias"):
@@ -94,7 +94,7 @@ def fill_experts(sparse: SparseLayer, dense: dict[str, Tensor] | None, noise: fl
 
 
 @torch.no_grad()
-def fill_shared(shared: nn.Module, dense: dict[str, Tensor] | None, spread: float) -> None:
+def fill_shared(shared: nn.Module, dense: dict[str, Tensor] | None, std: float) -> None:
     """Set the weights of shared experts; with `dense`, the weights of one network, so that they return 0 at first.
 
     Their output projections are 0 then, and get gradients from the first step on. Copies of one network would get equal
@@ -103,7 +103,7 @@ def fill_shared(shared: nn.Module, dense: dict[str, Tensor] | None, spread: floa
     generator = torch.Generator().manual_seed(torch.initial_seed())  # whatever numbers the router has drawn
     for name, parameter in shared.named_parameters():
         is_zero = name.endswith("bias") or (dense is not None and name.startswith("down_proj"))
-        parameter.zero_() if is_zero else parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+        parameter.zero_() if is_zero else parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     if dense is None:
         return
     fused, paths = ("gate_up_proj", ("gate_proj", "up_proj")) if "gate_up_proj" in dense else ("up_proj", ("up_proj",))

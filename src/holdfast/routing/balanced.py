@@ -209,10 +209,10 @@ class Sinkhorn(Selector, StatefulPart):
 class BaseAssignment(Selector):
     """Assign k experts to each token so that sum s_te is the largest, with at most ceil(T k / E) tokens for each expert.
 
-    Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). The assignment is balanced exactly, and its sum is within (T k +
-    E) eps of the largest, eps 2^-12 of the range of s, 2^-8 for more than 256 tokens (`holdfast.routing.assignment`). In
-    evaluation each token takes its k best experts. It compares the scores of different tokens, which gates do not keep, so
-    it takes no informer.
+    Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). No expert gets more tokens than that, so loads are equal if E
+    divides T k. The sum is within (T k + E) eps of the largest, in each group of at most 2,048 tokens; eps is 2^-12 of the
+    range of s, 2^-8 for more than 256 tokens (`holdfast.routing.assignment`). In evaluation each token takes its k best
+    experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
     """
 
     takes_informers = False

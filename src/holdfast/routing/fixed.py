@@ -133,6 +133,7 @@ class EqualWeights(Selector):
     """Select the k experts with the largest logits, each with the weight 1/k; the selector of `hash`."""
 
     takes_informers = False
+    takes_noise = False
 
     def __init__(self, experts: int, k: int) -> None:
         super().__init__()

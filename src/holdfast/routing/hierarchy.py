@@ -121,7 +121,7 @@ class Hierarchical(TopK):
         groups: int | None = None,
         top_groups: int | None = None,
         weights: Literal["softmax", "switch"] = "softmax",
-        noise: Literal["gaussian", "gumbel"] | None = None,
+        noise: Literal["gaussian", "uniform", "gumbel"] | None = None,
         noise_std: float | None = None,
         noise_temperature: float = 1.0,
         rule: Rule | None = None,

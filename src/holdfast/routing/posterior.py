@@ -91,7 +91,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         heads = self._heads(attention, context)
         norms = self._norms(heads, attention, context)
         own, real = gates, context.token_mask
-        levels = self.levels(logits, context, "attention")
+        levels = self.entropy_limits(logits, context, "attention")
         if context.cache is not None:
             gates = context.cache.extend("attention.gates", gates)
             real = context.cache.extend("attention.real", context.real_tokens(tokens))

@@ -114,7 +114,7 @@ for _preset in (
     ),
     Preset(
         "base",
-        "an auction assigns equally many tokens to every expert in training",
+        "an auction assigns at most ceil(T k / E) tokens to every expert in training",
         "BASE layers, Lewis et al. 2021",
         {"select": "holdfast.routing.balanced:BaseAssignment"},
         {"k": 1},

@@ -75,7 +75,7 @@ class Similarity(TokenGraph):
         query, key = self._compared(u)
         coarse = self.reduce is not None and u.dtype == self.reduce.dtype == torch.bfloat16
         own, real, visible = gates, context.token_mask, context.visible_tokens
-        levels = self.levels(logits, context, "similarity")
+        levels = self.entropy_limits(logits, context, "similarity")
         if context.cache is not None:
             gates, key = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", key)
             real = context.cache.extend("similarity.real", context.real_tokens(tokens))

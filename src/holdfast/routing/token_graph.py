@@ -81,7 +81,7 @@ class TokenGraph(Informer):
             mixed = (1 - self.strength) * own + self.strength * mixed
         return mixed if context.token_mask is None else mixed.where(context.token_mask.unsqueeze(-1), own)
 
-    def levels(self, logits: Tensor, context: Context, name: str) -> Levels | None:
+    def entropy_limits(self, logits: Tensor, context: Context, name: str) -> Levels | None:
         """Return the entropies that limit which tokens inform each other; None with `from="all"`.
 
         The entropies of earlier tokens are in the cache, under `name`.
