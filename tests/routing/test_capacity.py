@@ -74,9 +74,11 @@ def test_the_limit_is_exactly_that_of_a_loop(base: str, factor: float, policy: s
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("base", BASES)
 def test_with_room_for_all_it_is_the_wrapped_selector_to_the_last_bit(base: str, policy: str) -> None:
-    routers = [build(base), build(f"{base}+capacity[policy={policy},factor=100]")]
-    if base == "expert-choice":
-        routers[0] = build("expert-choice[factor=100]")  # the option goes to both parts
+    routers = [build(base), build(base)]
+    if base == "expert-choice":  # which has an option `factor` of its own
+        routers[1].select = Capacity(routers[1].select, 5, factor=100.0, policy=policy)  # type: ignore[arg-type]
+    else:
+        routers[1] = build(f"{base}+capacity[policy={policy},factor=100]")
     context = context_of(base)
     for training in (True, False):
         outcomes = []
@@ -188,3 +190,15 @@ def test_the_setting_of_the_geometry_paper_is_one_line_and_trains() -> None:
 def test_two_ranks_route_as_one_process(tmp_path: Path) -> None:
     """The ranks have different numbers of tokens, some of them padding."""
     check_two_ranks(LIMITED, tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["next", "reroute"])
+def test_a_token_stays_within_the_groups_that_its_selector_keeps(policy: str) -> None:
+    torch.manual_seed(0)
+    name = f"hierarchical[groups=2,top_groups=1]+capacity[factor=1,policy={policy}]"
+    router = create_router(name, dim=12, experts=8, k=2).eval()
+    routing = router(torch.randn(2, 20, 12))
+    assert routing.dropped is not None and int(routing.dropped.sum()) > 0
+    kept = routing.gates.unflatten(-1, (2, 4)).sum(-1).argmax(-1)
+    inside = routing.experts // 4 == kept.unsqueeze(-1)
+    assert bool((inside | ~routing.used).all())

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from torch import Tensor
 
 import holdfast
-from holdfast import Context, Losses, Router
+from holdfast import Context, Losses, Router, create_router
 from holdfast.certificates import certify, undecided
 from holdfast.metrics.near_ties import NearTies, boundary_of
 from holdfast.routing.fixed import Distilled, HashedIds
@@ -286,3 +286,15 @@ def test_two_processes_distil_what_one_does_and_freeze_the_same() -> None:
     script = Path(__file__).with_name("fixed_on_ranks.py")
     printed = [line for line in on_ranks(script).splitlines() if line.startswith("equal")]
     assert printed == ["equal"] * 2
+
+
+def test_a_forward_that_does_not_learn_chooses_as_in_evaluation() -> None:
+    """A model in training mode that generates must not use the scores of stage 1."""
+    torch.manual_seed(0)
+    router = create_router("stablemoe", dim=8, experts=6, vocabulary=30).train()
+    tokens, context = torch.randn(3, 9, 8), Context(token_ids=torch.randint(0, 30, (3, 9)))
+    router.learning = False
+    still = router(tokens, context)
+    router.learning = True
+    learning, evaluated = router(tokens, context), router.eval()(tokens, context)
+    assert torch.equal(still.experts, evaluated.experts) and not torch.equal(learning.experts, evaluated.experts)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.routing.grammar import split_routers
 from holdfast.routing.layer_names import (
     LayerRouter,
     preset_names,
@@ -9,7 +10,7 @@ from holdfast.routing.layer_names import (
     routers_by_layer,
     written_name,
 )
-from holdfast.routing.registry import Preset, split_routers
+from holdfast.routing.registry import Preset
 
 
 @pytest.mark.parametrize(

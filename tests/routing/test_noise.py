@@ -212,3 +212,12 @@ def test_noise_is_a_part_with_its_own_cost() -> None:
     learned = create_router("top-p", dim=8, experts=4, noise="gaussian")
     assert sum(isinstance(part, Noise) for part in learned.parts) == 1
     assert sum(isinstance(part, Noise) for part in create_router("top-p", dim=8, experts=4).parts) == 0
+
+
+def test_a_forward_that_does_not_learn_has_no_noise() -> None:
+    router = create_router("smoe", dim=8, experts=6, noise="gaussian", noise_std=2.0).train()
+    tokens = torch.randn(3, 9, 8)
+    router.learning = False
+    still = router(tokens)
+    router.learning = True
+    assert torch.equal(still.experts, router.eval()(tokens).experts)

@@ -1,6 +1,7 @@
 """Names, the + grammar, options and the sentences for mistakes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +185,36 @@ def test_a_name_that_the_grammar_could_not_read_is_refused(name: str) -> None:
 def test_an_unknown_stage_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'scores'.*'score'"):
         Preset("new", "", "", {"scores": Score})
+
+
+def test_an_option_of_a_name_is_not_also_for_the_default_parts() -> None:
+    running = holdfast.create_router("sinkhorn[bias=running]", dim=8, experts=4)
+    assert {name for name, _ in running.named_parameters()} == {"score.weight"}
+    assert "score.bias" in dict(holdfast.create_router("smoe[bias=true]", dim=8, experts=4).named_parameters())
+
+
+@pytest.mark.parametrize("name", ["expert-choice+capacity[factor=0.5]", "xmoe+stablemoe[width=20]"])
+def test_an_option_that_two_names_have_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"both have an option (factor|width)"):
+        REGISTRY.resolve(name)
+
+
+@pytest.mark.parametrize("name", ["top-p[k=3]", "sparsemax[k=3]", "softmoe[k=2]", "smear[k=2]"])
+def test_k_in_brackets_of_a_router_without_k_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="has no k"):
+        REGISTRY.resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("capacity", {"factor": "much"}),
+        ("smoe", {"k": "2"}),
+        ("smoe", {"k": 2.5}),
+        ("ac", {"mix": 1.5}),
+        ("softmoe", {"slots": 2.5}),
+    ],
+)
+def test_a_keyword_of_the_wrong_type_is_refused_in_one_sentence(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"the option .* is .*, not "):
+        holdfast.create_router(name, dim=8, experts=4, **options)

@@ -72,7 +72,7 @@ def test_eta_starts_where_told(options: dict[str, float], start: float) -> None:
         ({"b": -1.0}, "b is -1.0; an exponent"),
         ({"a": math.inf}, "a is inf"),
         ({"eta": -3.0}, "eta is -3.0; expected control='loss'"),
-        ({"eta": math.nan, "control": "loss"}, "eta is nan; expected a finite number"),
+        ({"eta": math.nan, "control": "loss"}, "eta is nan, not a number"),
     ],
 )
 def test_bad_exponents_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:

@@ -42,9 +42,9 @@ from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers.losses import Losses
 from holdfast.routing import Router
 from holdfast.routing.declarations import LayerKind
+from holdfast.routing.grammar import split_options
 from holdfast.routing.layer_names import LayerRouter, has_layers, resolve_layers, routers_by_layer
 from holdfast.routing.presets import REGISTRY
-from holdfast.routing.registry import split_options
 
 Layers = str | Sequence[int]
 DEFAULT_K = 2  # experts per token of a layer that sparsify makes
@@ -278,8 +278,6 @@ def sparsify(
         raise ValueError(unknown_name("init", init, ("copy", "random")))
     if noise < 0 or (noise and init != "copy"):
         raise ValueError(f"noise is {noise} with init={init!r}; it is added to copied weights and cannot be negative.")
-    if shared is not None and shared < 1:
-        raise ValueError(f"shared is {shared}; give the number of shared experts, or leave it out for none.")
     if hidden is not None and hidden < 1:
         raise ValueError(f"hidden is {hidden}; an expert is at least 1 wide.")
     if any(isinstance(module, SparseLayer) for module in model.modules()):
@@ -312,6 +310,8 @@ def sparsify(
 
 def sparse_specs(names: Sequence[str], routers: list[LayerRouter], plain: LayerSpec) -> dict[str, LayerSpec]:
     """Return the specs of the layers that become sparse: `plain`, with the router that the layer gets if one is for it."""
+    if plain.shared is not None and plain.shared < 1:
+        raise ValueError(f"shared is {plain.shared}; give the number of shared experts, or leave it out for none.")
     specs = {}
     for name, one in zip(names, routers_by_layer(routers, len(names)), strict=True):
         k = plain.k if one is None or one.k is None else one.k

@@ -96,7 +96,9 @@ class SparseMixer(Rule):
         for slot in range(k):
             best = levels[..., slot : slot + 1]
             near = ((best - left) / left.abs().maximum(best)).detach() <= 2 * self.tolerance
-            weights.append(torch.softmax(left.where(near, -torch.inf), dim=-1).gather(-1, experts[..., slot : slot + 1]))
+            # Not -inf: of an unused slot, which reads expert 0, nothing may be near, and the gradient would be NaN.
+            close = left.where(near, torch.finfo(left.dtype).min)
+            weights.append(torch.softmax(close, dim=-1).gather(-1, experts[..., slot : slot + 1]))
             left = left.scatter(-1, experts[..., slot : slot + 1], -torch.inf)
         # An expert in a strip below the k-th is weighted as if it were the k-th.
         strip = weights[-1] * (levels - levels[..., k - 1 : k]).exp()

@@ -234,6 +234,11 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
     }
     if info.vocabulary is not None:
         from_layer["vocabulary"] = info.vocabulary
+        given = spec.options.get("vocabulary", info.vocabulary)
+        if isinstance(given, int) and given < info.vocabulary:
+            raise ValueError(
+                f"{info.name}: vocabulary is {given}, but this model has {info.vocabulary} token ids; leave the option out."
+            )
     elif reads(spec.router, "token_ids"):
         raise ValueError(
             f"{info.name}: router {spec.router!r} chooses experts by token id, and this part of the model reads none; "

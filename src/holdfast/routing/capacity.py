@@ -34,7 +34,7 @@ from holdfast.routing.declarations import (
 )
 from holdfast.routing.parts import Noise, Selector, Traits
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Rule, Scores, Selection
+from holdfast.routing.rules import EXCLUDED, Rule, Scores, Selection
 from holdfast.routing.state import gather_over_ranks, several_ranks
 
 Policy = Literal["drop", "next", "reroute"]
@@ -155,14 +155,14 @@ class Capacity(Selector):
     def _preferences(self, live: Selection, requested: Tensor, ranks: Tensor) -> Tensor:
         """Return (B,N,E): the place of each expert in the list of a token, from 0; E for experts that it never asks.
 
-        Requested experts come first, by slot, then all others with a positive gate, best first.
+        Requested experts come first, by slot, then all others with a positive gate that the selector allows, best first.
         """
         slot = torch.arange(live.experts.shape[-1], device=live.experts.device).expand_as(live.experts)
         places = torch.full_like(live.gates, self.experts, dtype=torch.int64)
         places = _with_unused(places).scatter(-1, live.experts, slot)[..., :-1]
         if self.policy == "drop":
             return places
-        others = ~requested & (live.gates > 0)
+        others = ~requested & (live.gates > 0) & (ranks > EXCLUDED)
         order = top(ranks.detach().where(others, -torch.inf), self.experts)
         after = torch.zeros_like(order).scatter(-1, order, torch.arange(self.experts, device=order.device).expand_as(order))
         after = (after + requested.sum(-1, keepdim=True)).clamp_max(self.experts)

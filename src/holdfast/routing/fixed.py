@@ -234,7 +234,7 @@ class Distilled(Selector):
         experts, losses = rows_of(self.table, ids), {}
         if not self._uses_table_only:
             predicted = linear_float32(F.embedding(ids, self.embedding), self.predictor)
-            choice = top(scores.key if self.training else predicted, self.k)
+            choice = top(scores.key if self.sees_batch else predicted, self.k)
             if self.training and self.learning:
                 losses["distill"] = self._loss(predicted, choice, tokens, context)
             experts = torch.where(is_set(self.frozen), experts, choice)

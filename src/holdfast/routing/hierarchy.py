@@ -18,10 +18,8 @@ from torch import Tensor
 from holdfast.kernels.select import Amounts, top
 from holdfast.routing.conditions import best, joined_conditions, swap_conditions
 from holdfast.routing.declarations import Conditions, NoCertificate
-from holdfast.routing.rules import Rule, Scores
+from holdfast.routing.rules import EXCLUDED, Rule, Scores
 from holdfast.routing.selection import Softmax, TopK, check_k
-
-LOWEST = torch.finfo(torch.float32).min  # the rank of an expert in a group that is not kept; ONNX cannot sort infinities
 
 
 class GroupedRule(Rule):
@@ -68,7 +66,7 @@ class GroupedRule(Rule):
 
     def ranks(self, scores: Scores) -> Tensor:
         ranks = self.base.ranks(scores)
-        return ranks if self.is_flat else ranks.where(self.allowed(scores.gates), LOWEST)
+        return ranks if self.is_flat else ranks.where(self.allowed(scores.gates), EXCLUDED)
 
     def levels(self, scores: Scores) -> Tensor:
         levels = self.base.levels(scores)

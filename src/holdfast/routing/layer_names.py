@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import unknown_name
+from holdfast.routing.grammar import NAMES_LAYERS, read_value, split_options
 from holdfast.routing.presets import REGISTRY
-from holdfast.routing.registry import NAMES_LAYERS, read_value, split_options
 
 NATIVE = "native"  # in a model that has routers: the family's own rule
 _BAR = re.compile(r"\|(?![^\[]*\])")  # outside brackets

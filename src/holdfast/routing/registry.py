@@ -6,18 +6,15 @@ This grammar is used everywhere: by `create_router`, `reroute` and `sparsify`, b
 `Preset`, which replaces one stage of the pipeline or more. Options in brackets go to the parts that have them.
 """
 
-import contextlib
 import importlib
 import inspect
-import math
-import re
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from holdfast.errors import unknown_name
 from holdfast.routing.declarations import LayerKind
+from holdfast.routing.grammar import check_value, option_name, split_options
 from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
@@ -157,10 +154,22 @@ class Registry:
                 raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
+            owners = [preset.name for preset in self.parse(name) if option in _preset_options(preset)]
+            if len(owners) > 1:
+                raise ValueError(f"{' and '.join(owners)} both have an option {option}, so {name!r} cannot set it for one.")
+        if "k" in bracketed and not self._has_k(name):
+            raise ValueError(f"router {name!r} has no k: how many experts a token uses follows from its scores.")
         checked = {
-            option: check_value(kinds.get(option, Any), value, f"the option {option}") for option, value in bracketed.items()
+            option: check_value(kinds.get(option, Any), value, f"the option {option}")
+            for option, value in {**bracketed, **given}.items()
         }
-        return name, checked | given
+        return name, checked
+
+    def _has_k(self, name: str) -> bool:
+        """Return whether a part of the router `name` uses k."""
+        if any(preset.k is not None for preset in self.parse(name)):
+            return False
+        return any("k" in inspect.signature(part).parameters for part in self.part_classes(name))
 
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
@@ -226,10 +235,13 @@ class Registry:
             built["score"] = host.score
         # Noise belongs to the outermost selector: a capacity limit does not pass it on to the selector inside.
         withheld = NOISE if "capacity" in classes else ()
+        # An option that a part of a name has is not also for the parts that no name brings.
+        of_names = {option for part in replaced.values() for option in _options(_load(part))} & options.keys()
         for stage in STAGES:
             if stage in classes and stage not in built:
                 base = {"base": built[WRAPPERS[stage]]} if stage in WRAPPERS else {}
-                given = {key: value for key, value in values.items() if stage != "select" or key not in withheld}
+                skipped = {*(withheld if stage == "select" else ()), *(() if stage in replaced else of_names)}
+                given = {key: value for key, value in values.items() if key not in skipped}
                 built[stage] = _construct(classes[stage], given | base, name)
         has_noise = any(NOISE[0] in _options(part) for stage, part in classes.items() if stage != "select" or not withheld)
         described: dict[str, Any] = {key: value for key, value in values.items() if key in (*NOISE, "dim", "experts")}
@@ -297,151 +309,5 @@ def _options(part: Callable[..., Any]) -> list[str]:
     return [option_name(name) for name in inspect.signature(part).parameters if name not in GIVEN]
 
 
-def option_name(parameter: str) -> str:
-    """Return the option that a constructor's parameter is for. The parameter of `from`, a Python keyword, is `from_`.
-
-    So the option is written `similarity[from=confident]`, and in Python `create_router("similarity", from_="confident")`.
-    """
-    return parameter.removesuffix("_")
-
-
-# The grammar of router names.
-_NAME = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<options>[^\[\]]*)\])?")  # a name, and its options in brackets
-_COMMA = re.compile(r",(?![^\[]*\])(?!\s*\d+\s*(?:[,|]|$))")  # a comma outside brackets, not before another index of a layer
-NAMES_LAYERS = re.compile(r"[@|](?![^\[]*\])")  # outside brackets
-_PLUS = re.compile(r"\+(?![^\[]*\])")  # a plus sign outside brackets
-_INTEGER = re.compile(r"[-+]?\d+")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
-_TEXT = re.compile(r"[\w./~-]([\w ./:+~-]*[\w./+~-])?")
-_WORDS: dict[str, Any] = {
-    **dict.fromkeys(("true", "yes", "on"), True),
-    **dict.fromkeys(("false", "no", "off"), False),
-    **dict.fromkeys(("", "null", "none", "~"), None),
-}
-
-
-def split_routers(written: str) -> list[str]:
-    """Return the routers of a list such as `smoe,ac@1,3,similarity[causal=false,tau=2]`.
-
-    Commas outside brackets separate them; a comma before a number continues a list of layers, so `ac@1,3` is one router.
-    """
-    return [part.strip() for part in _COMMA.split(written) if part.strip()]
-
-
-def split_options(written: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the names that `+` joins, and the options of all brackets, with values whose types are not checked yet.
-
-    An option may be in the brackets of any name: it goes to the part that has it.
-    """
-    if not isinstance(written, str):
-        raise ValueError(
-            f"the name of a router is a string such as 'smooth' or 'ac+symphony', but got a {type(written).__name__}."
-        )
-    if NAMES_LAYERS.search(written):
-        raise ValueError(
-            f"{written!r} names layers of a model, but one router is needed here: leave out @, its layers and | "
-            "(reroute, sparsify, plan, compare, train and audit --what-if take names with layers)."
-        )
-    names: list[str] = []
-    options: dict[str, Any] = {}
-    for part in _PLUS.split(written):
-        found = _NAME.fullmatch(part.strip())
-        if found is None and part.strip():
-            raise ValueError(
-                f"{written!r} is not a router: write a name, or a name with options in brackets, as in "
-                "similarity[causal=false]."
-            )
-        names.append("" if found is None else found["name"].strip())
-        for pair in filter(None, map(str.strip, ((found and found["options"]) or "").split(","))):
-            key, sign, value = pair.partition("=")
-            key = option_name(key.strip())
-            if not sign or not key:
-                raise ValueError(f"{pair!r} in {written!r} is not an option: write option=value.")
-            if key in options:
-                raise ValueError(f"{written!r} gives the option {key} twice.")
-            try:
-                options[key] = read_value(value.strip())
-            except ValueError as problem:
-                raise ValueError(f"{pair!r} in {written!r} has {problem}") from None
-    return names, options
-
-
-def read_value(text: str) -> Any:
-    """Return the value that `text` stands for: a bool, a number, None or a string."""
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    if _NUMBER.fullmatch(text):
-        return float(text)
-    if _QUOTED.fullmatch(text):
-        return text[1:-1]
-    if not _TEXT.fullmatch(text) or ": " in text:
-        raise ValueError("a value that cannot be read: write a number, true, false or a word.")
-    return text
-
-
-# The types of option values.
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "empty"}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The smallest and the largest value of a number, for `Annotated[int, Limits(...)]`, and the words for an error."""
-
-    low: float
-    high: float
-    words: str
-
-
-def check_value(kind: Any, value: Any, what: str) -> Any:
-    """Return `value` as the type `kind`; raise ValueError if it has another type. `what` names the value in the error."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    if isinstance(value, str) and str not in kinds and any(_without_limits(each) is float for each in kinds):
-        with contextlib.suppress(ValueError):  # YAML reads 1e-3 as a string
-            value = float(value)
-    if not any(_fits(each, value) for each in kinds):
-        raise ValueError(f"{what} is {value!r}, not {' or '.join(map(_type_name, kinds))}.")
-    plain = [_without_limits(each) for each in kinds]
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_whole and float in plain and int not in plain else value
-
-
-def _without_limits(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _limits(kind: Any) -> Limits | None:
-    found = kind.__metadata__ if get_origin(kind) is Annotated else ()
-    return next((entry for entry in found if isinstance(entry, Limits)), None)
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    limits = _limits(kind)
-    if limits is not None:
-        return _fits(_without_limits(kind), value) and limits.low <= value <= limits.high
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in inside
-    if origin is list:
-        return isinstance(value, list) and all(_fits(inside[0], entry) for entry in value)
-    if origin is dict:
-        return isinstance(value, dict)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if kind not in TYPE_NAMES:
-        return True  # a part may declare any other type, which is not checked here
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-
-
-def _type_name(kind: Any) -> str:
-    limits = _limits(kind)
-    if limits is not None:
-        return limits.words
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " or ".join(repr(option) for option in inside)
-    if origin is list:
-        return "a list of whole numbers" if _without_limits(inside[0]) is int else "a list"
-    return TYPE_NAMES.get(kind, "a section")
+def _preset_options(preset: Preset) -> set[str]:
+    return {option for part in preset.parts.values() for option in _options(_load(part))}

@@ -173,7 +173,7 @@ class Router(nn.Module):
                 slots = logits.unflatten(-1, (self.experts, self.score.slots))
                 logits = slots.logsumexp(-1)
             scores = self._inform(logits, tokens, context, real, slots)
-            if self.training and self.select.noise is not None:
+            if self.training and self.learning and self.select.noise is not None:
                 scores = self.select.with_noise(self.select.noise, scores, tokens)
             selection = self.select(scores, tokens, context)
             weights = selection.weights if self.scale == 1 else selection.weights * self.scale

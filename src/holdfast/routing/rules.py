@@ -16,6 +16,8 @@ from holdfast.kernels.select import TINY, Amounts
 from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction
 from holdfast.routing.records import Routing
 
+EXCLUDED = torch.finfo(torch.float32).min  # a rank; not -inf, because ONNX cannot sort infinities
+
 
 class Scores:
     """What a selector reads: the same scores as logits and as gates.
@@ -85,7 +87,7 @@ class Rule(ABC):
         return type(self).__name__
 
     def ranks(self, scores: Scores) -> Tensor:
-        """Return (B,N,E): what experts are sorted by."""
+        """Return (B,N,E): what experts are sorted by. Experts that may not be selected have the rank `EXCLUDED` or -inf."""
         return scores.key
 
     def levels(self, scores: Scores) -> Tensor:

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
 from holdfast.model_size import require_sane_numbers
+from holdfast.routing.grammar import Limits, check_value, split_routers
 from holdfast.routing.layer_names import has_layers, resolve_layers, written_name
 from holdfast.routing.plugins import plugins_of
 from holdfast.routing.presets import REGISTRY
-from holdfast.routing.registry import Limits, check_value, split_routers
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
 

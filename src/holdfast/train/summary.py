@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.metrics import Cost, cost_over_seeds, paired
-from holdfast.routing.registry import split_options
+from holdfast.routing.grammar import split_options
 
 COMPUTE_TOLERANCE = 0.005  # relative to the baseline's experts per token; a smaller difference does not count
 Seeds = Mapping[int, dict[str, Any]]  # results by seed
