@@ -153,3 +153,12 @@ def test_a_plan_counts_what_ranks_exchange_to_select() -> None:
     columns = plan("mixtral", ["smoe", "base", "capacity", "sinkhorn"], workload=workload).columns
     sent = {column.router: column.layouts[0].summed for column in columns}
     assert sent["smoe"] == 0 < sent["sinkhorn"] < sent["base"] < sent["capacity"]
+
+
+def test_phimoe_with_a_capacity_has_finite_gradients() -> None:
+    """A dropped slot is read as expert 0, beside which no expert may be near."""
+    torch.manual_seed(0)
+    model = holdfast.reroute(tiny("phimoe"), "capacity[factor=0.5]").train()
+    ids = torch.randint(3, 64, (2, 12))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is None or bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
