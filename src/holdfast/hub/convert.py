@@ -14,7 +14,7 @@ from torch import nn
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import active_module
-from holdfast.hub.families import DenseFamily, dense_family, find_submodule, layers_of
+from holdfast.hub.families import DenseFamily, dense_family, dense_weights, find_submodule, initial_std, layers_of
 from holdfast.hub.folder_files import unmark_dequantised
 from holdfast.hub.install import (
     hooks_of,
@@ -36,10 +36,10 @@ from holdfast.hub.layers import (
     require_modalities,
 )
 from holdfast.hub.model_classes import install_hooks_and_classes
-from holdfast.hub.new_experts import dense_weights, fill_experts, fill_shared, initial_std
 from holdfast.hub.replacements import UNREADABLE_GATE, SparseLayer, uninstall_gate
 from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers.losses import Losses
+from holdfast.layers.upcycling import fill_experts, fill_shared
 from holdfast.routing import Router
 from holdfast.routing.declarations import LayerKind
 from holdfast.routing.grammar import split_options
@@ -302,7 +302,7 @@ def sparsify(
         std = initial_std(targets[name], family)
         if sparse.shared is not None:
             fill_shared(sparse.shared, dense[name], std)
-        fill_experts(sparse, dense.pop(name), noise, std)
+        fill_experts(sparse.experts, dense.pop(name), noise, std)
     install_hooks_and_classes(model, moe_layers(model), specs)
     mark_modified(model)
     return model

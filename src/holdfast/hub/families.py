@@ -15,12 +15,16 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.select import top
+from holdfast.layers import Experts
+from holdfast.layers.experts import ACTIVATIONS, Activation
 from holdfast.routing import Routing
 from holdfast.routing.conditions import HIGHEST_OF_GROUP, keep_best, keep_best_in_groups
 from holdfast.routing.declarations import SIGMOID, Conditions, NoCertificate
 from holdfast.routing.parts import normalise
 from holdfast.routing.rules import Rule, Scores
 from holdfast.routing.selection import Softmax, faded_gates
+
+OUR_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
 
 
 class GroupedSigmoid(Rule):
@@ -332,3 +336,66 @@ def _installed() -> tuple[int, ...]:
     import transformers
 
     return _version(transformers.__version__)
+
+
+def new_experts(family: DenseFamily, layer: nn.Module, experts: int, hidden: int | None) -> Experts:
+    """Return experts in the form of the dense network of `layer`; `hidden` is their width, None: that of the network."""
+    down: Any = layer.get_submodule(family.down)
+    dim, inner = linear_shape(down)
+    return Experts(
+        dim,
+        hidden or inner,
+        experts,
+        activation=activation_of(layer.get_submodule(family.attention).config, family),
+        gated=family.gated,
+        bias=getattr(down, "bias", None) is not None,
+        **device_and_dtype(down.weight),
+    )
+
+
+def activation_of(config: Any, family: DenseFamily) -> str | Activation:
+    """Return the config's activation: our name for it if there is a fused kernel, else transformers' function."""
+    from transformers.activations import ACT2FN
+
+    name = getattr(config, family.activation)
+    name = OUR_ACTIVATIONS.get(name, name)
+    known: str | Activation = name if name in ACTIVATIONS else ACT2FN[name]
+    return known
+
+
+def linear_shape(linear: Any) -> tuple[int, int]:
+    """Return (out, in) of a linear map; GPT-2's layers store their weight transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    out, inner = linear.weight.shape
+    return (inner, out) if isinstance(linear, Conv1D) else (out, inner)
+
+
+def device_and_dtype(weight: torch.Tensor, module: nn.Module | None = None) -> dict[str, Any]:
+    """Return device and dtype of a weight; for one that accelerate has offloaded, the device that computes with it."""
+    device = weight.device
+    if device.type == "meta" and module is not None and hasattr(module, "_hf_hook"):
+        device = torch.device(getattr(module._hf_hook, "execution_device", None) or "cpu")
+    return {"device": device, "dtype": weight.dtype} if weight.is_floating_point() else {"device": device}
+
+
+@torch.no_grad()
+def dense_weights(family: DenseFamily, layer: nn.Module) -> dict[str, Tensor]:
+    """Return the dense network's weights with the names and shapes of one expert."""
+    from transformers.pytorch_utils import Conv1D
+
+    up_name = "gate_up_proj" if family.gated else "up_proj"
+    weights = {}
+    for name, paths in ((up_name, family.up), ("down_proj", (family.down,))):
+        linears: list[Any] = [layer.get_submodule(path) for path in paths]
+        matrices = [linear.weight.t() if isinstance(linear, Conv1D) else linear.weight for linear in linears]
+        weights[name] = torch.cat([matrix.detach() for matrix in matrices])
+        biases: list[Any] = [getattr(linear, "bias", None) for linear in linears]
+        if biases[0] is not None:
+            weights[f"{name}_bias"] = torch.cat([bias.detach() for bias in biases])
+    return weights
+
+
+def initial_std(layer: nn.Module, family: DenseFamily) -> float:
+    """Return the standard deviation of the model's initial weights."""
+    return float(getattr(layer.get_submodule(family.attention).config, "initializer_range", 0.02))

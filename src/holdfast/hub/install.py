@@ -17,7 +17,16 @@ import torch
 from torch import nn
 
 from holdfast.hub.context import NOT_CAUSAL, ContextCapture
-from holdfast.hub.families import DenseFamily, dense_family, layers_of, routing_from_gate, text_config
+from holdfast.hub.families import (
+    DenseFamily,
+    dense_family,
+    device_and_dtype,
+    layers_of,
+    linear_shape,
+    new_experts,
+    routing_from_gate,
+    text_config,
+)
 from holdfast.hub.layers import (
     NATIVE,
     LayerInfo,
@@ -31,7 +40,6 @@ from holdfast.hub.layers import (
     vocabulary_of,
 )
 from holdfast.hub.losses import LossCollector
-from holdfast.hub.new_experts import device_and_dtype, linear_shape, new_experts, new_shared
 from holdfast.hub.replacements import (
     GateScore,
     ReroutedGate,
@@ -43,6 +51,7 @@ from holdfast.hub.replacements import (
 )
 from holdfast.layers import Experts, name_layers
 from holdfast.layers.moe import LAYER_NAMES, not_causal
+from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
 
@@ -164,7 +173,9 @@ def make_sparse(
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
     _refuse_in_causal_layers(family, layers, routers)
-    experts = {name: new_experts(family, layer, specs[name]) for name, layer in layers.items()}
+    experts = {
+        name: new_experts(family, layer, specs[name].experts or 0, specs[name].hidden) for name, layer in layers.items()
+    }
     made = {}
     for name, layer in layers.items():
         router = routers[name]
