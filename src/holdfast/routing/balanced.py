@@ -71,6 +71,7 @@ class ExpertChoice(Selector):
         if evaluate not in ("top-k", "same"):
             raise ValueError(unknown_name("evaluation", evaluate, ("top-k", "same")))
         self.experts, self.k, self.factor, self.evaluate = experts, k, factor, evaluate
+        self.ratio = as_ratio(factor)
         self.traits = BATCH_WIDE if evaluate == "same" else Traits()
 
     @property
@@ -93,7 +94,7 @@ class ExpertChoice(Selector):
     def _chosen(self, shares: Tensor, real: Tensor) -> Tensor:
         """Return (B,N,E) bool: the tokens that each expert takes."""
         by_expert = shares.where(real.unsqueeze(-1), -1.0).flatten(0, 1).t()  # (E,T)
-        places = places_of_each(real.sum() * self.k, self.factor, self.experts)
+        places = places_of_each(real.sum() * self.k, self.ratio, self.experts)
         taken = torch.arange(by_expert.shape[1], device=shares.device) < torch.minimum(places, real.sum())
         order = top(by_expert, by_expert.shape[1])
         chosen = torch.zeros_like(by_expert, dtype=torch.bool).scatter(1, order, taken.expand_as(order))
@@ -289,10 +290,15 @@ def best_of(chosen: Tensor, keys: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     return experts, chosen.gather(-1, experts)
 
 
-def places_of_each(slots: Tensor, factor: float, experts: int) -> Tensor:
-    """Return ceil(factor * slots / E) without rounding errors: 1.1 is 11 / 10. `slots` is an integer on the device."""
-    exact = Fraction(str(factor)).limit_denominator(LARGEST_DENOMINATOR)
-    return -(-slots * exact.numerator // (experts * exact.denominator))
+def as_ratio(factor: float) -> tuple[int, int]:
+    """Return the factor as numerator and denominator, without the rounding error of a float: 1.1 is 11 / 10."""
+    return Fraction(str(factor)).limit_denominator(LARGEST_DENOMINATOR).as_integer_ratio()
+
+
+def places_of_each(slots: Tensor, ratio: tuple[int, int], experts: int) -> Tensor:
+    """Return ceil(ratio * slots / E) in whole numbers. `slots` is an integer on the device."""
+    numerator, denominator = ratio
+    return -(-slots * numerator // (experts * denominator))
 
 
 def _held(amounts: Tensor, experts: Tensor, live: Selection) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from holdfast.errors import unknown_name
 from holdfast.kernels.launching import EVERYWHERE, operator
 from holdfast.kernels.select import ordered_keys, top
-from holdfast.routing.balanced import BATCH_WIDE, best_of, places_of_each
+from holdfast.routing.balanced import BATCH_WIDE, as_ratio, best_of, places_of_each
 from holdfast.routing.declarations import (
     FLOAT,
     ActiveExperts,
@@ -80,6 +80,7 @@ class Capacity(Selector):
         if base.not_limited is not None:
             raise ValueError(f"a capacity cannot limit {type(base).__name__}: {base.not_limited}; remove one of them.")
         self.base, self.experts, self.factor, self.policy, self.order = base, experts, factor, policy, order
+        self.ratio = as_ratio(factor)
         self.traits = BATCH_WIDE & base.traits
         self.takes_informers, self.equal_loads = base.takes_informers, base.equal_loads
         self.takes_noise = base.takes_noise
@@ -175,7 +176,7 @@ class Capacity(Selector):
         by_position = self.order == "position"
         if self.policy == "drop" and not over_ranks:  # in plain operations, without reading a number on the host
             wanted = rows[2] & real.flatten().unsqueeze(1)
-            places = places_of_each(wanted.sum(), self.factor, self.experts)
+            places = places_of_each(wanted.sum(), self.ratio, self.experts)
             kept = _keep_best(wanted, _priorities(rows[0], rows[1], by_position), places)
         else:
             kept = _assign(*rows, real.flatten(), self.factor, POLICIES.index(self.policy), by_position, over_ranks)
@@ -231,7 +232,7 @@ def _limit_rows(
     rows, mine = gather_over_ranks(rows) if over_ranks else (rows, slice(None))
     gates, preferences, wanted = rows.split([gates.shape[1], gates.shape[1], 1], dim=1)
     preferences, wanted = preferences.long(), wanted.long()
-    places = places_of_each(wanted.sum(), factor, gates.shape[1])
+    places = places_of_each(wanted.sum(), as_ratio(factor), gates.shape[1])
     priorities = _priorities(gates, preferences, by_position)
     limited = LIMITS[POLICIES[policy]](preferences, wanted, priorities, places)
     return torch.zeros_like(requested).index_put((real,), limited[mine])
