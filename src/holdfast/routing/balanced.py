@@ -39,7 +39,7 @@ from holdfast.routing.declarations import (
 )
 from holdfast.routing.parts import Selector, Traits, normalise
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Scores, Selection
+from holdfast.routing.rules import EXCLUDED, Scores, Selection
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, flag, is_set, several_ranks, sum_over_ranks
 
@@ -286,7 +286,7 @@ def exact_sigmoid(logits: Tensor) -> Tensor:
 
 def best_of(chosen: Tensor, keys: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     """Return the `slots` best of the experts `chosen (B,N,E)`, best first by `keys (B,N,E)`, and which slots are in use."""
-    experts = top(keys.detach().where(chosen, -torch.inf), slots)
+    experts = top(keys.detach().where(chosen, EXCLUDED), slots)
     return experts, chosen.gather(-1, experts)
 
 

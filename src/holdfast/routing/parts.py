@@ -240,6 +240,7 @@ class Selector(Part):
     equal_loads = False  # in training every expert gets the same number of tokens: losses of counts have no gradient
     fixed_sets = False  # True: in evaluation, a token's set depends on its id only, whatever its scores are
     layer_kind: LayerKind = "moe"  # the layer that runs experts as this selector means it
+    in_onnx = True  # False: ONNX lacks operators that it needs, so exporting it is an error
     takes_noise = True  # False: it does not read scores in training, so a router with noise is an error
 
     def __init__(self) -> None:
