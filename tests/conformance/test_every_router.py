@@ -46,7 +46,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "similarity, all tokens": ("similarity", {"causal": False}),
     "xmoe+similarity": ("xmoe+similarity", {}),
     "smoe-dropout+similarity": ("smoe-dropout+similarity", {}),
-    "similarity+smooth": ("similarity+smooth", {"eps": 0.3}),
+    # A wide strip: in a narrow one, rounding of 3e-8 in the gates is 1e-5 in the weights.
+    "similarity+smooth": ("similarity+smooth", {"eps": 0.3, "budget": 2.0}),
     "xmoe+attention": ("xmoe+attention", {"heads": 2}),
     "smoe-dropout+attention": ("smoe-dropout+attention", {"heads": 2}),
     "attention, sigma 1": ("attention", {"heads": 2, "sigma": 1.0}),
