@@ -444,7 +444,7 @@ SPECS: dict[str, tuple[Edit, str]] = {
     "a list for a router": (layer(router=["smoe"]), "expected str"),
     "an unknown field": (layer(more=1), "more"),
     "an unknown option": (layer(options={"evil": 1}), "evil"),
-    "an option of a wrong type": (layer(options={"beta": {"a": []}}), "options"),
+    "an option of a wrong type": (layer(options={"beta": {"a": []}}), "the option beta"),
     "a million experts": (layer(experts=10**6), "at most 65,536"),
     "a width of 10^15": (layer(hidden=10**15, experts=8), "cannot be loaded"),
 }
