@@ -12,6 +12,7 @@ from holdfast.kernels import balance
 from holdfast.kernels.balance import triton as balance_triton
 from holdfast.kernels.dispatch import GLUS, combine_rows_reference, dispatch
 from holdfast.kernels.dispatch import triton as dispatch_triton
+from holdfast.kernels.finite import decode_name, encode_name
 from holdfast.kernels.finite import triton as finite_triton
 from holdfast.kernels.grouped import naive as naive_grouped
 from holdfast.kernels.grouped import triton as grouped_triton
@@ -114,12 +115,30 @@ def sorting(device: str, tokens: int, slots: int, experts: int) -> None:
 
 
 def looking(device: str, size: int, place: int, value: float) -> None:
-    """NaN and infinities of either sign are found, wherever they are, and the largest number is not."""
-    scores = torch.randn(size)
+    """NaN and infinities of either sign are found, wherever they are, and the largest number is not.
+
+    The first layer that finds one writes its name, later ones do not; rows of padding are not looked at.
+    """
+    scores = torch.randn(size, 1)
     scores[place] = value
-    found = torch.zeros((), dtype=torch.int32, pin_memory=device == "cuda")
-    assert finite_triton.check(scores.to(device), found).cpu() == 0  # waits for the GPU
-    assert bool(found) != math.isfinite(value)
+    pinned = {"pin_memory": device == "cuda"}
+    found, name = torch.zeros((), dtype=torch.int32, **pinned), torch.zeros(128, dtype=torch.uint8, **pinned)
+    first, second = (encode_name(layer).to(device) for layer in ("first", "second"))
+    hidden = torch.ones(size, dtype=torch.bool)
+    hidden[place] = False
+
+    def check(layer: Tensor, real: Tensor | None) -> None:
+        there = None if real is None else torch.stack([real, ~real], dim=1).to(device)[:, 0]  # not contiguous
+        finite_triton.check(scores.to(device), there, layer, name, found)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    check(first, hidden)
+    assert not found
+    for layer in (first, second):
+        check(layer, torch.ones(size, dtype=torch.bool) if layer is first else None)
+        assert bool(found) != math.isfinite(value)
+        assert decode_name(name) == ("" if math.isfinite(value) else "first")
 
 
 def balancing(device: str, tokens: int, experts: int, slots: int, masked: bool) -> None:

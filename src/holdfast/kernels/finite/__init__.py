@@ -1,8 +1,13 @@
-"""Stop a training run at the first NaN or infinity, by name, without making the GPU wait."""
+"""Stop a training run at the first NaN or infinity, by name, without making the GPU wait.
 
+On a CPU the error comes at once. On a GPU the check of a layer writes the layer's name to a record in the host's memory,
+unless an earlier layer did, and the host reads that record at the next check. There is one record for each GPU. Nothing of
+this is done by the host in the layer's own turn, so a CUDA graph that is replayed checks as well: after a replay, and before
+the step of an optimizer whose model is compiled with CUDA graphs, the host reads the record (`require_finite_so_far`).
+"""
+
+import ctypes
 import math
-from collections import deque
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,19 +15,6 @@ from torch import Tensor
 from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, on_device_of, operator
 
 NAME_BYTES = 128
-
-
-@dataclass
-class _Check:
-    """A check that a GPU may not have run yet. It keeps the host memory alive that the kernel will write to."""
-
-    arrived: torch.cuda.Event
-    found: Tensor
-    layer: Tensor
-    silent: bool = False  # an earlier layer was reported already, and caused this one
-
-
-_in_flight: deque[_Check] = deque()
 
 
 def encode_name(name: str) -> Tensor:
@@ -34,6 +26,51 @@ def encode_name(name: str) -> Tensor:
 def decode_name(encoded: Tensor) -> str:
     """Return the name that `encode_name` was given."""
     return bytes(encoded.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+class _Record:
+    """The first layer of a GPU whose scores were not finite, in the host's memory: its name, and whether there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = torch.zeros(NAME_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.found = torch.zeros((), dtype=torch.int32, pin_memory=True)
+        self._value = ctypes.c_int32.from_address(self.found.data_ptr())  # read at every check: faster than a tensor
+
+    @property
+    def is_set(self) -> bool:
+        return self._value.value != 0
+
+    def clear(self) -> None:
+        self._value.value = 0
+
+
+_records: dict[torch.device, _Record] = {}
+_reads_before_steps = False
+
+
+def _record_of(device: torch.device) -> _Record:
+    if device not in _records:
+        _records[device] = _Record(device)
+    return _records[device]
+
+
+def require_finite_so_far() -> None:
+    """Raise ValueError, with the layer's name, if a GPU has found router scores that are NaN or infinite; do not wait.
+
+    It reports what the GPU has computed so far. Call it after each replay of a CUDA graph that you have captured yourself.
+    """
+    for record in _records.values():
+        if record.is_set:
+            raise _first_found(record)
+
+
+def _first_found(record: _Record) -> ValueError:
+    """Return the error of a record, and clear all records: what later layers find has the same cause."""
+    for each in _records.values():
+        torch.cuda.synchronize(each.device)  # the name is complete, and no kernel of this step writes a record later
+        each.clear()
+    return _report(record.name, None)
 
 
 def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
@@ -49,50 +86,63 @@ def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
     )
 
 
-def _report_finished_checks() -> None:
-    """Raise for the first finished check that found a NaN or infinity; later ones follow from it and stay silent."""
-    while _in_flight and _in_flight[0].arrived.query():
-        check = _in_flight.popleft()
-        if check.found and not check.silent:
-            for later in _in_flight:
-                later.silent = True
-            raise _report(check.layer, None)
-
-
-def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, traced: bool) -> Tensor:
-    """Check the scores; return a 0 if `traced`, because a compiler drops an operator whose result is not used."""
-    if scores.numel() == 0:
-        return scores.new_zeros(())
-    if scores.is_cuda:
-        with on_device_of(scores):
-            return _check_later(scores.contiguous(), layer, traced)
-    largest = torch.linalg.vector_norm(scores, ord=math.inf)  # one kernel, and NaN or infinite if one score is
-    if not largest.isfinite():
-        raise _report(layer, tokens)
-    return scores.new_zeros(()) if traced else scores.new_empty(())
-
-
-def _check_later(scores: Tensor, layer: Tensor, traced: bool) -> Tensor:
-    """Launch a check on the current device, the device of the scores; a later call reads what it found."""
+def _check_on_gpu(scores: Tensor, layer: Tensor, real: Tensor | None) -> None:
+    """Launch a check of `scores (n,E)`, rows of real tokens only; raise the error of an earlier check if there is one."""
+    record = _record_of(scores.device)
     if torch.cuda.is_current_stream_capturing():
-        return scores.new_zeros(()) if traced else scores.new_empty(())
-    _report_finished_checks()
-    found = torch.zeros((), dtype=torch.int32, pin_memory=True)
+        _read_before_optimizer_steps()
+    elif record.is_set:
+        raise _first_found(record)
+    if scores.numel() == 0:
+        return
+    layer = layer if layer.device == scores.device else layer.to(scores.device)
     if HAS_TRITON:
         from holdfast.kernels.finite import triton
 
-        zero = triton.check(scores, found)
+        with on_device_of(scores):
+            triton.check(scores.contiguous(), real, layer, record.name, record.found)
     else:
-        found.copy_(~scores.isfinite().all(), non_blocking=True)
-        zero = scores.new_zeros(())
-    arrived = torch.cuda.Event()
-    arrived.record()
-    _in_flight.append(_Check(arrived, found, layer))
-    return zero
+        _check_without_triton(scores, layer, real, record)
+
+
+def _check_without_triton(scores: Tensor, layer: Tensor, real: Tensor | None, record: _Record) -> None:
+    """Copy the record to the GPU, complete it there and copy it back: nothing waits."""
+    checked = scores if real is None else scores.where(real.reshape(-1, 1), 0.0)
+    found = record.found.to(scores.device, non_blocking=True)
+    name = record.name.to(scores.device, non_blocking=True)
+    is_first = ~checked.isfinite().all() & (found == 0)
+    record.name.copy_(torch.where(is_first, layer, name), non_blocking=True)
+    record.found.copy_(torch.where(is_first, 1, found), non_blocking=True)
+
+
+def _read_before_optimizer_steps() -> None:
+    """Read the records before each step of any optimizer: in a replayed graph no layer does it."""
+    global _reads_before_steps
+    if not _reads_before_steps:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        register_optimizer_step_pre_hook(lambda *_: None if _is_capturing() else require_finite_so_far())
+        _reads_before_steps = True
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, real: Tensor | None) -> Tensor:
+    """Check the scores; return a 0, because a compiler drops an operator whose result is not used."""
+    if scores.is_cuda:
+        _check_on_gpu(scores, layer, real)
+        return scores.new_zeros(())
+    checked = scores if real is None else scores.where(real.reshape(-1, 1), 0.0)
+    largest = torch.linalg.vector_norm(checked, ord=math.inf)  # one kernel, and NaN or infinite if one score is
+    if scores.numel() > 0 and not largest.isfinite():
+        raise _report(layer, tokens)
+    return scores.new_zeros(())
 
 
 _require_finite = operator(
-    "require_finite(Tensor scores, Tensor tokens, Tensor layer, bool traced) -> Tensor",
+    "require_finite(Tensor scores, Tensor tokens, Tensor layer, Tensor? real) -> Tensor",
     _require_finite_anywhere,
     lambda scores, *_: scores.new_empty(()),
     devices=EVERYWHERE,
@@ -102,10 +152,15 @@ _require_finite = operator(
 def require_finite(scores: Tensor, tokens: Tensor, layer: Tensor, real: Tensor | None) -> Tensor:
     """Return `scores (B,N,E)`; raise a `ValueError` that names the layer if a real token's scores are NaN or infinite.
 
-    On a CPU the error comes at once, on a GPU at one of the next checks. `layer` is a name from `encode_name`.
+    On a CPU the error comes at once, on a GPU at one of the next checks. `layer` is a name from `encode_name`; `real (B,N)`
+    is True where a token is real.
     """
-    checked = scores.detach() if real is None else scores.detach().where(real.unsqueeze(-1), 0.0)
-    traced = torch.compiler.is_compiling()
-    zero: Tensor = _require_finite(checked, tokens.detach().flatten(0, -2), layer, traced)
-    # A compiler would drop a check whose result is not used. In eager mode not adding the 0 saves a launch.
-    return scores + zero if traced else scores
+    checked = scores.detach().flatten(0, -2)
+    if torch.compiler.is_compiling():
+        zero: Tensor = _require_finite(checked, tokens.detach().flatten(0, -2), layer, real)
+        return scores + zero
+    if checked.is_cuda:
+        _check_on_gpu(checked, layer, real)
+    else:
+        _require_finite_anywhere(checked, tokens.detach().flatten(0, -2), layer, real)
+    return scores

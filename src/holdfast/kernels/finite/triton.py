@@ -1,7 +1,6 @@
-"""A Triton kernel that looks for NaN and infinity."""
+"""A Triton kernel that looks for NaN and infinity, and writes the name of the first layer that has one."""
 
 # mypy: ignore-errors
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,18 +11,28 @@ BLOCK = 4096
 
 
 @triton.jit
-def _check(scores, found, zero, size, BLOCK: tl.constexpr):
+def _check(
+    scores, real, layer, name, found, size, experts, MASKED: tl.constexpr, LETTERS: tl.constexpr, BLOCK: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.load(scores + place, mask=place < size, other=0.0)
-    finite = tl.abs(scores) < float("inf")  # no comparison with NaN is true
+    inside = place < size
+    if MASKED:
+        inside = inside & (tl.load(real + place // experts, mask=inside, other=0) != 0)
+    values = tl.load(scores + place, mask=inside, other=0.0)
+    finite = tl.abs(values) < float("inf")  # no comparison with NaN is true
     if tl.min(finite.to(tl.int32), axis=0) == 0:
-        tl.store(found, 1)
-    if tl.program_id(0) == 0:
-        tl.store(zero, 0.0)
+        if tl.load(found, volatile=True) == 0:  # no earlier layer has written; other programs write the same name
+            letter = tl.arange(0, LETTERS)
+            tl.store(name + letter, tl.load(layer + letter))
+            tl.store(found, 1)
 
 
-def check(scores: Tensor, found: Tensor) -> Tensor:
-    """Write 1 to `found`, which may lie in the host's pinned memory, if a score is not finite; return a 0."""
-    zero = torch.empty((), dtype=scores.dtype, device=scores.device)
-    _check[(cdiv(scores.numel(), BLOCK),)](scores, found, zero, scores.numel(), BLOCK=BLOCK)
-    return zero
+def check(scores: Tensor, real: Tensor | None, layer: Tensor, name: Tensor, found: Tensor) -> None:
+    """Copy `layer` to `name` and write 1 to `found` if a real row of `scores (n,E)` is not finite and `found` is 0.
+
+    `name` and `found` may lie in the host's pinned memory.
+    """
+    masked = real is not None
+    grid, mask = (cdiv(scores.numel(), BLOCK),), real.contiguous() if masked else scores
+    sizes = scores.numel(), scores.shape[1]
+    _check[grid](scores, mask, layer, name, found, *sizes, MASKED=masked, LETTERS=layer.numel(), BLOCK=BLOCK)
