@@ -35,6 +35,7 @@ from holdfast.files import LARGEST, read_json, require_no_links
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
 from holdfast.metrics.report import without_nan
 from holdfast.routing.plugins import load_plugin, plugin_files
+from holdfast.train.loop import Guard
 from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import (
@@ -56,7 +57,7 @@ from holdfast.train.snapshots import (
     snapshot_steps,
 )
 from holdfast.train.summary import summarise
-from holdfast.train.training import Guard, build_model, quiet, require_trainable, train
+from holdfast.train.training import build_model, quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
 # The keys that a complete result.json must have.
