@@ -1,4 +1,4 @@
-"""The training loop gives the numbers of the Hugging Face Trainer, logs without waiting, and reads only its own checkpoints."""
+"""The training loop gives the numbers of the Hugging Face Trainer, and logs steps when their numbers have arrived."""
 
 import json
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from holdfast.train import Recipe, Task, build_model, make_task
 from holdfast.train.snapshots import routings_of
 from holdfast.train.training import train
 
-DROPOUT = {"model.config.attention_dropout": 0.2}
-TEXT = {"training.steps": 6, "training.save_every": 3, "training.warmup": 2, "training.weight_decay": 0.1, **DROPOUT}
-PICTURES = {**TEXT, "training.batch": 8, "model.config.hidden_dropout_prob": 0.1}
+USUAL = {"training.steps": 6, "training.save_every": 3, "training.warmup": 2, "training.weight_decay": 0.1}
+TEXT = {**USUAL, "model.config.attention_dropout": 0.2}
+PICTURES = {**USUAL, "training.batch": 8, "model.config.hidden_dropout_prob": 0.1}
 SAME: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of data, the router, and changes to the recipe
     "text": ("text", "symphony+smooth", {}),
     "text, accumulated": ("text", "smoe", {"training.accumulate": 2}),

@@ -1,12 +1,13 @@
 """The checkpoints of the training loop: what a run needs to continue with the same numbers.
 
     model.safetensors, config.json, ...   the model with its routers, as `save_pretrained` writes it
-    optimizer.safetensors                 moments and step count of every parameter that has been updated
-    random.safetensors                    the states of all random number generators
+    optimizer.tensors                     moments and step count of every parameter that has been updated
+    random.tensors                        the states of all random number generators
     training.json                         step, best step and log
     checkpoint.json                       the manifest, written last (`run_folder`)
 
-All of them are tensors or JSON: reading a checkpoint runs nothing that is in it.
+All of them are safetensors or JSON: reading a checkpoint runs nothing that is in it. Two are not named *.safetensors,
+because in the folder of a model every file of that name is a part of its weights (`hub.folder_files`).
 """
 
 import json
@@ -32,7 +33,7 @@ from holdfast.train.run_folder import (
     writing_checkpoint,
 )
 
-OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
+OPTIMIZER, RANDOM = "optimizer.tensors", "random.tensors"
 WORDS = 624  # of a Mersenne Twister's state
 
 

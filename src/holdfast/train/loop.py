@@ -1,8 +1,9 @@
 """The training loop of a model on one device: every step is logged, and the host does not wait for the device at each step.
 
 On a GPU the host prepares steps ahead of it. The loss and the gradient norm of a step are copied to the host in the
-background, and are written to the log when they have arrived (`StepLog`). An interrupted run resumes from its newest complete
-checkpoint; without a GPU it gives the same numbers to the bit. `TrainingStep` does the arithmetic, `checkpoint` the files.
+background, and are written to the log when they have arrived (`StepLog`). An interrupted run resumes from its newest
+complete checkpoint; without a GPU it gives the same numbers to the bit. `TrainingStep` does the arithmetic, `checkpoint` the
+files.
 """
 
 import json

@@ -38,8 +38,8 @@ MANIFEST, FORMAT = "checkpoint.json", 1  # the manifest is written last
 LOOP_STATE, TRAINER_STATE = "training.json", "trainer_state.json"  # both have `global_step` and `best_global_step`
 LOOP_FILES = {
     "weights": "model*.safetensors",
-    "optimizer": "optimizer.safetensors",
-    "random state": "random.safetensors",
+    "optimizer": "optimizer.tensors",
+    "random state": "random.tensors",
     "state of training": LOOP_STATE,
 }
 TRAINER_FILES = {  # the Trainer ignores some of these if they are missing, and trains another model
