@@ -168,6 +168,7 @@ OTHER_FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {  # what a manifest
         lambda file: save_file({name: tensor.flatten()[:1] for name, tensor in load_file(file).items()}, file),
     ),
     "random states of another kind": ("random.tensors", lambda file: save_file({"torch": torch.ones(3)}, file)),
+    "a log that is no list": ("training.json", lambda file: file.write_text('{"global_step": 4, "log": "none"}')),
     "a state with other entries": ("training.json", lambda file: file.write_text('{"global_step": 4, "epoch": 1}')),
 }
 

@@ -75,6 +75,8 @@ def read_checkpoint(checkpoint: Path, model: Any, optimizer: torch.optim.Optimiz
     check_folder(checkpoint)
     with reading_checkpoint(checkpoint):
         state = TrainingState(**read_json(checkpoint / LOOP_STATE, limit=LARGE))
+        if not isinstance(state.log, list) or not isinstance(state.best_loss, float | None):
+            raise ValueError(f"its {LOOP_STATE} has values of other types")
         load_weights(checkpoint, model)
         _load_moments(safetensors.torch.load_file(checkpoint / OPTIMIZER), model, optimizer)
     return state

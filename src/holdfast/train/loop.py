@@ -34,6 +34,7 @@ from holdfast.train.run_folder import (
 )
 from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
 from holdfast.train.step import (
+    Step,
     StepRecord,
     TrainingStep,
     adamw,
@@ -98,12 +99,13 @@ class TrainingLoop:
         tick: Tick | None,
         guard: Guard,
     ) -> None:
-        self.step, self.model, self.task, self.folder, self.state = step, step.model, task, folder, state
+        self.step: Step = step
+        self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
+        self.folder, self.state = folder, state
         self.k, self.guard, self.tick = k, guard, tick or (lambda steps: None)
         self.training = task.recipe.training
         self.probe = task.probe()
         self.held_out = task.validation() if self.training.keep == "best" else None
-        self.counts_labels = step.counts_labels
         self.due = set(snapshot_steps(self.training.steps))
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.log = StepLog(folder / LOG, state.log, guard)
@@ -149,7 +151,7 @@ class TrainingLoop:
             self.log.add_line({"step": self.state.global_step, "eval_loss": loss})
             if self.state.best_loss is None or loss < self.state.best_loss:
                 self.state.best_loss, self.state.best_global_step = loss, self.state.global_step
-        write_checkpoint(self.folder, self.model, self.step.optimizer, self.state, self.guard)
+        write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
 
 
 @final
@@ -171,7 +173,7 @@ class StepLog:
     def add(self, step: int, record: StepRecord) -> None:
         """Add the line of a step. On a GPU, wait for older steps only if there are `STEPS_AHEAD` of them."""
         self._waiting.append(_Arriving(step, record))
-        if not record.loss.is_cuda:
+        if self._waiting[-1].arrival is None:
             self.flush()
         elif len(self._waiting) >= STEPS_AHEAD:
             self._write(STEPS_AHEAD // 2)

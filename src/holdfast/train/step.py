@@ -42,6 +42,9 @@ class StepRecord:
     learning_rate: float
 
 
+Step = Callable[[Sequence[Inputs]], StepRecord]  # trains the model by one step on its micro-batches
+
+
 def constant_with_warmup(learning_rate: float, warmup: int) -> Schedule:
     """Return the schedule that grows linearly from 0 for `warmup` steps and is constant afterwards."""
 
