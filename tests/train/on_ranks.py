@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from holdfast.train import build_model, load_recipe, make_task
-from holdfast.train.training import own_process_group, train
+from holdfast.train.trainer_loop import own_process_group
+from holdfast.train.training import train
 
 if __name__ == "__main__":
     recipe, folder = load_recipe(sys.argv[1]), Path(sys.argv[2])

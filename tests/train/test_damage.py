@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from commands import Command
+from safetensors.torch import load_file, save_file
 from tiers import quick_or_slow
 
 from holdfast.locking import LockLostError
-from holdfast.train import Cell, Comparison, Recipe, parse_routers
+from holdfast.train import Cell, Comparison, Recipe, build_model, make_task, parse_routers, train
 from holdfast.train.comparison import STORED, merge_results
-from holdfast.train.run_folder import find_damage, write_checkpoint_manifest, write_json, write_with_checksum
+from holdfast.train.run_folder import TRAINER_FILES, find_damage, write_checkpoint_manifest, write_json, write_with_checksum
 
 SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}
 CELL = "smoe-seed0"
@@ -87,8 +89,8 @@ def cut(path: Path) -> None:
 
 def another_best(checkpoint: Path) -> None:
     """Write a manifest that agrees with the files, and a state that names a best checkpoint that does not exist."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "best_global_step": 3}))
+    state = json.loads((checkpoint / "training.json").read_text())
+    (checkpoint / "training.json").write_text(json.dumps({**state, "best_global_step": 3}))
     (checkpoint / "checkpoint.json").unlink()
     write_checkpoint_manifest(checkpoint)
 
@@ -98,11 +100,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: flip_a_bit(path / "model.safetensors"),
         "model.safetensors is not the file",
     ),
-    "a flipped bit in the optimizer": (lambda path: flip_a_bit(path / "optimizer.pt"), "optimizer.pt is not the file"),
-    "no optimizer": (lambda path: (path / "optimizer.pt").unlink(), "optimizer.pt is missing"),
-    "no scheduler": (lambda path: (path / "scheduler.pt").unlink(), "scheduler.pt is missing"),
-    "no random state": (lambda path: (path / "rng_state.pth").unlink(), "rng_state.pth is missing"),
-    "half a state": (lambda path: cut(path / "trainer_state.json"), "trainer_state.json is not the file"),
+    "a flipped bit in the optimizer": (
+        lambda path: flip_a_bit(path / "optimizer.tensors"),
+        "optimizer.tensors is not the file",
+    ),
+    "no optimizer": (lambda path: (path / "optimizer.tensors").unlink(), "optimizer.tensors is missing"),
+    "no random state": (lambda path: (path / "random.tensors").unlink(), "random.tensors is missing"),
+    "half a state": (lambda path: cut(path / "training.json"), "training.json is not the file"),
     "half the weights": (lambda path: cut(path / "model.safetensors"), "model.safetensors is not the file"),
     "no manifest": (lambda path: (path / "checkpoint.json").unlink(), "was not written completely"),
     "half a manifest": (lambda path: cut(path / "checkpoint.json"), "was not written completely"),
@@ -149,28 +153,65 @@ def test_without_a_complete_checkpoint_a_run_starts_again_and_warns(
     recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for checkpoint in (folder / "cells" / CELL / "training").glob("checkpoint-*"):
-        flip_a_bit(checkpoint / "optimizer.pt")
+        flip_a_bit(checkpoint / "optimizer.tensors")
     steps: list[int] = []
     assert as_text(run(recipe, folder, steps)) == undisturbed
     assert steps[0] == 0 and caplog.records[0].getMessage().endswith("; starting from the first step.")
 
 
-def test_an_optimizer_that_is_no_tensor_file_raises_and_is_not_executed(recipe: Recipe, folder: Path) -> None:
-    """The manifest agrees with the files, and still only tensors are unpickled."""
+OTHER_FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {  # what a manifest that agrees with the files cannot tell
+    "an optimizer that is code": ("optimizer.tensors", lambda file: file.write_bytes(pickle.dumps(Evil(file.parent)))),
+    "a random state that is code": ("random.tensors", lambda file: file.write_bytes(pickle.dumps(Evil(file.parent)))),
+    "an optimizer of another model": ("optimizer.tensors", lambda file: save_file({"exp_avg/x": torch.ones(1)}, file)),
+    "moments of another shape": (
+        "optimizer.tensors",
+        lambda file: save_file({name: tensor.flatten()[:1] for name, tensor in load_file(file).items()}, file),
+    ),
+    "random states of another kind": ("random.tensors", lambda file: save_file({"torch": torch.ones(3)}, file)),
+    "a log that is no list": ("training.json", lambda file: file.write_text('{"global_step": 4, "log": "none"}')),
+    "a state with other entries": ("training.json", lambda file: file.write_text('{"global_step": 4, "epoch": 1}')),
+}
 
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(folder / "ran"),)
 
+class Evil:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder / "ran"),)
+
+
+@pytest.mark.parametrize("case", OTHER_FILES)
+def test_a_file_that_is_not_of_this_run_raises_and_is_not_executed(case: str, recipe: Recipe, folder: Path) -> None:
+    name, write = OTHER_FILES[case]
     checkpoint = folder / "cells" / CELL / "training" / "checkpoint-4"
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        shutil.copy(checkpoint / name, folder / "whole")
-        (checkpoint / name).write_bytes(pickle.dumps(Evil()))
-        write_checkpoint_manifest(checkpoint)
-        with pytest.raises(ValueError, match=r"checkpoint-4 .*\(.*\).*delete") as caught:
-            run(recipe, folder)
-        assert "\n" not in str(caught.value) and not (folder / "ran").exists()
-        shutil.copy(folder / "whole", checkpoint / name)
+    write(checkpoint / name)
+    write_checkpoint_manifest(checkpoint)
+    with pytest.raises(ValueError, match=r"checkpoint-4 .*\(.*\).*delete") as caught:
+        run(recipe, folder)
+    assert "\n" not in str(caught.value) and not list(folder.rglob("ran"))
+
+
+def test_a_checkpoint_of_the_trainer_is_not_used_and_a_sentence_says_so(
+    recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older versions trained cells on the Trainer, and `holdfast train` on several ranks still does."""
+    training = folder / "cells" / CELL / "training"
+    shutil.rmtree(training)
+    task = make_task(recipe)
+
+    def stop(steps: int) -> None:
+        if steps == 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(build_model(task, "smoe", {}, seed=0), task, training, seed=0, k=2, tick=stop, trainer=True)
+    assert find_damage(training / "checkpoint-2", TRAINER_FILES) is None
+    steps: list[int] = []
+    assert as_text(run(recipe, folder, steps)) == undisturbed and steps[0] == 0
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "holdfast")
+    assert "checkpoint-2 cannot be used: the Hugging Face Trainer has written it" in said
+    assert said.endswith("starting from the first step.")
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '"text"', "[" * 100_000, '{"router": "ac", "seed": 0}'])
@@ -244,7 +285,7 @@ PLACES = [
     f"cells/{CELL}/training/snapshots",
     f"cells/{CELL}/training/checkpoint-4",
     f"cells/{CELL}/training/checkpoint-6",
-    f"cells/{CELL}/training/checkpoint-2/optimizer.pt",
+    f"cells/{CELL}/training/checkpoint-2/optimizer.tensors",
     f"cells/{CELL}/training/runs",
     ".lock-1",
 ]

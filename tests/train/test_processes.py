@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from holdfast.train.training import own_process_group
+from holdfast.train.trainer_loop import own_process_group
 
 
 def begin(folder: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import safetensors.torch
 import yaml
 from safetensors import SafetensorError
 from wording import mentions
@@ -74,8 +74,8 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(step: int, recipe: Recip
 
 TORN: dict[str, dict[str, int]] = {  # which files are how long; the others are not there
     "an empty folder": {},
-    "no state": {"config.json": 9999, "model.safetensors": 10**7, "optimizer.pt": 10**7, "rng_state.pth": 10**7},
-    "half a state": {"model.safetensors": 10**7, "optimizer.pt": 10**7, "trainer_state.json": 100},
+    "no state": {"config.json": 9999, "model.safetensors": 10**7, "optimizer.tensors": 10**7},
+    "half a state": {"model.safetensors": 10**7, "optimizer.tensors": 10**7, "training.json": 100},
     "half the weights": {"config.json": 9999, "model.safetensors": 100},
 }
 
@@ -92,7 +92,7 @@ def test_an_incomplete_checkpoint_is_skipped(damage: str, recipe: Recipe, undist
 
 def test_with_only_an_incomplete_checkpoint_a_run_starts_again(recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
     training = interrupt(recipe, tmp_path, 5)
-    (training / "checkpoint-4" / "trainer_state.json").write_text("{")
+    (training / "checkpoint-4" / "training.json").write_text("{")
     assert newest_complete(training)[0] is None
     assert as_text(Comparison(recipe, parse_routers(ROUTER), 1, tmp_path).run()) == undisturbed
 
@@ -100,9 +100,9 @@ def test_with_only_an_incomplete_checkpoint_a_run_starts_again(recipe: Recipe, u
 def sealed(checkpoint: Path) -> Path:
     """Write the files of a complete checkpoint."""
     checkpoint.mkdir()
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    for name in ("model.safetensors", "optimizer.tensors", "random.tensors"):
         (checkpoint / name).write_text(name)
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": int(checkpoint.name.split("-")[1])}))
+    (checkpoint / "training.json").write_text(json.dumps({"global_step": int(checkpoint.name.split("-")[1])}))
     write_checkpoint_manifest(checkpoint)
     return checkpoint
 
@@ -152,7 +152,7 @@ def full() -> OSError:
 
 @contextmanager
 def full_disk(where: str) -> Iterator[None]:
-    """Simulate a full disk after half of a write, with the errors of Python, torch and safetensors."""
+    """Simulate a full disk after half of a write, with the errors of Python and safetensors."""
     import transformers
 
     calls: dict[str, int] = {}
@@ -161,47 +161,43 @@ def full_disk(where: str) -> Iterator[None]:
         calls[name] = calls.get(name, 0) + 1
         return name == where and calls[name] >= when
 
-    write, torch_save = holdfast.files._write, torch.save
-    safe_save, save_state = transformers.modeling_utils.safe_save_file, transformers.TrainerState.save_to_json
+    write, save_model = holdfast.files._write, transformers.modeling_utils.safe_save_file
+    save_tensors = safetensors.torch.save_file
 
     def writing(path: Path, how: int, text: str) -> None:
         for name in ("result.json", "task.json", "00000007.json", "router.json", "checkpoint.json"):
             if name in path.name and due(name, 1):
                 write(path, how, text[: len(text) // 2])
                 raise full()
+        if "training.json" in path.name and due("training.json", 2):
+            write(path, how, text[: len(text) // 2])
+            raise full()
         if path.name == "log.jsonl" and due("log.jsonl", 6):
             write(path, how, '{"step": 6, "lo')
             raise full()
         write(path, how, text)
 
-    def torch_saving(content: Any, file: Any, *given: Any, **options: Any) -> None:
-        if str(file).endswith("optimizer.pt") and due("optimizer.pt", 2):
-            Path(file).write_bytes(b"half of it")
-            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 65536 vs 65428")
-        torch_save(content, file, *given, **options)
-
-    def safe_saving(weights: Any, file: Any, **options: Any) -> None:
+    def saving_model(weights: Any, file: Any, **options: Any) -> None:
         if due("model.safetensors", 2) or due("the model", 4):  # three checkpoints come before the model
             Path(file).write_bytes(b"half of it")
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        safe_save(weights, file, **options)
+        save_model(weights, file, **options)
 
-    def state_saving(self: Any, file: str) -> None:
-        if due("trainer_state.json", 2):
-            Path(file).write_bytes(b'{"best_global_step": nu')
-            raise full()
-        save_state(self, file)
+    def saving_tensors(tensors: Any, file: Any, **options: Any) -> None:
+        if due(Path(file).name, 2):
+            Path(file).write_bytes(b"half of it")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_tensors(tensors, file, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holdfast.files, "_write", writing)
-        patch.setattr(torch, "save", torch_saving)
-        patch.setattr(transformers.modeling_utils, "safe_save_file", safe_saving)
-        patch.setattr(transformers.TrainerState, "save_to_json", state_saving)
+        patch.setattr(transformers.modeling_utils, "safe_save_file", saving_model)
+        patch.setattr(safetensors.torch, "save_file", saving_tensors)
         yield
 
 
-FULL = ["router.json", "00000007.json", "log.jsonl", "model.safetensors", "optimizer.pt", "trainer_state.json"]
-FULL += ["checkpoint.json"]
+FULL = ["router.json", "00000007.json", "log.jsonl", "model.safetensors", "optimizer.tensors", "random.tensors"]
+FULL += ["training.json", "checkpoint.json"]
 FULL += ["the model", "task.json", "result.json"]
 
 

@@ -32,7 +32,7 @@ def test_taking_snapshots_does_not_change_training(
     task = make_task(tiny({"model.config.attention_dropout": 0.3, "training.steps": 6}))
     watched, unwatched = (build_model(task, router, {}, seed=0) for _ in range(2))
     log = train(watched, task, tmp_path / "watched", seed=0, k=2)
-    monkeypatch.setattr("holdfast.train.training.take_snapshot", lambda *_: None)
+    monkeypatch.setattr("holdfast.train.loop.take_snapshot", lambda *_: None)
     assert train(unwatched, task, tmp_path / "unwatched", seed=0, k=2) == log
     assert list((tmp_path / "watched" / "snapshots").iterdir()) and not (tmp_path / "unwatched" / "snapshots").exists()
     mine, theirs = contents(watched), contents(unwatched)
@@ -62,7 +62,7 @@ def seen(tiny: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) 
             take_snapshot(model, *given)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("holdfast.train.training.take_snapshot", note)
+            patch.setattr("holdfast.train.loop.take_snapshot", note)
             models.append(train(build_model(task, router, {}, seed=0), task, folder, seed=0, k=2) and None)
         found[router] = (task, [model for model in models if model is not None], folder / "snapshots")
     return found

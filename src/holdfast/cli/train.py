@@ -48,7 +48,8 @@ class Train:
     def run(self) -> None:
         from holdfast.train import load_recipe
         from holdfast.train.recipe import parse_router
-        from holdfast.train.training import SingleRun, is_first_rank, own_process_group, processes, quiet
+        from holdfast.train.trainer_loop import is_first_rank, own_process_group, processes
+        from holdfast.train.training import SingleRun, quiet
 
         self.plugins.load()
         _check_loggers(self.log)
@@ -96,7 +97,7 @@ def _check_loggers(names: tuple[str, ...]) -> None:
     from importlib.util import find_spec
 
     from holdfast.errors import unknown_name
-    from holdfast.train.training import TRAINER_LOGGERS
+    from holdfast.train.trainer_loop import TRAINER_LOGGERS
 
     for name in names:
         if name not in TRAINER_LOGGERS:

@@ -35,6 +35,7 @@ from holdfast.files import LARGEST, read_json, require_no_links
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
 from holdfast.metrics.report import without_nan
 from holdfast.routing.plugins import load_plugin, plugin_files
+from holdfast.train.loop import Guard
 from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import (
@@ -56,7 +57,7 @@ from holdfast.train.snapshots import (
     snapshot_steps,
 )
 from holdfast.train.summary import summarise
-from holdfast.train.training import Guard, build_model, quiet, require_trainable, train
+from holdfast.train.training import build_model, quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
 # The keys that a complete result.json must have.
@@ -126,14 +127,15 @@ class Comparison:
         return {"holdfast": VERSION, "recipe": self.recipe.describe(), **self.task.describe()}
 
     def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[Result]:
-        """Return the results of all cells; train those that are not finished, `jobs` at a time."""
+        """Return the results of all cells; train those that are not finished, at most `jobs` at a time."""
         if jobs < 1:
             raise ValueError(f"jobs is {jobs}; train at least 1 cell at a time.")
+        at_a_time = jobs_at_a_time(jobs)
         preflight(self.task, self.choices)
         found: dict[str, Result] = {}
         while missing := [cell for cell in self.cells if cell.name not in found]:
-            if jobs > 1:
-                run_in_parallel(self, [cell for cell in missing if self._writer(cell) is None], jobs, progress)
+            if at_a_time > 1:
+                run_in_parallel(self, [cell for cell in missing if self._writer(cell) is None], at_a_time, progress)
             owners = {}
             for cell in missing:
                 result = self.attempt(cell, progress)
@@ -320,6 +322,14 @@ def _stored_routers(folder: Path) -> list[str]:
 
 
 _worker: tuple[Comparison, Any] | None = None  # in a worker process: its comparison, and the queue for its progress
+
+
+def jobs_at_a_time(jobs: int) -> int:
+    """Return how many cells to train at a time if the user allows `jobs`; here alone is decided what one GPU does.
+
+    Processes take turns on a GPU. Several of them finish sooner only while a step is limited by Python and not by the GPU.
+    """
+    return jobs
 
 
 def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progress: Progress | None) -> None:

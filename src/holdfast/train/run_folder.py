@@ -5,12 +5,13 @@ Every file is written atomically. Files that a later run reads back as results c
 A folder belongs to the run in its `run.json`: output goes into an empty folder, or resumes what the same run began there.
 
 A checkpoint is complete if it has a manifest with the size and SHA-256 of each of its files, and the files agree with it.
-Others are skipped, because the Trainer would load some of them without an error and train another model.
+Others are skipped, because the Trainer would load some of them without an error and train another model. There are two
+kinds: those of the training loop (`LOOP_FILES`) and those of the Hugging Face Trainer (`TRAINER_FILES`).
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,25 @@ from holdfast.locking import is_lock_file
 RUN_FILE = "run.json"
 CHECKSUM = "checksum"
 
-STATE_FILE = "trainer_state.json"
 MANIFEST, FORMAT = "checkpoint.json", 1  # the manifest is written last
-NEEDED_FILES = {  # the Trainer ignores some of these if they are missing, and trains another model
+LOOP_STATE, TRAINER_STATE = "training.json", "trainer_state.json"  # both have `global_step` and `best_global_step`
+LOOP_FILES = {
+    "weights": "model*.safetensors",
+    "optimizer": "optimizer.tensors",
+    "random state": "random.tensors",
+    "state of training": LOOP_STATE,
+}
+TRAINER_FILES = {  # the Trainer ignores some of these if they are missing, and trains another model
     "weights": "*.safetensors",
     "optimizer": "optimizer.pt",
     "scheduler": "scheduler.pt",
     "random state": "rng_state*.pth",
-    "state of training": STATE_FILE,
+    "state of training": TRAINER_STATE,
 }
 KEPT_CHECKPOINTS = 2  # while a run trains: one to resume from, and an older one in case the first is damaged
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # what Python, torch and safetensors raise on a full disk
 
+NeededFiles = Mapping[str, str]  # from what a file contains to the pattern of its name
 FindDamage = Callable[[Path], str | None]  # returns what is wrong with a checkpoint, or None
 
 
@@ -151,38 +159,42 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def newest_complete(folder: Path, also: FindDamage = lambda _: None) -> tuple[Path | None, list[str]]:
+def newest_complete(
+    folder: Path, also: FindDamage = lambda _: None, *, needed: NeededFiles = LOOP_FILES
+) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint that is complete, or None, and what is wrong with the newer ones.
 
-    also   a further check; it returns a reason not to resume from a checkpoint, or None
+    also     a further check; it returns a reason not to resume from a checkpoint, or None
+    needed   the kind of checkpoint: `LOOP_FILES` or `TRAINER_FILES`
     """
     reasons: list[str] = []
     for checkpoint in checkpoints(folder):
-        reason = find_damage(checkpoint) or also(checkpoint)
+        reason = find_damage(checkpoint, needed) or also(checkpoint)
         if reason is None:
             return checkpoint, reasons
         reasons.append(f"{checkpoint} {reason}")
     return None, reasons
 
 
-def find_damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path, needed: NeededFiles = LOOP_FILES) -> str | None:
     """Return what is wrong with a checkpoint or with the best one that it refers to; None if both are complete."""
-    reason = _damaged_files(checkpoint)
+    reason = _damaged_files(checkpoint, needed)
     if reason is not None:
         return reason
-    state: Any = _read_or_none(checkpoint / STATE_FILE)
+    state_file = needed["state of training"]
+    state: Any = _read_or_none(checkpoint / state_file)
     if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
-        return f"is damaged: its {STATE_FILE} is of another step"
+        return f"is damaged: its {state_file} is of another step"
     best = state.get("best_global_step")
     if best is None or best == step_of(checkpoint):
         return None
     if not isinstance(best, int):
-        return f"is damaged: its {STATE_FILE} names no best step"
-    reason = _damaged_files(checkpoint.with_name(f"checkpoint-{best}"))
+        return f"is damaged: its {state_file} names no best step"
+    reason = _damaged_files(checkpoint.with_name(f"checkpoint-{best}"), needed)
     return None if reason is None else f"cannot be used: the best checkpoint, checkpoint-{best}, {reason}"
 
 
-def _damaged_files(checkpoint: Path) -> str | None:
+def _damaged_files(checkpoint: Path, needed: NeededFiles) -> str | None:
     """Return how the files of a checkpoint differ from its manifest; None if they agree."""
     manifest: Any = _read_or_none(checkpoint / MANIFEST)
     if manifest is None:
@@ -190,8 +202,11 @@ def _damaged_files(checkpoint: Path) -> str | None:
     listed = manifest.get("files") if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
     if not isinstance(listed, dict):
         return f"is damaged: its {MANIFEST} lists no files"
+    for state_file, writer in ((LOOP_STATE, "Holdfast's training loop"), (TRAINER_STATE, "the Hugging Face Trainer")):
+        if state_file in listed and state_file != needed["state of training"]:
+            return f"cannot be used: {writer} has written it, and this run does not train with it"
     existing = {file.name: file for file in _files(checkpoint)}
-    for what, pattern in NEEDED_FILES.items():
+    for what, pattern in needed.items():
         if not any(Path(name).match(pattern) for name in listed):
             return f"is damaged: it has no {what} ({pattern})"
     for name in sorted(listed.keys() | existing.keys()):

@@ -1,60 +1,37 @@
-"""Training on the Hugging Face Trainer: one model in a folder, resumable, on one rank or several.
+"""Training: one model in a folder, resumable.
 
     build_model   a fresh model with a router; weights that two routers share start bit-identical
-    train         the Trainer with examples in a fixed order, a log of JSON lines, snapshots and complete checkpoints
+    train         examples in a fixed order, a log of JSON lines, snapshots and complete checkpoints: in the training loop
+                  (`loop`), or on the Hugging Face Trainer for several ranks (`trainer_loop`), with the same numbers
     SingleRun     `holdfast train`: both of them in a folder, and the trained model with its task
 
 An interrupted run resumes from its newest complete checkpoint and gives the same numbers.
 """
 
 import hashlib
-import json
-import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import SequentialSampler
 
-from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
-from holdfast.hub import sparsify, trainer_callback
-from holdfast.hub.folder_files import check_folder
+from holdfast.hub import sparsify
 from holdfast.hub.replacements import SparseLayer
 from holdfast.layers.losses import Losses
 from holdfast.locking import locked, require_unlocked
 from holdfast.routing import Router
+from holdfast.train.loop import Guard, Log, Tick, train_in_loop
 from holdfast.train.preflight import preflight
-from holdfast.train.recipe import Recipe, RouterChoice, TrainingPart
-from holdfast.train.run_folder import (
-    KEPT_CHECKPOINTS,
-    claim,
-    delete_old_checkpoints,
-    newest_complete,
-    prepare,
-    reading_checkpoint,
-    require_own,
-    step_of,
-    write_checkpoint_manifest,
-    writing_checkpoint,
-)
+from holdfast.train.recipe import Recipe, RouterChoice
+from holdfast.train.run_folder import claim, prepare, require_own
 from holdfast.train.saved_model import MODEL, TASK, make_task, save_trained
-from holdfast.train.snapshots import damaged_snapshot, experts_per_token, snapshot_steps, take_snapshot
-from holdfast.train.task import Inputs, Task
+from holdfast.train.snapshots import experts_per_token
+from holdfast.train.task import Task
+from holdfast.train.trainer_loop import is_first_rank, processes, train_with_trainer
 from holdfast.version import VERSION
-
-LOGGED = ("step", "loss", "eval_loss", "grad_norm", "learning_rate")  # no times, so that two runs can be compared
-TRAINER_LOGGERS = ("tensorboard", "wandb")  # callbacks of the Trainer
-
-Tick = Callable[[int], None]  # called with the number of finished steps
-Guard = Callable[[], None]  # called before every write; raises if the folder now belongs to another process
-
-logger = logging.getLogger("holdfast")
 
 
 class SingleRun:
@@ -70,7 +47,7 @@ class SingleRun:
         router = {"router": self.choice.describe(), "seed": self.seed}
         return {"holdfast": VERSION, **router, "recipe": self.recipe.describe(), "data": self.task.describe()["data"]}
 
-    def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> Log:
         """Train the model, save it in the folder and return the log."""
         if is_first_rank():
             require_unlocked(self.folder)
@@ -170,174 +147,18 @@ def train(
     tick: Tick | None = None,
     report_to: tuple[str, ...] = (),
     guard: Guard = lambda: None,
-) -> list[dict[str, float]]:
+    trainer: bool = False,
+) -> Log:
     """Train `model` in place and return the log. A run that was interrupted in `folder` is resumed, to the same numbers.
 
     k           experts per token in the snapshots, for all layers or one number for each
     report_to   "tensorboard", "wandb": callbacks of the Trainer
     guard       called before every write; raises if the folder now belongs to another process
+    trainer     use the Hugging Face Trainer also where the training loop would do; several ranks and `report_to` need it
     """
-    import transformers
-
-    training = task.recipe.training
-    require_no_links_inside(folder, folder)
-    trainer = _trainer_class(folder, guard)(
-        model=model,
-        args=_arguments(training, folder, seed, report_to),
-        train_dataset=task.examples(seed),
-        eval_dataset=task.validation() if training.keep == "best" else None,
-        data_collator=_identity_collator,
-        callbacks=[trainer_callback(), _callback(task.probe(), k, folder, tick, guard)],
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    checkpoint = _resume_point(folder, training.steps)
-    if checkpoint is not None:
-        check_folder(checkpoint)
-    trainer.accelerator.wait_for_everyone()  # all ranks have read the folder before the first one writes
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if is_first_rank():
-        guard()
-        best = trainer.state.best_global_step
-        delete_old_checkpoints(folder, training.steps, 0 if best else 1, best)
-    return _log_lines(trainer.state.log_history)
-
-
-def _resume_point(folder: Path, steps: int) -> Path | None:
-    """Return the checkpoint to resume from, if any; warn if a newer one is damaged."""
-    due = snapshot_steps(steps)
-
-    def find_missing_snapshot(checkpoint: Path) -> str | None:
-        return damaged_snapshot(folder / "snapshots", [step for step in due if step <= step_of(checkpoint)])
-
-    checkpoint, reasons = newest_complete(folder, find_missing_snapshot)
-    if reasons and is_first_rank():
-        action = f"resuming from {checkpoint.name}" if checkpoint else "starting from the first step"
-        logger.warning("%s; %s.", "; ".join(reasons), action)
-    return checkpoint
-
-
-def _arguments(training: TrainingPart, folder: Path, seed: int, report_to: tuple[str, ...]) -> Any:
-    import transformers
-
-    per_rank, remainder = divmod(training.batch, processes())
-    if remainder:
-        raise ValueError(
-            f"cannot split a batch of {training.batch} evenly over {processes()} ranks; set training.batch to a multiple "
-            f"of {processes()}."
-        )
-    best: dict[str, Any] = {}
-    if training.keep == "best":
-        best = {"eval_strategy": "steps", "eval_steps": training.save_every, "load_best_model_at_end": True}
-        best |= {"metric_for_best_model": "eval_loss", "per_device_eval_batch_size": per_rank}
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=training.steps,
-        per_device_train_batch_size=per_rank,
-        gradient_accumulation_steps=training.accumulate,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=training.warmup,
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.clip,
-        bf16=training.precision == "bf16",
-        save_steps=training.save_every,
-        save_total_limit=None,  # `delete_old_checkpoints` does it once the newest checkpoint has its manifest
-        logging_steps=1,  # the Trainer's means over several steps would start again where a run is resumed
-        remove_unused_columns=False,
-        seed=seed,
-        report_to=list(report_to),
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
-        ddp_find_unused_parameters=False,
-        **best,
-    )
-    # On several GPUs without torchrun, DataParallel would use a batch for each GPU and lose the state of its router copies.
-    arguments._n_gpu = min(1, arguments.n_gpu)
-    return arguments
-
-
-def _identity_collator(batch: Inputs) -> Inputs:
-    """Return the batch unchanged: a dataset here returns all examples of a batch at once."""
-    return batch
-
-
-def _trainer_class(folder: Path, guard: Guard) -> Any:
-    """Return a Trainer that keeps the order of the examples and writes checkpoints with a manifest."""
-    import transformers
-
-    class InOrderTrainer(transformers.Trainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-        def _save_checkpoint(self, *given: Any) -> None:
-            checkpoint = folder / f"checkpoint-{self.state.global_step}"
-            require_no_links(checkpoint, folder)
-            if self.args.should_save:
-                guard()
-                remove_folder(checkpoint, folder)  # an incomplete one: its files must not mix with the new ones
-            self.accelerator.wait_for_everyone()
-            with writing_checkpoint(checkpoint, guard):
-                super()._save_checkpoint(*given)
-                self.accelerator.wait_for_everyone()  # every rank writes its random state
-                if self.args.should_save:
-                    guard()
-                    write_checkpoint_manifest(checkpoint)
-            if self.args.should_save:
-                guard()
-                delete_old_checkpoints(folder, self.state.global_step, KEPT_CHECKPOINTS, self.state.best_global_step)
-
-        def _load_from_checkpoint(self, checkpoint: Any, *given: Any, **named: Any) -> None:
-            with reading_checkpoint(checkpoint):
-                super()._load_from_checkpoint(checkpoint, *given, **named)
-
-        def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-            with reading_checkpoint(checkpoint):
-                super()._load_optimizer_and_scheduler(checkpoint)
-
-        def _load_rng_state(self, checkpoint: Any) -> None:
-            with reading_checkpoint(checkpoint):
-                super()._load_rng_state(checkpoint)
-
-    return InOrderTrainer
-
-
-def _callback(probe: Inputs, k: int | Sequence[int], folder: Path, tick: Tick | None, guard: Guard) -> Any:
-    """Return the callback that writes the log, takes the snapshots and reports the progress."""
-    from transformers import TrainerCallback
-
-    path = folder / "log.jsonl"
-
-    class LogAndSnapshots(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.best_global_step:  # the path in the checkpoint may be relative to another working directory
-                state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")
-            if state.is_world_process_zero:  # a resumed run starts with the lines before it
-                guard()
-                write_atomically(path, "".join(json.dumps(line) + "\n" for line in _log_lines(state.log_history)))
-            self.due = set(snapshot_steps(state.max_steps))
-            if tick is not None:
-                tick(state.global_step)
-
-        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.is_world_process_zero:
-                guard()
-                append(path, "".join(json.dumps(line) + "\n" for line in _log_lines(state.log_history[-1:])))
-
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            if state.global_step in self.due and state.is_world_process_zero:
-                guard()
-                require_no_links(folder / "snapshots", folder)
-                take_snapshot(model, probe, k, state.global_step, folder / "snapshots")
-            if tick is not None:
-                tick(state.global_step)
-
-    return LogAndSnapshots()
-
-
-def _log_lines(history: list[Mapping[str, Any]]) -> list[dict[str, float]]:
-    logged = (line for line in history if "loss" in line or "eval_loss" in line)
-    return [{key: line[key] for key in LOGGED if key in line} for line in logged]
+    if trainer or report_to or processes() > 1:
+        return train_with_trainer(model, task, folder, seed=seed, k=k, tick=tick, guard=guard, report_to=report_to)
+    return train_in_loop(model, task, folder, seed=seed, k=k, tick=tick, guard=guard)
 
 
 def quiet() -> None:
@@ -346,31 +167,3 @@ def quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-def processes() -> int:
-    """Return the number of ranks, as torchrun and accelerate launch set it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first_rank() -> bool:
-    """Return whether this is rank 0, the only one that writes files and messages."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-@contextmanager
-def own_process_group() -> Iterator[None]:
-    """Destroy a process group that was started inside the `with`, also after an error.
-
-    The Trainer starts one under torchrun and accelerate launch, and never destroys it. Threads of a group that still run
-    while the interpreter ends can abort the process ("terminate called without an active exception"). A group that was
-    started before is not destroyed.
-    """
-    from torch import distributed
-
-    existed = distributed.is_available() and distributed.is_initialized()
-    try:
-        yield
-    finally:
-        if not existed and distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()

@@ -1,0 +1,276 @@
+"""The training loop of a model on one device: every step is logged, and the host does not wait for the device at each step.
+
+On a GPU the host prepares steps ahead of it. The loss and the gradient norm of a step are copied to the host in the
+background, and are written to the log when they have arrived (`StepLog`). An interrupted run resumes from its newest
+complete checkpoint; without a GPU it gives the same numbers to the bit. `TrainingStep` does the arithmetic, `checkpoint` the
+files.
+"""
+
+import json
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from holdfast.files import append, require_no_links, require_no_links_inside, write_atomically
+from holdfast.hub import router_loss_scale
+from holdfast.routing import Router
+from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
+from holdfast.train.recipe import TrainingPart
+from holdfast.train.run_folder import (
+    LOOP_FILES,
+    NeededFiles,
+    delete_old_checkpoints,
+    newest_complete,
+    reading_checkpoint,
+    step_of,
+)
+from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
+from holdfast.train.step import (
+    Step,
+    StepRecord,
+    TrainingStep,
+    adamw,
+    constant_with_warmup,
+    label_count,
+    loss_of,
+)
+from holdfast.train.task import Examples, Inputs, Task
+
+STEPS_AHEAD = 16  # most steps that a GPU has not finished; half of them are waited for and logged at once
+LOG = "log.jsonl"
+
+Log = list[dict[str, float]]
+Tick = Callable[[int], None]  # called with the number of finished steps
+Guard = Callable[[], None]  # called before every write; raises if the folder now belongs to another process
+
+logger = logging.getLogger("holdfast")
+
+
+def train_in_loop(
+    model: Any, task: Task, folder: Path, *, seed: int, k: int | Sequence[int], tick: Tick | None, guard: Guard
+) -> Log:
+    """Train `model` in place and return the log; the arguments are those of `training.train`."""
+    training = task.recipe.training
+    require_no_links_inside(folder, folder)
+    set_seed(seed)
+    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model.config.use_cache = False
+    optimizer = adamw(model, training)
+    checkpoint = resume_point(folder, training.steps, LOOP_FILES)
+    state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, optimizer)
+    schedule = constant_with_warmup(training.learning_rate, training.warmup)
+    step = TrainingStep(model, optimizer, schedule, training.accumulate, training.clip, training.precision)
+    step.done = state.global_step
+    router_loss_scale(model, 1 / training.accumulate)
+    loop = TrainingLoop(step, task, folder, state, k=k, tick=tick, guard=guard)
+    batches = _batches(task.examples(seed), training, model.device, state.global_step)
+    if checkpoint is not None:
+        restore_random(checkpoint)  # after the data loader has drawn its seed
+    loop.run(batches)
+    best = state.best_global_step
+    if best is not None:
+        with reading_checkpoint(folder / f"checkpoint-{best}"):
+            load_weights(folder / f"checkpoint-{best}", model)
+    guard()
+    delete_old_checkpoints(folder, training.steps, 1 if best is None else 0, best)
+    return state.log
+
+
+@final
+class TrainingLoop:
+    """The steps of a run, with what happens after each of them: log, snapshot, progress, evaluation, checkpoint."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        task: Task,
+        folder: Path,
+        state: TrainingState,
+        *,
+        k: int | Sequence[int],
+        tick: Tick | None,
+        guard: Guard,
+    ) -> None:
+        self.step: Step = step
+        self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
+        self.folder, self.state = folder, state
+        self.k, self.guard, self.tick = k, guard, tick or (lambda steps: None)
+        self.training = task.recipe.training
+        self.probe = task.probe()
+        self.held_out = task.validation() if self.training.keep == "best" else None
+        self.due = set(snapshot_steps(self.training.steps))
+        self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        self.log = StepLog(folder / LOG, state.log, guard)
+
+    def run(self, batches: Iterator[list[Inputs]]) -> None:
+        """Run all steps that are not finished. `batches` yields the micro-batches of one step at a time."""
+        self.log.rewrite()
+        self.tick(self.state.global_step)
+        try:
+            inputs = next(batches, None)
+            while inputs is not None:
+                inputs = self._run_step(inputs, batches)
+            self.log.flush()
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                self.log.flush()
+            raise
+
+    def _run_step(self, inputs: list[Inputs], batches: Iterator[list[Inputs]]) -> list[Inputs] | None:
+        """Run one step and what follows it; return the inputs of the next step, which are copied while the GPU works."""
+        if not self.model.training:
+            self.model.train()
+        for router in self.routers:
+            router.progress(min(1.0, self.state.global_step / self.training.steps))
+        record = self.step(inputs)
+        self.state.global_step += 1
+        self.log.add(self.state.global_step, record)
+        following = next(batches, None)
+        if self.state.global_step in self.due:
+            self.log.flush()
+            self.guard()
+            require_no_links(self.folder / "snapshots", self.folder)
+            take_snapshot(self.model, self.probe, self.k, self.state.global_step, self.folder / "snapshots")
+        self.tick(self.state.global_step)
+        if self.state.global_step % self.training.save_every == 0 or self.state.global_step == self.training.steps:
+            self._evaluate_and_save()
+        return following
+
+    def _evaluate_and_save(self) -> None:
+        self.log.flush()
+        if self.held_out is not None:
+            loss = held_out_loss(self.model, self.held_out, self.training.batch, counts_labels=self.counts_labels)
+            self.log.add_line({"step": self.state.global_step, "eval_loss": loss})
+            if self.state.best_loss is None or loss < self.state.best_loss:
+                self.state.best_loss, self.state.best_global_step = loss, self.state.global_step
+        write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
+
+
+@final
+class StepLog:
+    """The log of a run: a line for each step, written in order once its numbers have arrived from the device.
+
+    lines   the lines that have arrived; new ones are added to this list
+    """
+
+    def __init__(self, path: Path, lines: Log, guard: Guard) -> None:
+        self.path, self.lines, self.guard = path, lines, guard
+        self._waiting: deque[_Arriving] = deque()
+
+    def rewrite(self) -> None:
+        """Write the lines before the first step of this process: those of the checkpoint that it resumes from."""
+        self.guard()
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
+
+    def add(self, step: int, record: StepRecord) -> None:
+        """Add the line of a step. On a GPU, wait for older steps only if there are `STEPS_AHEAD` of them."""
+        self._waiting.append(_Arriving(step, record))
+        if self._waiting[-1].arrival is None:
+            self.flush()
+        elif len(self._waiting) >= STEPS_AHEAD:
+            self._write(STEPS_AHEAD // 2)
+
+    def add_line(self, line: dict[str, float]) -> None:
+        """Add a line after those of all steps so far."""
+        self.flush()
+        self._append([line])
+
+    def flush(self) -> None:
+        """Wait for all steps so far and write their lines."""
+        self._write(len(self._waiting))
+
+    def _write(self, count: int) -> None:
+        if count:
+            self._append([self._waiting.popleft().line() for _ in range(count)])
+
+    def _append(self, lines: Log) -> None:
+        self.lines += lines
+        self.guard()
+        append(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+@final
+class _Arriving:
+    """The numbers of a step on their way from the device to the host."""
+
+    def __init__(self, step: int, record: StepRecord) -> None:
+        self.step, self.learning_rate = step, record.learning_rate
+        both = torch.stack((record.loss.float(), record.grad_norm.float()))
+        self.values = both.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
+        self.arrival = torch.cuda.Event() if both.is_cuda else None
+        if self.arrival is not None:
+            self.arrival.record()
+
+    def line(self) -> dict[str, float]:
+        """Wait until the numbers have arrived, and return the line of the log. It has no times: runs can be compared."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        loss, grad_norm = self.values.tolist()
+        return {"step": self.step, "loss": loss, "grad_norm": grad_norm, "learning_rate": self.learning_rate}
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, dataset: Dataset[Inputs], batch: int, *, counts_labels: bool) -> float:
+    """Return the mean loss of the examples, each with the loss of its batch. The model is left in evaluation mode."""
+    model.eval()
+    losses = []
+    for inputs in DataLoader(dataset, batch_size=batch, collate_fn=_identity):
+        moved = to_device(inputs, model.device)
+        loss = loss_of(model, moved, label_count([moved]) if counts_labels else None)
+        losses.append(loss.repeat(len(inputs["labels"])))
+    return float(torch.cat(losses).cpu().numpy().mean())
+
+
+def _batches(examples: Examples, training: TrainingPart, device: torch.device, finished: int) -> Iterator[list[Inputs]]:
+    """Return an iterator over the micro-batches of each step after the finished ones, on the device, in a fixed order."""
+    places = range(finished * training.batch * training.accumulate, len(examples))
+    loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=_identity))
+
+    def batches() -> Iterator[list[Inputs]]:
+        for _ in range(finished, training.steps):
+            yield [to_device(next(loader), device) for _ in range(training.accumulate)]
+
+    return batches()
+
+
+def _identity(batch: Any) -> Any:
+    """Return the batch unchanged: a dataset here returns all examples of a batch at once."""
+    return batch
+
+
+def to_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """Return the inputs on the device; from pinned memory, without waiting, and a tensor with two names is copied once."""
+    if device.type == "cpu":
+        return inputs
+    different = {id(tensor): tensor for tensor in inputs.values()}
+    copies = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in different.items()}
+    return {name: copies[id(tensor)] for name, tensor in inputs.items()}
+
+
+def resume_point(folder: Path, steps: int, needed: NeededFiles, *, warn: bool = True) -> Path | None:
+    """Return the checkpoint to resume from, if any; warn if a newer one is damaged or of the other kind."""
+    due = snapshot_steps(steps)
+
+    def find_missing_snapshot(checkpoint: Path) -> str | None:
+        return damaged_snapshot(folder / "snapshots", [step for step in due if step <= step_of(checkpoint)])
+
+    checkpoint, reasons = newest_complete(folder, find_missing_snapshot, needed=needed)
+    if reasons and warn:
+        action = f"resuming from {checkpoint.name}" if checkpoint else "starting from the first step"
+        logger.warning("%s; %s.", "; ".join(reasons), action)
+    return checkpoint
+
+
+def set_seed(seed: int) -> None:
+    """Seed all random number generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,170 @@
+"""One training step with the numbers of the Hugging Face Trainer, that never waits for the device.
+
+    loss        mean over all labels of the step's micro-batches (`num_items_in_batch`), where the model accepts that number;
+                otherwise the mean of the micro-batches' losses
+    gradients   scaled down to the norm `clip`
+    update      AdamW with decoupled weight decay; biases and norms are not decayed
+
+The Trainer reads the loss after every step, and so waits for the GPU. Here loss and gradient norm stay on the device.
+`TrainingStep.compute` does all the work on the device and nothing on the host that changes from step to step, so that it can
+be captured in a CUDA graph: the learning rate is a tensor there, which is changed in place before the step.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.train.recipe import TrainingPart
+from holdfast.train.task import Inputs
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # of AdamW, as the Trainer sets them
+NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")  # parameters, as in the Trainer
+IGNORED_LABEL = -100
+
+Schedule = Callable[[int], float]  # from the number of finished steps to the learning rate of the next one
+
+
+@final
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step reports. The tensors are on the model's device, and may not be computed yet.
+
+    They are valid until the next step: a captured step writes the next values to the same place.
+    """
+
+    loss: Tensor  # ()
+    grad_norm: Tensor  # (), before clipping
+    learning_rate: float
+
+
+Step = Callable[[Sequence[Inputs]], StepRecord]  # trains the model by one step on its micro-batches
+
+
+def constant_with_warmup(learning_rate: float, warmup: int) -> Schedule:
+    """Return the schedule that grows linearly from 0 for `warmup` steps and is constant afterwards."""
+
+    def rate(done: int) -> float:
+        return learning_rate * (float(done) / float(warmup) if done < warmup else 1.0)
+
+    return rate
+
+
+def adamw(model: nn.Module, training: TrainingPart) -> torch.optim.AdamW:
+    """Return the optimizer of the Trainer. On a GPU its learning rate is a tensor, and its step can be captured."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(NOT_DECAYED)))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for name, parameter in named if name in decayed], "weight_decay": training.weight_decay},
+        {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    device = named[0][1].device
+    on_gpu = device.type == "cuda"
+    rate: Any = torch.tensor(training.learning_rate, device=device) if on_gpu else training.learning_rate
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS, eps=EPSILON, fused=True, capturable=on_gpu)
+
+
+@final
+class TrainingStep:
+    """Call it with the micro-batches of a step, on the model's device, to train the model by one step.
+
+    schedule     learning rate by the number of finished steps
+    accumulate   micro-batches per step
+    clip         gradients with a larger norm are scaled down to it; 0: never
+    precision    "bf16" runs every forward of the model under autocast, also after training
+    done         number of finished steps; set it when a run is resumed
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        accumulate: int,
+        clip: float,
+        precision: str,
+    ) -> None:
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.accumulate, self.max_norm = accumulate, clip or float("inf")
+        self.counts_labels = accepts_label_count(model)
+        self.parameters = list(model.parameters())
+        self.done = 0
+        self._rate: float | None = None
+        if precision == "bf16":
+            use_autocast(model)
+
+    def __call__(self, inputs: Sequence[Inputs]) -> StepRecord:
+        rate = self.set_learning_rate()
+        loss, grad_norm = self.compute(inputs)
+        self.done += 1
+        return StepRecord(loss, grad_norm, rate)
+
+    def set_learning_rate(self) -> float:
+        """Set the optimizer's learning rate for the next step and return it."""
+        rate = self.schedule(self.done)
+        if rate != self._rate:
+            for group in self.optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)  # in place: a captured step reads this tensor
+                else:
+                    group["lr"] = rate
+            self._rate = rate
+        return rate
+
+    def compute(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
+        """Run forward, backward and update; return the loss and the gradient norm. Only the device part of a step."""
+        assert len(inputs) == self.accumulate, "one entry for each micro-batch"
+        count = label_count(inputs) if self.counts_labels else None
+        total: Tensor | None = None
+        for batch in inputs:
+            loss = loss_of(self.model, batch, count)
+            if count is None:
+                loss = loss / len(inputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return total, grad_norm
+
+
+def accepts_label_count(model: Any) -> bool:
+    """Return whether the model's forward takes `num_items_in_batch`, as the Trainer finds out."""
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def label_count(inputs: Sequence[Inputs]) -> Tensor:
+    """Return (): the number of labels in the micro-batches, on their device."""
+    labels = [batch["shift_labels"] if "shift_labels" in batch else batch["labels"] for batch in inputs]
+    counts = [own.ne(IGNORED_LABEL).sum() for own in labels]
+    return counts[0] if len(counts) == 1 else torch.stack(counts).sum()
+
+
+def loss_of(model: Any, inputs: Inputs, count: Tensor | None) -> Tensor:
+    """Return the model's loss on inputs on its device; with a `count`, the sum over labels divided by it."""
+    options = {} if count is None else {"num_items_in_batch": count}
+    loss: Tensor = model(**inputs, **options)["loss"]
+    return loss
+
+
+def use_autocast(model: Any) -> None:
+    """Run every forward of the model under bf16 autocast, and return float32 outputs: as accelerate prepares a model.
+
+    Hooks of the model run outside of it. The model keeps this forward, so that it is also evaluated in bf16.
+    """
+    from accelerate.utils import convert_outputs_to_fp32  # type: ignore[import-untyped]
+
+    autocast = torch.autocast(model.device.type, torch.bfloat16)
+    model.forward = MethodType(convert_outputs_to_fp32(autocast(model.forward.__func__)), model)
