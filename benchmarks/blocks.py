@@ -2,9 +2,10 @@
 and, where it can be imported, ScatterMoE.
 
     python benchmarks/blocks.py                          # on a CPU, float32
-    python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16, at the shapes of olmoe and mixtral
+    python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16: olmoe, mixtral and a small block
 
-Many steps are queued at a time, as in training. Prints ratios measured in one run and, with --out FILE, writes JSON.
+Many steps are queued at a time, as in training. "Captured" is the step replayed as a CUDA graph. Prints ratios measured in
+one run and, with --out FILE, writes JSON.
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from command import check, command, write
 from peak import peak_mib
 from routers import ROUTERS
-from timing import median_ratio, time_in_turns
+from timing import captured, median_ratio, time_in_turns
 from torch import Tensor, nn
 from versions import versions
 
@@ -44,7 +45,11 @@ class Shape:
 
 SHAPES = {
     "cpu": {"small": Shape(8, 512, 256, 256, 16, 2, 1)},
-    "cuda": {"olmoe": Shape(8, 2048, 2048, 1024, 64, 8, 40), "mixtral": Shape(4, 2048, 4096, 14336, 8, 2, 14)},
+    "cuda": {
+        "olmoe": Shape(8, 2048, 2048, 1024, 64, 8, 40),
+        "mixtral": Shape(4, 2048, 4096, 14336, 8, 2, 14),
+        "small": Shape(48, 256, 352, 352, 16, 2, 100),  # where the host, not the GPU, is the limit
+    },
 }
 
 
@@ -153,10 +158,13 @@ def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: in
     if compiled:
         for title in ("smoe", "transformers", "dense, same FLOPs"):
             modules[f"{title}, compiled"] = torch.compile(made[title])
-    runs = {}
+    runs: dict[str, Callable[[], object]] = {}
     for title, module in modules.items():
         parameters = [one for one in made[title.removesuffix(", compiled")].parameters() if one.requires_grad]
         runs[title] = lambda module=module, parameters=parameters: step(module, tokens, parameters, grad)  # type: ignore[misc]
+    if compiled:
+        for title in ("smoe", "dense, same FLOPs"):
+            runs[f"{title}, captured"] = captured(runs[title])
     times = time_in_turns(runs, device, rounds, shape.queued)
     dense = times["dense, same FLOPs, compiled" if compiled else "dense, same FLOPs"]
     return {

@@ -8,6 +8,8 @@
     issue       milliseconds that Python needs to start a step, without waiting for the GPU
     kernels     the sum of the times of all kernels of a step
     launches    how many kernels a step launches
+    captured    milliseconds of a step of `holdfast compare`, which is replayed as a CUDA graph (`CapturedStep`), and in
+                brackets the time of its kernels; it also clips gradients
 
 "dense" is the same model with a feed-forward network as wide as k experts. A step is forward, backward and AdamW.
 """
@@ -29,6 +31,9 @@ from torch import Tensor
 from versions import versions
 
 import holdfast
+from holdfast.train.captured_step import CapturedStep
+from holdfast.train.recipe import TrainingPart
+from holdfast.train.step import TrainingStep, adamw, constant_with_warmup
 
 NAMES = ("dense", "smoe", "symphony", "ac", "smooth", "similarity", "attention")
 QUEUED = 10
@@ -83,6 +88,19 @@ def trainer(made: Any, ids: Tensor, device: str) -> Callable[[], object]:
     return step
 
 
+def captured(made: Any, ids: Tensor) -> Callable[[], object]:
+    """Return a step that is captured as in `holdfast compare`; it raises an error if that is not possible."""
+    training = TrainingPart(steps=1, batch=len(ids), learning_rate=1e-4)
+    schedule = constant_with_warmup(training.learning_rate, 0)
+    step = CapturedStep(TrainingStep(made, adamw(made, training), schedule, 1, 1.0, "bf16"))
+    batch = [{"input_ids": ids, "labels": ids}]
+    for _ in range(5):
+        step(batch)
+    if not step.is_captured:
+        raise SystemExit(f"this step cannot be captured: {step.refused}")
+    return lambda: step(batch)
+
+
 def issue_time(step: Callable[[], object], device: str, rounds: int) -> float:
     """Return the milliseconds that the host needs to start a step; on a CPU that is the whole step."""
     times = []
@@ -126,10 +144,15 @@ def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> d
         issue = issue_time(step, device, rounds)
         inside, launches = kernels(step, device)
         found[name] = {"wall": wall, "issue": issue, "kernels": inside, "launches": launches}
-        print(
-            f"  {name:14} wall {wall:7.2f} ms   issue {issue:7.2f}   kernels {inside:7.2f}   launches {launches}", flush=True
-        )
+        line = f"  {name:14} wall {wall:7.2f} ms   issue {issue:7.2f}   kernels {inside:7.2f}   launches {launches}"
         del step
+        if device == "cuda":
+            step = captured(model(shape, name, device).train(), ids)
+            replayed = statistics.median(time_in_turns({name: step}, device, rounds, QUEUED)[name])
+            found[name] |= {"captured": replayed, "captured kernels": kernels(step, device)[0]}
+            line += f"   captured {replayed:7.2f} ({found[name]['captured kernels']:.2f})"
+            del step
+        print(line, flush=True)
         gc.collect()  # a modified model has reference cycles
     return found
 

@@ -121,8 +121,9 @@ def looking(device: str, size: int, place: int, value: float) -> None:
     """
     scores = torch.randn(size, 1)
     scores[place] = value
-    pinned = {"pin_memory": device == "cuda"}
-    found, name = torch.zeros((), dtype=torch.int32, **pinned), torch.zeros(128, dtype=torch.uint8, **pinned)
+    pinned = device == "cuda"
+    found = torch.zeros((), dtype=torch.int32, pin_memory=pinned)
+    name = torch.zeros(128, dtype=torch.uint8, pin_memory=pinned)
     first, second = (encode_name(layer).to(device) for layer in ("first", "second"))
     hidden = torch.ones(size, dtype=torch.bool)
     hidden[place] = False

@@ -64,8 +64,9 @@ class _MatMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         left, right = ctx.saved_tensors
-        grad_left = matmul_float32(grad, right.mT).to(left.dtype) if ctx.needs_input_grad[0] else None
-        grad_right = matmul_float32(left.mT, grad).to(right.dtype) if ctx.needs_input_grad[1] else None
+        product = matmul_float32 if is_differentiated() else _matmul
+        grad_left = product(grad, right.mT).to(left.dtype) if ctx.needs_input_grad[0] else None
+        grad_right = product(left.mT, grad).to(right.dtype) if ctx.needs_input_grad[1] else None
         return grad_left, grad_right
 
 

@@ -1,0 +1,232 @@
+"""Training steps that are replayed as CUDA graphs give the numbers of steps that are not, with every router."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from router_names import IN_TEXT_MODELS
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.routing import Router
+from holdfast.train.captured_step import FIRST_STEPS, CapturedStep
+from holdfast.train.recipe import TrainingPart
+from holdfast.train.step import TrainingStep, adamw, constant_with_warmup
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+STEPS = 50
+LENGTH, SEQUENCES, VOCABULARY = 64, 4, 64
+WAITING: dict[str, dict[str, Any]] = {
+    "base": {},
+    "capacity": {"policy": "next"},
+}  # routers that read from the GPU in a forward
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in IN_TEXT_MODELS if name not in WAITING},
+    "capacity": ("capacity", {"policy": "drop"}),
+    "symphony+smooth": ("symphony+smooth", {}),
+    "ac+symphony+attention": ("ac+symphony+attention", {}),
+    "noise": ("smoe", {"noise": "gumbel"}),
+    "annealed": ("smooth", {"anneal": True}),
+}
+
+
+def build(router: str, *, dropout: float = 0.1, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_inner=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    dense = transformers.GPT2LMHeadModel(config)
+    losses = holdfast.Losses(balance=0.01)
+    return (
+        holdfast.sparsify(dense, experts=8, k=2, router=router, init="random", losses=losses, router_options=options)
+        .cuda()
+        .train()
+    )
+
+
+def batches(count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randint(1, VOCABULARY, (SEQUENCES, length), generator=generator).cuda() for _ in range(count)]
+    return [{"input_ids": ids, "labels": ids} for ids in found]
+
+
+def step_of(model: Any, *, accumulate: int = 1, precision: str = "fp32") -> TrainingStep:
+    training = TrainingPart(steps=STEPS, batch=SEQUENCES, learning_rate=1e-3, weight_decay=0.01)
+    schedule = constant_with_warmup(training.learning_rate, 10)
+    return TrainingStep(model, adamw(model, training), schedule, accumulate, 1.0, precision)
+
+
+def train(step: Any, model: Any, data: list[Any], accumulate: int = 1) -> Tensor:
+    losses = []
+    torch.manual_seed(2)
+    for number in range(0, len(data), accumulate):
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.progress(number / len(data))
+        record = step(data[number : number + accumulate])
+        losses.append(torch.stack([record.loss, record.grad_norm]).clone())
+    torch.cuda.synchronize()
+    return torch.stack(losses).cpu()
+
+
+def differences(model: nn.Module, other: nn.Module) -> list[str]:
+    found, expected = (dict(each.state_dict()) for each in (model, other))
+    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_fifty_replayed_steps_are_fifty_steps(kind: str) -> None:
+    router, options = ROUTERS[kind]
+    data = batches(STEPS)
+    plain, model = build(router, **options), build(router, **options)
+    expected = train(step_of(plain), plain, data)
+    step = CapturedStep(step_of(model))
+    found = train(step, model, data)
+    assert step.is_captured
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert differences(model, plain) == []
+
+
+@pytest.mark.parametrize("router", WAITING)
+def test_a_router_that_waits_is_not_captured(router: str, caplog: pytest.LogCaptureFixture) -> None:
+    data = batches(8)
+    plain, model = build(router, **WAITING[router]), build(router, **WAITING[router])
+    expected = train(step_of(plain), plain, data)
+    step = CapturedStep(step_of(model))
+    torch.testing.assert_close(train(step, model, data), expected, atol=1e-5, rtol=0)
+    assert not step.is_captured and "not as a CUDA graph: it waits" in caplog.text
+
+
+def test_bf16_and_accumulated_batches_are_replayed() -> None:
+    data = batches(STEPS)
+    plain, model = build("symphony+smooth"), build("symphony+smooth")
+    expected = train(step_of(plain, accumulate=2, precision="bf16"), plain, data, accumulate=2)
+    step = CapturedStep(step_of(model, accumulate=2, precision="bf16"))
+    found = train(step, model, data, accumulate=2)
+    assert step.is_captured
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_padded_batch_is_replayed() -> None:
+    data = batches(STEPS)
+    for number, batch in enumerate(data):
+        batch["attention_mask"] = (torch.arange(LENGTH, device="cuda") < 30 + number % 30).long().expand(SEQUENCES, -1)
+    plain, model = build("smooth"), build("smooth")
+    expected = train(step_of(plain), plain, data)
+    step = CapturedStep(step_of(model))
+    found = train(step, model, data)
+    assert step.is_captured
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_nan_in_a_replay_raises_with_the_name_of_the_first_layer() -> None:
+    model = build("smoe")
+    step, data = CapturedStep(step_of(model)), batches(8)
+    for batch in data:
+        step([batch])
+    with torch.no_grad():
+        model.transformer.h[1].ln_2.weight.fill_(torch.nan)
+    step([data[0]])
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=r"transformer\.h\.1\.mlp.*NaN"):
+        step([data[1]])
+
+
+def changed_k(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.select.k = 3  # type: ignore[assignment]
+
+
+def moved(model: Any) -> None:
+    model.cpu()
+    model.cuda()
+
+
+def evaluated(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(**batches(1)[0])
+    model.train()
+
+
+def in_evaluation_mode(model: Any) -> None:
+    model.transformer.h[0].eval()
+
+
+def without_dropout(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def not_learning(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.check_finite = False
+
+
+CHANGES = (changed_k, moved, evaluated, in_evaluation_mode, without_dropout, not_learning)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_steps_counts(change: Any) -> None:
+    data = batches(20)
+    results = []
+    for captured in (False, True):
+        model = build("symphony+smooth")
+        step: Any = step_of(model)
+        step = CapturedStep(step) if captured else step
+        first = train(step, model, data)
+        assert not captured or step.is_captured
+        change(model)
+        results.append((torch.cat([first, train(step, model, data)]), copy.deepcopy(model)))
+        assert not captured or step.is_captured
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=0)
+    assert differences(results[1][1], results[0][1]) == []
+
+
+def test_inputs_of_another_shape_run_without_a_graph() -> None:
+    data = [*batches(FIRST_STEPS + 3), *batches(2, LENGTH // 2), *batches(4)]
+    plain, model = build("ac"), build("ac")
+    expected = train(step_of(plain), plain, data)
+    step = CapturedStep(step_of(model))
+    torch.testing.assert_close(train(step, model, data), expected, atol=1e-5, rtol=0)
+    assert step.is_captured
+
+
+class Waiting(nn.Module):
+    """A module that reads from the GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 if float(x.detach().sum()) < 1e9 else 0.5)
+
+
+@pytest.mark.parametrize("found_out", ["in the first steps", "when capturing"])
+def test_a_step_that_waits_is_not_captured_and_says_so(
+    found_out: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if found_out == "when capturing":
+        monkeypatch.setattr("holdfast.train.captured_step.WAITS", "no such text")
+    data = batches(10)
+    results = []
+    for captured in (False, True):
+        model = build("smoe")
+        model.transformer.ln_f = nn.Sequential(model.transformer.ln_f, Waiting())
+        step: Any = step_of(model)
+        results.append(train(CapturedStep(step) if captured else step, model, data))
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=0)
+    assert "not as a CUDA graph" in caplog.text
