@@ -25,7 +25,7 @@ AWARE = ("similarity", "attention")
 COMBINED = ("symphony+similarity", "ac+symphony+attention+smooth", "xmoe+ac+similarity+top-p")
 # Seeds of the weights and of the prompts with which no step of any router is a near-tie.
 SEEDS = {"llama": (1, 3), "mixtral": (0, 1)}
-LENGTHS, PROMPT, STEPS = (9, 7, 5, 2), 9, 64
+LENGTHS, PROMPT, STEPS = (9, 7, 5, 2), 9, 24
 WINDOW = 6  # shorter than the prompt
 
 
@@ -163,7 +163,7 @@ def test_cached_generation_equals_uncached(kind: str, router: str) -> None:
     quick_or_slow(
         [("llama", "similarity"), ("mixtral", "attention"), *((kind, router) for kind in SEEDS for router in COMBINED)]
         + [(kind, router) for kind in ("sliding", "gpt_oss") for router in AWARE],
-        [("llama", "similarity"), ("mixtral", "attention"), ("sliding", "attention"), ("gpt_oss", "similarity")],
+        [("llama", "similarity"), ("sliding", "attention")],
     ),
 )
 def test_a_padded_sequence_gets_the_tokens_and_routes_that_it_gets_alone(kind: str, router: str) -> None:

@@ -187,6 +187,7 @@ def test_the_setting_of_the_geometry_paper_is_one_line_and_trains() -> None:
     assert sum(errors[-10:]) < 0.8 * sum(errors[:10])
 
 
+@pytest.mark.slow
 def test_two_ranks_route_as_one_process(tmp_path: Path) -> None:
     """The ranks have different numbers of tokens, some of them padding."""
     check_two_ranks(LIMITED, tmp_path)
