@@ -105,6 +105,49 @@ def test_ac_in_a_model_learns_spreads_and_scales_the_second_layer_on() -> None:
         assert not torch.allclose(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-6)
 
 
+def bert_masks() -> dict[str, torch.Tensor]:
+    """Return masks (2,1,12,12), True where a token of BERT may attend to another one."""
+    real = inputs("bert")["attention_mask"].bool()
+    places = torch.arange(real.shape[1])
+    sequence = (places >= 5).long()
+    parted, gap = sequence.unsqueeze(1) == sequence, real & (places != 5) & (places != 6)
+    return {
+        "packed": parted & real[:, None, None],
+        "packed, padding between": parted & gap[:, None, None],
+        "padding": real[:, None, None].expand(-1, 1, len(places), -1),
+        "padding between": gap[:, None, None].expand(-1, 1, len(places), -1),
+        "window": ((places.unsqueeze(1) - places).abs() < 3) & real[:, None, None],
+    }
+
+
+@pytest.mark.parametrize("router", ["softmoe", "smear"])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("kind", ["packed", "packed, padding between", "padding", "padding between", "window"])
+def test_rows_with_several_sequences_are_refused(kind: str, added: bool, router: str) -> None:
+    """Their layers would mix the sequences, which attention keeps apart."""
+    model, ids, mask = soft("bert", router), inputs("bert")["input_ids"], bert_masks()[kind]
+    if added:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        if kind.startswith("packed"):
+            with pytest.raises(ValueError, match="packs several sequences into one row"):
+                model(input_ids=ids, attention_mask=mask)
+        else:
+            assert model(input_ids=ids, attention_mask=mask).logits.isfinite().all()
+
+
+def test_packed_rows_of_a_causal_model_are_refused_by_soft_layers_too() -> None:
+    """Positions that start anew say where the next sequence begins: transformers makes the mask."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="softmoe[causal=false]").eval()
+        ids = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+        model(input_ids=ids, use_cache=False)
+        positions = torch.cat([torch.arange(7), torch.arange(5)]).unsqueeze(0)
+        with pytest.raises(ValueError, match="packs several sequences into one row"):
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 @pytest.mark.parametrize("router", ["softmoe", "smear"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_causal_model_refuses_soft_layers_and_is_not_changed(family: str, router: str) -> None:

@@ -203,3 +203,11 @@ def test_a_token_stays_within_the_groups_that_its_selector_keeps(policy: str) ->
     kept = routing.gates.unflatten(-1, (2, 4)).sum(-1).argmax(-1)
     inside = routing.experts // 4 == kept.unsqueeze(-1)
     assert bool((inside | ~routing.used).all())
+
+
+@pytest.mark.parametrize("policy", ["next", "reroute"])
+def test_a_router_without_scores_for_other_experts_can_only_drop(policy: str) -> None:
+    with pytest.raises(ValueError, match='no other expert to ask; limit it with policy="drop"'):
+        create_router(f"hash+capacity[policy={policy}]", dim=12, experts=8, vocabulary=50)
+    create_router("hash+capacity", dim=12, experts=8, vocabulary=50)
+    create_router(f"stablemoe+capacity[policy={policy}]", dim=12, experts=8, vocabulary=50)

@@ -35,7 +35,8 @@ class SequenceScore(Score):
         super().__init__()
         _check_average(average)
         self.dim, self.experts, self.average = dim, experts, average
-        self.traits = OF_SEQUENCE if average == "tokens" else Traits()
+        self.scores_sequence = average == "tokens"
+        self.traits = OF_SEQUENCE if self.scores_sequence else Traits()
         self.norm = nn.LayerNorm(dim)
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.reset_parameters()
