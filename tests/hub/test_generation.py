@@ -346,7 +346,13 @@ DENSE = [("llama", "eager"), ("qwen3", "sdpa"), ("phi3", "sdpa"), ("gpt2", "eage
 
 
 @pytest.mark.parametrize("router", AWARE)
-@pytest.mark.parametrize(("model_type", "attention"), [*FAMILIES, *DENSE])
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    quick_or_slow(
+        [*FAMILIES, *DENSE],
+        [case for case in (*FAMILIES, *DENSE) if case[1] == "sdpa" or case[0] in ("mixtral", "gpt_oss", "llama")],
+    ),
+)
 @torch.no_grad()
 def test_every_family_knows_its_padding_and_its_past(model_type: str, attention: str, router: str) -> None:
     """Padded on either side as each sequence alone, and eight tokens one by one as all at once."""

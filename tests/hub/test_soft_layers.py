@@ -11,6 +11,7 @@ import torch
 import transformers
 from ranks import on_ranks
 from soft_layers_on_ranks import ROUTERS, batches, built, train
+from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import LAYERS, inputs, outputs, tiny_dense
 
@@ -22,13 +23,15 @@ from holdfast.planning.meta_model import Change, Choice, build_on_meta, read_con
 FAMILIES = ["vit", "swin", "siglip", "bert"]
 NAMES = ["softmoe", "softmoe[slots=3]+symphony", "softmoe+ac", "smear", "smear[average=gates]"]
 PAIRS = [(family, name) for family in FAMILIES for name in NAMES if not (family == "swin" and "ac" in name)]
+QUICK = [*zip(FAMILIES, ["softmoe", "smear", "softmoe+ac", "softmoe[slots=3]+symphony"], strict=True)]
+QUICK += [("bert", "smear[average=gates]")]
 
 
 def soft(family: str, router: str, **options: Any) -> Any:
     return holdfast.sparsify(tiny_dense(family), experts=4, router=router, **options)
 
 
-@pytest.mark.parametrize(("family", "router"), PAIRS)
+@pytest.mark.parametrize(("family", "router"), quick_or_slow(PAIRS, QUICK))
 def test_a_few_steps_reduce_the_loss_and_reach_every_parameter(family: str, router: str) -> None:
     model = soft(family, router, init="random", losses=holdfast.Losses(z=0.01)).train()
     batch, optimizer = inputs(family), torch.optim.SGD(model.parameters(), lr=0.05)
@@ -44,7 +47,7 @@ def test_a_few_steps_reduce_the_loss_and_reach_every_parameter(family: str, rout
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("family", "router"), PAIRS)
+@pytest.mark.parametrize(("family", "router"), quick_or_slow(PAIRS, QUICK))
 def test_saved_models_compute_the_same_after_loading(family: str, router: str, tmp_path: Path) -> None:
     model = soft(family, router, shared=1, noise=0.1).train()
     for seed in range(2):

@@ -50,7 +50,7 @@ def said(model: Any, task: ImageTask, numbers: Sequence[int]) -> Tensor:
 
 
 def test_the_clean_error_is_that_of_a_naive_recount(run: Path, results: list[dict[str, Any]]) -> None:
-    for result in results:
+    for result in results[1:]:  # one model: 180 forwards of one image each
         trained = load_trained(run / "cells" / f"{result['router']}-seed0")
         task = trained.task()
         assert isinstance(task, ImageTask)
