@@ -20,12 +20,13 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import transformers
 from command import check, command, write
+from models import Shape, trainer
 from timing import time_in_turns
 from torch import Tensor
 from versions import versions
@@ -37,21 +38,6 @@ from holdfast.train.step import TrainingStep, adamw, constant_with_warmup
 
 NAMES = ("dense", "smoe", "symphony", "ac", "smooth", "similarity", "attention")
 QUEUED = 10
-
-
-@dataclass(frozen=True)
-class Shape:
-    layers: int
-    dim: int
-    heads: int
-    hidden: int
-    experts: int
-    k: int
-    sequences: int
-    length: int
-    vocabulary: int
-
-
 SHAPES = {"cpu": Shape(2, 96, 4, 96, 8, 2, 8, 64, 256), "cuda": Shape(6, 384, 8, 384, 16, 2, 64, 512, 256)}
 
 
@@ -72,20 +58,6 @@ def model(shape: Shape, router: str, device: str) -> Any:
         return made
     losses = holdfast.Losses(balance=0.01)
     return holdfast.sparsify(made, experts=shape.experts, k=shape.k, router=router, init="random", losses=losses)
-
-
-def trainer(made: Any, ids: Tensor, device: str) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=device == "cuda")
-    made.train()
-
-    def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = made(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def captured(made: Any, ids: Tensor) -> Callable[[], object]:

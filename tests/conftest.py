@@ -37,7 +37,7 @@ def imports_are_no_garbage() -> None:
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run `holdfast` with these arguments in this process: in a new one, the imports take two to six seconds.
 
-    test_compare.py, test_plan.py and test_routers.py check that a process prints the same and has the same exit code.
+    test_compare.py (slow), test_plan.py and test_routers.py check that a process prints the same and has the same exit code.
     """
     from holdfast_command import main
 

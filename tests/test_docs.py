@@ -75,7 +75,11 @@ def test_the_result_table_of_the_readme_is_in_the_results() -> None:
     assert [number for number in differences if number not in results] == []
 
 
-@pytest.mark.parametrize("line", quick_or_slow(commands(), set(commands()) - {"holdfast routers --route"}))
+# The plugin is tested in tests/integrations; the process that imports it takes seven seconds.
+SLOW = {line for line in commands() if line.startswith("pytest ") or line == "holdfast routers --route"}
+
+
+@pytest.mark.parametrize("line", quick_or_slow(commands(), set(commands()) - SLOW))
 def test_a_command_of_the_documents_works(line: str, command: Command, tmp_path: Path) -> None:
     program, *arguments = shlex.split(line)
     if program == "holdfast":

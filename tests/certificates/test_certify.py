@@ -177,3 +177,13 @@ def test_mistakes_raise_one_line_errors() -> None:
         certify(made, tokens, arithmetic=torch.int32)
     with pytest.raises(ValueError, match="cache"):
         MajorityVote(made, Smoothing(sigma=1.0), context=Context(cache=RouterCache()))
+
+
+@pytest.mark.parametrize("name", ["softmoe", "smear", "softmoe+symphony"])
+def test_a_router_that_uses_all_experts_is_refused_without_advice(name: str) -> None:
+    """A vote of such a router would be certified for any noise, and would say nothing."""
+    made, tokens = create_router(name, dim=6, experts=4).eval(), torch.randn(2, 5, 6, generator=generator(0))
+    for smoothing in (None, Smoothing(sigma=1.0)):
+        with pytest.raises(NoCertificate, match="every token uses every expert") as caught:
+            certify(made, tokens, smoothing=smoothing)
+        assert "smoothing" not in str(caught.value) and "vote" not in str(caught.value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import Command
+from tiers import quick_or_slow
 from wording import mentions
 
 import holdfast
@@ -39,12 +40,17 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(text: Path, tmp_path: Path) -> None:
-    """In a process of its own."""
+@pytest.mark.parametrize("in_a_process", quick_or_slow([False, True], [False]))
+def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(
+    in_a_process: bool, text: Path, tmp_path: Path, command: Command
+) -> None:
     out = tmp_path / "out"
-    given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out)]
-    command = [sys.executable, "-m", "holdfast", "compare", *given, "--set", f"data.source={text}", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+    given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out), "--set", f"data.source={text}", *SMALL]
+    if in_a_process:
+        line = [sys.executable, "-m", "holdfast", "compare", *given]
+        done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+    else:
+        done = command("compare", *given)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for name in ("smoe ", "smooth ", "smoe, top 3 "):

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -22,8 +21,10 @@ def build(kind: str, router: str) -> Any:
     return holdfast.reroute(tiny("mixtral", **LAYERS), router)
 
 
-@pytest.mark.parametrize("kind", quick_or_slow(["llama", "mixtral"], ["mixtral"]))
-@pytest.mark.parametrize("router", quick_or_slow(ROUTERS, ["symphony+smooth"]))
+@pytest.mark.slow  # tests/layers/test_layer.py compiles layers in the quick tier
+@pytest.mark.every_combination
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("router", ROUTERS)
 def test_a_model_compiles_to_one_graph(kind: str, router: str) -> None:
     torch.compiler.reset()
     model = build(kind, router)

@@ -11,6 +11,7 @@ import torch
 import transformers
 from ranks import on_ranks
 from soft_layers_on_ranks import ROUTERS, batches, built, train
+from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import LAYERS, inputs, outputs, tiny_dense
 
@@ -22,13 +23,15 @@ from holdfast.planning.meta_model import Change, Choice, build_on_meta, read_con
 FAMILIES = ["vit", "swin", "siglip", "bert"]
 NAMES = ["softmoe", "softmoe[slots=3]+symphony", "softmoe+ac", "smear", "smear[average=gates]"]
 PAIRS = [(family, name) for family in FAMILIES for name in NAMES if not (family == "swin" and "ac" in name)]
+QUICK = [*zip(FAMILIES, ["softmoe", "smear", "softmoe+ac", "softmoe[slots=3]+symphony"], strict=True)]
+QUICK += [("bert", "smear[average=gates]")]
 
 
 def soft(family: str, router: str, **options: Any) -> Any:
     return holdfast.sparsify(tiny_dense(family), experts=4, router=router, **options)
 
 
-@pytest.mark.parametrize(("family", "router"), PAIRS)
+@pytest.mark.parametrize(("family", "router"), quick_or_slow(PAIRS, QUICK))
 def test_a_few_steps_reduce_the_loss_and_reach_every_parameter(family: str, router: str) -> None:
     model = soft(family, router, init="random", losses=holdfast.Losses(z=0.01)).train()
     batch, optimizer = inputs(family), torch.optim.SGD(model.parameters(), lr=0.05)
@@ -44,7 +47,7 @@ def test_a_few_steps_reduce_the_loss_and_reach_every_parameter(family: str, rout
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("family", "router"), PAIRS)
+@pytest.mark.parametrize(("family", "router"), quick_or_slow(PAIRS, QUICK))
 def test_saved_models_compute_the_same_after_loading(family: str, router: str, tmp_path: Path) -> None:
     model = soft(family, router, shared=1, noise=0.1).train()
     for seed in range(2):
@@ -103,6 +106,49 @@ def test_ac_in_a_model_learns_spreads_and_scales_the_second_layer_on() -> None:
             module.router.score.get_buffer("spreads").fill_(1)
     with torch.no_grad():
         assert not torch.allclose(plain(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-6)
+
+
+def bert_masks() -> dict[str, torch.Tensor]:
+    """Return masks (2,1,12,12), True where a token of BERT may attend to another one."""
+    real = inputs("bert")["attention_mask"].bool()
+    places = torch.arange(real.shape[1])
+    sequence = (places >= 5).long()
+    parted, gap = sequence.unsqueeze(1) == sequence, real & (places != 5) & (places != 6)
+    return {
+        "packed": parted & real[:, None, None],
+        "packed, padding between": parted & gap[:, None, None],
+        "padding": real[:, None, None].expand(-1, 1, len(places), -1),
+        "padding between": gap[:, None, None].expand(-1, 1, len(places), -1),
+        "window": ((places.unsqueeze(1) - places).abs() < 3) & real[:, None, None],
+    }
+
+
+@pytest.mark.parametrize("router", ["softmoe", "smear"])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("kind", ["packed", "packed, padding between", "padding", "padding between", "window"])
+def test_rows_with_several_sequences_are_refused(kind: str, added: bool, router: str) -> None:
+    """Their layers would mix the sequences, which attention keeps apart."""
+    model, ids, mask = soft("bert", router), inputs("bert")["input_ids"], bert_masks()[kind]
+    if added:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        if kind.startswith("packed"):
+            with pytest.raises(ValueError, match="packs several sequences into one row"):
+                model(input_ids=ids, attention_mask=mask)
+        else:
+            assert model(input_ids=ids, attention_mask=mask).logits.isfinite().all()
+
+
+def test_packed_rows_of_a_causal_model_are_refused_by_soft_layers_too() -> None:
+    """Positions that start anew say where the next sequence begins: transformers makes the mask."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="softmoe[causal=false]").eval()
+        ids = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+        model(input_ids=ids, use_cache=False)
+        positions = torch.cat([torch.arange(7), torch.arange(5)]).unsqueeze(0)
+        with pytest.raises(ValueError, match="packs several sequences into one row"):
+            model(input_ids=ids, position_ids=positions, use_cache=False)
 
 
 @pytest.mark.parametrize("router", ["softmoe", "smear"])

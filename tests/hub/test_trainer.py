@@ -128,11 +128,11 @@ def test_the_trainer_logs_losses_with_the_routers_own_and_evaluates_without(fami
 
 def test_training_brings_the_loss_down(tmp_path: Path) -> None:
     for family, router in (("llama", "ac+symphony+attention+smooth"), ("mixtral", "symphony+similarity")):
-        run = trainer(changed(family, router), tmp_path, max_steps=20, gradient_checkpointing=True)
+        run = trainer(changed(family, router), tmp_path, max_steps=12, gradient_checkpointing=True)
         run.train()
         losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
         assert all(math.isfinite(loss) for loss in losses)
-        assert sum(losses[-5:]) < sum(losses[:5]) - 1
+        assert sum(losses[-3:]) < sum(losses[:3]) - 0.5
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

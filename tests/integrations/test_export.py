@@ -77,9 +77,8 @@ def compare_models(kind: str, router: str, training: bool) -> None:
         torch.testing.assert_close(buffers[name], value, atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "router"), [("gpt2", "smooth"), pytest.param("mixtral", "symphony+smooth", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "router"), [("gpt2", "smooth"), ("mixtral", "symphony+smooth")])
 def test_a_program_of_a_model_in_training_learns_what_the_model_learns(kind: str, router: str) -> None:
     compare_models(kind, router, training=True)
 

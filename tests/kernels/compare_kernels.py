@@ -181,6 +181,7 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
     kinds = [torch.float32, torch.float16]
     kinds += [torch.bfloat16] if device == "cuda" else []  # numpy, and so the interpreter, has no bfloat16 product
     found: dict[str, Callable[[], None]] = {f"experts {kind}": partial(compare, device, kind) for kind in kinds}
+    found["experts, few tokens"] = partial(compare, device, torch.float16, tokens=17, experts=5, slots=2)
     found["experts, many rows a program"] = partial(many_rows_a_program, device)
     for size, place, value in itertools.product((1, 5000), (0, -1), (torch.nan, torch.inf, -torch.inf, 3.4e38, -0.0)):
         found[f"finite {value} at {place} of {size}"] = partial(looking, device, size, place, value)

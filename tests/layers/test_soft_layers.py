@@ -193,6 +193,8 @@ def test_a_router_of_another_kind_of_layer_is_refused_by_name() -> None:
         ("softmoe+xmoe", "both replace the stage 'score'"),
         ("softmoe+smear", "both replace the stage 'score'"),
         ("smear+ac", "linear in its tokens"),
+        ("smear+similarity", "the same scores, so Similarity would change nothing"),
+        ("smear+attention[heads=2]", "the same scores, so [A-Za-z]+ would change nothing"),
         ("softmoe[slots=0]", "at least 1"),
         ("smear[average=median]", "average"),
     ],
@@ -269,3 +271,12 @@ def test_a_compiled_layer_is_one_graph_with_the_same_output_and_gradients(router
         results.append((out, torch.autograd.grad(out.square().sum(), x)[0]))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_the_mean_of_gates_reads_gates_that_tokens_inform() -> None:
+    """With `average="gates"`, a token-side informer is not inert, and is accepted."""
+    tokens = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
+    informed = holdfast.create_router("smear[average=gates]+similarity", dim=8, experts=4).eval()
+    plain = holdfast.create_router("smear[average=gates]", dim=8, experts=4).eval()
+    plain.load_state_dict({name: value for name, value in informed.state_dict().items() if name in plain.state_dict()})
+    assert (informed(tokens).gates - plain(tokens).gates).abs().max() > 1e-3

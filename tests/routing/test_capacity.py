@@ -187,6 +187,7 @@ def test_the_setting_of_the_geometry_paper_is_one_line_and_trains() -> None:
     assert sum(errors[-10:]) < 0.8 * sum(errors[:10])
 
 
+@pytest.mark.slow
 def test_two_ranks_route_as_one_process(tmp_path: Path) -> None:
     """The ranks have different numbers of tokens, some of them padding."""
     check_two_ranks(LIMITED, tmp_path)
@@ -202,3 +203,11 @@ def test_a_token_stays_within_the_groups_that_its_selector_keeps(policy: str) ->
     kept = routing.gates.unflatten(-1, (2, 4)).sum(-1).argmax(-1)
     inside = routing.experts // 4 == kept.unsqueeze(-1)
     assert bool((inside | ~routing.used).all())
+
+
+@pytest.mark.parametrize("policy", ["next", "reroute"])
+def test_a_router_without_scores_for_other_experts_can_only_drop(policy: str) -> None:
+    with pytest.raises(ValueError, match='no other expert to ask; limit it with policy="drop"'):
+        create_router(f"hash+capacity[policy={policy}]", dim=12, experts=8, vocabulary=50)
+    create_router("hash+capacity", dim=12, experts=8, vocabulary=50)
+    create_router(f"stablemoe+capacity[policy={policy}]", dim=12, experts=8, vocabulary=50)

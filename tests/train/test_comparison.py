@@ -18,8 +18,9 @@ def as_text(results: list[dict[str, Any]]) -> str:
 
 
 def test_a_comparison_gives_the_same_numbers_every_time(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    first = Comparison(tiny(), parse_routers("smoe,symphony+smooth"), 2, tmp_path / "a").run()
-    second = Comparison(tiny(), parse_routers("smoe,symphony+smooth"), 2, tmp_path / "b").run()
+    recipe = tiny({"training.steps": 4})
+    first = Comparison(recipe, parse_routers("smoe,symphony+smooth"), 2, tmp_path / "a").run()
+    second = Comparison(recipe, parse_routers("smoe,symphony+smooth"), 2, tmp_path / "b").run()
     assert as_text(first) == as_text(second)
     assert [(result["router"], result["seed"]) for result in first] == [
         ("smoe", 0),
@@ -32,7 +33,7 @@ def test_a_comparison_gives_the_same_numbers_every_time(tiny: Callable[..., Reci
 def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(
     tiny: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    comparison = Comparison(tiny(), parse_routers("smoe,similarity,ac"), 1, tmp_path / "run")
+    comparison = Comparison(tiny({"training.steps": 3}), parse_routers("smoe,similarity,ac"), 1, tmp_path / "run")
     results = comparison.run()
     task = comparison.task
     assert isinstance(task, TextTask)
@@ -52,16 +53,17 @@ def test_a_router_of_strength_zero_reproduces_the_baselines_curve_exactly(
         RouterChoice("ac, skipped", "ac", {"skip": 9}),
         RouterChoice("smooth, no budget", "smooth", {"budget": 0.0}),
     ]
-    results = Comparison(tiny(), plain + silent, 1, tmp_path / "run").run()
+    results = Comparison(tiny({"training.steps": 4}), plain + silent, 1, tmp_path / "run").run()
     for result in results[1:]:
         assert result["log"] == results[0]["log"], result["router"]
         assert result["clean"]["nll"] == results[0]["clean"]["nll"]
 
 
 def test_an_attack_at_rate_zero_changes_nothing(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    (result,) = Comparison(tiny({"attack.rate": 0.0}), parse_routers("smooth"), 1, tmp_path / "run").run()
+    few = {"training.steps": 2}
+    (result,) = Comparison(tiny({"attack.rate": 0.0, **few}), parse_routers("smooth"), 1, tmp_path / "run").run()
     assert result["attacked"]["nll"] == result["clean"]["nll"]
-    (attacked,) = Comparison(tiny(), parse_routers("smooth"), 1, tmp_path / "other").run()
+    (attacked,) = Comparison(tiny(few), parse_routers("smooth"), 1, tmp_path / "other").run()
     assert attacked["attacked"]["nll"] != attacked["clean"]["nll"]
 
 
@@ -79,19 +81,19 @@ def test_weights_that_routers_have_in_common_start_equal(tiny: Callable[..., Rec
 
 
 def test_a_finished_cell_is_not_run_again_and_a_new_router_joins(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    Comparison(tiny(), parse_routers("smoe"), 1, folder).run()
+    folder, recipe = tmp_path / "run", tiny({"training.steps": 2})
+    Comparison(recipe, parse_routers("smoe"), 1, folder).run()
     (result,) = (folder / "cells").glob("*/result.json")
     before = result.stat().st_mtime_ns
-    results = Comparison(tiny(), parse_routers("smoe,smooth"), 1, folder).run()
+    results = Comparison(recipe, parse_routers("smoe,smooth"), 1, folder).run()
     assert result.stat().st_mtime_ns == before
     assert [result["router"] for result in results] == ["smoe", "smooth"]
 
 
 def test_a_router_run_later_joins_the_finished_ones(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
-    first = Comparison(tiny({"training.steps": 4}), parse_routers("smooth,smoe"), 1, tmp_path / "run")
+    first = Comparison(tiny({"training.steps": 2}), parse_routers("smooth,smoe"), 1, tmp_path / "run")
     alone = first.finish(first.run())
-    later = Comparison(tiny({"training.steps": 4}), parse_routers("ac"), 2, tmp_path / "run")
+    later = Comparison(tiny({"training.steps": 2}), parse_routers("ac"), 2, tmp_path / "run")
     rows = later.finish(later.run())
     assert [row["router"] for row in rows] == ["smooth", "smoe", "ac"] and rows[:2] == alone
     assert rows[2]["seeds"] == [0, 1] and rows[2]["clean, difference"]["seeds"] == 1

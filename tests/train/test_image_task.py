@@ -1,7 +1,7 @@
 """Comparisons on images: errors equal a naive recount, attacks never reduce the error, conditions are equal."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +37,25 @@ def image_task(recipe: Recipe) -> ImageTask:
 
 
 @torch.no_grad()
-def said(model: Any, task: ImageTask) -> Tensor:
-    """Return the predicted classes of the test images, one by one, normalised as by transformers' image processors."""
+def said(model: Any, task: ImageTask, numbers: Sequence[int]) -> Tensor:
+    """Return the predicted classes of these test images, one by one, normalised as by transformers' image processors."""
     from transformers.image_transforms import normalize, rescale
 
     images: Any = task.image_set.images("test")
     found = []
-    for values in images.values.numpy():
+    for values in images.values[list(numbers)].numpy():
         ready = normalize(rescale(values, 1 / images.top), mean=[0.5], std=[0.5], input_data_format="channels_first")
         found.append(int(model.eval()(pixel_values=torch.from_numpy(ready.astype(np.float32))[None]).logits.argmax()))
     return torch.tensor(found)
 
 
 def test_the_clean_error_is_that_of_a_naive_recount(run: Path, results: list[dict[str, Any]]) -> None:
-    for result in results:
+    for result in results[1:]:  # one model: 180 forwards of one image each
         trained = load_trained(run / "cells" / f"{result['router']}-seed0")
         task = trained.task()
         assert isinstance(task, ImageTask)
         labels = task.image_set.images("test").labels
-        wrong = said(trained.model, task) != labels
+        wrong = said(trained.model, task, range(len(labels))) != labels
         assert result["clean"]["examples"] == len(labels) == 180
         assert result["clean"]["figure"] == pytest.approx(100 * int(wrong.sum()) / len(labels), abs=1e-9)
         assert result["clean"]["top5"] <= result["clean"]["figure"]
@@ -99,8 +99,8 @@ def test_an_attack_without_effect_has_exactly_the_clean_error(count: int) -> Non
 def test_a_comparison_on_images_gives_the_same_numbers_every_time(
     digits: Callable[..., Recipe], results: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    again = Comparison(digits(), parse_routers(ROUTERS), 1, tmp_path / "again").run()
-    assert json.dumps(again, sort_keys=True) == json.dumps(results, sort_keys=True)
+    again = Comparison(digits(), parse_routers("symphony+smooth"), 1, tmp_path / "again").run()
+    assert json.dumps(again, sort_keys=True) == json.dumps(results[1:], sort_keys=True)
 
 
 def test_every_test_image_is_scored_once(digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +129,9 @@ def test_the_view_has_a_grid_of_experts_for_each_image(run: Path, results: list[
         images = task.image_set.images("test")
         numbers, view = evenly_spaced(len(images), 8), result["view"]
         assert view["kind"] == "pictures" and len(view["pictures"]) == len(numbers) == 8
-        classes = said(trained.model, task)
-        for number, shown in zip(numbers, view["pictures"], strict=True):
-            assert shown["label"] == str(int(images.labels[number])) and shown["said"] == str(int(classes[number]))
+        classes = said(trained.model, task, numbers)
+        for number, shown, found in zip(numbers, view["pictures"], classes, strict=True):
+            assert shown["label"] == str(int(images.labels[number])) and shown["said"] == str(int(found))
             assert shown["grid"] == [4, 4] and [len(layer) for layer in shown["experts"]] == [16, 16]
             pixels = images.pixels([number])
             torch.testing.assert_close(torch.tensor(shown["pixels"]), pixels[0, 0], atol=6e-4, rtol=0)
@@ -140,6 +140,7 @@ def test_the_view_has_a_grid_of_experts_for_each_image(run: Path, results: list[
             assert shown["experts"] == [routing.experts[1:, 0].tolist() for routing in routes]  # row by row
 
 
+@pytest.mark.slow  # test_comparison.py has it for text
 def test_a_router_of_strength_0_reproduces_the_baselines_curve_on_images(
     digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:

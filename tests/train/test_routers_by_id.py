@@ -43,7 +43,7 @@ def test_a_comparison_trains_all_of_them_and_flips_no_route_of_a_fixed_one(
     tiny: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     written = "smoe,hash[balanced=true],stablemoe[stage=0.5],sparsemax,hierarchical[groups=2]"
-    results = Comparison(tiny(), parse_routers(written), 1, tmp_path / "run").run()
+    results = Comparison(tiny({"training.steps": 4}), parse_routers(written), 1, tmp_path / "run").run()
     assert len(results) == 5
     for result in results:
         assert 0 < result["clean"]["nll"] < 10 * result["clean"]["tokens"]

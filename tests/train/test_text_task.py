@@ -88,7 +88,7 @@ def test_a_generic_token_outside_the_vocabulary_is_unknown_and_that_is_why_it_is
 def test_the_cost_is_that_of_a_naive_loop_over_the_untouched_words(
     tokens: str, tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
 ) -> None:
-    own = task(tiny, folder, tokens, **{"data.test_bytes": 4000, "data.vocabulary": 200})
+    own = task(tiny, folder, tokens, **{"data.test_bytes": 1500, "data.vocabulary": 200, "training.steps": 4})
     model = build_model(own, "smoe", {}, seed=0)
     train(model, own, tmp_path, seed=0, k=2)
     found = own.score(model)

@@ -75,6 +75,7 @@ def test_a_killed_worker_raises_a_one_line_error(
         comparison.run(jobs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked for in /proc")
 def test_workers_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
     """Otherwise they would keep their memory forever."""

@@ -59,6 +59,8 @@ def certify(
     check_norm(norm)
     if isinstance(subject, MajorityVote):
         return certify_vote(subject, tokens, norm)
+    if isinstance(subject, Router) and subject.select.layer_kind != "moe":
+        raise NoCertificate(f"with {type(subject.select).__name__} every token uses every expert: no set can be certified.")
     score_arithmetic = None if arithmetic is None else Arithmetic.of(arithmetic, rounding=rounding)
     checked, real = _check_tokens(subject, tokens, context)
     try:

@@ -131,6 +131,12 @@ class ContextCapture:
         )
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
+        parts = router.all_parts if router is not None else []
+        # SoftMoE and SMEAR mix all tokens of a row, whichever of them the attention lets see each other.
+        self.mixes_row = any(
+            part.traits.sequence_aware and not {"attention", "attention.mask"} & {*part.reads} for part in parts
+        )
+        self._mask_was_read = False
         self.sees_batch = router is not None and not router.traits.batch_invariant
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
@@ -150,7 +156,6 @@ class ContextCapture:
         self.router_number = next(_router_numbers)
         self._current = _CurrentForward()
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
-        parts = router.all_parts if router is not None else []
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
@@ -235,6 +240,8 @@ class ContextCapture:
             )
         router_cache, past = self._router_cache(captured, length)
         token_mask = token_mask_of(captured.mask, tokens.shape[0], length, past)
+        if self.mixes_row and captured.mask is not None and token_mask is not None:
+            self._require_one_sequence_in_a_row(captured.mask, token_mask)
         visible = self._visible_tokens(captured, past, tokens)
         attention = self._attention_context(captured, visible)
         causal = self.layer_modules.causal
@@ -282,6 +289,25 @@ class ContextCapture:
             raise ValueError(
                 "gradient checkpointing with this router allows one forward before each backward, and this is the second: "
                 "switch gradient checkpointing off, put the batches into one forward, or choose a router without state."
+            )
+
+    def _require_one_sequence_in_a_row(self, mask: Tensor, real: Tensor) -> None:
+        """Raise ValueError if a mask `(B,1,N,N)` separates a real token from the real token before it: rows are packed.
+
+        On a GPU only the first such mask of a layer is read, because reading one synchronises with the host.
+        """
+        is_square = mask.dim() == 4 and mask.shape[-2] == mask.shape[-1] == real.shape[1] > 1
+        if not is_square or torch.compiler.is_compiling() or (mask.device.type != "cpu" and self._mask_was_read):
+            return
+        self._mask_was_read = True
+        places = torch.arange(real.shape[1], device=real.device)
+        # (B,N-1): the last real token before each token; token 0 where there is none.
+        before = places.where(real, 0).cummax(1).values[:, :-1]
+        seen = allowed_by(mask[:, 0]).expand(len(real), -1, -1)[:, 1:].gather(2, before.unsqueeze(-1)).squeeze(-1)
+        if bool((real[:, 1:] & real.gather(1, before) & ~seen).any()):
+            raise ValueError(
+                "the attention mask packs several sequences into one row, and a SoftMoE or SMEAR layer would mix them; put "
+                "each sequence into a row of its own."
             )
 
     def _capture_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -404,6 +430,10 @@ def token_mask_of(mask: object, sequences: int, length: int, past: int | None = 
     if mask.dim() == 4:
         current = mask[:, 0, :, start : start + length]
         current = current.diagonal(dim1=-2, dim2=-1) if current.shape[-2] == length else current[:, -1]
-        allowed = current if current.dtype == torch.bool else current > torch.finfo(current.dtype).min / 2
-        return allowed.expand(sequences, length)
+        return allowed_by(current).expand(sequences, length)
     raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
+
+
+def allowed_by(mask: Tensor) -> Tensor:
+    """Return a mask as bool, True where attention is allowed. Other masks are added to the attention's scores."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -84,6 +84,7 @@ class Capacity(Selector):
         self.traits = BATCH_WIDE & base.traits
         self.takes_informers, self.equal_loads = base.takes_informers, base.equal_loads
         self.takes_noise, self.in_onnx = base.takes_noise, False
+        self.asks_others = policy != "drop"
         self.noise, base.noise = base.noise, None  # the router adds the noise of its own selector, which is this one
 
     @property

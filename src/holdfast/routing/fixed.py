@@ -50,6 +50,7 @@ class HashedIds(Score):
 
     reads = ("token_ids",)
     reads_tokens = False
+    scores_all = False
     table: Tensor
 
     def __init__(

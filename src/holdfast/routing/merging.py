@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from holdfast.errors import unknown_name
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes, projection_flops, selection_bytes
-from holdfast.routing.parts import Score, Selector, Traits
+from holdfast.routing.parts import Score, Traits
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.scores import LARGE, SMALLER
-from holdfast.routing.slots import all_experts, held_gates
+from holdfast.routing.slots import AllExperts, all_experts
 
 Average = Literal["tokens", "gates"]
-OF_SEQUENCE = Traits(causal=False, cacheable=False, sequence_aware=True)
 
 
 class SequenceScore(Score):
@@ -35,7 +34,8 @@ class SequenceScore(Score):
         super().__init__()
         _check_average(average)
         self.dim, self.experts, self.average = dim, experts, average
-        self.traits = OF_SEQUENCE if average == "tokens" else Traits()
+        self.scores_sequence = average == "tokens"
+        self.traits = AllExperts.traits if self.scores_sequence else Traits()
         self.norm = nn.LayerNorm(dim)
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.reset_parameters()
@@ -63,7 +63,7 @@ class SequenceScore(Score):
         return Cost("score", forward, 2 * forward, kept=FLOAT * (sizes.experts + rows * sizes.dim))
 
 
-class Merged(Selector):
+class Merged(AllExperts):
     """Every token uses every expert, merged by the gates of its sequence: weights are these gates, K = E.
 
     average     "tokens": gates of the mean token, as in the paper's code. "gates": the mean of the tokens' gates
@@ -71,23 +71,12 @@ class Merged(Selector):
                 them; then they cannot generate, and their perplexity cannot be compared with that of a causal model
     """
 
-    traits = OF_SEQUENCE
     layer_kind = "smear"
-    takes_noise = False
-    not_limited = "its layer sends no tokens to experts"
 
     def __init__(self, *, average: Average = "tokens", causal: bool = True) -> None:
-        super().__init__()
+        super().__init__(causal=causal)
         _check_average(average)
-        self.average, self.causal = average, causal
-
-    @property
-    def refuses_causal(self) -> bool:
-        return self.causal
-
-    @property
-    def ragged(self) -> bool:
-        return False
+        self.average = average
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         gates = scores.gates
@@ -99,9 +88,6 @@ class Merged(Selector):
             gates = mean.expand_as(gates)
         experts, weights = all_experts(gates)
         return Selection(experts, weights, gates, {}, rows=weights.new_ones(tokens.shape[:2]))
-
-    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        return held_gates(experts, scores, live)
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
         return ActiveExperts(1, 1, 1)

@@ -133,6 +133,8 @@ class Score(Part):
     dim: int
     experts: int
     reads_tokens = True  # False: logits depend on the context only, so no change of the tokens changes the routing
+    scores_sequence = False  # True: all tokens of a sequence have the same logits; a token-side informer is an error
+    scores_all = True  # False: a token has scores for selected experts only; a selector that asks others is an error
     slots: int | None = None  # slots of each expert, if logits are those of slots (SoftMoE); None: those of experts
 
     @property
@@ -236,6 +238,7 @@ class Selector(Part):
 
     rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
     takes_informers = True  # False: it does not read gates, so a router with an informer is an error
+    asks_others = False  # True: tokens that an expert has no place for ask other experts, in the order of their scores
     not_limited: str | None = None  # why no capacity may limit this selector; None: it may
     equal_loads = False  # in training every expert gets the same number of tokens: losses of counts have no gradient
     fixed_sets = False  # True: in evaluation, a token's set depends on its id only, whatever its scores are

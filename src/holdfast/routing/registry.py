@@ -6,6 +6,7 @@ This grammar is used everywhere: by `create_router`, `reroute` and `sparsify`, b
 `Preset`, which replaces one stage of the pipeline or more. Options in brackets go to the parts that have them.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -169,7 +170,7 @@ class Registry:
         """Return whether a part of the router `name` uses k."""
         if any(preset.k is not None for preset in self.parse(name)):
             return False
-        return any("k" in inspect.signature(part).parameters for part in self.part_classes(name))
+        return any("k" in _parameters(part) for part in self.part_classes(name))
 
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
@@ -191,7 +192,7 @@ class Registry:
 
     def _kinds(self, name: str) -> dict[str, Any]:
         """Return the type of each option of the router `name`."""
-        hints = [get_type_hints(create_noise), *(get_type_hints(part.__init__) for part in self.part_classes(name))]
+        hints = [_type_hints(create_noise), *(_type_hints(part.__init__) for part in self.part_classes(name))]
         return {option_name(parameter): kind for owner in hints for parameter, kind in owner.items()}
 
     def build(
@@ -269,7 +270,7 @@ def _last_stage(preset: Preset) -> int:
 
 def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
     """Return the part, built with those of the values that its constructor takes."""
-    parameters = {option_name(key): parameter for key, parameter in inspect.signature(part).parameters.items()}
+    parameters = {option_name(key): parameter for key, parameter in _parameters(part).items()}
     for option, parameter in parameters.items():
         if parameter.default is parameter.empty and option not in values:
             raise ValueError(f"router {name!r} needs the option {option}.")
@@ -305,8 +306,19 @@ def _load(part: type[Part] | str) -> type[Part]:
     return cls
 
 
+# A model builds a router for each layer, and reading signatures took most of the time of building one.
+@functools.cache
+def _parameters(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(part).parameters
+
+
+@functools.cache
+def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(function)
+
+
 def _options(part: Callable[..., Any]) -> list[str]:
-    return [option_name(name) for name in inspect.signature(part).parameters if name not in GIVEN]
+    return [option_name(name) for name in _parameters(part) if name not in GIVEN]
 
 
 def _preset_options(preset: Preset) -> set[str]:

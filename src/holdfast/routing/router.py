@@ -67,6 +67,17 @@ class Router(nn.Module):
                 f"{type(select).__name__} does not select by gates, so {type(inform[0]).__name__} would change nothing; "
                 "remove one of them."
             )
+        for informer in inform:
+            if informer.side == "token" and score.scores_sequence:
+                raise ValueError(
+                    f"{type(score).__name__} gives all tokens of a sequence the same scores, so {type(informer).__name__} "
+                    "would change nothing; remove one of them."
+                )
+        if select.asks_others and not score.scores_all:
+            raise ValueError(
+                f"{type(score).__name__} gives a token scores for its own experts only, so a token without a place has no "
+                'other expert to ask; limit it with policy="drop".'
+            )
         if noise is not None:
             if select.noise is not None:
                 raise ValueError(

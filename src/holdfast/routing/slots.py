@@ -76,23 +76,16 @@ class SlotScore(ScalableScore):
         return f"dim={self.dim}, experts={self.experts}, slots={self.slots}"
 
 
-class Slots(Selector):
-    """Every token uses every expert: weights are the gates, K = E. A score without slots gives each expert one slot.
-
-    A sequence without a real token has a dispatch and shares of 0, so that the layer returns 0 for it.
-
-    causal      a slot is a mean of the whole sequence, so a token reads later ones. True: refuse causal models. False: run
-                in them; then they cannot generate, and their perplexity cannot be compared with that of a causal model
-    """
+class AllExperts(Selector):
+    """A selector with which every token uses every expert (abstract): K = E. Its layer reads whole sequences."""
 
     traits = Traits(causal=False, cacheable=False, sequence_aware=True)
-    layer_kind = "soft"
     takes_noise = False
     not_limited = "its layer sends no tokens to experts"
 
-    def __init__(self, *, slots: int = 1, causal: bool = True) -> None:
+    def __init__(self, *, causal: bool) -> None:
         super().__init__()
-        self.slots, self.causal = slots, causal
+        self.causal = causal
 
     @property
     def refuses_causal(self) -> bool:
@@ -101,6 +94,28 @@ class Slots(Selector):
     @property
     def ragged(self) -> bool:
         return False
+
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """Return gates: a token that holds some experts only does not renormalise them."""
+        in_use = experts < scores.gates.shape[-1]
+        gates = scores.gates.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0)
+        return live.weights_if_same_set(experts, gates)
+
+
+class Slots(AllExperts):
+    """Every token uses every expert: weights are the gates, K = E. A score without slots gives each expert one slot.
+
+    A sequence without a real token has a dispatch and shares of 0, so that the layer returns 0 for it.
+
+    causal      a slot is a mean of the whole sequence, so a token reads later ones. True: refuse causal models. False: run
+                in them; then they cannot generate, and their perplexity cannot be compared with that of a causal model
+    """
+
+    layer_kind = "soft"
+
+    def __init__(self, *, slots: int = 1, causal: bool = True) -> None:
+        super().__init__(causal=causal)
+        self.slots = slots
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         logits = scores.logits.unsqueeze(-1) if scores.slots is None else scores.slots
@@ -116,10 +131,6 @@ class Slots(Selector):
         experts, weights = all_experts(scores.gates)
         rows = weights.new_full(tokens.shape[:2], flat.shape[-1] / max(tokens.shape[1], 1))
         return Selection(experts, weights, scores.gates, {}, rows=rows, dispatch=dispatch, shares=shares)
-
-    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        """Return gates: a token that holds some experts only does not renormalise them."""
-        return held_gates(experts, scores, live)
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
         rows = sizes.experts * self.slots / sizes.length
@@ -141,10 +152,3 @@ def all_experts(gates: Tensor) -> tuple[Tensor, Tensor]:
     """Return all experts (B,N,E) in the order of their `gates (B,N,E)`, ties to the lower index, and the sorted gates."""
     experts = top(gates, gates.shape[-1])
     return experts, gates.gather(-1, experts)
-
-
-def held_gates(experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-    """Return (B,N,K): the gates of the held set `experts (B,N,K)`; 0 in unused slots."""
-    in_use = experts < scores.gates.shape[-1]
-    gates = scores.gates.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0)
-    return live.weights_if_same_set(experts, gates)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from holdfast.files import append, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub import router_loss_scale
 from holdfast.routing import Router
+from holdfast.train.captured_step import CapturedStep
 from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
@@ -71,6 +72,8 @@ def train_in_loop(
     step.done = state.global_step
     router_loss_scale(model, 1 / training.accumulate)
     loop = TrainingLoop(step, task, folder, state, k=k, tick=tick, guard=guard)
+    if model.device.type == "cuda":
+        loop.step = CapturedStep(step)
     batches = _batches(task.examples(seed), training, model.device, state.global_step)
     if checkpoint is not None:
         restore_random(checkpoint)  # after the data loader has drawn its seed
