@@ -192,6 +192,7 @@ def test_a_file_that_is_not_of_this_run_raises_and_is_not_executed(case: str, re
     assert "\n" not in str(caught.value) and not list(folder.rglob("ran"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_trainer_is_not_used_and_a_sentence_says_so(
     recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

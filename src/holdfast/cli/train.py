@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Train:
-    """Train one model with one router from a recipe, with the Hugging Face Trainer. Run the same command again to resume.
+    """Train one model with one router from a recipe. Run the same command again to resume.
 
     Examples: `holdfast train tiny --router smooth --out runs/smooth`, `holdfast train switch-small --router
     "similarity[tau=2]" --data ~/data --set data.source=wikitext-2 training.steps=5000 --best --log tensorboard`,

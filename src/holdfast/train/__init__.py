@@ -1,4 +1,4 @@
-"""Recipes, training on the Hugging Face Trainer, and comparisons of routers under equal conditions."""
+"""Recipes, training, and comparisons of routers under equal conditions."""
 
 from holdfast.train.comparison import Cell as Cell
 from holdfast.train.comparison import Comparison as Comparison

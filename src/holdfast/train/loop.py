@@ -8,6 +8,7 @@ files.
 
 import json
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -152,7 +153,7 @@ class TrainingLoop:
         if self.held_out is not None:
             loss = held_out_loss(self.model, self.held_out, self.training.batch, counts_labels=self.counts_labels)
             self.log.add_line({"step": self.state.global_step, "eval_loss": loss})
-            if self.state.best_loss is None or loss < self.state.best_loss:
+            if loss < (math.inf if self.state.best_loss is None else self.state.best_loss):  # never if it is NaN
                 self.state.best_loss, self.state.best_global_step = loss, self.state.global_step
         write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
 

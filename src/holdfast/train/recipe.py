@@ -72,7 +72,7 @@ class DataPart:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPart:
-    """The options of the Hugging Face Trainer that a recipe sets."""
+    """How a model is trained; other options have the defaults of the Hugging Face Trainer."""
 
     steps: Positive
     batch: Positive
