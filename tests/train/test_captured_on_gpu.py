@@ -49,6 +49,7 @@ def build(router: str, *, dropout: float = 0.1, **options: Any) -> Any:
         attn_pdrop=dropout,
     )
     dense = transformers.GPT2LMHeadModel(config)
+    dense.config.use_cache = False  # as in training: then transformers looks for packed rows
     losses = holdfast.Losses(balance=0.01)
     return (
         holdfast.sparsify(dense, experts=8, k=2, router=router, init="random", losses=losses, router_options=options)

@@ -78,7 +78,7 @@ class CapturedStep:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         is_last = self._first_steps == FIRST_STEPS - 1
-        with torch.cuda.stream(self._stream), _masks_as_captured(inputs), _recording_waits(is_last) as waits:
+        with torch.cuda.stream(self._stream), _recording_waits(is_last) as waits:
             record = self.step(inputs)
         current.wait_stream(self._stream)
         record.loss.record_stream(current)
@@ -94,7 +94,7 @@ class CapturedStep:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()  # a capture that fails leaves the generator unusable
         try:
-            with torch.cuda.graph(graph, stream=self._stream), _masks_as_captured(inputs):
+            with torch.cuda.graph(graph, stream=self._stream):
                 self._results = self.step.compute(self._inputs)
         except (RuntimeError, ValueError) as problem:
             generator.graphsafe_set_state(before)
@@ -144,25 +144,3 @@ def _recording_waits(enabled: bool) -> Iterator[list[str]]:
             found.append(f"{warning.filename}, line {warning.lineno}")
         elif "debug mode is a prototype" not in str(warning.message):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-@contextmanager
-def _masks_as_captured(inputs: Sequence[Inputs]) -> Iterator[None]:
-    """Make transformers treat the attention mask in the same way in the first steps and in the captured one.
-
-    Without a mask in the inputs, every token is real, and attention uses its faster kernel for causal models. transformers
-    builds a mask nevertheless when it finds that a graph is being captured. With a mask it would wait for the GPU, to see
-    whether all tokens are real, unless it finds so.
-    """
-    from transformers.utils import import_utils
-
-    usual = getattr(import_utils, "is_cuda_stream_capturing", None)
-    if usual is None:  # a version that does not ask
-        yield
-        return
-    has_mask = any("attention_mask" in batch for batch in inputs)
-    import_utils.is_cuda_stream_capturing = lambda: has_mask
-    try:
-        yield
-    finally:
-        import_utils.is_cuda_stream_capturing = usual

@@ -12,6 +12,7 @@ be captured in a CUDA graph: the learning rate is a tensor there, which is chang
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, final
@@ -19,6 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from holdfast.train.masks import masks_without_waiting
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.task import Inputs
 
@@ -94,6 +96,7 @@ class TrainingStep:
         self.accumulate, self.max_norm = accumulate, clip or float("inf")
         self.counts_labels = accepts_label_count(model)
         self.parameters = list(model.parameters())
+        self.on_gpu = self.parameters[0].is_cuda
         self.done = 0
         self._rate: float | None = None
         if precision == "bf16":
@@ -119,6 +122,10 @@ class TrainingStep:
 
     def compute(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
         """Run forward, backward and update; return the loss and the gradient norm. Only the device part of a step."""
+        with masks_without_waiting(inputs) if self.on_gpu else nullcontext():
+            return self._compute(inputs)
+
+    def _compute(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
         assert len(inputs) == self.accumulate, "one entry for each micro-batch"
         count = label_count(inputs) if self.counts_labels else None
         total: Tensor | None = None
