@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from holdfast.files import append, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub import router_loss_scale
+from holdfast.hub.install import hooks_of
 from holdfast.routing import Router
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
@@ -71,7 +72,8 @@ def train_in_loop(
     schedule = constant_with_warmup(training.learning_rate, training.warmup)
     step = TrainingStep(model, optimizer, schedule, training.accumulate, training.clip, training.precision)
     step.done = state.global_step
-    router_loss_scale(model, 1 / training.accumulate)
+    if hooks_of(model) is not None:
+        router_loss_scale(model, 1 / training.accumulate)
     loop = TrainingLoop(step, task, folder, state, k=k, tick=tick, guard=guard)
     if model.device.type == "cuda":
         loop.step = CapturedStep(step)
