@@ -73,8 +73,11 @@ class Experts(nn.Module):
             bound = 1 / math.sqrt(self.hidden if name.startswith("down") else self.dim)
             nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return (T,d) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32."""
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor, most_rows: int | None = None) -> Tensor:
+        """Return (T,d) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32.
+
+        most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
+        """
         self._check(tokens, experts, weights)
         up_bias = self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None
         down_bias = self.down_proj_bias if self.has_bias else None
@@ -89,6 +92,7 @@ class Experts(nn.Module):
             activate=self._activate,
             glu=self.activation_name if self.gated else None,
             shards=self.shards,
+            most_rows=most_rows,
         )
 
     def run_merged(self, tokens: Tensor, gates: Tensor) -> Tensor:
@@ -156,16 +160,18 @@ def run_experts(
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None = None,
     shards: ExpertShards | None = None,
+    most_rows: int | None = None,
 ) -> Tensor:
     """Run `tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; index E marks an unused slot.
 
     activate    the activation, on rows in the order of a `Dispatch`
     glu         the name of the activation if it is gated, because there may be a kernel for it
     shards      with sharded experts: `up` and `down` are DTensors, and tokens are sent to the ranks of their experts
+    most_rows   at most this many slots have an expert. Sharded experts ignore it: they run tokens of several ranks
     """
     dtype = _compute_dtype(tokens, up)
     if shards is None:
-        out = _run_local(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu)
+        out = _run_local(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu, most_rows)
     elif is_exporting():
         raise ValueError(
             "these experts are sharded over ranks, which an exported program cannot use; export the model on one rank."
@@ -188,13 +194,14 @@ def _run_local(
     down_bias: Tensor | None,
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None,
+    most_rows: int | None = None,
 ) -> Tensor:
     """Run experts that are all on this rank, on tokens in the dtype of the products, with float32 weights."""
     dtype = tokens.dtype
     if is_exporting():
         out = _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
         return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
-    plan = dispatch(experts, up.shape[0])
+    plan = dispatch(experts, up.shape[0], most_rows)
     hidden = gather_mm(tokens, up.to(dtype), plan, up_bias)
     return mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu, bias=down_bias)
 

@@ -14,6 +14,7 @@ kernels do not support, PyTorch operations compute the same.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ class Powers(NamedTuple):
 
 
 POWERS = Powers()
+
+
+Limit = Callable[[Tensor, Tensor], Tensor]  # (gaps, eps) -> the width of the strip
 
 
 class Amounts(NamedTuple):
@@ -111,7 +115,15 @@ def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tens
 
 
 def select_smooth_top_k(
-    scores: Tensor, amounts: Amounts, k: int, eps: Tensor, *, most: int, informed: bool, powers: Powers = POWERS
+    scores: Tensor,
+    amounts: Amounts,
+    k: int,
+    eps: Tensor,
+    *,
+    most: int,
+    informed: bool,
+    powers: Powers = POWERS,
+    limit: Limit | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return experts (..., most), E in unused slots, their weights, and all gaps to the k-th (..., E), in any order.
 
@@ -119,11 +131,16 @@ def select_smooth_top_k(
     `most` experts has a narrower strip, which ends at the level of the first expert without a slot. Gaps are infinite for
     the k best and for experts without a slot. With `informed`, scores are gates, levels are their logarithms, and an expert
     with a gate of 0 is never selected from the strip. Only the amounts get a gradient.
+
+    limit   returns the width of the strip from the gaps and `eps`: one for all tokens, or (...), one for each
     """
     if _has_kernel(scores):
-        return _select_with_kernels(scores, amounts, eps, k, most, informed, powers)
+        if limit is not None:
+            flat = scores.detach().contiguous().view(-1, scores.shape[-1])
+            eps = limit(_strip_gaps(flat, k, most, informed).view(scores.shape), eps)
+        return _select_with_kernels(scores, amounts, eps.flatten(), k, most, informed, powers)
     levels = scores.clamp_min(TINY).log() if informed else scores
-    strip = smooth_strip(scores, levels, k, eps, most, powers)
+    strip = smooth_strip(scores, levels, k, eps, most, powers, limit)
     weights = weigh(amounts, strip.experts, strip.in_use, strip.fade)
     in_use = strip.in_use
     if informed:
@@ -131,14 +148,26 @@ def select_smooth_top_k(
     return strip.experts.where(in_use, scores.shape[-1]), weights, strip.gaps
 
 
-def smooth_strip(ranks: Tensor, levels: Tensor, k: int, eps: Tensor, most: int, powers: Powers = POWERS) -> Strip:
-    """Return the first `most` slots by `ranks (..., E)`, with a strip of width `eps` in `levels (..., E)` below the k-th."""
+def smooth_strip(
+    ranks: Tensor,
+    levels: Tensor,
+    k: int,
+    eps: Tensor,
+    most: int,
+    powers: Powers = POWERS,
+    limit: Limit | None = None,
+) -> Strip:
+    """Return the first `most` slots by `ranks (..., E)`, with a strip of width `eps` in `levels (..., E)` below the k-th.
+
+    limit   returns the width of the strip from the gaps and `eps`: one for all tokens, or (...), one for each
+    """
     order = top(ranks, ranks.shape[-1])
     levels = levels.gather(-1, order)
     gaps = (levels[..., k - 1 : k] - levels).detach()
     slot = torch.arange(ranks.shape[-1], device=ranks.device)
     masked_gaps = gaps.masked_fill((slot < k) | (slot >= most), torch.inf)
-    edge = eps if most == ranks.shape[-1] else torch.minimum(eps, gaps[..., most : most + 1])
+    edge = (eps if limit is None else limit(masked_gaps, eps)).unsqueeze(-1)
+    edge = edge if most == ranks.shape[-1] else torch.minimum(edge, gaps[..., most : most + 1])
     core = slot[:most] < k
     fade, in_strip = strip_fade(gaps[..., :most], edge, powers)
     return Strip(order[..., :most], core, core | in_strip, fade.where(~core, 0.0), masked_gaps)
@@ -244,7 +273,8 @@ def _weigh_reference(
     if eps is not None:
         levels = (scores.clamp_min(TINY).log() if informed else scores).gather(1, experts)
         core = torch.arange(chosen.shape[1], device=chosen.device) < k
-        fade, _ = strip_fade(levels[:, k - 1 : k] - levels, edges.unsqueeze(1) if edges.numel() else eps, Powers(a, b))
+        width = (edges if edges.numel() else eps).unsqueeze(1)
+        fade, _ = strip_fade(levels[:, k - 1 : k] - levels, width, Powers(a, b))
         fade = fade.where(~core, 0.0)
     return weigh(Amounts(amounts, WEIGHINGS[how]), experts, in_use, fade)
 
@@ -265,6 +295,14 @@ def _select_on_gpu(
 
     with on_device_of(scores):
         return triton.select(scores, amounts, eps, k, width, how, informed, a, b)
+
+
+def _strip_gaps_on_gpu(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
+    """Return the gaps (T,E) that `_select_on_gpu` returns, which do not depend on `eps`."""
+    from holdfast.kernels.select import triton
+
+    with on_device_of(scores):
+        return triton.strip_gaps(scores, k, width, informed)
 
 
 def _select_backward_on_gpu(
@@ -312,6 +350,11 @@ _select = operator(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _select_on_gpu,
     _select_fake,
+)
+_strip_gaps = operator(
+    "strip_gaps(Tensor scores, int k, int width, bool informed) -> Tensor",
+    _strip_gaps_on_gpu,
+    lambda scores, *_: torch.empty_like(scores),
 )
 _select_backward = operator(
     "choose_backward(Tensor grad, Tensor scores, Tensor amounts, Tensor? eps, Tensor weights, Tensor slots, Tensor edges, "

@@ -101,6 +101,34 @@ def _gaps(levels, slots, inside, k, LOGARITHM: tl.constexpr):
 
 
 @triton.jit
+def _strip_gaps(
+    scores,
+    out,
+    rows,
+    experts,
+    k,
+    width,
+    CAPPED: tl.constexpr,
+    INFORMED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Write the gaps of a block of tokens: infinite for the k best and, if CAPPED, for experts without a slot."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)
+    inside = (row < rows)[:, None] & (expert < experts)[None, :]
+    place = row[:, None] * experts + expert[None, :]
+    slots, _ = _slots(scores, row, rows, experts, width if CAPPED else k, ROWS, EXPERTS, CHUNK, FEW)
+    gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
+    outside = slots < k
+    if CAPPED:
+        outside = outside | (slots >= width)
+    tl.store(out + place, tl.where(outside, float("inf"), gaps), mask=inside)
+
+
+@triton.jit
 def _select(
     scores,
     amounts,
@@ -117,6 +145,7 @@ def _select(
     HOW: tl.constexpr,
     SMOOTH: tl.constexpr,
     CAPPED: tl.constexpr,
+    EACH: tl.constexpr,
     INFORMED: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -128,6 +157,7 @@ def _select(
     """Select and weigh a block of tokens.
 
     CAPPED: there are fewer slots than experts, and a strip ends at the first expert without a slot.
+    EACH: 1 if `eps` has a width for each token, 0 if it has one for all.
     FEW: slots are filled one after the other, those of the strip as far as the widest strip of a token in the block.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -142,13 +172,14 @@ def _select(
     if SMOOTH:
         gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
         crossed = core
+        edge = tl.load(eps + row * EACH, mask=row < rows, other=0.0)
         if CAPPED:
-            edge = tl.minimum(tl.load(eps), tl.sum(tl.where((slots == width) & inside, gaps, 0.0), axis=1))
+            edge = tl.minimum(edge, tl.sum(tl.where((slots == width) & inside, gaps, 0.0), axis=1))
             tl.store(edges + row, edge, mask=row < rows)
             fade, in_strip = _fade(gaps, edge[:, None], A, B)
             crossed = core | (slots >= width)
         else:
-            fade, in_strip = _fade(gaps, tl.load(eps), A, B)
+            fade, in_strip = _fade(gaps, edge[:, None], A, B)
             if FEW:
                 crossing = tl.max(tl.sum((in_strip & inside & ~core).to(tl.int32), axis=1), axis=0)
                 keys, slots = _fill_slots(keys, slots, k, k + crossing, EXPERTS)
@@ -193,6 +224,7 @@ def _select_backward(
     HOW: tl.constexpr,
     SMOOTH: tl.constexpr,
     CAPPED: tl.constexpr,
+    EACH: tl.constexpr,
     INFORMED: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -218,10 +250,8 @@ def _select_backward(
         fading = tl.full((ROWS, EXPERTS), 1.0, dtype=tl.float32)
         if SMOOTH:
             gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
-            if CAPPED:
-                fade, _ = _fade(gaps, tl.load(edges + row, mask=row < rows, other=0.0)[:, None], A, B)
-            else:
-                fade, _ = _fade(gaps, tl.load(eps), A, B)
+            edge = edges + row if CAPPED else eps + row * EACH
+            fade, _ = _fade(gaps, tl.load(edge, mask=row < rows, other=0.0)[:, None], A, B)
             fading = tl.where(slots < k, 1.0, tl.exp(fade))
         if HOW == SHARES:
             amount = tl.load(amounts + place, mask=in_use, other=0.0)
@@ -282,7 +312,7 @@ def select(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts and weights (T,width), each expert's slot (T,E), the gaps (T,E) and each strip's width (T,).
 
-    Without `eps` the last two are empty. Gaps are infinite for the k best, and for experts without a slot. The strips'
+    `eps` has the width of all strips, (1,), or of each token's, (T,). Without `eps` the last two are empty. Gaps are infinite for the k best, and for experts without a slot. The strips'
     widths are empty if there are as many slots as experts: then all are `eps`.
     """
     count, experts = scores.shape
@@ -310,6 +340,7 @@ def select(
         HOW=how,
         SMOOTH=eps is not None,
         CAPPED=capped,
+        EACH=int(eps is not None and eps.numel() > 1),
         INFORMED=informed,
         A=a,
         B=b,
@@ -321,6 +352,30 @@ def select(
         num_warps=1 if few else min(max(wide // 32, 1), 8),
     )
     return chosen, weights, slots, gaps, edges
+
+
+def strip_gaps(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
+    """Return the gaps (T,E) that `select` returns."""
+    (count, experts), out = scores.shape, torch.empty_like(scores)
+    rows, wide = _block(experts, FORWARD_BLOCK)
+    capped = width < experts
+    few = (width if capped else k) <= FEW_SLOTS
+    _strip_gaps[(cdiv(count, rows),)](
+        scores,
+        out,
+        count,
+        experts,
+        k,
+        width,
+        CAPPED=capped,
+        INFORMED=informed,
+        ROWS=rows,
+        EXPERTS=wide,
+        CHUNK=min(CHUNK, wide),
+        FEW=few,
+        num_warps=1 if few else min(max(wide // 32, 1), 8),
+    )
+    return out
 
 
 def select_backward(
@@ -356,6 +411,7 @@ def select_backward(
         HOW=how,
         SMOOTH=eps is not None,
         CAPPED=edges.numel() > 0,
+        EACH=int(eps is not None and eps.numel() > 1),
         INFORMED=informed,
         A=a,
         B=b,
