@@ -127,7 +127,8 @@ def sorting_into_fewer_rows(device: str, tokens: int, slots: int, experts: int) 
         assert torch.equal(limited[0].cpu(), order[:most])
         assert torch.equal(limited[1].cpu(), rows.where(rows < most, tokens * slots))
         assert torch.equal(limited[2].cpu(), offsets.clamp_max(most))
-        assert (limited[0]._base.cpu()[most:] == -1).all()  # beyond its end nothing is written
+        beyond = limited[0]._base
+        assert beyond is not None and (beyond.cpu()[most:] == -1).all()  # nothing is written after the last row
 
 
 def _first_of(memory: Tensor, empty: Callable[..., Tensor], *shape: int, **options: Any) -> Tensor:

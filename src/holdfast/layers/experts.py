@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,7 +168,7 @@ def run_experts(
     activate    the activation, on rows in the order of a `Dispatch`
     glu         the name of the activation if it is gated, because there may be a kernel for it
     shards      with sharded experts: `up` and `down` are DTensors, and tokens are sent to the ranks of their experts
-    most_rows   at most this many slots have an expert. Sharded experts ignore it: they run tokens of several ranks
+    most_rows   at most this many slots have an expert. Sharded experts count their slots exactly and ignore it
     """
     dtype = _compute_dtype(tokens, up)
     if shards is None:
@@ -179,7 +180,7 @@ def run_experts(
     else:
         up, down = shards.local_part(up), shards.local_part(down)
         up_bias, down_bias = (None if bias is None else shards.local_part(bias) for bias in (up_bias, down_bias))
-        run = partial(_run_local, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
+        run = partial(_run_shard, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
         out = shards.run(run, tokens.to(dtype), experts, weights.float())
     return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
 
@@ -204,6 +205,11 @@ def _run_local(
     plan = dispatch(experts, up.shape[0], most_rows)
     hidden = gather_mm(tokens, up.to(dtype), plan, up_bias)
     return mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu, bias=down_bias)
+
+
+def _run_shard(tokens: Tensor, experts: Tensor, weights: Tensor, slots: int, **rest: Any) -> Tensor:
+    """Run the experts of this rank on received tokens, of which `slots` slots have one; `rest` is as in `_run_local`."""
+    return _run_local(tokens, experts, weights, most_rows=slots, **rest)
 
 
 def _run_all_experts(

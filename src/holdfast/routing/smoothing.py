@@ -5,9 +5,9 @@
 
 Section 6 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts".
 
-**Rows in training.** T tokens need k T rows for their k best experts, and rows for those in the strip, whose number only the
-GPU knows. In training, there are rows for X = ceil(2 budget T) experts in strips, twice the budget, so that the host need not
-wait for that number and memory is not allocated for all experts:
+**Rows in training.** T tokens need k T rows for their k best experts, and rows for the experts in their strips. On a GPU the
+host would have to wait to read the number of these, and rows for all experts take much memory. So in training there are rows
+for X = ceil(2 budget T) experts in strips, twice the budget, and the strip ends where they end:
 
     eps = min(running width, g_X),   g_0 <= g_1 <= ... the gaps c - logit_j of all tokens and experts outside the k best
 
@@ -16,8 +16,8 @@ logits, and so are the weights. It is smaller than the running width only on ove
 `overflow` is the share of them without a row; it is 0 while a batch needs less than twice the budget.
 
 This is an exception to the rule that a forward uses the state from before its batch (`holdfast.routing.state`), in training
-and on overflow only: there, the other tokens of the batch change the width of a token's strip. It is the same on all devices.
-Recomputation finds the same width, because it depends on the state and the batch. Real tokens and padding have separate
+and on overflow only: there, the other tokens of the batch change the width of a token's strip. The width is the same on all
+devices, and in a recomputation, because it depends only on the state and the batch. Real tokens and padding have separate
 statistics and separate rows, so padding never changes a real token. Each rank has its own rows and its own g_X, without
 communication: on overflow, ranks have strips of different widths, while the running width is that of one process with the
 whole batch. In evaluation, all experts in the strip are in use.

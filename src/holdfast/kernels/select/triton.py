@@ -312,8 +312,9 @@ def select(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts and weights (T,width), each expert's slot (T,E), the gaps (T,E) and each strip's width (T,).
 
-    `eps` has the width of all strips, (1,), or of each token's, (T,). Without `eps` the last two are empty. Gaps are infinite for the k best, and for experts without a slot. The strips'
-    widths are empty if there are as many slots as experts: then all are `eps`.
+    `eps` is the width of all strips, (1,), or has one for each token, (T,). Without `eps` the last two are empty. Gaps are
+    infinite for the k best, and for experts without a slot. Widths are empty if there is a slot for every expert: they are
+    `eps`.
     """
     count, experts = scores.shape
     capped = eps is not None and width < experts
