@@ -2,7 +2,7 @@
 and, where it can be imported, ScatterMoE.
 
     python benchmarks/blocks.py                          # on a CPU, float32
-    python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16, at the shapes of olmoe and mixtral
+    python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16, at the shapes of olmoe, qwen3-30b and mixtral
 
 Many steps are queued at a time, as in training. Prints ratios measured in one run and, with --out FILE, writes JSON.
 """
@@ -44,7 +44,11 @@ class Shape:
 
 SHAPES = {
     "cpu": {"small": Shape(8, 512, 256, 256, 16, 2, 1)},
-    "cuda": {"olmoe": Shape(8, 2048, 2048, 1024, 64, 8, 40), "mixtral": Shape(4, 2048, 4096, 14336, 8, 2, 14)},
+    "cuda": {
+        "olmoe": Shape(8, 2048, 2048, 1024, 64, 8, 40),
+        "qwen3-30b": Shape(8, 2048, 2048, 768, 128, 8, 40),
+        "mixtral": Shape(4, 2048, 4096, 14336, 8, 2, 14),
+    },
 }
 
 

@@ -233,11 +233,13 @@ def strips_of_their_own(device: str, experts: int, k: int, how: Weighing, inform
     (slope,) = torch.autograd.grad(weights, amounts, grad)
     there = primary.detach().to(device), amounts.detach().to(device), eps.to(device)
     rest: Any = (WEIGHINGS.index(how), informed)
-    chosen, got, slots, gaps, edges = select_triton.select(*there, k, most, *rest)
+    gaps = select_triton.strip_gaps(there[0], k, most, informed)
+    same(gaps.nan_to_num(), select_triton.select(*there, k, most, *rest)[3].cpu().nan_to_num())
+    chosen, got, slots, empty, edges = select_triton.select(*there, k, most, *rest, gaps=gaps)
+    assert empty.numel() == 0
     same(chosen, strip.experts.where(strip.in_use, experts))
     close(got, weights, 1e-4)
     close(select_triton.select_backward(grad.to(device), *there, got, slots, edges, k, *rest), slope, 1e-4)
-    same(select_triton.strip_gaps(there[0], k, most, informed).nan_to_num(), gaps.cpu().nan_to_num())
 
 
 def graphs(device: str, experts: int, k: int, padded: bool) -> None:

@@ -267,3 +267,79 @@ def test_a_compiled_layer_has_the_same_strips(control: Any, padded: bool) -> Non
         results.append([out, tokens.grad, routing.weights, select.overflow.clone(), select.width])
     for eager, traced in zip(*results, strict=True):
         torch.testing.assert_close(traced, eager, atol=1e-5, rtol=1e-4)
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+@on_gpu
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"), [("smooth", {}), ("smooth", {"control": "loss"}), ("symphony+smooth", {"most": 6})]
+)
+def test_a_gpu_has_the_strips_of_a_cpu_and_does_not_wait(name: str, options: dict[str, Any], padded: bool) -> None:
+    real = padding(3, 40) if padded else None
+    options = {"eps": 0.5, "budget": 0.4, **options} | ({"init": "uniform"} if "symphony" in name else {})
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        layer = MoE(holdfast.create_router(name, dim=32, experts=12, k=3, **options), Experts(32, 24, 12)).to(device)
+        tokens = torch.randn(3, 40, 32).to(device).requires_grad_()
+        context = Context(token_mask=None if real is None else real.to(device))
+        layer(tokens, context)[0].sum().backward()  # compiles the kernels
+        layer.zero_grad(set_to_none=True)
+        tokens.grad = None
+        layer.router.load_state_dict(holdfast.create_router(name, dim=32, experts=12, k=3, **options).state_dict())
+        torch.manual_seed(1)
+        layer.router.get_parameter("score.weight").data.copy_(torch.randn(12, 32) / 8)
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        try:
+            out, routing = layer(tokens, context)
+            (out.square().sum() + routing.loss).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        select: Any = layer.router.select
+        found.append([out, tokens.grad, routing.dense_weights, select.overflow, layer.experts.down_proj.grad])
+        assert routing.used.sum() <= select.most_rows(120)
+    assert found[0][3] > 0
+    for mine, theirs in zip(*found, strict=True):
+        assert (theirs.cpu() - mine).norm() <= 2e-3 * mine.norm()
+
+
+@on_gpu
+def test_a_captured_step_has_the_strips_of_an_eager_one() -> None:
+    torch.manual_seed(0)
+    layer = MoE(holdfast.create_router("smooth", dim=32, experts=12, eps=0.5), Experts(32, 24, 12)).cuda()
+    layer.router.check_finite = False
+    layer.router.select.get_buffer("seen").fill_(1)
+    batches = [torch.randn(3, 40, 32, device="cuda") * (0.3 if step % 2 else 1.0) for step in range(6)]
+    start = {name: value.clone() for name, value in layer.state_dict().items()}
+    eager = [(layer(tokens)[0].detach().clone(), layer.router.select.overflow.clone()) for tokens in batches]  # type: ignore[union-attr]
+    given = batches[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = layer(given)
+    layer.load_state_dict(start)
+    for tokens, (expected, overflow) in zip(batches, eager, strict=True):
+        given.copy_(tokens)
+        graph.replay()
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(layer.router.select.overflow, overflow)
+    assert any(overflow > 0 for _, overflow in eager)
+
+
+@on_gpu
+def test_a_training_step_takes_memory_for_its_rows_only() -> None:
+    peaks = {}
+    for name in ("smoe", "smooth"):
+        router = holdfast.create_router(name, dim=512, experts=64, k=8).cuda()
+        layer = MoE(router, Experts(512, 256, 64)).cuda().bfloat16()
+        tokens = torch.randn(4, 1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            layer(tokens)[0].sum().backward()
+            peaks[name] = torch.cuda.max_memory_allocated() - before
+            layer.zero_grad(set_to_none=True)
+            tokens.grad = None
+    assert peaks["smooth"] < 1.35 * peaks["smoe"], peaks

@@ -12,8 +12,9 @@ for X = ceil(2 budget T) experts in strips, twice the budget, and the strip ends
     eps = min(running width, g_X),   g_0 <= g_1 <= ... the gaps c - logit_j of all tokens and experts outside the k best
 
 An expert is in use if its gap is below eps, so at most X are, also where gaps are equal. g_X is a continuous function of the
-logits, and so are the weights. It is smaller than the running width only on overflow: if more than X experts lie in strips.
-`overflow` is the share of them without a row; it is 0 while a batch needs less than twice the budget.
+logits, and so are the weights, except in a batch with more than X gaps of 0. It is smaller than the running width only on
+overflow: if more than X experts lie in strips. `overflow` is the share of them without a row; it is 0 while a batch needs at
+most twice the budget. Batches of a few tokens need more now and then.
 
 This is an exception to the rule that a forward uses the state from before its batch (`holdfast.routing.state`), in training
 and on overflow only: there, the other tokens of the batch change the width of a token's strip. The width is the same on all

@@ -135,10 +135,14 @@ def select_smooth_top_k(
     limit   returns the width of the strip from the gaps and `eps`: one for all tokens, or (...), one for each
     """
     if _has_kernel(scores):
-        if limit is not None:
-            flat = scores.detach().contiguous().view(-1, scores.shape[-1])
-            eps = limit(_strip_gaps(flat, k, most, informed).view(scores.shape), eps)
-        return _select_with_kernels(scores, amounts, eps.flatten(), k, most, informed, powers)
+        if limit is None:
+            return _select_with_kernels(scores, amounts, eps.flatten(), k, most, informed, powers)
+        flat = scores.detach().contiguous().view(-1, scores.shape[-1])
+        gaps = _strip_gaps(flat, k, most, informed)
+        by_token = gaps.view(scores.shape)
+        eps = limit(by_token, eps).flatten()
+        experts, weights, _ = _select_with_kernels(scores, amounts, eps, k, most, informed, powers, gaps)
+        return experts, weights, by_token
     levels = scores.clamp_min(TINY).log() if informed else scores
     strip = smooth_strip(scores, levels, k, eps, most, powers, limit)
     weights = weigh(amounts, strip.experts, strip.in_use, strip.fade)
@@ -220,38 +224,46 @@ def _has_kernel(scores: Tensor) -> bool:
 
 
 def _select_with_kernels(
-    scores: Tensor, amounts: Amounts, eps: Tensor | None, k: int, width: int, informed: bool, powers: Powers
+    scores: Tensor,
+    amounts: Amounts,
+    eps: Tensor | None,
+    k: int,
+    width: int,
+    informed: bool,
+    powers: Powers,
+    gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, experts = scores.shape[:-1], scores.shape[-1]
     flat = scores.detach().contiguous().view(-1, experts)
     values = amounts.values.contiguous().view(-1, experts)
     how = WEIGHINGS.index(amounts.how)
-    # Without `eps`, gaps are empty (0,E).
     rest = k, width, how, informed, *powers
-    chosen, weights, gaps = _Select.apply(flat, values, eps, *rest)  # type: ignore[no-untyped-call]
-    return chosen.view(*shape, -1), weights.view(*shape, -1), gaps.view(-1 if eps is None else shape[0], *shape[1:], experts)
+    chosen, weights, found = _Select.apply(flat, values, eps, *rest, gaps)  # type: ignore[no-untyped-call]
+    # Without `eps`, and if they are given, gaps are empty (0,E).
+    first = -1 if eps is None or gaps is not None else shape[0]
+    return chosen.view(*shape, -1), weights.view(*shape, -1), found.view(first, *shape[1:], experts)
 
 
 class _Select(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, amounts, eps, k, width, how, informed, a, b):  # type: ignore[no-untyped-def]
-        chosen, weights, slots, gaps, edges = _select(scores, amounts, eps, k, width, how, informed, a, b)
-        ctx.mark_non_differentiable(chosen, gaps)
+    def forward(ctx, scores, amounts, eps, k, width, how, informed, a, b, gaps):  # type: ignore[no-untyped-def]
+        chosen, weights, slots, found, edges = _select(scores, amounts, eps, k, width, how, informed, a, b, gaps)
+        ctx.mark_non_differentiable(chosen, found)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(scores, amounts, eps, weights, slots, edges, chosen)
         ctx.rest = k, how, informed, a, b
-        return chosen, weights, gaps
+        return chosen, weights, found
 
     @staticmethod
     def backward(ctx, _grad_chosen, grad, _grad_gaps):  # type: ignore[no-untyped-def]
         if grad is None:
-            return (None,) * 9
+            return (None,) * 10
         *saved, chosen = ctx.saved_tensors
         if is_differentiated():
             scores, amounts, eps, _, _, edges = saved
             reference = functools.partial(_weigh_reference, scores, chosen, eps, edges, *ctx.rest)
-            return None, *differentiable_gradients(reference, [amounts], [True], grad), *(None,) * 7
-        return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 7
+            return None, *differentiable_gradients(reference, [amounts], [True], grad), *(None,) * 8
+        return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 8
 
 
 def _weigh_reference(
@@ -289,12 +301,13 @@ def _select_on_gpu(
     informed: bool,
     a: float = POWERS.a,
     b: float = POWERS.b,
+    gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts, weights, the slot of each expert, gaps, and the width of each token's strip (see `triton.select`)."""
     from holdfast.kernels.select import triton
 
     with on_device_of(scores):
-        return triton.select(scores, amounts, eps, k, width, how, informed, a, b)
+        return triton.select(scores, amounts, eps, k, width, how, informed, a, b, gaps)
 
 
 def _strip_gaps_on_gpu(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
@@ -333,21 +346,30 @@ def _count_pairs_on_gpu(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
 
 
 def _select_fake(
-    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, *_: object
+    scores: Tensor,
+    amounts: Tensor,
+    eps: Tensor | None,
+    k: int,
+    width: int,
+    how: int,
+    informed: bool,
+    a: float = POWERS.a,
+    b: float = POWERS.b,
+    gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = scores.shape
     return (
         scores.new_empty(tokens, width, dtype=torch.int64),
         scores.new_empty(tokens, width),
         scores.new_empty(tokens, experts, dtype=torch.int16),
-        scores.new_empty(0 if eps is None else tokens, experts),
+        scores.new_empty(0 if eps is None or gaps is not None else tokens, experts),
         scores.new_empty(0 if eps is None or width == experts else tokens),
     )
 
 
 _select = operator(
-    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a=1, float b=50)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a=1, float b=50, "
+    "Tensor? gaps=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _select_on_gpu,
     _select_fake,
 )
