@@ -217,7 +217,7 @@ class SmoothTopK(Selector, StatefulPart):
         amounts = self.rule.amounts(scores)
         if amounts is None or self.eta is not None:
             return self._forward_reference(scores, tokens, context)
-        eps, real = self.eps(), context.checked_mask(tokens)
+        eps, real = self.eps(), context.checked_mask(tokens) if self.training else None
         experts, weights, gaps = select_smooth_top_k(
             scores.key,
             amounts,
@@ -234,7 +234,7 @@ class SmoothTopK(Selector, StatefulPart):
 
     def _forward_reference(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         """Select step by step, without the kernel: for rules with their own ranks or weights, and for a learned width."""
-        eps, real = self.eps(), context.checked_mask(tokens)
+        eps, real = self.eps(), context.checked_mask(tokens) if self.training else None
         ranks, levels = self.rule.ranks(scores), self.rule.levels(scores)
         strip = smooth_strip(ranks, levels, self.k, eps, self.slots, self.powers, self._limit(real))
         experts, in_use = strip.experts, strip.in_use

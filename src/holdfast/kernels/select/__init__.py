@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated
+from holdfast.kernels.backward import differentiable_gradients, is_differentiated, snapshot_for_backward
 from holdfast.kernels.launching import has_kernels, is_exporting, on_device_of, operator
 
 # How the amounts of selected experts become weights: unchanged, divided by their sum, or by a softmax over them.
@@ -168,10 +168,15 @@ def smooth_strip(
     order = top(ranks, ranks.shape[-1])
     levels = levels.gather(-1, order)
     gaps = (levels[..., k - 1 : k] - levels).detach()
+    next_gap = None if most == ranks.shape[-1] else gaps[..., most : most + 1]  # of the first expert without a slot
     slot = torch.arange(ranks.shape[-1], device=ranks.device)
     masked_gaps = gaps.masked_fill((slot < k) | (slot >= most), torch.inf)
-    edge = (eps if limit is None else limit(masked_gaps, eps)).unsqueeze(-1)
-    edge = edge if most == ranks.shape[-1] else torch.minimum(edge, gaps[..., most : most + 1])
+    if limit is not None:
+        # A compiler might compute gaps twice, for `limit` and for the strip, and round them differently. It reads a copy.
+        masked_gaps = gaps = snapshot_for_backward(masked_gaps)
+        eps = limit(masked_gaps, eps)
+    edge = eps.unsqueeze(-1)
+    edge = edge if next_gap is None else torch.minimum(edge, next_gap)
     core = slot[:most] < k
     fade, in_strip = strip_fade(gaps[..., :most], edge, powers)
     return Strip(order[..., :most], core, core | in_strip, fade.where(~core, 0.0), masked_gaps)
