@@ -56,8 +56,8 @@ def built(family: str, routers: tuple[str, ...], seed: int = 0) -> Any:
     torch.manual_seed(seed)
     for layer, name in enumerate(routers):
         # With this budget `smooth` has a row for every slot. Each process has its own rows, and three tokens may need more.
-        budget = {"budget": 3.0} if "smooth" in name else {}
-        holdfast.reroute(model, name.split(",")[0], layers=[layer], losses=LOSSES, **budget, **OPTIONS.get(name, {}))
+        options = OPTIONS.get(name, {}) | ({"budget": 3.0} if "smooth" in name else {})
+        holdfast.reroute(model, name.split(",")[0], layers=[layer], losses=LOSSES, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):  # gpt2's: processes draw their own
             module.p = 0.0

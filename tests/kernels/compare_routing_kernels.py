@@ -235,7 +235,7 @@ def strips_of_their_own(device: str, experts: int, k: int, how: Weighing, inform
     rest: Any = (WEIGHINGS.index(how), informed)
     gaps = select_triton.strip_gaps(there[0], k, most, informed)
     same(gaps.nan_to_num(), select_triton.select(*there, k, most, *rest)[3].cpu().nan_to_num())
-    chosen, got, slots, empty, edges = select_triton.select(*there, k, most, *rest, gaps=gaps)
+    chosen, got, slots, empty, edges = select_triton.select(*there, k, most, WEIGHINGS.index(how), informed, *POWERS, gaps)
     assert empty.numel() == 0
     same(chosen, strip.experts.where(strip.in_use, experts))
     close(got, weights, 1e-4)

@@ -147,10 +147,10 @@ def active_experts(subject: RouterUnderTest) -> None:
     Check that a training batch uses no more rows than the selector declares.
     """
     router, tokens = subject.build(), subject.tokens()
-    rows = router.select.most_rows(tokens.shape[0] * tokens.shape[1])
-    if rows is not None:
-        used_rows = int(router(tokens, subject.context(tokens)).used.sum())
-        assert used_rows <= rows, f"it declares {rows} rows in training, but a batch uses {used_rows}"
+    most = router.select.most_rows(tokens.shape[0] * tokens.shape[1])
+    if most is not None:
+        in_use = int(router(tokens, subject.context(tokens)).used.sum())
+        assert in_use <= most, f"it declares {most} rows in training, but a batch uses {in_use}"
     router.eval()
     declared = router.select.active_experts(_layer_sizes(router))
     if declared is None:
