@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -142,6 +143,17 @@ def test_overflow_is_0_in_steady_state() -> None:
         shares.append(float(router.select.overflow))  # type: ignore[arg-type]
     assert shares[0] > 0.5 and shares[1:] == [0.0] * 39
     assert set(router.snapshot()) == {"width", "overflow"}
+
+
+def test_overflow_is_not_saved_and_0_after_loading(tmp_path: Path) -> None:
+    model: Any = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="smooth", eps=WIDE).train()
+    model(input_ids=torch.randint(3, 64, (2, 13)), use_cache=False)
+    shares = [module.overflow for module in model.modules() if isinstance(module, SmoothTopK)]
+    assert len(shares) == 3 and all(share > 0 for share in shares)
+    assert not any("overflow" in name for name in model.state_dict())
+    holdfast.save(model, tmp_path)
+    loaded: Any = holdfast.load(tmp_path)
+    assert [float(module.overflow) for module in loaded.modules() if isinstance(module, SmoothTopK)] == [0.0] * 3
 
 
 @pytest.mark.parametrize("control", ["quantile", "loss"])

@@ -125,7 +125,8 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_buffer("budget_now", torch.tensor(float(budget)))
         self.register_buffer("width", torch.tensor(float(eps)))
         self.register_buffer("seen", flag())
-        self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()), overflow=torch.zeros(()))
+        self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
+        self.register_buffer("staged_overflow", torch.zeros(()), persistent=False)  # for users; no state depends on it
         # (numerator, denominator) of the rows for experts in the strip, per token; None: there is a row for every slot
         self.spare = as_ratio(SPARE * budget) if SPARE * budget < self.slots - k else None
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # the inverse of softplus
