@@ -2,7 +2,7 @@
 and, where it can be imported, ScatterMoE.
 
     python benchmarks/blocks.py                          # on a CPU, float32
-    python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16: olmoe, mixtral and a small block
+    python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16: olmoe, qwen3-30b, mixtral and a small block
 
 Many steps are queued at a time, as in training. "Captured" is the step replayed as a CUDA graph. Prints ratios measured in
 one run and, with --out FILE, writes JSON.
@@ -47,6 +47,7 @@ SHAPES = {
     "cpu": {"small": Shape(8, 512, 256, 256, 16, 2, 1)},
     "cuda": {
         "olmoe": Shape(8, 2048, 2048, 1024, 64, 8, 40),
+        "qwen3-30b": Shape(8, 2048, 2048, 768, 128, 8, 40),
         "mixtral": Shape(4, 2048, 4096, 14336, 8, 2, 14),
         "small": Shape(48, 256, 352, 352, 16, 2, 100),  # where the host, not the GPU, is the limit
     },

@@ -1,5 +1,7 @@
 """Naive references of all routers: loops over tokens and experts, in the shape of the papers' equations."""
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -313,13 +315,35 @@ def relu(select: ReLU, key: Tensor, gates: Tensor, logits: Tensor, informed: boo
     return experts, [gates[e] for e in experts]
 
 
-def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
+def strip_widths(select: SmoothTopK, keys: Tensor, logits: Tensor, real: list[bool]) -> list[Tensor]:
+    """The width of each token's strip.
+
+    In training there are rows for twice the budget of extra experts, for real tokens and with the rest for padding. The
+    strips of each end where their next expert would need a row.
+    """
+    eps = select.eps()
+    if not select.training or 2 * select.budget >= select.slots - select.k:
+        return [eps] * len(real)
+    rows_of_real = math.ceil(2 * Fraction(str(select.budget)) * sum(real))
+    rows = {True: rows_of_real, False: math.ceil(2 * Fraction(str(select.budget)) * len(real)) - rows_of_real}
+    gaps: dict[bool, list[Tensor]] = {True: [], False: []}
+    for key, row, is_real in zip(keys, logits.detach(), real, strict=True):
+        order = top(key, key.shape[-1]).tolist()
+        gaps[is_real] += [row[order[select.k - 1]] - row[expert] for expert in order[select.k : select.slots]]
+    widths = {}
+    for kind, found in gaps.items():
+        ranked = sorted(gap for gap in found if gap < torch.inf)
+        widths[kind] = torch.minimum(eps, ranked[rows[kind]]) if rows[kind] < len(ranked) else eps
+    return [widths[is_real] for is_real in real]
+
+
+def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, informed: bool, eps: Tensor) -> Chosen:
     """weights = softmax(logit_i + S(u_i)) over the experts with u_i > 0; the k best always, with S = 0.
 
     If a token may use at most `slots` experts, the strip ends at the next one.
     """
     order = top(key, key.shape[-1]).tolist()
-    eps, c = select.eps(), logits[order[select.k - 1]].detach()
+    c = logits[order[select.k - 1]].detach()
     if select.slots < len(order):
         eps = torch.minimum(eps, c - logits[order[select.slots]].detach())
     kept: dict[int, Tensor] = {}
@@ -327,7 +351,7 @@ def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, infor
         if place < select.k:
             kept[expert] = logits[expert]
         elif eps > 0:
-            u = (logits[expert].detach() - c + eps) / eps
+            u = 1 - (c - logits[expert].detach()) / eps
             if u >= 1:
                 kept[expert] = logits[expert]
             elif u > 0:
@@ -389,7 +413,6 @@ SELECTORS: dict[type, Any] = {
     TopK: top_k,
     TopP: top_p,
     ReLU: relu,
-    SmoothTopK: smooth,
     Sparsemax: sparsemax,
     Hierarchical: hierarchical,
     EqualWeights: equal_weights,
@@ -456,6 +479,9 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
     choose = SELECTORS.get(type(select))
     if isinstance(select, Distilled):
         chosen = [distilled(select, *each) for each in zip(ids_of(context), keys, gates, strict=True)]
+    elif isinstance(select, SmoothTopK):
+        widths = strip_widths(select, keys, read, real)
+        chosen = [smooth(select, *each[:3], informed, each[3]) for each in zip(keys, gates, read, widths, strict=True)]
     elif choose is None:
         chosen = batch_wide(select, keys, gates, read, real)
     else:

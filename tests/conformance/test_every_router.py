@@ -29,7 +29,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "similarity, Gumbel noise": ("similarity", {"noise": "gumbel", "noise_temperature": 2.0}),
     "symphony+similarity": ("symphony+similarity", {}),
     "symphony+attention": ("symphony+attention", {"heads": 2}),
-    "symphony+smooth": ("symphony+smooth", {"eps": 0.3}),
+    "symphony+smooth": ("symphony+smooth", {"eps": 0.3, "budget": 1.0}),
     "symphony+top-p": ("symphony+top-p", {}),
     "symphony+remoe": ("symphony+remoe", {"init": "identity"}),
     "similarity, low rank": ("similarity", {"rank": 3, "tau": 0.5}),

@@ -55,7 +55,9 @@ def built(family: str, routers: tuple[str, ...], seed: int = 0) -> Any:
     model = holdfast.sparsify(tiny_dense(family, seed), experts=8, k=2, noise=0.5) if dense else tiny(family, seed)
     torch.manual_seed(seed)
     for layer, name in enumerate(routers):
-        holdfast.reroute(model, name.split(",")[0], layers=[layer], losses=LOSSES, **OPTIONS.get(name, {}))
+        # With this budget `smooth` has a row for every slot. Each process has its own rows, and three tokens may need more.
+        options = OPTIONS.get(name, {}) | ({"budget": 3.0} if "smooth" in name else {})
+        holdfast.reroute(model, name.split(",")[0], layers=[layer], losses=LOSSES, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):  # gpt2's: processes draw their own
             module.p = 0.0

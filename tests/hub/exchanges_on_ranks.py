@@ -46,7 +46,7 @@ def exchanged(model: Any) -> tuple[int, int]:
     def counted(out: Tensor, given: Tensor, coming: Any = None, going: Any = None, **options: Any) -> Any:
         other = 1 - dist.get_rank()
         if going is None:
-            rows.append(int(given[other]))
+            rows.append(int(given[other, 0]))
         else:
             size.append(going[other] * given[0:1].nbytes)
         return exchange(out, given, coming, going, **options)

@@ -58,11 +58,13 @@ def said(model: Any, model_type: str) -> Tensor:
 
 
 def assert_same(model: Any, other: Any) -> None:
-    """Parameters and buffers, saved or not, bit for bit and of the same dtype."""
+    """Parameters and buffers, saved or not, bit for bit and of the same dtype; not what was measured in the last batch."""
     for kind in ("named_parameters", "named_buffers"):
         expected, got = dict(getattr(model, kind)()), dict(getattr(other, kind)())
         assert expected.keys() == got.keys()
         for name, value in expected.items():
+            if name.endswith(".staged_overflow"):
+                continue
             assert value.dtype == got[name].dtype and torch.equal(value, got[name]), name
 
 

@@ -4,6 +4,8 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -105,13 +107,35 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
 def sorting(device: str, tokens: int, slots: int, experts: int) -> None:
     """Rows of slots, by experts and then in the slots' own order; an expert may come twice."""
     chosen = torch.randint(0, experts + 1, (tokens, slots))
-    order, rows, offsets = (part.cpu() for part in dispatch_triton.dispatch(chosen.to(device), experts))
+    order, rows, offsets = (part.cpu() for part in dispatch_triton.dispatch(chosen.to(device), experts, tokens * slots))
     used = int((chosen < experts).sum())
     expected = chosen.flatten().argsort(stable=True)[:used]
     assert torch.equal(order[:used], expected)
     assert torch.equal(rows.flatten()[expected], torch.arange(used))
     assert (rows[chosen == experts] >= used).all()
     assert torch.equal(offsets, chosen.flatten().bincount(minlength=experts + 1)[:experts].cumsum(0).int())
+
+
+def sorting_into_fewer_rows(device: str, tokens: int, slots: int, experts: int) -> None:
+    """With as many rows as slots in use, the rows are those of a dispatch without a limit; with fewer, the first of them."""
+    chosen = torch.randint(0, 2 * experts, (tokens, slots)).clamp_max(experts)  # half of the slots are unused
+    order, rows, offsets = (part.cpu() for part in dispatch_triton.dispatch(chosen.to(device), experts, tokens * slots))
+    used = int(offsets[-1])
+    for most in (used, max(used - 3, 1), 1):
+        memory = torch.full((tokens * slots,), -1)
+        with patch.object(torch, "empty", partial(_first_of, memory.to(device), torch.empty)):
+            limited = dispatch_triton.dispatch(chosen.to(device), experts, most)
+        assert torch.equal(limited[0].cpu(), order[:most])
+        assert torch.equal(limited[1].cpu(), rows.where(rows < most, tokens * slots))
+        assert torch.equal(limited[2].cpu(), offsets.clamp_max(most))
+        beyond = limited[0]._base
+        assert beyond is not None and (beyond.cpu()[most:] == -1).all()  # nothing is written after the last row
+
+
+def _first_of(memory: Tensor, empty: Callable[..., Tensor], *shape: int, **options: Any) -> Tensor:
+    """Return the first numbers of `memory` in the place of a new vector of int64, which is the order of a dispatch."""
+    is_order = len(shape) == 1 and isinstance(shape[0], int) and options.get("dtype") == torch.int64
+    return memory[: shape[0]] if is_order else empty(*shape, **options)
 
 
 def looking(device: str, size: int, place: int, value: float) -> None:
@@ -187,6 +211,8 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
         found[f"finite {value} at {place} of {size}"] = partial(looking, device, size, place, value)
     for sizes in ((1, 1, 1), (40, 3, 1), (200, 3, 6), (300, 2, 64), (70, 20, 300)):
         found[f"dispatch {sizes}"] = partial(sorting, device, *sizes)
+    for sizes in ((40, 3, 1), (200, 3, 6), (70, 20, 300)):
+        found[f"dispatch into fewer rows {sizes}"] = partial(sorting_into_fewer_rows, device, *sizes)
     for sizes in ((1, 1, 1), (70, 6, 3), (300, 64, 2), (130, 300, 4)):
         for masked in (False, True):
             found[f"balance {sizes} {masked}"] = partial(balancing, device, *sizes, masked)

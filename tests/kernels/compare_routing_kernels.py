@@ -12,9 +12,9 @@ from torch import Tensor
 from holdfast.kernels.clusters import TILE
 from holdfast.kernels.clusters import triton as clusters_triton
 from holdfast.kernels.fp32_linear import triton as fp32_linear_triton
-from holdfast.kernels.select import POWERS, WEIGHINGS, Weighing, top_reference
+from holdfast.kernels.select import POWERS, TINY, WEIGHINGS, Amounts, Weighing, smooth_strip, top_reference, weigh
 from holdfast.kernels.select import triton as select_triton
-from holdfast.kernels.statistics import midpoint
+from holdfast.kernels.statistics import midpoint, order_statistic
 from holdfast.kernels.statistics import triton as statistics_triton
 from holdfast.routing.clustering import FEWEST_TOKENS, MEMORY, SMALLEST_SPREAD, Clustered, feature_scales
 from holdfast.routing.posterior import ENTROPY_MEMORY, AttentionPosterior
@@ -220,6 +220,28 @@ def choices(
         assert torch.allclose(gaps.cpu().nan_to_num(), expected.nan_to_num(), atol=1e-5)
 
 
+def strips_of_their_own(device: str, experts: int, k: int, how: Weighing, informed: bool, most: int) -> None:
+    """Each token has a strip of its own width: as if it were alone with that width; gaps do not depend on it."""
+    raw = awkward_logits(37, experts)
+    primary = raw.softmax(-1) if informed else raw
+    amounts = (primary if informed or how == "softmax" else primary.softmax(-1)).requires_grad_()
+    eps, grad = torch.rand(37) * 1.5, torch.randn(37, most)
+    eps[:5] = 0.0
+    levels = primary.clamp_min(TINY).log() if informed else primary
+    strip = smooth_strip(primary.detach(), levels.detach(), k, eps, most)
+    weights = weigh(Amounts(amounts, how), strip.experts, strip.in_use, strip.fade)
+    (slope,) = torch.autograd.grad(weights, amounts, grad)
+    there = primary.detach().to(device), amounts.detach().to(device), eps.to(device)
+    rest: Any = (WEIGHINGS.index(how), informed)
+    gaps = select_triton.strip_gaps(there[0], k, most, informed)
+    same(gaps.nan_to_num(), select_triton.select(*there, k, most, *rest)[3].cpu().nan_to_num())
+    chosen, got, slots, empty, edges = select_triton.select(*there, k, most, WEIGHINGS.index(how), informed, *POWERS, gaps)
+    assert empty.numel() == 0
+    same(chosen, strip.experts.where(strip.in_use, experts))
+    close(got, weights, 1e-4)
+    close(select_triton.select_backward(grad.to(device), *there, got, slots, edges, k, *rest), slope, 1e-4)
+
+
 def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     logits = awkward_logits(150, experts)
     real = torch.rand(150) < 0.7
@@ -241,6 +263,7 @@ def order(device: str, padded: bool, wanted: int) -> None:
         there = None if real is None else from_a_mask(real.to(device))
         statistics_triton.count_bytes(values.to(device), there, below.to(device), counts, byte)
     same(statistics_triton.midpoint(below.to(device), counts), midpoint(values, real, below, lambda x: x))
+    same(statistics_triton.at_rank(below.to(device), counts), order_statistic(values, real, below))
 
 
 def comparisons(device: str) -> dict[str, Callable[[], None]]:
@@ -269,6 +292,8 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
                 add(choices, experts, k, how, informed, eps, experts)
         for padded in (False, True):
             add(graphs, experts, k, padded)
+    for (experts, k, most), (how, informed) in itertools.product(((6, 1, 6), (13, 4, 6), (64, 8, 64), (40, 17, 40)), CASES):
+        add(strips_of_their_own, experts, k, how, informed, most)
     for padded, wanted in itertools.product((False, True), (0, 1, 2, 17, 200, 400, 533, 1000)):
         add(order, padded, wanted)
     for (experts, k, most), (how, informed) in itertools.product(((6, 1, 1), (13, 4, 6), (64, 8, 16)), CASES):

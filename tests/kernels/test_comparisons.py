@@ -22,6 +22,8 @@ QUICK = [
     "balance (70, 6, 3) True",
     "finite nan at -1 of 5000",
     "dispatch (200, 3, 6)",
+    "dispatch into fewer rows (200, 3, 6)",
+    "strips_of_their_own 13 4 shares True 6",
     "products torch.float16 torch.float32 5 100",
     "choices 13 4 softmax False 0.3 13",
     "choices 13 4 shares True 1.5 6 (2.5, 7.0)",

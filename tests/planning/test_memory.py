@@ -122,9 +122,22 @@ def test_checkpointing_saves_one_layer_and_the_inputs_of_all() -> None:
     assert activation_bytes(shape, 4, True) < activation_bytes(shape, 4, False)
 
 
-def test_a_ragged_router_reserves_memory_for_every_expert() -> None:
+def expert_rows(router: str) -> float:
+    """Return the rows per token that the plan counts beyond those of `smoe`: 3 layers, experts of width 48, float32."""
+
     def kept(router: str) -> float:
         model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router)
-        return activation_bytes(measure_shape(model, Setting(12, 4)), 4, checkpointing=False)
+        shape = measure_shape(model, Setting(12, 4))
+        routers = sum(cost.kept for sparse in shape.sparse for cost in sparse.costs)
+        return activation_bytes(shape, 4, checkpointing=False) - routers
 
-    assert kept("smooth") - kept("smoe") > 3 * (8 - 2) * 3 * 48 * 4
+    return (kept(router) - kept("smoe")) / (3 * 3 * 48 * 4)
+
+
+def test_a_ragged_router_reserves_memory_for_every_expert() -> None:
+    assert expert_rows("top-p") == pytest.approx(8 - 2)
+
+
+@pytest.mark.parametrize(("options", "rows"), [("", 1.0), ("[budget=0.3]", 0.6), ("[budget=99]", 6.0), ("[most=3]", 1.0)])
+def test_smooth_reserves_memory_for_twice_its_budget(options: str, rows: float) -> None:
+    assert expert_rows(f"smooth{options}") == pytest.approx(rows)

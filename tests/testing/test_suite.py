@@ -232,6 +232,11 @@ class FewSlots(TopK):
         return ActiveExperts(1, 1, 1)
 
 
+class FewRows(TopK):
+    def most_rows(self, tokens: int) -> int:
+        return self.k * tokens - 1
+
+
 class HoldsTooMuch(TopK):
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return 1.01 * super().held_weights(experts, scores, live)
@@ -372,6 +377,7 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
         "other tokens change no set",
     ),
     "declares too few slots": (lambda: with_select(FewSlots(DIM, EXPERTS, 2)), "declared number of experts", "1 slots"),
+    "declares too few rows": (lambda: with_select(FewRows(DIM, EXPERTS, 2)), "declared number of experts", "101 rows"),
     "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "exactly the live weights"),
     "holds constants": (lambda: with_select(HoldsConstants(DIM, EXPERTS, 2)), "held weights", "no gradient"),
     "holds evenly": (lambda: with_select(HoldsEvenly(DIM, EXPERTS, 2)), "held weights", "change by"),

@@ -211,6 +211,13 @@ class ContextCapture:
         """Whether the router is in training mode; the rest of the model may be in another mode."""
         return (self.layer_modules.block if self.router is None else self.router).training
 
+    def most_rows(self, tokens: int) -> int | None:
+        """Return how many slots of the layer's tokens have an expert at most; None if all may, or these are other tokens."""
+        shape = self._current.state.shape
+        if self.router is None or (shape is not None and shape.numel() != tokens):
+            return None
+        return self.router.select.most_rows(tokens)
+
     def as_sequences(self, hidden: Tensor) -> Tensor:
         """Return the gate's input (T,d) as (B,N,d), if the input of the block had that shape."""
         shape = self._current.state.shape

@@ -279,6 +279,8 @@ class ModelHooks:
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture
+                if layer.family is not None and layer.router is not None and hasattr(layer.experts, "config"):
+                    layer.experts.context_capture = capture  # `_holdfast_experts` reads how many rows it has to allocate
         self.captures = list(by_name.values())
         for capture in [each for each in self.captures if each.breaks_causality_in_training][:1]:
             capture.warns_in_training = True
@@ -346,6 +348,7 @@ def install_hooks(model: nn.Module, found: list[MoELayerRef], specs: Mapping[str
         if moe_layer.family is not None and hasattr(moe_layer.experts, "config"):
             ragged = moe_layer.router is not None and moe_layer.router.select.ragged
             use_holdfast_experts(moe_layer.experts, ragged=ragged)
+            moe_layer.experts.__dict__.pop("context_capture", None)
     if not specs:
         model.__dict__.pop("_holdfast", None)
         return

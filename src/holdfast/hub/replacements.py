@@ -184,7 +184,9 @@ class SparseLayer(nn.Module):
         routing = self.router(hidden_states, context)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
         tokens = context.zero_unusable(hidden_states)
-        out = LAYERS[router.select.layer_kind].run(self.experts, tokens, routing, weights, context.token_mask)
+        most_rows = router.select.most_rows(routing.experts.shape[0])
+        run = LAYERS[router.select.layer_kind].run
+        out = run(self.experts, tokens, routing, weights, context.token_mask, most_rows)
         out = out if self.shared is None else out + self.shared(tokens)
         return out if self.dropout is None else self.dropout(out)
 
@@ -293,6 +295,7 @@ def _holdfast_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, t
         activate=lambda hidden, plan: activate_used_rows(hidden, plan, activation),
         glu="silu" if _is_swiglu(module) else None,
         shards=getattr(module, "shards", None),
+        most_rows=module.context_capture.most_rows(top_k_index.shape[0]) if hasattr(module, "context_capture") else None,
     )
 
 

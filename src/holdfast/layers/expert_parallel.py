@@ -27,7 +27,8 @@ NO_SECOND_DERIVATIVES = (
     "sharded experts do not support second derivatives of their weights; keep all experts on every rank (do not call "
     "shard_experts), or take first derivatives only."
 )
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens (T,d), experts (T,K), weights (T,K) -> (T,d)
+# tokens (T,d), experts (T,K), weights (T,K), the number of slots that have an expert -> (T,d)
+Run = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class ExpertShards:
@@ -58,12 +59,13 @@ class ExpertShards:
         """
         last = self.mesh.ndim - 1
         owner, rank = experts // self.each, self.mesh.get_local_rank(last)
-        wanted = (owner.unsqueeze(2) == torch.arange(self.mesh.size(last), device=experts.device)).any(1)
-        exchange = plan_exchange(wanted, self.mesh.get_group(last))
+        slots = (owner.unsqueeze(2) == torch.arange(self.mesh.size(last), device=experts.device)).sum(1)
+        exchange = plan_exchange(slots, self.mesh.get_group(last))
         received = send_rows(experts, exchange)
         here = received // self.each == rank
         local = (received - rank * self.each).where(here, self.each)
-        outputs = run(send_rows(tokens, exchange), local, send_rows(weights, exchange).where(here, 0.0))
+        weights = send_rows(weights, exchange).where(here, 0.0)
+        outputs = run(send_rows(tokens, exchange), local, weights, exchange.slots)
         return return_rows(outputs, exchange)
 
 
@@ -95,24 +97,26 @@ class RowExchange(NamedTuple):
     places: Tensor  # (T,R) the row of each token for each rank; S if it is not sent there
     sent: list[int]  # the number of rows sent to each rank
     received: list[int]  # the number of rows received from each rank
+    slots: int  # how many slots of the received rows have an expert of this rank
     group: dist.ProcessGroup
 
 
-def plan_exchange(wanted: Tensor, group: dist.ProcessGroup) -> RowExchange:
-    """Plan the exchange for `wanted (T,R)`, True where a token is sent to a rank.
+def plan_exchange(slots: Tensor, group: dist.ProcessGroup) -> RowExchange:
+    """Plan the exchange for `slots (T,R)`: how many experts of each rank a token has. It is sent to a rank if it has any.
 
-    This synchronises with the device once, to read the numbers of rows.
+    This synchronises with the device once, to read the numbers of rows and slots.
     """
-    sent = wanted.sum(0)
+    wanted = slots > 0
+    sent = torch.stack([wanted.sum(0), slots.sum(0)], dim=1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    to_each, from_each = torch.stack([sent, received]).tolist()
+    (to_each, _), (from_each, slots_from_each) = torch.stack([sent, received]).transpose(1, 2).tolist()
     by_rank = wanted.t().reshape(-1)
     going = by_rank.nonzero().squeeze(1)
     tokens, ranks = max(wanted.shape[0], 1), wanted.shape[1]
     order = going % tokens * ranks + going // tokens
     places = (by_rank.cumsum(0) - 1).where(by_rank, sum(to_each)).view(wanted.t().shape).t()
-    return RowExchange(order, places.contiguous(), to_each, from_each, group)
+    return RowExchange(order, places.contiguous(), to_each, from_each, sum(slots_from_each), group)
 
 
 def send_rows(values: Tensor, exchange: RowExchange) -> Tensor:

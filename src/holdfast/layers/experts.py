@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,8 +74,11 @@ class Experts(nn.Module):
             bound = 1 / math.sqrt(self.hidden if name.startswith("down") else self.dim)
             nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return (T,d) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32."""
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor, most_rows: int | None = None) -> Tensor:
+        """Return (T,d) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32.
+
+        most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
+        """
         self._check(tokens, experts, weights)
         up_bias = self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None
         down_bias = self.down_proj_bias if self.has_bias else None
@@ -89,6 +93,7 @@ class Experts(nn.Module):
             activate=self._activate,
             glu=self.activation_name if self.gated else None,
             shards=self.shards,
+            most_rows=most_rows,
         )
 
     def run_merged(self, tokens: Tensor, gates: Tensor) -> Tensor:
@@ -156,16 +161,18 @@ def run_experts(
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None = None,
     shards: ExpertShards | None = None,
+    most_rows: int | None = None,
 ) -> Tensor:
     """Run `tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; index E marks an unused slot.
 
     activate    the activation, on rows in the order of a `Dispatch`
     glu         the name of the activation if it is gated, because there may be a kernel for it
     shards      with sharded experts: `up` and `down` are DTensors, and tokens are sent to the ranks of their experts
+    most_rows   at most this many slots have an expert. Sharded experts count their slots exactly and ignore it
     """
     dtype = _compute_dtype(tokens, up)
     if shards is None:
-        out = _run_local(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu)
+        out = _run_local(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu, most_rows)
     elif is_exporting():
         raise ValueError(
             "these experts are sharded over ranks, which an exported program cannot use; export the model on one rank."
@@ -173,7 +180,7 @@ def run_experts(
     else:
         up, down = shards.local_part(up), shards.local_part(down)
         up_bias, down_bias = (None if bias is None else shards.local_part(bias) for bias in (up_bias, down_bias))
-        run = partial(_run_local, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
+        run = partial(_run_shard, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
         out = shards.run(run, tokens.to(dtype), experts, weights.float())
     return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
 
@@ -188,15 +195,21 @@ def _run_local(
     down_bias: Tensor | None,
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None,
+    most_rows: int | None = None,
 ) -> Tensor:
     """Run experts that are all on this rank, on tokens in the dtype of the products, with float32 weights."""
     dtype = tokens.dtype
     if is_exporting():
         out = _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
         return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
-    plan = dispatch(experts, up.shape[0])
+    plan = dispatch(experts, up.shape[0], most_rows)
     hidden = gather_mm(tokens, up.to(dtype), plan, up_bias)
     return mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu, bias=down_bias)
+
+
+def _run_shard(tokens: Tensor, experts: Tensor, weights: Tensor, slots: int, **rest: Any) -> Tensor:
+    """Run the experts of this rank on received tokens, of which `slots` slots have one; `rest` is as in `_run_local`."""
+    return _run_local(tokens, experts, weights, most_rows=slots, **rest)
 
 
 def _run_all_experts(

@@ -45,15 +45,27 @@ class RoutedLayer(nn.Module, ABC):
         if context is not None and context.token_mask is not None:
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
-        out = self.run(self.experts, tokens, routing, routing.weights, None if context is None else context.token_mask)
+        real = None if context is None else context.token_mask
+        most_rows = self.router.select.most_rows(routing.experts.shape[0])
+        out = self.run(self.experts, tokens, routing, routing.weights, real, most_rows)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out, routing
 
     @staticmethod
     @abstractmethod
-    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
-        """Return the outputs of `experts` for `tokens (B,N,d)`, with `weights (T,K)` in the place of the routing's."""
+    def run(
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None = None,
+    ) -> Tensor:
+        """Return the outputs of `experts` for `tokens (B,N,d)`, with `weights (T,K)` in the place of the routing's.
+
+        most_rows   as the selector that returned the routing declares it; None: not known
+        """
 
 
 def not_causal(layer: str) -> str:
@@ -75,8 +87,15 @@ class MoE(RoutedLayer):
     kind = "moe"
 
     @staticmethod
-    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
-        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights)
+    def run(
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None = None,
+    ) -> Tensor:
+        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, most_rows)
         return out.view(tokens.shape)
 
 

@@ -30,7 +30,14 @@ class SoftMoE(RoutedLayer):
     kind = "soft"
 
     @staticmethod
-    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
+    def run(
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None = None,
+    ) -> Tensor:
         assert routing.dispatch is not None and routing.shares is not None
         (sequences, length, dim), (_, count, slots) = tokens.shape, routing.shares.shape
         dispatch = routing.dispatch.flatten(1)
@@ -58,7 +65,14 @@ class SMEAR(RoutedLayer):
     kind = "smear"
 
     @staticmethod
-    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None) -> Tensor:
+    def run(
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None = None,
+    ) -> Tensor:
         dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights).unflatten(0, tokens.shape[:2])
         # All tokens of a sequence have the same gates. Padding that contains NaN has no gradient: take a real token.
         if tokens.shape[1] == 0:

@@ -11,14 +11,15 @@ Memory in bytes, b bytes per number of the model:
                    6 d, and 8 bytes d if b < 4         two norms: their inputs (in float32 too), scaled, and their outputs
                    H (D + D_v) + H_kv (D + D_v)        queries and the mixed values, keys and values
                    4 hidden, not gated 2 hidden        a dense network: outputs of its first maps, activated, multiplied
-                   Holdfast's experts   slots 3 hidden                    not gated: slots 2 hidden
-                   native experts       slots (2 d + 4 hidden)            not gated: slots (2 d + 2 hidden)
+                   Holdfast's experts   rows 3 hidden                     not gated: rows 2 hidden
+                   native experts       rows (2 d + 4 hidden)             not gated: rows (2 d + 2 hidden)
                  per token outside the layers: 2 d, b per logit, and while the loss is computed 12 bytes more per logit (its
                  float32 copy, its log-probability, its gradient)
     checkpointed d per token and layer, and the activations of one layer or of the loss, whichever is larger
 
-Activations are an estimate. A router that may use a different number of experts for each token reserves memory for all E on
-a GPU, because reading the number would synchronise with the host: its `slots` are E.
+Activations are an estimate. A token has one row for each of its slots. A router that may use a different number of experts
+for each token reserves memory for all E on a GPU, because reading the number would synchronise with the host: its slots are
+E. `smooth` declares fewer rows, k + 2 budget.
 
 Communication, bytes that each of n GPUs sends in a training step, and what it holds, for three layouts:
 
@@ -197,7 +198,7 @@ def _layer_activation_bytes(layer: LayerShape, number_bytes: int) -> float:
     if layer.sparse is not None:
         sparse = layer.sparse
         slot = sparse.inner + sparse.hidden if sparse.runs_holdfast else 2 * (layer.dim + sparse.inner)
-        numbers += sparse.active.slots * slot
+        numbers += sparse.active.training_rows * slot
         other_bytes += sum(cost.kept for cost in sparse.costs)
     return number_bytes * numbers + other_bytes
 

@@ -221,6 +221,12 @@ class ActiveExperts:
     inference: float
     slots: float
     about: str = ""  # why the numbers are estimates
+    rows: float | None = None  # rows of experts that a layer allocates for a token in training; None: one for each slot
+
+    @property
+    def training_rows(self) -> float:
+        """Rows of experts that a layer allocates for a token in training."""
+        return self.slots if self.rows is None else self.rows
 
 
 def projection_flops(matrix: Tensor) -> float:

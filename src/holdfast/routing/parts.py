@@ -301,6 +301,21 @@ class Selector(Part):
         """Declare how many experts a token uses in a layer; if None, plans count all experts."""
         return None
 
+    def most_rows(self, tokens: int) -> int | None:
+        """Return how many slots of this many tokens have an expert at most, in the current mode; None: all slots may.
+
+        On a GPU, experts allocate memory for so many rows. A selector that declares a number must keep it in every batch.
+        """
+        return None
+
+    @property
+    def overflow(self) -> Tensor | None:
+        """The share of experts that lost their row to `most_rows` in the last training batch; None: no batch loses any.
+
+        If it is positive, training traits do not hold for the batch: its other tokens have changed the selection.
+        """
+        return None
+
     def layer_cost(self, sizes: LayerSizes) -> Cost | None:
         """Declare what the layer computes besides its router and the rows of its experts; None if that is nothing."""
         return None

@@ -4,6 +4,24 @@
     S(u) = -inf for u <= 0, 0 for u >= 1, else log( u^a / (u^a + (1-u)^b) );   weights = softmax(logit_i + S(u_i))
 
 Section 6 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts".
+
+**Rows in training.** T tokens need k T rows for their k best experts, and rows for the experts in their strips. On a GPU the
+host would have to wait to read the number of these, and rows for all experts take much memory. So in training there are rows
+for X = ceil(2 budget T) experts in strips, twice the budget, and the strip ends where they end:
+
+    eps = min(running width, g_X),   g_0 <= g_1 <= ... the gaps c - logit_j of all tokens and experts outside the k best
+
+An expert is in use if its gap is below eps, so at most X are, also where gaps are equal. g_X is a continuous function of the
+logits, and so are the weights, except in a batch with more than X gaps of 0. It is smaller than the running width only on
+overflow: if more than X experts lie in strips. `overflow` is the share of them without a row; it is 0 while a batch needs at
+most twice the budget. Batches of a few tokens need more now and then.
+
+This is an exception to the rule that a forward uses the state from before its batch (`holdfast.routing.state`), in training
+and on overflow only: there, the other tokens of the batch change the width of a token's strip. The width is the same on all
+devices, and in a recomputation, because it depends only on the state and the batch. Real tokens and padding have separate
+statistics and separate rows, so padding never changes a real token. Each rank has its own rows and its own g_X, without
+communication: on overflow, ranks have strips of different widths, while the running width is that of one process with the
+whole batch. In evaluation, all experts in the strip are in use.
 """
 
 import math
@@ -16,8 +34,9 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.backward import snapshot_for_backward
-from holdfast.kernels.select import POWERS, Powers, select_smooth_top_k, smooth_strip
-from holdfast.kernels.statistics import DIGITS, midpoint, update_running_mean
+from holdfast.kernels.select import POWERS, Limit, Powers, select_smooth_top_k, smooth_strip
+from holdfast.kernels.statistics import DIGITS, midpoint, order_statistic, update_running_mean
+from holdfast.routing.balanced import as_ratio
 from holdfast.routing.declarations import INTEGER, ActiveExperts, Conditions, Cost, LayerSizes, selection_bytes
 from holdfast.routing.parts import Selector, normalise
 from holdfast.routing.records import Context
@@ -26,6 +45,7 @@ from holdfast.routing.selection import Rule, Softmax, by_weight, check_k
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 
 MEMORY = 0.95  # weight of the old value in the running mean of the width
+SPARE = 2  # in training, how many times the budget of extra experts have rows
 ETA_START = -9.0  # eta at the start of training, with eps = softplus(eta)
 
 
@@ -39,7 +59,8 @@ class SmoothTopK(Selector, StatefulPart):
     anneal      keep the budget for half of the training, lower it to 0 over a quarter, and use hard top-k in evaluation
     most        the largest number of experts of a token; None: all experts. A token that would have more gets a narrower
                 strip, which ends at the level of the first expert without a slot, so that the output stays continuous.
-                On a GPU, memory is allocated for `most` slots per token, without synchronising with the host
+                On a GPU, memory is allocated for `most` slots per token in evaluation, and for k + 2 budget in training,
+                if that is less: the strips of a batch with more experts end earlier, see above and `overflow`
     eps         the width before the first update, for a model that is not trained further; None: `rule.strip`
     eta         control="loss": eta at the start of training, eps = softplus(eta). It takes precedence over `eps`; None: -9,
                 or the eta of a positive `eps`
@@ -105,6 +126,9 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_buffer("width", torch.tensor(float(eps)))
         self.register_buffer("seen", flag())
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
+        self.register_buffer("staged_overflow", torch.zeros(()), persistent=False)  # for users; no state depends on it
+        # (numerator, denominator) of the rows for experts in the strip, per token; None: there is a row for every slot
+        self.spare = as_ratio(SPARE * budget) if SPARE * budget < self.slots - k else None
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # the inverse of softplus
         start = start if eta is None else eta
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
@@ -137,20 +161,40 @@ class SmoothTopK(Selector, StatefulPart):
     def cost(self, sizes: LayerSizes) -> Cost:
         """Return the cost. `control="quantile"` sums two histograms and two counts over ranks; "loss" sums only the counts.
 
+        Both sum two counts more for `overflow`, if there are fewer rows than slots.
         The size of the histograms is that on a CPU; on a GPU they are smaller (16 KiB).
         """
         counts, kept = 2 * INTEGER, selection_bytes(sizes.experts, sizes)
+        overflow = 0 if self.spare is None else 2 * INTEGER
         if self.control == "loss":
-            return Cost("selection", kept=kept, summed=counts, summed_again=counts)
-        return Cost("selection", kept=kept, summed=2 * sum(2**bits for _, bits in DIGITS) * INTEGER + counts)
+            return Cost("selection", kept=kept, summed=counts + overflow, summed_again=counts)
+        histograms = 2 * sum(2**bits for _, bits in DIGITS) * INTEGER
+        return Cost("selection", kept=kept, summed=histograms + counts + overflow)
 
     def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
         training = min(self.k + self.budget, self.slots)
         inference = self.k if self.inference == "hard" else training
-        return ActiveExperts(training, inference, self.slots, "k and the budget, on average")
+        rows = self.slots if self.spare is None else self.k + self.spare[0] / self.spare[1]
+        return ActiveExperts(training, inference, self.slots, "k and the budget, on average", rows)
+
+    def most_rows(self, tokens: int) -> int | None:
+        if self.spare is None or not self.sees_batch:
+            return None
+        return self.k * tokens + self._extra_rows(tokens)
+
+    def _extra_rows(self, tokens: Any) -> Any:
+        """Return the number of rows for experts in the strips of `tokens`, an integer or a tensor, rounded up."""
+        assert self.spare is not None
+        numerator, denominator = self.spare
+        return -(-tokens * numerator // denominator)
+
+    @property
+    def overflow(self) -> Tensor:
+        """The share of the experts in strips of the running width that had no row in the last training batch; usually 0."""
+        return self.get_buffer("staged_overflow")
 
     def snapshot(self) -> dict[str, Tensor]:
-        return {"width": self.eps().detach()}
+        return {"width": self.eps().detach(), "overflow": self.overflow.clone()}
 
     def progress(self, fraction: float) -> None:
         if self.anneal:
@@ -174,25 +218,34 @@ class SmoothTopK(Selector, StatefulPart):
         amounts = self.rule.amounts(scores)
         if amounts is None or self.eta is not None:
             return self._forward_reference(scores, tokens, context)
+        eps, real = self.eps(), context.checked_mask(tokens) if self.training else None
         experts, weights, gaps = select_smooth_top_k(
-            scores.key, amounts, self.k, self.eps(), most=self.slots, informed=scores.informed, powers=self.powers
+            scores.key,
+            amounts,
+            self.k,
+            eps,
+            most=self.slots,
+            informed=scores.informed,
+            powers=self.powers,
+            limit=self._limit(real),
         )
         if self.training:
-            self.stage_in_background(lambda: self._width_from_batch(gaps, context.checked_mask(tokens)))
+            self.stage_in_background(lambda: self._statistics(gaps, eps, real))
         return Selection(experts, weights, scores.gates, {})
 
     def _forward_reference(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         """Select step by step, without the kernel: for rules with their own ranks or weights, and for a learned width."""
-        eps = self.eps()
-        strip = smooth_strip(self.rule.ranks(scores), self.rule.levels(scores), self.k, eps, self.slots, self.powers)
+        eps, real = self.eps(), context.checked_mask(tokens) if self.training else None
+        ranks, levels = self.rule.ranks(scores), self.rule.levels(scores)
+        strip = smooth_strip(ranks, levels, self.k, eps, self.slots, self.powers, self._limit(real))
         experts, in_use = strip.experts, strip.in_use
         weights = self.rule.weigh(scores, experts, in_use, strip.fade, self.k)
         if scores.informed:
             in_use = strip.core | (in_use & (scores.gates.gather(-1, experts) > 0))
         losses = {}
-        if self.training and self.eta is None:
-            self.stage_in_background(lambda: self._width_from_batch(strip.gaps, context.checked_mask(tokens)))
-        elif self.training and self.learning:
+        if self.training:
+            self.stage_in_background(lambda: self._statistics(strip.gaps, eps, real))
+        if self.training and self.learning and self.eta is not None:
             losses = {"boundary": self._boundary_loss(in_use, eps, context.real_tokens(tokens))}
         experts = experts.where(in_use, self.experts)
         if not self.rule.ordered:
@@ -205,9 +258,46 @@ class SmoothTopK(Selector, StatefulPart):
         active = active / count.clamp_min(1)
         return self.alpha * eps * (active - (self.k + self.budget_now)).detach()
 
-    def _width_from_batch(self, gaps: Tensor, real: Tensor | None) -> dict[str, Tensor]:
-        """Return the statistics of a batch: the width at which it would meet the budget, and the number of tokens."""
-        tokens_here = torch.full((), gaps[..., 0].numel(), device=gaps.device) if real is None else real.sum()
-        tokens = sum_over_ranks(tokens_here)
-        allowed = (self.budget_now * tokens).round().long()  # extra experts that the whole batch may use
-        return {"width": midpoint(gaps, real, allowed, sum_over_ranks), "tokens": tokens}
+    def _limit(self, real: Tensor | None) -> Limit | None:
+        """Return the function from gaps (B,N,E) and eps to the width for which there are rows; None: for all widths."""
+        if self.spare is None or not self.sees_batch:
+            return None
+
+        def limit(gaps: Tensor, eps: Tensor) -> Tensor:
+            if real is None:
+                return _narrowed(eps, gaps, None, _scalar(self._extra_rows(gaps[..., 0].numel()), gaps))
+            of_real = self._extra_rows(real.sum())
+            of_padding = self._extra_rows(real.numel()) - of_real
+            padded = _narrowed(eps, gaps, ~real, of_padding)
+            return _narrowed(eps, gaps, real, of_real).where(real, padded)
+
+        return limit
+
+    def _statistics(self, gaps: Tensor, eps: Tensor, real: Tensor | None) -> dict[str, Tensor]:
+        """Return the statistics of a batch: the width at which it would meet the budget, its tokens, and its overflow."""
+        tokens = _scalar(gaps[..., 0].numel(), gaps) if real is None else real.sum()
+        found = {}
+        if self.spare is not None:
+            in_strip = (gaps < eps) if real is None else (gaps < eps) & real.unsqueeze(-1)
+            wanted = in_strip.sum()
+            without_row = (wanted - self._extra_rows(tokens)).clamp_min(0)
+            wanted, without_row = sum_over_ranks(torch.stack([wanted, without_row]))
+            found["overflow"] = without_row / wanted.clamp_min(1)
+        if self.eta is None:
+            tokens = sum_over_ranks(tokens)
+            allowed = (self.budget_now * tokens).round().long()  # extra experts that the whole batch may use
+            found |= {"width": midpoint(gaps, real, allowed, sum_over_ranks), "tokens": tokens}
+        return found
+
+
+def _narrowed(eps: Tensor, gaps: Tensor, counted: Tensor | None, rows: Tensor) -> Tensor:
+    """Return `eps`, or a smaller width: at most `rows` of the gaps (B,N,E) of `counted (B,N)` tokens are below it."""
+    if gaps.device.type == "cpu" and not torch.compiler.is_compiling():
+        in_strip = (gaps < eps) if counted is None else (gaps < eps) & counted.unsqueeze(-1)
+        if int(in_strip.sum()) <= int(rows):  # usually so; reading a number is free on a CPU
+            return eps
+    return torch.minimum(eps, order_statistic(gaps, counted, rows))
+
+
+def _scalar(value: int, like: Tensor) -> Tensor:
+    return torch.full((), value, device=like.device)  # a fill: copying a number to a GPU would wait for it

@@ -4,6 +4,8 @@ A forward uses the state from before its batch. The statistics of the batch are 
 the start of the next training forward, on `eval()`, or when the state is saved. So training is as causal as evaluation,
 activation checkpointing recomputes the same routing, no batch is counted twice, and evaluation does not change state.
 
+One part reads its own batch in training, and only if the batch overflows: see `holdfast.routing.smoothing`.
+
 Limit: if a layer runs forward twice before the first backward, the second forward commits the statistics of the first, and a
 recomputation of the first then reads newer state. Do not use activation checkpointing for a stateful router in this case.
 """

@@ -197,7 +197,10 @@ class _Rounded(Score):
 
 
 def causality(subject: RouterUnderTest) -> None:
-    """Check that later tokens change the routing of earlier ones, in a causal context, only if causality is not declared."""
+    """Check that later tokens change the routing of earlier ones, in a causal context, only if causality is not declared.
+
+    Training traits are tested with batches that do not overflow (`Selector.overflow`).
+    """
     for training in (False, True):
         moved = any(
             _later_tokens_matter(subject, tokens, other, training)
@@ -214,6 +217,8 @@ def _later_tokens_matter(subject: RouterUnderTest, tokens: Tensor, other: Tensor
     """Return whether the routing of the first tokens changes if those after them are replaced by `other` tokens."""
     cut = 9
     changed = torch.cat([tokens[:, :cut], other[:, cut:]], dim=1)
+    if training and any(subject.overflows(x, subject.context(x, causal=True)) for x in (tokens, changed)):
+        return False
     before, after = (
         _part(subject.route(x, subject.context(x, causal=True), training), x.shape[:2], slice(None), slice(0, cut))
         for x in (tokens, changed)
@@ -313,7 +318,10 @@ def _nan_in_padding(subject: RouterUnderTest, tokens: Tensor, real: Tensor) -> N
 
 
 def batch_invariance(subject: RouterUnderTest) -> None:
-    """Check that other sequences and padding change the routing of a token only if invariance is not declared."""
+    """Check that other sequences and padding change the routing of a token only if invariance is not declared.
+
+    Training traits are tested with batches that do not overflow (`Selector.overflow`).
+    """
     for training in (False, True):
         if not (training and _draws(subject)):  # more tokens draw other random numbers
             moved = any(_others_matter(subject, tokens, training) for tokens in (subject.tokens(), subject.crowded_tokens()))
@@ -324,6 +332,8 @@ def batch_invariance(subject: RouterUnderTest) -> None:
 
 def _others_matter(subject: RouterUnderTest, tokens: Tensor, training: bool) -> bool:
     """Return whether the routing of the first sequence depends on the others, or on padding beside it."""
+    if training and any(subject.overflows(x, subject.context(x)) for x in (tokens[:1], tokens)):
+        return False
     alone = subject.route(tokens[:1], subject.context(tokens[:1]), training)
     together = subject.route(tokens, subject.context(tokens), training)
     together = _part(together, tokens.shape[:2], slice(0, 1), slice(None))

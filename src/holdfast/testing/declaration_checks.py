@@ -142,8 +142,16 @@ def fixed_sets(subject: RouterUnderTest) -> None:
 
 
 def active_experts(subject: RouterUnderTest) -> None:
-    """Check that no token uses more experts than declared; without a remark, every token uses the declared number."""
-    router, tokens = subject.build().eval(), subject.tokens()
+    """Check that no token uses more experts than declared; without a remark, every token uses the declared number.
+
+    Check that a training batch uses no more rows than the selector declares.
+    """
+    router, tokens = subject.build(), subject.tokens()
+    most = router.select.most_rows(tokens.shape[0] * tokens.shape[1])
+    if most is not None:
+        in_use = int(router(tokens, subject.context(tokens)).used.sum())
+        assert in_use <= most, f"it declares {most} rows in training, but a batch uses {in_use}"
+    router.eval()
     declared = router.select.active_experts(_layer_sizes(router))
     if declared is None:
         raise NotApplicable("it declares no number of active experts")

@@ -40,6 +40,14 @@ class RouterUnderTest:
         routing: Routing = self.build().train(training)(tokens, context)
         return routing
 
+    def overflows(self, tokens: Tensor, context: Context) -> bool:
+        """Return whether tokens of this training batch lose experts for which the layer has no rows."""
+        torch.manual_seed(1)
+        router = self.build()
+        router(tokens, context)
+        share = router.select.overflow
+        return share is not None and float(share) > 0
+
     def warm_up(self, batches: int = 3) -> "RouterUnderTest":
         """Return the same router after a few training forwards: with state at its start, mistakes could stay hidden."""
         router = self.build()

@@ -1,10 +1,13 @@
 """Rows in expert order: sort slots by expert, move rows between token order and expert order, and work on them there.
 
-    T tokens, K slots a token, E experts; R rows, one a slot, sorted by expert
+    T tokens, K slots a token, E experts; R rows, sorted by expert: one a slot, or fewer if fewer slots are in use
     tokens (T,d); rows (R,d); order (R,), the slot of each row; slots (T,K), the row of each slot
 
 An expert index of E marks an unused slot. Unused slots come last: their rows are numbered `used` or more, hold undefined
 values and are never read. Triton on a GPU, PyTorch elsewhere.
+
+On a GPU the host does not know how many slots are in use, and memory is allocated for R = T K rows. A caller that knows a
+smaller number, `most_rows`, gets R = `most_rows`. Slots in use beyond that number are dropped, never written elsewhere.
 """
 
 from typing import NamedTuple
@@ -31,10 +34,15 @@ class Dispatch(NamedTuple):
         return self.offsets[-1]
 
 
-def dispatch(chosen: Tensor, experts: int) -> Dispatch:
-    """Sort the slots of `chosen (T,K)` by expert, stably: within an expert, rows keep the order of their tokens."""
+def dispatch(chosen: Tensor, experts: int, most_rows: int | None = None) -> Dispatch:
+    """Sort the slots of `chosen (T,K)` by expert, stably: within an expert, rows keep the order of their tokens.
+
+    At most `most_rows` slots must be in use, if given. With more, raise ValueError on a CPU; on a GPU, where counting them
+    would synchronise with the host, the last experts lose their last rows.
+    """
+    rows = chosen.numel() if most_rows is None else min(most_rows, chosen.numel())
     if has_kernels(chosen) and experts <= MOST_EXPERTS and 0 < chosen.numel() < 2**31:
-        return Dispatch(*_dispatch(chosen.contiguous(), experts))
+        return Dispatch(*_dispatch(chosen.contiguous(), experts, rows))
     tokens, slots_per_token = chosen.shape
     keys = chosen.reshape(-1)
     if experts < torch.iinfo(torch.int16).max:
@@ -45,22 +53,25 @@ def dispatch(chosen: Tensor, experts: int) -> Dispatch:
     positions = torch.arange(order.shape[0], device=chosen.device)
     slots = torch.empty_like(order).scatter_(0, order, positions).view(tokens, slots_per_token)
     if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
-        order = order[: int(offsets[-1])]  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
-    return Dispatch(order, slots, offsets)
+        used = int(offsets[-1])  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
+        if used > rows:
+            raise ValueError(f"{used} slots have an expert, but most_rows is {rows}; pass a larger number, or None.")
+        return Dispatch(order[:used], slots, offsets)
+    return Dispatch(order, slots, offsets) if most_rows is None else Dispatch(order[:rows], slots, offsets.clamp_max(rows))
 
 
-def _dispatch_on_gpu(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _dispatch_on_gpu(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     from holdfast.kernels.dispatch import triton
 
     with on_device_of(chosen):
-        return triton.dispatch(chosen, experts)
+        return triton.dispatch(chosen, experts, rows)
 
 
 _dispatch = operator(
-    "dispatch(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)",
+    "dispatch(Tensor chosen, int experts, SymInt rows) -> (Tensor, Tensor, Tensor)",
     _dispatch_on_gpu,
-    lambda chosen, experts: (
-        chosen.new_empty(chosen.numel(), dtype=torch.int64),
+    lambda chosen, experts, rows: (
+        chosen.new_empty(rows, dtype=torch.int64),
         chosen.new_empty(chosen.shape, dtype=torch.int64),
         chosen.new_empty(experts, dtype=torch.int32),
     ),

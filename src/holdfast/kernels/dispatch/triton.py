@@ -1,7 +1,7 @@
 """Triton kernels that sort slots by expert and move rows between token order and expert order.
 
 R rows sorted by expert, T tokens, K slots a token, E experts, `order` the slot of each row and `slots` the row of each slot;
-`used` points at the number of rows that belong to an expert.
+`used` points at the number of rows that belong to an expert, at most R.
 
 **Sorting** is by counting: a slot's row is the number of slots of earlier experts, plus the number of earlier slots of its
 own expert, in the blocks before and in its own block. Three small launches; a general sort, its inverse and its bounds take
@@ -58,7 +58,10 @@ def _add_up(counts, totals, blocks, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _place(chosen, counts, totals, order, rows, offsets, slots, experts, blocks, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def _place(
+    chosen, counts, totals, order, rows, offsets, slots, experts, blocks, most, BINS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the row of each slot and the slot of each row; a slot whose row would be number `most` or later is unused."""
     block = tl.program_id(0)
     bins, position = tl.arange(0, BINS), tl.arange(0, BLOCK)
     total = tl.load(totals + bins, mask=bins < experts, other=0)
@@ -69,10 +72,11 @@ def _place(chosen, counts, totals, order, rows, offsets, slots, experts, blocks,
     earlier = (expert[:, None] == expert[None, :]) & (position[None, :] < position[:, None])
     row = tl.gather(ends - total, own, axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
     row += tl.load(counts + own.to(tl.int64) * blocks + block)
+    used = used & (row < most)
     tl.store(rows + slot, tl.where(used, row, slots).to(tl.int64), mask=slot < slots)
     tl.store(order + row, slot.to(tl.int64), mask=used)
     if block == 0:
-        tl.store(offsets + bins, ends, mask=bins < experts)
+        tl.store(offsets + bins, tl.minimum(ends, most), mask=bins < experts)
 
 
 @triton.jit
@@ -259,19 +263,31 @@ def _glu_backward(grad, gate_up, weights, order, used, grad_gate_up, dots, width
         tl.store(dots + slot, tl.sum(total, axis=0))
 
 
-def dispatch(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for `chosen (T,K)` the fields of a `Dispatch`: order (T*K,), slots (T,K) and offsets (E,)."""
+def dispatch(chosen: Tensor, experts: int, most_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for `chosen (T,K)` the fields of a `Dispatch`: order (most_rows,), slots (T,K) and offsets (E,)."""
     slots, device = chosen.numel(), chosen.device
     blocks, bins = cdiv(slots, SORT_BLOCK), max(next_power_of_2(experts), 16)
     counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
     totals = torch.empty(experts, dtype=torch.int32, device=device)
-    order = torch.empty(slots, dtype=torch.int64, device=device)
+    order = torch.empty(most_rows, dtype=torch.int64, device=device)
     rows = torch.empty(chosen.shape, dtype=torch.int64, device=device)
     offsets = torch.empty(experts, dtype=torch.int32, device=device)
     _count[(blocks,)](chosen, counts, slots, experts, blocks, BINS=bins, BLOCK=SORT_BLOCK, num_warps=1)
     _add_up[(experts,)](counts, totals, blocks, SPAN=SPAN)
     _place[(blocks,)](
-        chosen, counts, totals, order, rows, offsets, slots, experts, blocks, BINS=bins, BLOCK=SORT_BLOCK, num_warps=1
+        chosen,
+        counts,
+        totals,
+        order,
+        rows,
+        offsets,
+        slots,
+        experts,
+        blocks,
+        most_rows,
+        BINS=bins,
+        BLOCK=SORT_BLOCK,
+        num_warps=1,
     )
     return order, rows, offsets
 

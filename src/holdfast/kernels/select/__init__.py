@@ -14,13 +14,14 @@ kernels do not support, PyTorch operations compute the same.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated
+from holdfast.kernels.backward import differentiable_gradients, is_differentiated, snapshot_for_backward
 from holdfast.kernels.launching import has_kernels, is_exporting, on_device_of, operator
 
 # How the amounts of selected experts become weights: unchanged, divided by their sum, or by a softmax over them.
@@ -40,6 +41,9 @@ class Powers(NamedTuple):
 
 
 POWERS = Powers()
+
+
+Limit = Callable[[Tensor, Tensor], Tensor]  # (gaps, eps) -> the width of the strip
 
 
 class Amounts(NamedTuple):
@@ -111,7 +115,15 @@ def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tens
 
 
 def select_smooth_top_k(
-    scores: Tensor, amounts: Amounts, k: int, eps: Tensor, *, most: int, informed: bool, powers: Powers = POWERS
+    scores: Tensor,
+    amounts: Amounts,
+    k: int,
+    eps: Tensor,
+    *,
+    most: int,
+    informed: bool,
+    powers: Powers = POWERS,
+    limit: Limit | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return experts (..., most), E in unused slots, their weights, and all gaps to the k-th (..., E), in any order.
 
@@ -119,11 +131,20 @@ def select_smooth_top_k(
     `most` experts has a narrower strip, which ends at the level of the first expert without a slot. Gaps are infinite for
     the k best and for experts without a slot. With `informed`, scores are gates, levels are their logarithms, and an expert
     with a gate of 0 is never selected from the strip. Only the amounts get a gradient.
+
+    limit   returns the width of the strip from the gaps and `eps`: one for all tokens, or (...), one for each
     """
     if _has_kernel(scores):
-        return _select_with_kernels(scores, amounts, eps, k, most, informed, powers)
+        if limit is None:
+            return _select_with_kernels(scores, amounts, eps.flatten(), k, most, informed, powers)
+        flat = scores.detach().contiguous().view(-1, scores.shape[-1])
+        gaps = _strip_gaps(flat, k, most, informed)
+        by_token = gaps.view(scores.shape)
+        eps = limit(by_token, eps).flatten()
+        experts, weights, _ = _select_with_kernels(scores, amounts, eps, k, most, informed, powers, gaps)
+        return experts, weights, by_token
     levels = scores.clamp_min(TINY).log() if informed else scores
-    strip = smooth_strip(scores, levels, k, eps, most, powers)
+    strip = smooth_strip(scores, levels, k, eps, most, powers, limit)
     weights = weigh(amounts, strip.experts, strip.in_use, strip.fade)
     in_use = strip.in_use
     if informed:
@@ -131,14 +152,31 @@ def select_smooth_top_k(
     return strip.experts.where(in_use, scores.shape[-1]), weights, strip.gaps
 
 
-def smooth_strip(ranks: Tensor, levels: Tensor, k: int, eps: Tensor, most: int, powers: Powers = POWERS) -> Strip:
-    """Return the first `most` slots by `ranks (..., E)`, with a strip of width `eps` in `levels (..., E)` below the k-th."""
+def smooth_strip(
+    ranks: Tensor,
+    levels: Tensor,
+    k: int,
+    eps: Tensor,
+    most: int,
+    powers: Powers = POWERS,
+    limit: Limit | None = None,
+) -> Strip:
+    """Return the first `most` slots by `ranks (..., E)`, with a strip of width `eps` in `levels (..., E)` below the k-th.
+
+    limit   returns the width of the strip from the gaps and `eps`: one for all tokens, or (...), one for each
+    """
     order = top(ranks, ranks.shape[-1])
     levels = levels.gather(-1, order)
     gaps = (levels[..., k - 1 : k] - levels).detach()
+    next_gap = None if most == ranks.shape[-1] else gaps[..., most : most + 1]  # of the first expert without a slot
     slot = torch.arange(ranks.shape[-1], device=ranks.device)
     masked_gaps = gaps.masked_fill((slot < k) | (slot >= most), torch.inf)
-    edge = eps if most == ranks.shape[-1] else torch.minimum(eps, gaps[..., most : most + 1])
+    if limit is not None:
+        # A compiler might compute gaps twice, for `limit` and for the strip, and round them differently. It reads a copy.
+        masked_gaps = gaps = snapshot_for_backward(masked_gaps)
+        eps = limit(masked_gaps, eps)
+    edge = eps.unsqueeze(-1)
+    edge = edge if next_gap is None else torch.minimum(edge, next_gap)
     core = slot[:most] < k
     fade, in_strip = strip_fade(gaps[..., :most], edge, powers)
     return Strip(order[..., :most], core, core | in_strip, fade.where(~core, 0.0), masked_gaps)
@@ -191,38 +229,46 @@ def _has_kernel(scores: Tensor) -> bool:
 
 
 def _select_with_kernels(
-    scores: Tensor, amounts: Amounts, eps: Tensor | None, k: int, width: int, informed: bool, powers: Powers
+    scores: Tensor,
+    amounts: Amounts,
+    eps: Tensor | None,
+    k: int,
+    width: int,
+    informed: bool,
+    powers: Powers,
+    gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, experts = scores.shape[:-1], scores.shape[-1]
     flat = scores.detach().contiguous().view(-1, experts)
     values = amounts.values.contiguous().view(-1, experts)
     how = WEIGHINGS.index(amounts.how)
-    # Without `eps`, gaps are empty (0,E).
     rest = k, width, how, informed, *powers
-    chosen, weights, gaps = _Select.apply(flat, values, eps, *rest)  # type: ignore[no-untyped-call]
-    return chosen.view(*shape, -1), weights.view(*shape, -1), gaps.view(-1 if eps is None else shape[0], *shape[1:], experts)
+    chosen, weights, found = _Select.apply(flat, values, eps, *rest, gaps)  # type: ignore[no-untyped-call]
+    # Without `eps`, and if they are given, gaps are empty (0,E).
+    first = -1 if eps is None or gaps is not None else shape[0]
+    return chosen.view(*shape, -1), weights.view(*shape, -1), found.view(first, *shape[1:], experts)
 
 
 class _Select(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, amounts, eps, k, width, how, informed, a, b):  # type: ignore[no-untyped-def]
-        chosen, weights, slots, gaps, edges = _select(scores, amounts, eps, k, width, how, informed, a, b)
-        ctx.mark_non_differentiable(chosen, gaps)
+    def forward(ctx, scores, amounts, eps, k, width, how, informed, a, b, gaps):  # type: ignore[no-untyped-def]
+        chosen, weights, slots, found, edges = _select(scores, amounts, eps, k, width, how, informed, a, b, gaps)
+        ctx.mark_non_differentiable(chosen, found)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(scores, amounts, eps, weights, slots, edges, chosen)
         ctx.rest = k, how, informed, a, b
-        return chosen, weights, gaps
+        return chosen, weights, found
 
     @staticmethod
     def backward(ctx, _grad_chosen, grad, _grad_gaps):  # type: ignore[no-untyped-def]
         if grad is None:
-            return (None,) * 9
+            return (None,) * 10
         *saved, chosen = ctx.saved_tensors
         if is_differentiated():
             scores, amounts, eps, _, _, edges = saved
             reference = functools.partial(_weigh_reference, scores, chosen, eps, edges, *ctx.rest)
-            return None, *differentiable_gradients(reference, [amounts], [True], grad), *(None,) * 7
-        return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 7
+            return None, *differentiable_gradients(reference, [amounts], [True], grad), *(None,) * 8
+        return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 8
 
 
 def _weigh_reference(
@@ -244,7 +290,8 @@ def _weigh_reference(
     if eps is not None:
         levels = (scores.clamp_min(TINY).log() if informed else scores).gather(1, experts)
         core = torch.arange(chosen.shape[1], device=chosen.device) < k
-        fade, _ = strip_fade(levels[:, k - 1 : k] - levels, edges.unsqueeze(1) if edges.numel() else eps, Powers(a, b))
+        width = (edges if edges.numel() else eps).unsqueeze(1)
+        fade, _ = strip_fade(levels[:, k - 1 : k] - levels, width, Powers(a, b))
         fade = fade.where(~core, 0.0)
     return weigh(Amounts(amounts, WEIGHINGS[how]), experts, in_use, fade)
 
@@ -259,12 +306,21 @@ def _select_on_gpu(
     informed: bool,
     a: float = POWERS.a,
     b: float = POWERS.b,
+    gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts, weights, the slot of each expert, gaps, and the width of each token's strip (see `triton.select`)."""
     from holdfast.kernels.select import triton
 
     with on_device_of(scores):
-        return triton.select(scores, amounts, eps, k, width, how, informed, a, b)
+        return triton.select(scores, amounts, eps, k, width, how, informed, a, b, gaps)
+
+
+def _strip_gaps_on_gpu(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
+    """Return the gaps (T,E) that `_select_on_gpu` returns, which do not depend on `eps`."""
+    from holdfast.kernels.select import triton
+
+    with on_device_of(scores):
+        return triton.strip_gaps(scores, k, width, informed)
 
 
 def _select_backward_on_gpu(
@@ -295,23 +351,37 @@ def _count_pairs_on_gpu(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
 
 
 def _select_fake(
-    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, *_: object
+    scores: Tensor,
+    amounts: Tensor,
+    eps: Tensor | None,
+    k: int,
+    width: int,
+    how: int,
+    informed: bool,
+    a: float = POWERS.a,
+    b: float = POWERS.b,
+    gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = scores.shape
     return (
         scores.new_empty(tokens, width, dtype=torch.int64),
         scores.new_empty(tokens, width),
         scores.new_empty(tokens, experts, dtype=torch.int16),
-        scores.new_empty(0 if eps is None else tokens, experts),
+        scores.new_empty(0 if eps is None or gaps is not None else tokens, experts),
         scores.new_empty(0 if eps is None or width == experts else tokens),
     )
 
 
 _select = operator(
-    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a=1, float b=50)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a=1, float b=50, "
+    "Tensor? gaps=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _select_on_gpu,
     _select_fake,
+)
+_strip_gaps = operator(
+    "strip_gaps(Tensor scores, int k, int width, bool informed) -> Tensor",
+    _strip_gaps_on_gpu,
+    lambda scores, *_: torch.empty_like(scores),
 )
 _select_backward = operator(
     "choose_backward(Tensor grad, Tensor scores, Tensor amounts, Tensor? eps, Tensor weights, Tensor slots, Tensor edges, "

@@ -101,6 +101,34 @@ def _gaps(levels, slots, inside, k, LOGARITHM: tl.constexpr):
 
 
 @triton.jit
+def _strip_gaps(
+    scores,
+    out,
+    rows,
+    experts,
+    k,
+    width,
+    CAPPED: tl.constexpr,
+    INFORMED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Write the gaps of a block of tokens: infinite for the k best and, if CAPPED, for experts without a slot."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)
+    inside = (row < rows)[:, None] & (expert < experts)[None, :]
+    place = row[:, None] * experts + expert[None, :]
+    slots, _ = _slots(scores, row, rows, experts, width if CAPPED else k, ROWS, EXPERTS, CHUNK, FEW)
+    gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
+    outside = slots < k
+    if CAPPED:
+        outside = outside | (slots >= width)
+    tl.store(out + place, tl.where(outside, float("inf"), gaps), mask=inside)
+
+
+@triton.jit
 def _select(
     scores,
     amounts,
@@ -108,7 +136,7 @@ def _select(
     chosen,
     weights,
     slot_of,
-    gaps_out,
+    gaps_of,
     edges,
     rows,
     experts,
@@ -117,6 +145,8 @@ def _select(
     HOW: tl.constexpr,
     SMOOTH: tl.constexpr,
     CAPPED: tl.constexpr,
+    EACH: tl.constexpr,
+    GIVEN: tl.constexpr,
     INFORMED: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -128,6 +158,8 @@ def _select(
     """Select and weigh a block of tokens.
 
     CAPPED: there are fewer slots than experts, and a strip ends at the first expert without a slot.
+    EACH: 1 if `eps` has a width for each token, 0 if it has one for all.
+    GIVEN: gaps are read. Computed again they might be rounded otherwise, and more of them be below `eps` than counted.
     FEW: slots are filled one after the other, those of the strip as far as the widest strip of a token in the block.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -142,22 +174,24 @@ def _select(
     if SMOOTH:
         gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
         crossed = core
+        edge = tl.load(eps + row * EACH, mask=row < rows, other=0.0)
         if CAPPED:
-            edge = tl.minimum(tl.load(eps), tl.sum(tl.where((slots == width) & inside, gaps, 0.0), axis=1))
+            edge = tl.minimum(edge, tl.sum(tl.where((slots == width) & inside, gaps, 0.0), axis=1))
             tl.store(edges + row, edge, mask=row < rows)
-            fade, in_strip = _fade(gaps, edge[:, None], A, B)
             crossed = core | (slots >= width)
+        if GIVEN:
+            gaps = tl.load(gaps_of + place, mask=inside, other=float("inf"))
         else:
-            fade, in_strip = _fade(gaps, tl.load(eps), A, B)
-            if FEW:
-                crossing = tl.max(tl.sum((in_strip & inside & ~core).to(tl.int32), axis=1), axis=0)
-                keys, slots = _fill_slots(keys, slots, k, k + crossing, EXPERTS)
-                unused = (row < rows)[:, None] & ((expert >= k + crossing) & (expert < width))[None, :]
-                tl.store(chosen + row[:, None] * width + expert[None, :], experts, mask=unused)
-                tl.store(weights + row[:, None] * width + expert[None, :], 0.0, mask=unused)
+            tl.store(gaps_of + place, tl.where(crossed, float("inf"), gaps), mask=inside)
+        fade, in_strip = _fade(gaps, edge[:, None], A, B)
+        if FEW and not CAPPED:
+            crossing = tl.max(tl.sum((in_strip & inside & ~core).to(tl.int32), axis=1), axis=0)
+            keys, slots = _fill_slots(keys, slots, k, k + crossing, EXPERTS)
+            unused = (row < rows)[:, None] & ((expert >= k + crossing) & (expert < width))[None, :]
+            tl.store(chosen + row[:, None] * width + expert[None, :], experts, mask=unused)
+            tl.store(weights + row[:, None] * width + expert[None, :], 0.0, mask=unused)
         fade = tl.where(core, 0.0, fade)
         in_use = core | (in_strip & inside)
-        tl.store(gaps_out + place, tl.where(crossed, float("inf"), gaps), mask=inside)
     if HOW == SOFTMAX:
         level = tl.where(in_use, amount + fade, -float("inf"))
         weight = tl.exp(level - tl.max(level, axis=1)[:, None])
@@ -193,6 +227,7 @@ def _select_backward(
     HOW: tl.constexpr,
     SMOOTH: tl.constexpr,
     CAPPED: tl.constexpr,
+    EACH: tl.constexpr,
     INFORMED: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -218,10 +253,8 @@ def _select_backward(
         fading = tl.full((ROWS, EXPERTS), 1.0, dtype=tl.float32)
         if SMOOTH:
             gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
-            if CAPPED:
-                fade, _ = _fade(gaps, tl.load(edges + row, mask=row < rows, other=0.0)[:, None], A, B)
-            else:
-                fade, _ = _fade(gaps, tl.load(eps), A, B)
+            edge = edges + row if CAPPED else eps + row * EACH
+            fade, _ = _fade(gaps, tl.load(edge, mask=row < rows, other=0.0)[:, None], A, B)
             fading = tl.where(slots < k, 1.0, tl.exp(fade))
         if HOW == SHARES:
             amount = tl.load(amounts + place, mask=in_use, other=0.0)
@@ -269,6 +302,15 @@ def _block(experts: int, elements: int) -> tuple[int, int]:
     return max(elements // wide, 1), wide
 
 
+def _forward_options(experts: int, slots: int) -> dict[str, int | bool]:
+    """Return the sizes at compile time of a kernel that fills this many slots."""
+    rows, wide = _block(experts, FORWARD_BLOCK)
+    few = slots <= FEW_SLOTS
+    # The best of a row is found fastest by one warp; where all are compared, each thread counts for its own experts.
+    warps = 1 if few else min(max(wide // 32, 1), 8)
+    return {"ROWS": rows, "EXPERTS": wide, "CHUNK": min(CHUNK, wide), "FEW": few, "num_warps": warps}
+
+
 def select(
     scores: Tensor,
     amounts: Tensor,
@@ -279,29 +321,30 @@ def select(
     informed: bool,
     a: float = 1.0,
     b: float = 50.0,
+    gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts and weights (T,width), each expert's slot (T,E), the gaps (T,E) and each strip's width (T,).
 
-    Without `eps` the last two are empty. Gaps are infinite for the k best, and for experts without a slot. The strips'
-    widths are empty if there are as many slots as experts: then all are `eps`.
+    `eps` is the width of all strips, (1,), or has one for each token, (T,). Without `eps` the last two are empty. Gaps are
+    infinite for the k best, and for experts without a slot. Widths are empty if there is a slot for every expert: they are
+    `eps`. With `gaps` of `strip_gaps`, those are compared with `eps`, and the returned gaps are empty.
     """
     count, experts = scores.shape
     capped = eps is not None and width < experts
     chosen = torch.empty(count, width, dtype=torch.int64, device=scores.device)
     weights = torch.empty(count, width, dtype=torch.float32, device=scores.device)
     slots = torch.empty(count, experts, dtype=torch.int16, device=scores.device)
-    gaps = torch.empty(0 if eps is None else count, experts, dtype=torch.float32, device=scores.device)
+    found = torch.empty(0 if eps is None or gaps is not None else count, experts, device=scores.device)
     edges = torch.empty(count if capped else 0, dtype=torch.float32, device=scores.device)
-    rows, wide = _block(experts, FORWARD_BLOCK)
-    few = (width if capped else k) <= FEW_SLOTS
-    _select[(cdiv(count, rows),)](
+    options = _forward_options(experts, width if capped else k)
+    _select[(cdiv(count, options["ROWS"]),)](
         scores,
         amounts,
         scores if eps is None else eps,
         chosen,
         weights,
         slots,
-        gaps,
+        found if gaps is None else gaps,
         edges,
         count,
         experts,
@@ -310,17 +353,24 @@ def select(
         HOW=how,
         SMOOTH=eps is not None,
         CAPPED=capped,
+        EACH=int(eps is not None and eps.numel() > 1),
+        GIVEN=gaps is not None,
         INFORMED=informed,
         A=a,
         B=b,
-        ROWS=rows,
-        EXPERTS=wide,
-        CHUNK=min(CHUNK, wide),
-        FEW=few,
-        # The best of a row is found fastest by one warp; where all are compared, each thread counts for its own experts.
-        num_warps=1 if few else min(max(wide // 32, 1), 8),
+        **options,
     )
-    return chosen, weights, slots, gaps, edges
+    return chosen, weights, slots, found, edges
+
+
+def strip_gaps(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
+    """Return the gaps (T,E) that `select` returns."""
+    (count, experts), out = scores.shape, torch.empty_like(scores)
+    capped = width < experts
+    options = _forward_options(experts, width if capped else k)
+    grid = (cdiv(count, options["ROWS"]),)
+    _strip_gaps[grid](scores, out, count, experts, k, width, CAPPED=capped, INFORMED=informed, **options)
+    return out
 
 
 def select_backward(
@@ -356,6 +406,7 @@ def select_backward(
         HOW=how,
         SMOOTH=eps is not None,
         CAPPED=edges.numel() > 0,
+        EACH=int(eps is not None and eps.numel() > 1),
         INFORMED=informed,
         A=a,
         B=b,

@@ -21,21 +21,44 @@ def midpoint(values: Tensor, real: Tensor | None, below: Tensor, over_ranks: Cal
     value if `below` is at least the number of values. `over_ranks` returns the sum of a tensor over all processes.
     """
     if has_kernels(values):
-        counts = torch.zeros(2, BYTES, 256, dtype=torch.int64, device=values.device)
-        # The kernels read memory in order, while `real` may be the diagonal of an attention mask: copy it once for all four.
-        values, real = values.detach().contiguous(), None if real is None else real.contiguous()
-        for byte in range(BYTES):
-            _count(values, real, below, counts, byte)
-            own = counts[:, byte]
-            if (summed := over_ranks(own)) is not own:
-                own.copy_(summed)
-        middle: Tensor = _midpoint(below, counts)
+        middle: Tensor = _midpoint(below, _count_bytes(values, real, below, over_ranks))
         return middle
-    valid = values.isfinite() if real is None else values.isfinite() & real.unsqueeze(-1)
+    valid = _valid(values, real)
     most = over_ranks(valid.sum())
     lower, upper = smallest(values, valid, torch.stack([below - 1, below]).minimum(most - 1).clamp_min(0), over_ranks)
     upper = upper.where(below < most, 3 * lower)
     return ((lower + upper) / 2).where((below > 0) & (most > 0), 0.0)
+
+
+def order_statistic(values: Tensor, real: Tensor | None, rank: Tensor) -> Tensor:
+    """Return the `rank`-th smallest, from 0, of the finite `values (..., n)`; infinity if there are not that many.
+
+    Only rows where `real (...)` is True count, and only those of this process.
+    """
+    if has_kernels(values):
+        found: Tensor = _at_rank(rank, _count_bytes(values, real, rank, lambda own: own))
+        return found
+    # Not `smallest`, which rounds to float32: then one value too many could be below the result.
+    ranked = values.detach().where(_valid(values, real), torch.inf).flatten().sort().values
+    ranked = torch.cat([ranked, ranked.new_full((1,), torch.inf)])
+    return ranked.index_select(0, rank.clamp_max(ranked.shape[0] - 1).view(1)).squeeze(0)
+
+
+def _valid(values: Tensor, real: Tensor | None) -> Tensor:
+    return values.isfinite() if real is None else values.isfinite() & real.unsqueeze(-1)
+
+
+def _count_bytes(values: Tensor, real: Tensor | None, below: Tensor, over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the counts (2,4,256) of the kernels: of the bytes of the values at ranks `below` - 1 and `below`."""
+    counts = torch.zeros(2, BYTES, 256, dtype=torch.int64, device=values.device)
+    # The kernels read memory in order, while `real` may be the diagonal of an attention mask: copy it once for all four.
+    values, real = values.detach().contiguous(), None if real is None else real.contiguous()
+    for byte in range(BYTES):
+        _count(values, real, below, counts, byte)
+        own = counts[:, byte]
+        if (summed := over_ranks(own)) is not own:
+            own.copy_(summed)
+    return counts
 
 
 def smallest(values: Tensor, valid: Tensor, ranks: Tensor, over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
@@ -80,6 +103,13 @@ def _midpoint_on_gpu(below: Tensor, counts: Tensor) -> Tensor:
         return triton.midpoint(below, counts)
 
 
+def _at_rank_on_gpu(rank: Tensor, counts: Tensor) -> Tensor:
+    from holdfast.kernels.statistics import triton
+
+    with on_device_of(counts):
+        return triton.at_rank(rank, counts)
+
+
 _count = operator(
     "count_bytes(Tensor values, Tensor? real, Tensor below, Tensor(a!) counts, int byte) -> ()",
     _count_on_gpu,
@@ -89,6 +119,12 @@ _midpoint = operator(
     "midpoint_of_bytes(Tensor below, Tensor counts) -> Tensor",
     _midpoint_on_gpu,
     lambda below, counts: counts.new_empty((), dtype=torch.float32),
+)
+
+_at_rank = operator(
+    "value_at_rank(Tensor rank, Tensor counts) -> Tensor",
+    _at_rank_on_gpu,
+    lambda rank, counts: counts.new_empty((), dtype=torch.float32),
 )
 
 

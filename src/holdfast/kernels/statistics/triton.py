@@ -83,6 +83,13 @@ def _midpoint(below, counts, out):
     tl.store(out, tl.where((wanted > 0) & (most > 0), (lower + upper) / 2, 0.0))
 
 
+@triton.jit
+def _at_rank(rank, counts, out):
+    wanted = tl.load(rank)
+    _, key, most = _leading_bytes(counts, wanted, 4)
+    tl.store(out, tl.where(wanted < most, _value(key), float("inf")))
+
+
 def count_bytes(values: Tensor, real: Tensor | None, below: Tensor, counts: Tensor, byte: int) -> None:
     """Count the `byte`-th bytes of the keys into `counts`, which already holds the counts of the bytes before."""
     size, values = values.numel(), values.contiguous()
@@ -103,6 +110,13 @@ def midpoint(below: Tensor, counts: Tensor) -> Tensor:
     """Return the mean of the values at both ranks, from the counts of all four bytes."""
     out = torch.empty((), dtype=torch.float32, device=counts.device)
     _midpoint[(1,)](below, counts, out, num_warps=4)
+    return out
+
+
+def at_rank(rank: Tensor, counts: Tensor) -> Tensor:
+    """Return the value at `rank`, from the counts of all four bytes; infinity if there are not that many values."""
+    out = torch.empty((), dtype=torch.float32, device=counts.device)
+    _at_rank[(1,)](rank, counts, out, num_warps=4)
     return out
 
 
