@@ -18,7 +18,9 @@ the routing of the previous MoE layer cannot be captured again: it is kept until
 Routers that read it, and routers with state, raise an error at a second checkpointed forward before the backward.
 
 In decoding, a sequence-aware router needs stored tensors of earlier tokens, one row per token (`RouterCache`). They are kept
-on the layer's own KV cache: when `generate` reorders or crops keys and values, it reorders or crops these rows too.
+on the layer's own KV cache: when `generate` reorders or crops keys and values, it reorders or crops these rows too. With a
+static KV cache they have its full length from the start, and the positions of the current tokens are a tensor: the number
+of tokens in the cache is never read from the device, and a compiled forward is not compiled again for the next token.
 """
 
 import copy
@@ -36,7 +38,7 @@ from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
-from holdfast.routing.cache import router_cache_of
+from holdfast.routing.cache import has_static_length, prepare_static_rows, router_cache_of, static_router_cache_of
 from holdfast.routing.state import StatefulPart
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
@@ -85,6 +87,15 @@ class CapturedAttention:
     output: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class _EarlierTokens:
+    """The tokens before the current ones in the KV cache."""
+
+    rows: RouterCache | None = None  # the router's rows of them
+    past: int | None = None  # how many they are; None without a KV cache, and if `positions` are given
+    positions: Tensor | None = None  # (N,), of the current tokens in a static cache; None for its first tokens
+
+
 @dataclass
 class _ForwardState:
     """What has been captured so far in the current forward."""
@@ -131,6 +142,8 @@ class ContextCapture:
         )
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
+        parts = router.all_parts if router is not None else []
+        self.static_rows = all(part.static_rows for part in parts if part.traits.sequence_aware)
         self.sees_batch = router is not None and not router.traits.batch_invariant
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
@@ -150,7 +163,6 @@ class ContextCapture:
         self.router_number = next(_router_numbers)
         self._current = _CurrentForward()
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
-        parts = router.all_parts if router is not None else []
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
@@ -233,12 +245,12 @@ class ContextCapture:
                 f"attention uses a {type(captured.mask).__name__} as its mask, from which a router cannot read padding; "
                 'set the model\'s attention to "sdpa" or "eager".'
             )
-        router_cache, past = self._router_cache(captured, length)
-        token_mask = token_mask_of(captured.mask, tokens.shape[0], length, past)
-        visible = self._visible_tokens(captured, past, tokens)
+        earlier = self._earlier_tokens(captured, length)
+        token_mask = token_mask_of(captured.mask, tokens.shape[0], length, earlier.past, earlier.positions)
+        visible = self._visible_tokens(captured, earlier, tokens)
         attention = self._attention_context(captured, visible)
         causal = self.layer_modules.causal
-        return Context(causal, token_mask, attention, previous, router_cache, ids, modality, visible)
+        return Context(causal, token_mask, attention, previous, earlier.rows, ids, modality, visible)
 
     def record_routing(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
@@ -297,6 +309,10 @@ class ContextCapture:
             kv_cache = options.get("past_key_values")
             kv_cache = getattr(kv_cache, "self_attention_cache", kv_cache)
             self._current.state.attention = CapturedAttention(mask=mask, kv_cache=kv_cache)
+            if self.sequence_aware and self.static_rows and kv_cache is not None:
+                cache_layer = self._cache_layer(kv_cache)
+                if has_static_length(cache_layer):
+                    prepare_static_rows(cache_layer)
             if self.layer_modules.recurrent:
                 has_state = _has_recurrent_state(attention, options.get("cache_params"))
                 self._current.state.attention.has_recurrent_state = has_state
@@ -316,33 +332,42 @@ class ContextCapture:
     def _capture_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self._current.state.attention.output = output
 
-    def _router_cache(self, captured: CapturedAttention, length: int) -> tuple[RouterCache | None, int | None]:
-        """Return the router's rows of earlier tokens, and how many tokens these are; (None, None) without a KV cache."""
+    def _earlier_tokens(self, captured: CapturedAttention, length: int) -> _EarlierTokens:
+        """Return the tokens before the current `length` tokens, with the router's rows of them."""
         if not self.sequence_aware or captured.kv_cache is None:
-            return None, None
+            return _EarlierTokens()
+        cache_layer = self._cache_layer(captured.kv_cache)
+        if self.static_rows and has_static_length(cache_layer):
+            rows, positions = static_router_cache_of(cache_layer, length, self.router_number)
+            return _EarlierTokens(rows, 0 if positions is None else None, positions)
         past = self._cached_tokens(captured, length)
-        cache_layer = captured.kv_cache.layers[self.layer_modules.attention.layer_idx]
-        return router_cache_of(cache_layer, past, self.router_number), past
+        return _EarlierTokens(router_cache_of(cache_layer, past, self.router_number), past)
+
+    def _cache_layer(self, kv_cache: Any) -> Any:
+        return kv_cache.layers[self.layer_modules.attention.layer_idx]
 
     def _cached_tokens(self, captured: CapturedAttention, length: int) -> int:
         """Return how many tokens the KV cache had before attention added the current `length` tokens."""
         if captured.kv_cache is None:
             return 0
-        return int(captured.kv_cache.layers[self.layer_modules.attention.layer_idx].get_seq_length()) - length
+        return int(self._cache_layer(captured.kv_cache).get_seq_length()) - length
 
-    def _visible_tokens(self, captured: CapturedAttention, past: int | None, tokens: Tensor) -> VisibleTokens | None:
+    def _visible_tokens(
+        self, captured: CapturedAttention, earlier: _EarlierTokens, tokens: Tensor
+    ) -> VisibleTokens | None:
         """Return which tokens the attention allows to see each other; None if the router does not read it."""
         if not self.reads_mask or captured.keys is None:
             return None
         keys, length = captured.keys, tokens.shape[1]
-        if past is not None and keys > past + length:  # a static cache, with unwritten positions at its end
-            keys = past + length
+        if earlier.past is not None and keys > earlier.past + length:  # a static cache, with unwritten positions at its end
+            keys = earlier.past + length
         mask = captured.mask if isinstance(captured.mask, Tensor) else None
         if mask is not None:
             mask = mask[..., :keys] if mask.dim() == 4 else None  # a 2-D mask is padding only
-        if mask is None and captured.window is not None and keys > captured.window:
-            # Attention kernels get the window as a number, not as a mask.
-            mask = _window_mask(length, keys, captured.window, tokens.device)
+        # Attention kernels get the window as a number, not as a mask.
+        window = captured.window if captured.window is not None and keys > captured.window else None
+        if mask is None and (window is not None or earlier.positions is not None):
+            mask = _window_mask(length, keys, window, tokens.device, earlier.positions)
         return VisibleTokens(keys, mask)
 
     def _attention_context(self, captured: CapturedAttention, visible: VisibleTokens | None) -> Attention | None:
@@ -377,33 +402,45 @@ def _has_recurrent_state(mixer: Any, cache: Any) -> bool:
     return any(flags.values()) if isinstance(flags, dict) else bool(flags)
 
 
-def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+def _window_mask(
+    queries: int, keys: int, window: int | None, device: torch.device, positions: Tensor | None = None
+) -> Tensor:
     """Return (1,1,N,M) bool: True for keys less than `window` tokens before the query, and for later keys.
 
-    `Context.causal` masks the later keys.
+    `Context.causal` masks the later keys. With the `positions (N,)` of the queries in a static cache they are False here.
     """
-    positions = torch.arange(keys, device=device)
-    return (positions[-queries:].unsqueeze(1) - positions < window).view(1, 1, queries, -1)
+    places = torch.arange(keys, device=device)
+    distance = (places[-queries:] if positions is None else positions).unsqueeze(1) - places
+    allowed = torch.ones_like(distance, dtype=torch.bool) if window is None else distance < window
+    return (allowed if positions is None else allowed & (distance >= 0)).view(1, 1, queries, -1)
 
 
-def token_mask_of(mask: object, sequences: int, length: int, past: int | None = None) -> Tensor | None:
+def token_mask_of(
+    mask: object, sequences: int, length: int, past: int | None = None, positions: Tensor | None = None
+) -> Tensor | None:
     """Return (B,N) bool, True where a token is real, from a model's attention mask; None if all tokens are real.
 
-    mask    (B,M): the last N columns are the current tokens. (B,1,N,M): the diagonal is read, since a real token always
-            attends to itself. A dict with a mask for each kind of attention: the first one is read
-    past    number of tokens before the current ones. With a static cache, the mask also has columns after the current tokens
+    mask        (B,M): the last N columns are the current tokens. (B,1,N,M): the diagonal is read, since a real token always
+                attends to itself. A dict with a mask for each kind of attention: the first one is read
+    past        number of tokens before the current ones. With a static cache, the mask also has columns after the current
+                tokens
+    positions   (N,), the columns of the current tokens, instead of `past`
     """
     if isinstance(mask, dict):
         mask = next((value for value in mask.values() if isinstance(value, Tensor)), None)
     if not isinstance(mask, Tensor):
         return None
+    if mask.dim() not in (2, 4):
+        raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
     columns = mask.shape[-1]
-    start = columns - length if past is None else min(past, columns - length)
+    if positions is not None:
+        shift = (positions[-1:] - columns + 1).clamp_min(0)
+        current = (mask if mask.dim() == 2 else mask[:, 0]).index_select(-1, positions - shift)
+    else:
+        start = columns - length if past is None else min(past, columns - length)
+        current = (mask if mask.dim() == 2 else mask[:, 0])[..., start : start + length]
     if mask.dim() == 2:
-        return (mask[:, start : start + length] != 0).expand(sequences, length)
-    if mask.dim() == 4:
-        current = mask[:, 0, :, start : start + length]
-        current = current.diagonal(dim1=-2, dim2=-1) if current.shape[-2] == length else current[:, -1]
-        allowed = current if current.dtype == torch.bool else current > torch.finfo(current.dtype).min / 2
-        return allowed.expand(sequences, length)
-    raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
+        return (current != 0).expand(sequences, length)
+    current = current.diagonal(dim1=-2, dim2=-1) if current.shape[-2] == length else current[:, -1]
+    allowed = current if current.dtype == torch.bool else current > torch.finfo(current.dtype).min / 2
+    return allowed.expand(sequences, length)
