@@ -80,7 +80,8 @@ def no_recompilation() -> Iterator[None]:
     ("router", "tokens"),
     [
         ("similarity", 8),
-        *(pytest.param(name, 256, marks=pytest.mark.slow) for name in ["smoe", "symphony", "ac", "smooth", *VARIANTS]),
+        *(pytest.param(name, 256, marks=pytest.mark.slow) for name in AWARE),
+        *(pytest.param(name, 12, marks=pytest.mark.slow) for name in ["smoe", "symphony", "ac", "smooth", *VARIANTS[2:]]),
     ],
 )
 def test_a_step_is_one_graph_that_is_compiled_once(router: str, tokens: int, no_recompilation: None) -> None:

@@ -57,7 +57,7 @@ def test_one_query_without_gradients_equals_the_explicit_matrix(kind: str, size:
     mask = {"no mask": None, "bool mask": torch.rand(1, 1, KEYS) < 0.8, "bias": torch.randn(2, 1, KEYS)}[kind]
     second = SecondProduct(torch.randn(2, 1, 4), torch.randn(2, KEYS, 4), 0.3)
     levels, bias = Levels(torch.rand(2, 1) + 0.5, torch.rand(2, KEYS)), torch.randn(2, KEYS)
-    limits = {"real": real, "mask": mask, "bias": bias, "levels": levels}
+    limits: dict[str, Any] = {"real": real, "mask": mask, "bias": bias, "levels": levels}
     exact = (query.double(), key.double(), 0.7 / size**2, True)
     weights = naive.mixing_weights(*exact, second=second, **limits)
     totals = naive.log_totals(*exact, second=second, **limits)

@@ -132,18 +132,15 @@ class ContextCapture:
         collector: LossCollector,
         previous: "ContextCapture | None",
         k: int,
+        idle: bool = False,
     ) -> None:
-        self.router, self.layer_modules, self.collector, self.previous, self.k = (
-            router,
-            layer_modules,
-            collector,
-            previous,
-            k,
-        )
+        """Put the hooks on the layer. With `idle` there are none, until the next MoE layer's router reads this layer."""
+        self.router, self.layer_modules, self.collector = router, layer_modules, collector
+        self.previous, self.k = previous, k
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         parts = router.all_parts if router is not None else []
-        self.static_rows = all(part.static_rows for part in parts if part.traits.sequence_aware)
+        self.static_rows = self.sequence_aware and all(part.static_rows for part in parts if part.traits.sequence_aware)
         self.sees_batch = router is not None and not router.traits.batch_invariant
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
@@ -166,16 +163,27 @@ class ContextCapture:
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
+            previous._add_hooks()
             collector.on_forward_end.append(previous.clear)
-        attention = layer_modules.attention
-        self._handles = [layer_modules.block.register_forward_pre_hook(self._capture_shape)]
-        self._handles.append(attention.register_forward_pre_hook(self._capture_arguments, with_kwargs=True))
+        self._handles: list[Any] = []
+        if not idle:
+            self._add_hooks()
         if self.reads_attention:
-            self._projection = layer_modules.projection
-            self._projection_hook = self._projection.register_forward_hook(self._capture_output)
+            self._hook_projection()
         if self.reads_mask:
-            attention.context_capture = self
-            override_config(attention, ATTENTION)
+            layer_modules.attention.context_capture = self
+            override_config(layer_modules.attention, ATTENTION)
+
+    def _add_hooks(self) -> None:
+        if self.is_idle:
+            block, attention = self.layer_modules.block, self.layer_modules.attention
+            self._handles.append(block.register_forward_pre_hook(self._capture_shape))
+            self._handles.append(attention.register_forward_pre_hook(self._capture_arguments, with_kwargs=True))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the family's own gate selects here, and its routing is never read."""
+        return not self._handles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextCapture":
         """Copy this capture if its layer is copied. If only a module inside it is copied (PEFT), return this one."""
@@ -248,8 +256,7 @@ class ContextCapture:
         earlier = self._earlier_tokens(captured, length)
         token_mask = token_mask_of(captured.mask, tokens.shape[0], length, earlier.past, earlier.positions)
         visible = self._visible_tokens(captured, earlier, tokens)
-        attention = self._attention_context(captured, visible)
-        causal = self.layer_modules.causal
+        attention, causal = self._attention_context(captured, visible), self.layer_modules.causal
         return Context(causal, token_mask, attention, previous, earlier.rows, ids, modality, visible)
 
     def record_routing(
@@ -308,18 +315,17 @@ class ContextCapture:
                 _require_separate_sequences(mask, options)
             kv_cache = options.get("past_key_values")
             kv_cache = getattr(kv_cache, "self_attention_cache", kv_cache)
-            self._current.state.attention = CapturedAttention(mask=mask, kv_cache=kv_cache)
-            if self.sequence_aware and self.static_rows and kv_cache is not None:
-                cache_layer = self._cache_layer(kv_cache)
-                if has_static_length(cache_layer):
-                    prepare_static_rows(cache_layer)
-            if self.layer_modules.recurrent:
-                has_state = _has_recurrent_state(attention, options.get("cache_params"))
-                self._current.state.attention.has_recurrent_state = has_state
+            has_state = self.layer_modules.recurrent and _has_recurrent_state(attention, options.get("cache_params"))
+            self._current.state.attention = CapturedAttention(mask, kv_cache, has_state)
+            if self.static_rows and kv_cache is not None and has_static_length(self._cache_layer(kv_cache)):
+                prepare_static_rows(self._cache_layer(kv_cache))
         if self.reads_attention and self._projection is not self.layer_modules.projection:
             self._projection_hook.remove()
-            self._projection = self.layer_modules.projection
-            self._projection_hook = self._projection.register_forward_hook(self._capture_output)
+            self._hook_projection()
+
+    def _hook_projection(self) -> None:
+        self._projection = self.layer_modules.projection
+        self._projection_hook = self._projection.register_forward_hook(self._capture_output)
 
     def capture_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
         """Capture the arguments of the attention function. `_attention_with_capture` calls this."""
@@ -352,9 +358,7 @@ class ContextCapture:
             return 0
         return int(self._cache_layer(captured.kv_cache).get_seq_length()) - length
 
-    def _visible_tokens(
-        self, captured: CapturedAttention, earlier: _EarlierTokens, tokens: Tensor
-    ) -> VisibleTokens | None:
+    def _visible_tokens(self, captured: CapturedAttention, earlier: _EarlierTokens, tokens: Tensor) -> VisibleTokens | None:
         """Return which tokens the attention allows to see each other; None if the router does not read it."""
         if not self.reads_mask or captured.keys is None:
             return None

@@ -73,7 +73,7 @@ class RouterCache:
 
 
 class StaticRouterCache:
-    """The rows of one layer of a static KV cache, by name, each `(B, length, ...)`: row i is that of the token at position i.
+    """The rows of one layer of a static KV cache, by name, each `(B, length, ...)`: row i belongs to position i.
 
     `at` returns the `RouterCache` of one forward.
     """
@@ -158,7 +158,8 @@ def router_cache_of(cache_layer: Any, past: int, router_number: int) -> RouterCa
     Raise ValueError if this router has not written rows for all `past` tokens in the cache.
     """
     if not isinstance(cache_layer.__dict__.get("router_rows"), RouterCache):
-        cache_layer.__class__ = _with_router_rows(type(cache_layer))
+        kind: Any = type(cache_layer)
+        cache_layer.__class__ = _with_router_rows(kind)
         cache_layer.router_rows, cache_layer.rows_owner = RouterCache(), None
     if past == 0:
         cache_layer.rows_owner = router_number
@@ -182,7 +183,8 @@ def prepare_static_rows(cache_layer: Any) -> None:
         return
     # This is 0, without reading from the device, unless tokens or memory were given to the cache elsewhere.
     cache_layer.tokens_without_rows = int(cache_layer.get_seq_length())
-    cache_layer.__class__ = _with_static_rows(type(cache_layer))
+    kind: Any = type(cache_layer)
+    cache_layer.__class__ = _with_static_rows(kind)
     cache_layer.router_rows, cache_layer.rows_owner = StaticRouterCache(cache_layer.max_cache_len), None
 
 
