@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ALL = ("experts", "routers", "blocks", "models", "growth")
+ALL = ("experts", "routers", "blocks", "models", "decoding", "growth")
 
 
 def main() -> None:

@@ -471,3 +471,21 @@ def test_init_weights_does_not_change_a_router_that_has_learned() -> None:
     model.init_weights()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_layers_with_the_native_router_have_hooks_only_if_their_routing_is_read() -> None:
+    def hooked(model: Any) -> list[bool]:
+        return [bool(layer.self_attn._forward_pre_hooks or layer.mlp._forward_pre_hooks) for layer in model.model.layers]
+
+    model = tiny("mixtral")
+    before = logits(model)
+    assert hooked(holdfast.reroute(model, "native")) == [False] * 3
+    assert torch.equal(logits(model), before)
+    assert hooked(holdfast.reroute(tiny("mixtral"), "native", losses=holdfast.Losses(balance=0.1))) == [True] * 3
+    # Without losses, a trainer may request the balance loss of all layers. With them, `ac` still reads the layer before it.
+    model = holdfast.reroute(holdfast.reroute(tiny("mixtral"), "native"), "ac", layers=[2])
+    assert hooked(model) == [True] * 3
+    expected = logits(model)
+    holdfast.reroute(model, "ac", layers=[2], losses=holdfast.Losses(balance=0.1))
+    assert hooked(model) == [False, True, True]
+    torch.testing.assert_close(logits(model), expected)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from holdfast.kernels import select
 from holdfast.kernels.select import top, top_reference
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -31,3 +32,12 @@ def test_nan_comes_first_and_never_gives_a_wild_index(k: int, device: str) -> No
     values = torch.tensor([[1.0, torch.nan, torch.inf, -torch.nan]], device=device)
     assert top(values, k)[0, :2].tolist() == [1, 3]
     assert sorted(top(values, 4)[0].tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("few", [0, 2**20], ids=["keys", "sort"])
+def test_few_and_many_scores_are_ranked_alike(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal values, both zeros and NaN: the order does not depend on how many tokens there are."""
+    monkeypatch.setattr(select, "FEW_SCORES", few)
+    values = torch.tensor([[1.0, 2.0, 1.0, 0.0, -0.0, torch.nan, -torch.inf, 2.0, torch.nan, torch.inf, -1.0]])
+    assert top(values, 11).tolist() == [[5, 8, 9, 1, 7, 0, 2, 3, 4, 10, 6]]
+    assert top(values.bfloat16(), 3).tolist() == [[5, 8, 9]]

@@ -44,6 +44,34 @@ def test_blocks_equal_the_explicit_matrix(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["no mask", "bool mask", "bias"])
+@pytest.mark.parametrize("size", [1.0, 1e19], ids=["float32", "float64"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@torch.no_grad()
+def test_one_query_without_gradients_equals_the_explicit_matrix(kind: str, size: float, compiled: bool) -> None:
+    """A step of decoding. The second group has no key that is real; keys and values of padding are NaN."""
+    torch.manual_seed(0)
+    size = 1.0 if compiled else size  # compiled, huge operands are not looked for
+    query, key, value = size * torch.randn(2, 1, 5), size * torch.randn(2, KEYS, 5), torch.randn(2, KEYS, 3)
+    real = (torch.rand(2, KEYS) < 0.7) & torch.tensor([[True], [False]])
+    mask = {"no mask": None, "bool mask": torch.rand(1, 1, KEYS) < 0.8, "bias": torch.randn(2, 1, KEYS)}[kind]
+    second = SecondProduct(torch.randn(2, 1, 4), torch.randn(2, KEYS, 4), 0.3)
+    levels, bias = Levels(torch.rand(2, 1) + 0.5, torch.rand(2, KEYS)), torch.randn(2, KEYS)
+    limits: dict[str, Any] = {"real": real, "mask": mask, "bias": bias, "levels": levels}
+    exact = (query.double(), key.double(), 0.7 / size**2, True)
+    weights = naive.mixing_weights(*exact, second=second, **limits)
+    totals = naive.log_totals(*exact, second=second, **limits)
+    key, value = (rows.masked_fill(~real.unsqueeze(-1), torch.nan) for rows in (key, value))
+    run: Any = torch.compile(softmax_mix_with_total, backend="aot_eager") if compiled else softmax_mix_with_total
+    out, log_total = run(query, key, value, scale=0.7 / size**2, causal=True, second=second, **limits)
+    expected = (weights @ value.nan_to_num().double()).float()
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(log_total, totals.float(), atol=1e-5, rtol=1e-5)
+    assert (out[0] != 0).all() and (out[1] == 0).all() and (log_total[1] == -torch.inf).all()
+    mixed = softmax_mix(query, key, value, scale=0.7 / size**2, causal=True, second=second, **limits)
+    torch.testing.assert_close(mixed, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
 @pytest.mark.parametrize("levelled", [True, False], ids=["levels", "no levels"])

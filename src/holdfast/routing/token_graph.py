@@ -40,6 +40,7 @@ class TokenGraph(Informer):
     """
 
     side = "token"
+    static_rows = True
     strength_logit: nn.Parameter | None
 
     def __init__(self, *, strength: Strength = 1.0, from_: From = "all") -> None:

@@ -11,7 +11,7 @@ Products of tokens with entries of 1e19 and more overflow float32. On a CPU such
 check for them would wait for the device, so the result is NaN, which a router in training reports.
 
 On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py). On other devices, and with levels, PyTorch
-computes block by block (blocks.py).
+computes block by block (blocks.py). One query without gradients, a step of decoding, is mixed in PyTorch on every device.
 """
 
 import functools
@@ -28,6 +28,7 @@ from holdfast.kernels.token_mixing.blocks import (
     mix_at_once,
     mix_in_blocks,
     mix_in_blocks_backward,
+    mix_one_query,
     only_real,
     score_terms,
 )
@@ -70,7 +71,7 @@ def softmax_mix(
     queries and keys to bfloat16, so they are computed with that accuracy only.
     """
     operands = (query, key, value, second, bias, real, mask, levels)
-    out: Tensor = _mix(_SoftmaxMix, *operands, causal=causal, scale=scale, coarse=coarse)[0]
+    out: Tensor = _mix(*operands, causal=causal, scale=scale, coarse=coarse, with_total=False)[0]
     return out
 
 
@@ -92,12 +93,11 @@ def softmax_mix_with_total(
     log_total is -inf for a query without allowed keys. The arguments are those of `softmax_mix`.
     """
     operands = (query, key, value, second, bias, real, mask, levels)
-    out, log_total = _mix(_SoftmaxMixWithTotal, *operands, causal=causal, scale=scale, coarse=False)
+    out, log_total = _mix(*operands, causal=causal, scale=scale, coarse=False, with_total=True)
     return out, log_total
 
 
 def _mix(
-    function: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -110,8 +110,9 @@ def _mix(
     causal: bool,
     scale: float,
     coarse: bool,
+    with_total: bool,
 ) -> tuple[Tensor, ...]:
-    """Apply `function`, one of the two autograd functions below; return its outputs as a tuple."""
+    """Return `out` and, with `with_total`, `log_total`: of one of the two autograd functions below, where it is needed."""
     other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
     query_level, key_level = (None, None) if levels is None else levels
@@ -119,7 +120,15 @@ def _mix(
     if is_exporting():
         terms = score_terms(query, key, other_query, other_key, bias, *limits, causal, scale, other_scale)
         return mix_at_once(terms, only_real(value, real))
+    if query.shape[1] == 1 and not torch.is_grad_enabled():
+        # One query is the last of its group, so that `causal` excludes no key. Keys of padding need not be 0, except where
+        # large operands are looked for.
+        zeroed = real if query.device.type == "cpu" else None
+        rows = (query, key, other_query, other_key, bias)
+        terms = score_terms(*rows, zeroed, *limits[1:], False, scale, other_scale)._replace(real=real)
+        return mix_one_query(terms, only_real(value, real), with_total)
     own_key = None if key is query else key
+    function: Any = _SoftmaxMixWithTotal if with_total else _SoftmaxMix
     found = function.apply(query, own_key, value, other_query, other_key, bias, *limits, causal, scale, other_scale, coarse)
     return found if isinstance(found, tuple) else (found,)
 

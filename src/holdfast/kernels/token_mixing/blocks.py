@@ -2,10 +2,12 @@
 
     G groups (sequences), N queries, M keys; see kernels/token_mixing/__init__.py for the formula
 
-This is what the kernels are compared with, and what runs on a CPU and for operands too wide for a tile.
+This is what the kernels are compared with, and what runs on a CPU and for operands too wide for a tile. A step of decoding
+has one query in each group: `mix_one_query`.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,30 @@ def mix_at_once(terms: "ScoreTerms", value: Tensor) -> tuple[Tensor, Tensor]:
     divisor = total.clamp_min(torch.finfo(torch.float32).tiny)  # the logarithm of 0 would have a gradient of NaN
     log_total = (highest + divisor.log()).where(total > 0, -torch.inf)
     return (terms.product(weights, value) / divisor).float(), log_total.squeeze(-1).float()
+
+
+def mix_one_query(terms: "ScoreTerms", value: Tensor, with_total: bool) -> tuple[Tensor, ...]:
+    """Return the mixture (G,1,n), and with `with_total` also log_total (G,1), without gradients: a step of decoding.
+
+    The keys of `terms` need not be 0 in padding. Compiled, a product is a sum that the compiler fuses with the operations
+    around it; precision switches do not affect it.
+    """
+    is_compiled = torch.compiler.is_compiling()
+    product = _product_as_sum if is_compiled else torch.bmm
+    with nullcontext() if is_compiled else ieee_float32():
+        scores = product(terms.query, terms.key.transpose(1, 2)).mul_(terms.scale)
+        if terms.second_query is not None and terms.second_key is not None:
+            scores.add_(product(terms.second_query, terms.second_key.transpose(1, 2)), alpha=terms.second_scale)
+        scores = terms.limited(scores, slice(0, 1), slice(0, terms.key.shape[1]))
+        sees_nothing = scores.amax(-1, keepdim=True) == -torch.inf
+        weights = scores.softmax(-1).masked_fill_(sees_nothing, 0.0)
+        out = product(weights, value.to(weights.dtype)).float()
+    return (out, scores.logsumexp(-1).float()) if with_total else (out,)
+
+
+def _product_as_sum(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left (G,1,n)` times `right (G,n,p)`."""
+    return (left.transpose(1, 2) * right).sum(1, keepdim=True)
 
 
 def expanded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -73,14 +99,14 @@ class ScoreTerms(NamedTuple):
         if self.second_query is not None and self.second_key is not None:
             more = self.second_key[:, columns].transpose(1, 2)
             scores.baddbmm_(self.second_query[:, rows], more, alpha=self.second_scale)
-        return self._limited(scores, rows, columns)
+        return self.limited(scores, rows, columns)
 
     def all_scores(self) -> Tensor:
         """Return (G,N,M), for autograd to differentiate, also twice and under every precision switch."""
         scores = self.product(self.query, self.key.transpose(1, 2)) * self.scale
         if self.second_query is not None and self.second_key is not None:
             scores = scores + self.product(self.second_query, self.second_key.transpose(1, 2)) * self.second_scale
-        return self._limited(scores, slice(0, self.query.shape[1]), slice(0, self.key.shape[1]))
+        return self.limited(scores, slice(0, self.query.shape[1]), slice(0, self.key.shape[1]))
 
     @property
     def wide(self) -> bool:
@@ -91,7 +117,7 @@ class ScoreTerms(NamedTuple):
         """Return left right in the precision of the operands."""
         return left.double() @ right.double() if self.wide else matmul_float32(left, right)
 
-    def _limited(self, scores: Tensor, rows: slice, columns: slice) -> Tensor:
+    def limited(self, scores: Tensor, rows: slice, columns: slice) -> Tensor:
         """Add biases and masks to the scores, in place."""
         if self.bias is not None:
             scores.add_(self.bias[:, None, columns])
