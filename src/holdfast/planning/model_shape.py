@@ -300,8 +300,14 @@ def _active_experts(router: Router, place: LayerSizes) -> ActiveExperts:
 
 
 def state_bytes(router: Router) -> int:
-    """Return the bytes of the buffers of a router's parts."""
-    return sum(buffer.numel() * buffer.element_size() for part in router.parts for buffer in part.buffers())
+    """Return the bytes of the buffers of a router's parts that are saved with a model."""
+    return sum(
+        buffer.numel() * buffer.element_size()
+        for part in router.parts
+        for module in part.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
 
 
 def _gate_module(site: MoELayerRef) -> nn.Module:

@@ -134,10 +134,11 @@ def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, real
     if scores.is_cuda:
         _check_on_gpu(scores, layer, real)
         return scores.new_zeros(())
-    checked = scores if real is None else scores.where(real.reshape(-1, 1), 0.0)
-    largest = torch.linalg.vector_norm(checked, ord=math.inf)  # one kernel, and NaN or infinite if one score is
-    if scores.numel() > 0 and not largest.isfinite():
-        raise _report(layer, tokens)
+    if scores.numel() > 0:
+        checked = scores if real is None else scores.where(real.reshape(-1, 1), 0.0)
+        largest = torch.linalg.vector_norm(checked, ord=math.inf)  # one kernel, and NaN or infinite if one score is
+        if not largest.isfinite():
+            raise _report(layer, tokens)
     return scores.new_zeros(())
 
 

@@ -293,7 +293,8 @@ def _weigh_reference(
     if eps is not None:
         levels = (scores.clamp_min(TINY).log() if informed else scores).gather(1, experts)
         core = torch.arange(chosen.shape[1], device=chosen.device) < k
-        width = (edges if edges.numel() else eps).unsqueeze(1)
+        width = edges if edges.numel() else eps
+        width = width.unsqueeze(1) if width.dim() else width  # one for each token, or one for all
         fade, _ = strip_fade(levels[:, k - 1 : k] - levels, width, Powers(a, b))
         fade = fade.where(~core, 0.0)
     return weigh(Amounts(amounts, WEIGHINGS[how]), experts, in_use, fade)
