@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import yaml
 from safetensors import SafetensorError
+from tiers import quick_or_slow
 from wording import mentions
 
 import holdfast.files
@@ -59,7 +60,7 @@ def interrupt(recipe: Recipe, folder: Path, step: int) -> Path:
     return folder / "cells" / f"{ROUTER}-seed0" / "training"
 
 
-@pytest.mark.parametrize("step", [0, 3, 4, 5, 10, 12])
+@pytest.mark.parametrize("step", quick_or_slow([0, 3, 4, 5, 10, 12], [0, 5]))
 def test_an_interrupted_run_resumes_to_the_same_numbers(step: int, recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
     training = interrupt(recipe, tmp_path, step)
     begun = newest_complete(training)[0]
@@ -80,7 +81,7 @@ TORN: dict[str, dict[str, int]] = {  # which files are how long; the others are 
 }
 
 
-@pytest.mark.parametrize("damage", TORN)
+@pytest.mark.parametrize("damage", quick_or_slow(TORN, list(TORN)[:2]))
 def test_an_incomplete_checkpoint_is_skipped(damage: str, recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
     training = interrupt(recipe, tmp_path, 12)
     (training / "checkpoint-12").mkdir()
@@ -208,7 +209,7 @@ def finished(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("where", FULL)
+@pytest.mark.parametrize("where", quick_or_slow(FULL, ["model.safetensors", "result.json"]))
 def test_a_full_disk_raises_one_error_and_keeps_finished_work(
     where: str, recipe: Recipe, undisturbed: str, finished: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from ranks import on_ranks
+from tiers import quick_or_slow
 from torch import Tensor
 
 from holdfast.hub import load
@@ -105,7 +106,7 @@ def test_the_learning_rate_warms_up_and_stays(tiny: Callable[..., Recipe], tmp_p
     assert [line["learning_rate"] for line in log] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
-@pytest.mark.parametrize("kind", ["text", "pictures"])
+@pytest.mark.parametrize("kind", quick_or_slow(["text", "pictures"], ["text"]))
 def test_bf16_trains_on_a_cpu_with_finite_losses(
     kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:
@@ -146,7 +147,7 @@ def loss_on(task: Task, model: Any) -> float:
     return float(torch.stack(losses).mean())
 
 
-@pytest.mark.parametrize("router", ["smoe", "symphony+smooth"])
+@pytest.mark.parametrize("router", quick_or_slow(["smoe", "symphony+smooth"], ["smoe"]))
 def test_the_checkpoint_that_does_best_on_held_out_data_is_kept(
     router: str, tiny: Callable[..., Recipe], tmp_path: Path
 ) -> None:
@@ -171,7 +172,7 @@ class Interrupted(BaseException):
     pass
 
 
-@pytest.mark.parametrize("step", [7, 13])
+@pytest.mark.parametrize("step", quick_or_slow([7, 13], [7]))
 def test_the_best_checkpoint_survives_an_interruption(step: int, tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """Interrupt in the middle, and after all steps, when only the best checkpoint is left."""
     recipe = rising(tiny, **{"model.config.attention_dropout": 0.2})

@@ -66,6 +66,7 @@ def test_finished_cells_need_no_workers(
     assert Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run(jobs=2) == first
 
 
+@pytest.mark.slow
 def test_a_killed_worker_raises_a_one_line_error(
     tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
