@@ -219,3 +219,16 @@ def test_tokens_that_are_no_floats_are_refused() -> None:
     layer = MoE(holdfast.create_router("smoe", dim=32, experts=8), holdfast.Experts(32, 24, 8))
     with pytest.raises(ValueError, match=r"torch\.int64.*floating"):
         layer(torch.ones(1, 2, 32, dtype=torch.int64))
+
+
+def test_experts_of_ones_own_need_only_three_arguments() -> None:
+    class Doubled(holdfast.Experts):
+        def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * super().forward(tokens, experts, weights)
+
+    torch.manual_seed(0)
+    router, own = holdfast.create_router("smoe", dim=8, experts=4, k=2), Doubled(8, 8, 4)
+    plain = holdfast.Experts(8, 8, 4)
+    plain.load_state_dict(own.state_dict())
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(holdfast.MoE(router, own)(x)[0], 2 * holdfast.MoE(router, plain)(x)[0])

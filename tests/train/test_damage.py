@@ -95,6 +95,14 @@ def another_best(checkpoint: Path) -> None:
     write_checkpoint_manifest(checkpoint)
 
 
+def in_state(checkpoint: Path, old: str, new: str) -> None:
+    """Change the state of a checkpoint, and the manifest with it."""
+    file = checkpoint / "training.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    write_checkpoint_manifest(checkpoint)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit in the weights": (
         lambda path: flip_a_bit(path / "model.safetensors"),
@@ -112,6 +120,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a manifest": (lambda path: cut(path / "checkpoint.json"), "was not written completely"),
     "a file too many": (lambda path: (path / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong to it"),
     "a best that is not there": (another_best, "the best checkpoint, checkpoint-3, has no readable"),
+    "a step that is no whole number": (
+        lambda path: in_state(path, '"global_step": 4', '"global_step": 4.0'),
+        "another step",
+    ),
+    "a best after the last step": (
+        lambda path: in_state(path, '"best_global_step": null', '"best_global_step": 5'),
+        "names no best step",
+    ),
     "no snapshot": (
         lambda path: (path.parent / "snapshots" / "00000004.json").unlink(),
         "the snapshot .*00000004.json is missing or damaged",
@@ -167,6 +183,12 @@ OTHER_FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {  # what a manifest
         "optimizer.tensors",
         lambda file: save_file({name: tensor.flatten()[:1] for name, tensor in load_file(file).items()}, file),
     ),
+    "no moments": ("optimizer.tensors", lambda file: save_file({}, file)),
+    "a moment that is missing": (
+        "optimizer.tensors",
+        lambda file: save_file({name: tensor for name, tensor in load_file(file).items() if "sq/" not in name}, file),
+    ),
+    "a log of other things": ("training.json", lambda file: file.write_text('{"global_step": 4, "log": ["a", null]}')),
     "random states of another kind": ("random.tensors", lambda file: save_file({"torch": torch.ones(3)}, file)),
     "a log that is no list": ("training.json", lambda file: file.write_text('{"global_step": 4, "log": "none"}')),
     "a state with other entries": ("training.json", lambda file: file.write_text('{"global_step": 4, "epoch": 1}')),
@@ -193,9 +215,7 @@ def test_a_file_that_is_not_of_this_run_raises_and_is_not_executed(case: str, re
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_trainer_is_not_used_and_a_sentence_says_so(
-    recipe: Recipe, undisturbed: str, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_the_trainer_is_refused_and_kept(recipe: Recipe, folder: Path) -> None:
     """Older versions trained cells on the Trainer, and `holdfast train` on several ranks still does."""
     training = folder / "cells" / CELL / "training"
     shutil.rmtree(training)
@@ -208,11 +228,9 @@ def test_a_checkpoint_of_the_trainer_is_not_used_and_a_sentence_says_so(
     with pytest.raises(Interrupted):
         train(build_model(task, "smoe", {}, seed=0), task, training, seed=0, k=2, tick=stop, trainer=True)
     assert find_damage(training / "checkpoint-2", TRAINER_FILES) is None
-    steps: list[int] = []
-    assert as_text(run(recipe, folder, steps)) == undisturbed and steps[0] == 0
-    (said,) = (record.getMessage() for record in caplog.records if record.name == "holdfast")
-    assert "checkpoint-2 cannot be used: the Hugging Face Trainer has written it" in said
-    assert said.endswith("starting from the first step.")
+    with pytest.raises(ValueError, match=r"checkpoint-2 was written by the Hugging Face Trainer.*remove .*training to"):
+        run(recipe, folder)
+    assert find_damage(training / "checkpoint-2", TRAINER_FILES) is None
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '"text"', "[" * 100_000, '{"router": "ac", "seed": 0}'])

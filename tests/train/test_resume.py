@@ -73,6 +73,15 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(step: int, recipe: Recip
     assert lines == again[0]["log"] and [line["step"] for line in lines] == list(range(1, 13))
 
 
+def test_a_frozen_router_resumes_frozen(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    """StableMoE stops training a part of its router at 10% of the steps; a loaded one must not train it again."""
+    recipe = tiny({"training.steps": 6, "training.save_every": 2, "training.learning_rate": 0.01})
+    whole = Comparison(recipe, parse_routers("stablemoe"), 1, tmp_path / "whole").run()
+    with pytest.raises(Interrupted):
+        Comparison(recipe, parse_routers("stablemoe"), 1, tmp_path / "cut").run(stop_at(3))
+    assert as_text(Comparison(recipe, parse_routers("stablemoe"), 1, tmp_path / "cut").run()) == as_text(whole)
+
+
 TORN: dict[str, dict[str, int]] = {  # which files are how long; the others are not there
     "an empty folder": {},
     "no state": {"config.json": 9999, "model.safetensors": 10**7, "optimizer.tensors": 10**7},

@@ -95,7 +95,8 @@ class MoE(RoutedLayer):
         real: Tensor | None,
         most_rows: int | None = None,
     ) -> Tensor:
-        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, most_rows)
+        limit = {} if most_rows is None else {"most_rows": most_rows}  # experts of one's own need not know it
+        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, **limit)
         return out.view(tokens.shape)
 
 

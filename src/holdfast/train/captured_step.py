@@ -98,6 +98,9 @@ class CapturedStep:
                 self._results = self.step.compute(self._inputs)
         except (RuntimeError, ValueError) as problem:
             generator.graphsafe_set_state(before)
+            for parameter in self.step.parameters:
+                parameter.grad = None  # of the half-captured backward, which never ran
+            self._results = None
             self._refuse(str(problem).splitlines()[0])
             return
         self._graph = graph

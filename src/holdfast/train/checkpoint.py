@@ -34,6 +34,7 @@ from holdfast.train.run_folder import (
 )
 
 OPTIMIZER, RANDOM = "optimizer.tensors", "random.tensors"
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what AdamW keeps for each parameter that it has updated
 WORDS = 624  # of a Mersenne Twister's state
 
 
@@ -75,7 +76,8 @@ def read_checkpoint(checkpoint: Path, model: Any, optimizer: torch.optim.Optimiz
     check_folder(checkpoint)
     with reading_checkpoint(checkpoint):
         state = TrainingState(**read_json(checkpoint / LOOP_STATE, limit=LARGE))
-        if not isinstance(state.log, list) or not isinstance(state.best_loss, float | None):
+        is_log = isinstance(state.log, list) and all(isinstance(line, dict) for line in state.log)
+        if not is_log or not isinstance(state.best_loss, float | None):
             raise ValueError(f"its {LOOP_STATE} has values of other types")
         load_weights(checkpoint, model)
         _load_moments(safetensors.torch.load_file(checkpoint / OPTIMIZER), model, optimizer)
@@ -134,6 +136,13 @@ def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def _load_moments(tensors: dict[str, Tensor], model: Any, optimizer: torch.optim.Optimizer) -> None:
     named = dict(model.named_parameters())
+    kinds: dict[str, set[str]] = {}
+    for key in tensors:
+        kind, _, name = key.partition("/")
+        kinds.setdefault(name, set()).add(kind)
+    wrong = next((name for name, found in kinds.items() if name not in named or found != MOMENTS), None)
+    if wrong is not None or not kinds:
+        raise ValueError(f"its {OPTIMIZER} is of another model: {wrong or 'it is empty'} does not match")
     optimizer.state.clear()
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
@@ -143,5 +152,5 @@ def _load_moments(tensors: dict[str, Tensor], model: Any, optimizer: torch.optim
         else:
             place = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
         if tensor.shape != place.shape:
-            raise ValueError(f"{OPTIMIZER} is of another model: {key} has shape {tuple(tensor.shape)}")
+            raise ValueError(f"its {OPTIMIZER} is of another model: {key} has shape {tuple(tensor.shape)}")
         optimizer.state[parameter][kind] = place.copy_(tensor)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from holdfast.files import append, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub import router_loss_scale
 from holdfast.hub.install import hooks_of
+from holdfast.kernels.finite import require_finite_so_far
 from holdfast.routing import Router
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
@@ -33,6 +34,7 @@ from holdfast.train.run_folder import (
     delete_old_checkpoints,
     newest_complete,
     reading_checkpoint,
+    require_same_kind,
     step_of,
 )
 from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
@@ -81,7 +83,7 @@ def train_in_loop(
     if checkpoint is not None:
         restore_random(checkpoint)  # after the data loader has drawn its seed
     loop.run(batches)
-    best = state.best_global_step
+    best = state.best_global_step if training.keep == "best" else None
     if best is not None:
         with reading_checkpoint(folder / f"checkpoint-{best}"):
             load_weights(folder / f"checkpoint-{best}", model)
@@ -120,11 +122,13 @@ class TrainingLoop:
         """Run all steps that are not finished. `batches` yields the micro-batches of one step at a time."""
         self.log.rewrite()
         self.tick(self.state.global_step)
+        self.model.train()  # also if it is in training mode: parts set themselves up for the state that was loaded
         try:
             inputs = next(batches, None)
             while inputs is not None:
                 inputs = self._run_step(inputs, batches)
             self.log.flush()
+            require_finite_so_far()
         except BaseException:
             with suppress(Exception):  # the first error is the one to report
                 self.log.flush()
@@ -152,6 +156,7 @@ class TrainingLoop:
 
     def _evaluate_and_save(self) -> None:
         self.log.flush()
+        require_finite_so_far()  # the GPU has finished its steps: a checkpoint never contains what a NaN has done to them
         if self.held_out is not None:
             loss = held_out_loss(self.model, self.held_out, self.training.batch, counts_labels=self.counts_labels)
             self.log.add_line({"step": self.state.global_step, "eval_loss": loss})
@@ -262,8 +267,12 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
 
 
 def resume_point(folder: Path, steps: int, needed: NeededFiles, *, warn: bool = True) -> Path | None:
-    """Return the checkpoint to resume from, if any; warn if a newer one is damaged or of the other kind."""
+    """Return the checkpoint to resume from, if any; warn if a newer one is damaged.
+
+    Raise ValueError if the newest one is of the other kind: a run that started again would delete it.
+    """
     due = snapshot_steps(steps)
+    require_same_kind(folder, needed)
 
     def find_missing_snapshot(checkpoint: Path) -> str | None:
         return damaged_snapshot(folder / "snapshots", [step for step in due if step <= step_of(checkpoint)])

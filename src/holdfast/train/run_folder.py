@@ -176,6 +176,19 @@ def newest_complete(
     return None, reasons
 
 
+def require_same_kind(folder: Path, needed: NeededFiles) -> None:
+    """Raise ValueError if the newest checkpoint is of the other kind, from which this run cannot go on."""
+    newest = next(iter(checkpoints(folder)), None)
+    manifest: Any = None if newest is None else _read_or_none(newest / MANIFEST)
+    listed = manifest.get("files") if isinstance(manifest, dict) else None
+    for state_file, writer in ((LOOP_STATE, "Holdfast's training loop"), (TRAINER_STATE, "the Hugging Face Trainer")):
+        if isinstance(listed, dict) and state_file in listed and state_file != needed["state of training"]:
+            raise ValueError(
+                f"{newest} was written by {writer}, and this run does not train with it (the Trainer is used on several "
+                f"ranks and with --log): start the run as before, or remove {folder} to start it again."
+            )
+
+
 def find_damage(checkpoint: Path, needed: NeededFiles = LOOP_FILES) -> str | None:
     """Return what is wrong with a checkpoint or with the best one that it refers to; None if both are complete."""
     reason = _damaged_files(checkpoint, needed)
@@ -183,13 +196,16 @@ def find_damage(checkpoint: Path, needed: NeededFiles = LOOP_FILES) -> str | Non
         return reason
     state_file = needed["state of training"]
     state: Any = _read_or_none(checkpoint / state_file)
-    if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
+    step = state.get("global_step") if isinstance(state, dict) else None
+    if type(step) is not int or step != step_of(checkpoint):
         return f"is damaged: its {state_file} is of another step"
     best = state.get("best_global_step")
-    if best is None or best == step_of(checkpoint):
+    if best is None:
         return None
-    if not isinstance(best, int):
+    if type(best) is not int or not 0 < best <= step:
         return f"is damaged: its {state_file} names no best step"
+    if best == step:
+        return None
     reason = _damaged_files(checkpoint.with_name(f"checkpoint-{best}"), needed)
     return None if reason is None else f"cannot be used: the best checkpoint, checkpoint-{best}, {reason}"
 
@@ -202,9 +218,6 @@ def _damaged_files(checkpoint: Path, needed: NeededFiles) -> str | None:
     listed = manifest.get("files") if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
     if not isinstance(listed, dict):
         return f"is damaged: its {MANIFEST} lists no files"
-    for state_file, writer in ((LOOP_STATE, "Holdfast's training loop"), (TRAINER_STATE, "the Hugging Face Trainer")):
-        if state_file in listed and state_file != needed["state of training"]:
-            return f"cannot be used: {writer} has written it, and this run does not train with it"
     existing = {file.name: file for file in _files(checkpoint)}
     for what, pattern in needed.items():
         if not any(Path(name).match(pattern) for name in listed):
