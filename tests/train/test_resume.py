@@ -75,11 +75,17 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(step: int, recipe: Recip
 
 def test_a_frozen_router_resumes_frozen(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """StableMoE stops training a part of its router at 10% of the steps; a loaded one must not train it again."""
-    recipe = tiny({"training.steps": 6, "training.save_every": 2, "training.learning_rate": 0.01})
-    whole = Comparison(recipe, parse_routers("stablemoe"), 1, tmp_path / "whole").run()
+    recipe = tiny({"training.steps": 6, "training.save_every": 2, "training.warmup": 0, "training.learning_rate": 0.01})
+
+    def weights(folder: Path) -> dict[str, Any]:
+        Comparison(recipe, parse_routers("stablemoe"), 1, folder).run()
+        return safetensors.torch.load_file(folder / "cells" / "stablemoe-seed0" / "model" / "model.safetensors")
+
+    expected = weights(tmp_path / "whole")
     with pytest.raises(Interrupted):
         Comparison(recipe, parse_routers("stablemoe"), 1, tmp_path / "cut").run(stop_at(3))
-    assert as_text(Comparison(recipe, parse_routers("stablemoe"), 1, tmp_path / "cut").run()) == as_text(whole)
+    found = weights(tmp_path / "cut")
+    assert [name for name, value in expected.items() if not value.equal(found[name])] == []
 
 
 TORN: dict[str, dict[str, int]] = {  # which files are how long; the others are not there
