@@ -85,7 +85,7 @@ class CapturedStep:
         record.grad_norm.record_stream(current)
         self._first_steps += 1
         if waits:
-            self._refuse(f"it waits for the GPU ({waits[0]})")
+            self._refuse(f"a step waits for the GPU ({waits[0]})")
         return record
 
     def _capture(self, inputs: Sequence[Inputs]) -> None:
@@ -107,7 +107,7 @@ class CapturedStep:
 
     def _refuse(self, reason: str) -> None:
         self.refused, self._graph = reason, None
-        logger.warning("training steps are started one kernel at a time, not as a CUDA graph: %s", reason)
+        logger.warning("training runs without CUDA graphs, which is slower for small models: %s.", reason)
 
 
 def shapes_of(inputs: Sequence[Inputs]) -> Shapes:

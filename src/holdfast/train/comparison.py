@@ -127,15 +127,14 @@ class Comparison:
         return {"holdfast": VERSION, "recipe": self.recipe.describe(), **self.task.describe()}
 
     def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[Result]:
-        """Return the results of all cells; train those that are not finished, at most `jobs` at a time."""
+        """Return the results of all cells; train those that are not finished, `jobs` at a time."""
         if jobs < 1:
             raise ValueError(f"jobs is {jobs}; train at least 1 cell at a time.")
-        at_a_time = jobs_at_a_time(jobs)
         preflight(self.task, self.choices)
         found: dict[str, Result] = {}
         while missing := [cell for cell in self.cells if cell.name not in found]:
-            if at_a_time > 1:
-                run_in_parallel(self, [cell for cell in missing if self._writer(cell) is None], at_a_time, progress)
+            if jobs > 1:
+                run_in_parallel(self, [cell for cell in missing if self._writer(cell) is None], jobs, progress)
             owners = {}
             for cell in missing:
                 result = self.attempt(cell, progress)
@@ -322,14 +321,6 @@ def _stored_routers(folder: Path) -> list[str]:
 
 
 _worker: tuple[Comparison, Any] | None = None  # in a worker process: its comparison, and the queue for its progress
-
-
-def jobs_at_a_time(jobs: int) -> int:
-    """Return how many cells to train at a time if the user allows `jobs`; here alone is decided what one GPU does.
-
-    Processes take turns on a GPU. Several of them finish sooner only while a step is limited by Python and not by the GPU.
-    """
-    return jobs
 
 
 def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progress: Progress | None) -> None:

@@ -77,8 +77,6 @@ def train_in_loop(
     if hooks_of(model) is not None:
         router_loss_scale(model, 1 / training.accumulate)
     loop = TrainingLoop(step, task, folder, state, k=k, tick=tick, guard=guard)
-    if model.device.type == "cuda":
-        loop.step = CapturedStep(step)
     batches = _batches(task.examples(seed), training, model.device, state.global_step)
     if checkpoint is not None:
         restore_random(checkpoint)  # after the data loader has drawn its seed
@@ -107,7 +105,7 @@ class TrainingLoop:
         tick: Tick | None,
         guard: Guard,
     ) -> None:
-        self.step: Step = step
+        self.step: Step = CapturedStep(step) if step.on_gpu else step
         self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
         self.folder, self.state = folder, state
         self.k, self.guard, self.tick = k, guard, tick or (lambda steps: None)

@@ -1,9 +1,9 @@
 """Stop a training run at the first NaN or infinity, by name, without making the GPU wait.
 
 On a CPU the error comes at once. On a GPU the check of a layer writes the layer's name to a record in the host's memory,
-unless an earlier layer did, and the host reads that record at the next check. There is one record for each GPU. Nothing of
-this is done by the host in the layer's own turn, so a CUDA graph that is replayed checks as well: after a replay, and before
-the step of an optimizer whose model is compiled with CUDA graphs, the host reads the record (`require_finite_so_far`).
+unless an earlier layer did, and the host reads that record at the next check. There is one record for each GPU. A kernel
+does all the work of a check, so a CUDA graph that is replayed checks as well. After a replay, and before the step of an
+optimizer whose model is compiled with CUDA graphs, the host reads the record (`require_finite_so_far`).
 """
 
 import ctypes
