@@ -16,7 +16,9 @@ def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float 
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     tests = script.parent.parent
     paths = [str(script.parent), str(tests), str(tests / "hub"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    # Without a buffer a line and its end are written apart, and lines of two processes mix.
+    buffered = {"PYTHONUNBUFFERED": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **buffered}
     command = [sys.executable, *launch, str(script), *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:

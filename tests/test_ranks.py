@@ -26,3 +26,10 @@ def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
     script.write_text(f"import os, time\nif __name__ == '__main__':\n{first}    time.sleep(600)\n")
     with pytest.raises(AssertionError, match="this is why"):
         on_ranks(script, patience=60)
+
+
+def test_lines_of_two_processes_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    script = tmp_path / "prints.py"
+    script.write_text("for _ in range(1000):\n    print('equal', flush=True)\n")
+    assert on_ranks(script).splitlines() == ["equal"] * 2000
