@@ -16,7 +16,7 @@ def texts(source: Corpus) -> list[str]:
     return sorted(document.text for split in source.splits for document in source.documents(split))
 
 
-def separated(sign: str, header: tuple[str, str] = ("label", "Text")) -> str:
+def separated(sign: str, header: tuple[str, str] = ("kind", "Text")) -> str:
     def quoted(text: str) -> str:
         return '"' + text.replace('"', '""') + '"'
 
@@ -24,7 +24,7 @@ def separated(sign: str, header: tuple[str, str] = ("label", "Text")) -> str:
 
 
 def json_lines(field: str = "text") -> str:
-    return "\n".join(json.dumps({"label": label, field: text}) for text, label in ROWS) + "\n\n"
+    return "\n".join(json.dumps({"kind": label, field: text}) for text, label in ROWS) + "\n\n"
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_the_column_of_texts_is_read_and_nothing_else(name: str, content: str, t
 
 
 def test_a_tsv_has_no_quotes(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "".join(f'"{n} so-called\t1\n' for n in range(9)))
+    (tmp_path / "a.tsv").write_text("sentence\tkind\n" + "".join(f'"{n} so-called\t1\n' for n in range(9)))
     assert texts(corpus(tmp_path / "a.tsv")) == [f'"{n} so-called' for n in range(9)]
 
 
 def test_a_text_may_be_longer_than_the_limit_of_python(tmp_path: Path) -> None:
     before = csv.field_size_limit()
-    (tmp_path / "a.csv").write_text("text,label\n" + f"{'word ' * 40_000},1\n" * 3)
+    (tmp_path / "a.csv").write_text("text,kind\n" + f"{'word ' * 40_000},1\n" * 3)
     assert {len(text) for text in texts(corpus(tmp_path / "a.csv"))} == {200_000} and csv.field_size_limit() == before
 
 
@@ -70,17 +70,17 @@ def test_a_column_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", separated(",", ("label", "review")), r"label, review.*a\.csv:label"),
-        ("a.csv:reviw", separated(",", ("label", "review")), r"label, review.*reviw"),
-        ("a.jsonl", json_lines("review"), r"label, review.*a\.jsonl:label"),
+        ("a.csv", separated(",", ("kind", "review")), r"kind, review.*a\.csv:kind"),
+        ("a.csv:reviw", separated(",", ("kind", "review")), r"kind, review.*reviw"),
+        ("a.jsonl", json_lines("review"), r"kind, review.*a\.jsonl:kind"),
         ("a.jsonl", json_lines() + "{}", "line 32: .*text"),
         ("a.jsonl", json_lines() + '{"text": 3}', "line 32: .*text"),
         ("a.jsonl", "prose\n", "line 1: .*JSON"),
         ("a.jsonl", "[" * 100_000, "line 1: .*JSON"),
         ("a.json", json.dumps([{"text": "x"}] * 9), "JSON"),
-        ("a.csv", "text,label\na,b\nc\n", "line 3: 1 fields.* 2"),
-        ("a.csv", 'text,label\n"a,b\n', "a.csv, line"),
-        ("a.csv", "text,label\na,b\n,b\nc,d\n", "2 rows"),
+        ("a.csv", "text,kind\na,b\nc\n", "line 3: 1 fields.* 2"),
+        ("a.csv", 'text,kind\n"a,b\n', "a.csv, line"),
+        ("a.csv", "text,kind\na,b\n,b\nc,d\n", "2 rows"),
         ("a.csv", separated(",", ("text", "text")), "2 columns.*text"),
         ("a.csv", " \n", "no text"),
         ("missing.csv", "", "missing.csv"),
@@ -92,3 +92,24 @@ def test_a_wrong_table_raises_a_one_line_error(name: str, content: str, says: st
     with pytest.raises(ValueError, match=says) as caught:
         corpus(str(tmp_path / name))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("label", ["label", "Category", "sentiment"])
+def test_a_table_with_labels_is_refused_unless_its_texts_are_named(tmp_path: Path, label: str) -> None:
+    (tmp_path / "a.csv").write_text(separated(",", (label, "text")))
+    (tmp_path / "a.jsonl").write_text(json_lines().replace('"kind"', f'"{label}"'))
+    for name in ("a.csv", "a.jsonl"):
+        with pytest.raises(
+            ValueError, match=rf"labels, {label},.*`task: labels`.*data\.text=text, or .*{name}:text"
+        ) as refused:
+            corpus(tmp_path / name)
+        assert "\n" not in str(refused.value)
+        expected = sorted(text for text, _ in ROWS)
+        assert texts(corpus(f"{tmp_path / name}:text")) == texts(corpus(tmp_path / name, column="text")) == expected
+
+
+def test_a_column_of_something_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n")
+    for source in (tmp_path / "a.txt", "python-docs"):
+        with pytest.raises(ValueError, match=r"column words.*not a table"):
+            corpus(source, column="words")

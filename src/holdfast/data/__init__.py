@@ -10,10 +10,10 @@ from holdfast.data.images import Images as Images
 from holdfast.data.images import ImageSet as ImageSet
 from holdfast.data.images import image_set as image_set
 from holdfast.data.images import image_sets as image_sets
-from holdfast.data.text_files import LabelledText as LabelledText
-from holdfast.data.text_files import TextSet as TextSet
-from holdfast.data.text_files import text_set as text_set
-from holdfast.data.text_files import text_sets as text_sets
+from holdfast.data.label_sources import text_set as text_set
+from holdfast.data.label_sources import text_sets as text_sets
+from holdfast.data.labelled_texts import LabelledText as LabelledText
+from holdfast.data.labelled_texts import TextSet as TextSet
 from holdfast.data.text_sources import corpora as corpora
 from holdfast.data.text_sources import corpus as corpus
 from holdfast.data.text_sources import python_docs as python_docs

@@ -1,4 +1,4 @@
-"""Read the user's text files: plain texts, tables with a column of texts, and labelled texts to classify.
+"""Read the user's text files without labels: plain texts, and tables with a column of texts.
 
 A corpus (`text_corpus`) has documents without labels, in the splits train, valid and test. It is made from:
 
@@ -6,39 +6,38 @@ A corpus (`text_corpus`) has documents without labels, in the splits train, vali
     one table              split by row: a column of a CSV or TSV file with a header, or a field of a JSON-lines file
     a folder of texts      one file for each split (train.txt, valid.txt and test.txt), or any .txt files, split by file
 
-A text set (`text_set`) has a label for each text. It is a folder with the files train, dev (or valid) and test, as CSV
-(Banking77) or as TSV (GLUE). All files may be compressed (.gz or .xz).
+All files may be compressed (.gz or .xz). A table with a column of labels is refused unless the column of texts is named:
+somebody who has labels usually wants to classify (`labelled_texts`).
 """
 
 import csv
 import io
 import json
-import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
-from holdfast.data.documents import SPLITS, Corpus, Document, LazyDocuments, hold_out, split_by_position, split_by_title
-from holdfast.data.files import PACKED, checksum, find_file, read_text, source_folders, unpacked_name
-from holdfast.errors import unknown_name
+from holdfast.data.documents import SPLITS, Corpus, Document, LazyDocuments, split_by_position, split_by_title
+from holdfast.data.files import PACKED, find_file, read_text, unpacked_name
 
 SEPARATED, JSON_LINES = (".csv", ".tsv"), (".jsonl", ".ndjson")
 SPLIT_FILES = {"train": ["train.txt"], "valid": ["valid.txt", "validation.txt", "dev.txt"], "test": ["test.txt"]}
 # If no column is named, the first of these that the table has is read.
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")
 
-LABELLED_FILES = {"train": ("train",), "valid": ("valid", "validation", "dev", "val"), "test": ("test",)}
-LABELLED_COLUMNS, LABEL_COLUMNS = ("text", "sentence"), ("category", "label")
+# Columns that have labels rather than texts.
+LABEL_COLUMNS = ("label", "labels", "category", "class", "intent", "target", "sentiment", "gold_label", "is_duplicate")
 
 
-def text_corpus(path: Path) -> Corpus:
-    """Return the corpus of a text file, of a table with a column of texts, or of a folder of text files."""
-    if path.is_dir():
-        return _folder_corpus(path)
-    return table_corpus(path) if is_table(path) else _file_corpus(path)
+def text_corpus(path: Path, column: str | None = None) -> Corpus:
+    """Return the corpus of a text file, of a table with a `column` of texts, or of a folder of text files."""
+    if not path.is_dir() and is_table(path):
+        return table_corpus(path, column)
+    if column is not None:
+        raise ValueError(f"data.text names the column {column}, but {path} is not a table (.csv, .tsv or .jsonl).")
+    return _folder_corpus(path) if path.is_dir() else _file_corpus(path)
 
 
 def _file_corpus(path: Path) -> Corpus:
@@ -119,7 +118,7 @@ def table_corpus(path: Path, column: str | None = None) -> Corpus:
 
 def _texts_in_csv(path: Path, column: str | None) -> Iterator[tuple[int, str]]:
     """Yield the line number and the text of each row of a CSV or TSV file."""
-    with closing(_csv_rows(path)) as rows:
+    with closing(csv_rows(path)) as rows:
         _, header = next(rows)
         chosen = _text_column(path, header, column)
         if header.count(chosen) > 1:
@@ -132,6 +131,15 @@ def _texts_in_csv(path: Path, column: str | None) -> Iterator[tuple[int, str]]:
 def _texts_in_json_lines(path: Path, column: str | None) -> Iterator[tuple[int, str]]:
     """Yield the line number and the text of each object of a JSON-lines file."""
     chosen: str | None = None
+    for number, found in json_objects(path):
+        chosen = _text_column(path, list(found), column) if chosen is None else chosen
+        if not isinstance(found.get(chosen), str):
+            raise ValueError(f"{path}, line {number}: the field {chosen} is missing or not a text.")
+        yield number, found[chosen]
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line number and the object of each line of a JSON-lines file; blank lines are skipped."""
     for number, line in enumerate(read_text(path).decode().split("\n"), 1):
         if not line.strip():
             continue
@@ -141,10 +149,7 @@ def _texts_in_json_lines(path: Path, column: str | None) -> Iterator[tuple[int, 
             found = None
         if not isinstance(found, dict):
             raise ValueError(f"{path}, line {number}: this is not a JSON object; a .jsonl file has one per line.")
-        chosen = _text_column(path, list(found), column) if chosen is None else chosen
-        if not isinstance(found.get(chosen), str):
-            raise ValueError(f"{path}, line {number}: the field {chosen} is missing or not a text.")
-        yield number, found[chosen]
+        yield number, found
 
 
 def _text_column(path: Path, columns: Sequence[str], wanted: str | None) -> str:
@@ -155,6 +160,7 @@ def _text_column(path: Path, columns: Sequence[str], wanted: str | None) -> str:
             raise ValueError(f"{found_columns}, and none is called {wanted}.")
         return wanted
     lowercase = {name.lower(): name for name in reversed(columns)}
+    _require_no_labels(path, lowercase)
     if found := next((lowercase[name] for name in TEXT_COLUMNS if name in lowercase), None):
         return found
     raise ValueError(
@@ -163,8 +169,23 @@ def _text_column(path: Path, columns: Sequence[str], wanted: str | None) -> str:
     )
 
 
-def _csv_rows(path: Path) -> Generator[tuple[int, list[str]], None, None]:
-    """Yield the rows of a CSV or TSV file with the numbers of their lines, the header first; blank rows are skipped."""
+def _require_no_labels(path: Path, columns: Mapping[str, str]) -> None:
+    """Raise ValueError if one of the columns, which have lower-case keys, is a column of labels."""
+    label = next((columns[name] for name in LABEL_COLUMNS if name in columns), None)
+    if label is None:
+        return
+    text = next((columns[name] for name in TEXT_COLUMNS if name in columns), "TEXT")
+    raise ValueError(
+        f"{path} has a column of labels, {label}, which a language model would ignore; use a recipe with `task: labels` to "
+        f"classify its texts, or name the column of texts to learn them as prose (data.text={text}, or {path}:{text})."
+    )
+
+
+def csv_rows(path: Path, columns: Sequence[str] | None = None) -> Generator[tuple[int, list[str]], None, None]:
+    """Yield the rows of a CSV or TSV file with the numbers of their lines, the header first; blank rows are skipped.
+
+    columns     the names of the columns, if the file has no header; they are yielded in its place
+    """
     data = read_text(path).decode()
     content = io.StringIO(data, newline="")
     if unpacked_name(path).lower().endswith(".tsv"):  # as GLUE's: quotes are part of the text
@@ -174,150 +195,14 @@ def _csv_rows(path: Path) -> Generator[tuple[int, list[str]], None, None]:
         rows = csv.reader(content, delimiter=max(",;\t", key=first_line.count), strict=True)
     limit = csv.field_size_limit(max(len(data), csv.field_size_limit()))  # the default limit for a field is 128 KiB
     try:
-        header = [name.strip() for name in next(rows)]
+        header = [name.strip() for name in (next(rows) if columns is None else columns)]
         yield rows.line_num, header
         for row in filter(None, rows):
             if len(row) != len(header):
-                raise ValueError(f"{path}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}.")
+                expected = "the header has" if columns is None else "expected"
+                raise ValueError(f"{path}, line {rows.line_num}: {len(row)} fields, but {expected} {len(header)}.")
             yield rows.line_num, row
     except csv.Error as error:  # such as a quote that is not closed
         raise ValueError(f"{path}, line {rows.line_num}: {error}.") from error
     finally:
         csv.field_size_limit(limit)
-
-
-@final
-@dataclass(frozen=True)
-class LabelledText:
-    """A text and the number of its class."""
-
-    text: str
-    label: int
-
-
-@final
-@dataclass(frozen=True)
-class TextSet:
-    """Texts to classify, with their labels, in the splits train, valid and test."""
-
-    name: str
-    about: str
-    classes: tuple[str, ...]
-    splits: Mapping[str, Sequence[LabelledText]]
-    checksum: str
-
-    def texts(self, split: str) -> Sequence[LabelledText]:
-        if split not in self.splits:
-            raise ValueError(unknown_name("split", split, self.splits))
-        return self.splits[split]
-
-    def describe(self) -> dict[str, Any]:
-        """Return what is stored with a result to identify its texts."""
-        return {"name": self.name, "about": self.about, "checksum": self.checksum}
-
-
-@final
-@dataclass(frozen=True)
-class TextSetSource:
-    """A known text set: its usual folder names, and how to get it."""
-
-    about: str
-    folders: tuple[str, ...]
-    how: str
-
-
-TEXT_SETS = {
-    "banking77": TextSetSource(
-        "13,083 questions to a bank, 77 intents",
-        ("banking77",),
-        "put train.csv and test.csv (columns text, category; from PolyAI's task-specific-datasets) into a folder banking77",
-    ),
-    "sst2": TextSetSource(
-        "68,221 phrases and sentences of film reviews, good or bad: GLUE's SST-2",
-        ("SST-2", "sst2"),
-        "put GLUE's train.tsv and dev.tsv (columns sentence, label) into a folder SST-2",
-    ),
-}
-
-
-def text_sets() -> dict[str, str]:
-    """Return the names of the known text sets, each with one line of help."""
-    return {name: source.about for name, source in TEXT_SETS.items()}
-
-
-def text_set(name: str | Path, *, folder: str | Path | None = None) -> TextSet:
-    """Return a known text set, which is searched for in `folder`, or the labelled texts in the folder with the path `name`.
-
-    The folder has the files train, dev (or valid) and test as .csv or .tsv with a header; they may be compressed. If dev or
-    test is missing, or has no labels (as the test sets of GLUE), the other one is the test split and a tenth of train
-    becomes the valid split.
-    """
-    if isinstance(name, str) and name in TEXT_SETS:
-        source = TEXT_SETS[name]
-        for candidate in source_folders(Path(folder), source.folders) if folder is not None else []:
-            if _find_split(candidate, "train"):
-                return _load_text_set(name, source.about, candidate)
-        raise ValueError(f"{name} is not in {folder or 'any folder given'}: {source.how} there.")
-    path = Path(name)
-    if path.is_dir():
-        return _load_text_set(path.resolve().name, f"the labelled texts of {path.resolve().name}", path)
-    if isinstance(name, Path) or os.sep in name:
-        raise ValueError(
-            f"{path} is not a folder; put the labelled texts into a folder, as files train and test (.csv or .tsv)."
-        )
-    raise ValueError(unknown_name("source of labelled texts", name, TEXT_SETS))
-
-
-def _find_split(folder: Path, split: str) -> Path | None:
-    return find_file(folder, [name + ending for name in LABELLED_FILES[split] for ending in SEPARATED])
-
-
-def _load_text_set(name: str, about: str, folder: Path) -> TextSet:
-    path = _find_split(folder, "train")
-    if path is None:
-        raise ValueError(f"{folder} has no train.csv or train.tsv (plain, .gz or .xz).")
-    train = _read_labelled(path)
-    if train is None:
-        raise ValueError(f"{path} has no column {' or '.join(LABEL_COLUMNS)}.")
-    classes = _classes(label for _, label in train)
-    others = (_read_labelled(path) for split in ("valid", "test") if (path := _find_split(folder, split)))
-    labelled = [table for table in others if table is not None]
-    if not labelled:
-        raise ValueError(f"{folder} has a train file, but no valid, dev or test file with labels.")
-    if len(labelled) == 2:
-        valid, test = labelled
-    else:
-        kept, held = hold_out([text for text, _ in train])
-        train, valid, test = [train[i] for i in kept], [train[i] for i in held], labelled[0]
-    tables = {"train": train, "valid": valid, "test": test}
-    if len(classes) < 2:
-        raise ValueError(f"{folder} has texts of only one class, {classes[0]!r}; classification needs at least two.")
-    numbers = {label: number for number, label in enumerate(classes)}
-    for split, table in tables.items():
-        if new := next((label for _, label in table if label not in numbers), None):
-            raise ValueError(f"{folder}: {split} has the label {new!r}, which is not in train.")
-    splits = {split: tuple(LabelledText(text, numbers[label]) for text, label in table) for split, table in tables.items()}
-    parts = (part for split, table in tables.items() for row in table for part in (split, *row))
-    return TextSet(name, about, classes, splits, checksum(part.encode() for part in parts))
-
-
-def _classes(labels: Iterable[str]) -> tuple[str, ...]:
-    """Return the classes in the order of their numbers if all labels are numbers, else in alphabetical order."""
-    names = set(labels)
-    return tuple(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
-
-
-def _read_labelled(path: Path) -> list[tuple[str, str]] | None:
-    """Return the text and the label of each row, or None if the table has no column of labels."""
-    with closing(_csv_rows(path)) as rows:
-        _, header = next(rows)
-        text = next((header.index(name) for name in LABELLED_COLUMNS if name in header), None)
-        label = next((header.index(name) for name in LABEL_COLUMNS if name in header), None)
-        if text is None:
-            raise ValueError(f"{path} has the columns {', '.join(header)}, none of them {' or '.join(LABELLED_COLUMNS)}.")
-        if label is None:
-            return None
-        found = [(row[text].strip(), row[label].strip()) for _, row in rows]
-    if not found:
-        raise ValueError(f"{path} has a header but no rows.")
-    return found

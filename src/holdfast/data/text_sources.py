@@ -52,16 +52,20 @@ def corpora() -> dict[str, str]:
     return {name: source.about for name, source in SOURCES.items()}
 
 
-def corpus(name: str | Path, *, folder: str | Path | None = None) -> Corpus:
+def corpus(name: str | Path, *, folder: str | Path | None = None, column: str | None = None) -> Corpus:
     """Return the text source of this name, or the text file or folder at this path; `reviews.csv:review` names a column.
 
     Named sources are searched for in `folder`; without one, they are fetched through `datasets` if it has them.
+
+    column      of the texts, if the source is a table
     """
     if isinstance(name, str) and name in SOURCES:
+        if column is not None:
+            raise ValueError(f"data.text names the column {column}, but {name} is not a table.")
         return SOURCES[name].load(None if folder is None else Path(folder))
     path = Path(name)
     if name != "" and path.exists():
-        return text_corpus(path)
+        return text_corpus(path, column)
     if found := table_and_column(str(name)):
         return table_corpus(*found)
     if isinstance(name, Path) or os.sep in name or path.suffix in {".txt", *PACKED} or is_table(path):
