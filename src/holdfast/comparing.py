@@ -78,6 +78,7 @@ def run_comparison(
     """Train the cells with `run`, write results and report; return the last comparison and the rows of its table."""
     from holdfast.report import read_results, write_report
     from holdfast.train import Comparison
+    from holdfast.train.preflight import expert_count
 
     def finished(comparison: Comparison) -> list[dict[str, Any]]:
         results = run(comparison)
@@ -85,7 +86,7 @@ def run_comparison(
 
     comparison = Comparison(recipe, routers, seeds, folder, data=data)
     rows = finished(comparison)
-    if match_compute and (matched := matched_baseline(rows, routers, recipe.sparse.experts)):
+    if match_compute and (matched := matched_baseline(rows, routers, expert_count(comparison.task))):
         comparison = Comparison(recipe, matched, seeds, folder, data=data)
         rows = finished(comparison)
     return comparison, rows

@@ -19,5 +19,5 @@ if __name__ == "__main__":
     with own_process_group():
         for router in sys.argv[3:]:
             model = build_model(task, router, {}, seed=0)
-            train(model, task, folder / router, seed=0, k=recipe.sparse.k)
+            train(model, task, folder / router, seed=0, k=recipe.sparse.k or 2)
             torch.save(model.eval().state_dict(), folder / f"{router}.{os.environ['RANK']}.pt")

@@ -204,7 +204,7 @@ def test_images_that_are_not_square_raise_an_error(digits: Callable[..., Recipe]
     task = image_task(digits())
     monkeypatch.setattr(task.image_set.images("train"), "shape", (1, 8, 9))
     with pytest.raises(ValueError, match="8 x 9"):
-        task.dense()
+        task.initial_model()
 
 
 def test_images_with_too_many_patches_are_refused_before_training(tmp_path: Path) -> None:
@@ -216,5 +216,5 @@ def test_images_with_too_many_patches_are_refused_before_training(tmp_path: Path
         Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
     source = {"data.source": str(tmp_path / "pictures")}
     with pytest.raises(ValueError, match=r"12,544 patches.*data\.size.*128"):
-        make_task(load_recipe("vmoe-tiny", source)).dense()
-    make_task(load_recipe("vmoe-tiny", {**source, "data.size": 8})).dense()
+        make_task(load_recipe("vmoe-tiny", source)).initial_model()
+    make_task(load_recipe("vmoe-tiny", {**source, "data.size": 8})).initial_model()

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.metrics.report import without_nan
 from holdfast.train import Comparison, Recipe, load_trained, parse_routers
-from holdfast.train.saved_model import is_trained
+from holdfast.train.task_record import is_trained
 
 
 @pytest.fixture(scope="module")

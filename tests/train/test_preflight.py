@@ -97,7 +97,7 @@ def test_a_preflight_leaves_no_trace_in_the_task(tiny: Callable[..., Recipe]) ->
     preflight(task, parse_routers("smoe,symphony@1|ac[k=1]@0"))
     assert not any(tensor.is_meta for tensor in task.probe().values())
     assert torch.get_default_device().type == "cpu"
-    assert not any(parameter.is_meta for parameter in task.dense().parameters())
+    assert not any(parameter.is_meta for parameter in task.initial_model().parameters())
 
 
 @pytest.mark.parametrize("router", [*holdfast.list_routers(), "xmoe[k=1]@0|symphony+smooth", "smoe[k=99]", "smoe@odd"])

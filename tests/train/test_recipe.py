@@ -14,6 +14,7 @@ def test_a_shipped_recipe_is_valid_and_says_what_it_is(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.about == recipes()[name]
     assert recipe.model.family in DENSE_FAMILIES
+    assert recipe.sparse.k is not None and recipe.sparse.experts is not None
     assert recipe.sparse.k <= recipe.sparse.experts
 
 
@@ -24,7 +25,7 @@ def test_the_numbers_of_the_papers_are_in_their_recipes() -> None:
     assert (small.training.steps, small.training.batch, small.training.warmup) == (60_000, 96, 3000)
     assert (medium.training.steps, medium.training.batch, medium.training.warmup) == (80_000, 48, 4000)
     every = [load_recipe(name) for name in recipes() if "tiny" not in name]
-    assert all((own.sparse.balance, own.sparse.experts, own.sparse.k) == (0.01, 16, 2) for own in every)
+    assert all((own.router_losses().balance, own.sparse.experts, own.sparse.k) == (0.01, 16, 2) for own in every)
     texts = [own for own in every if own.task == "text"]
     assert all(own.training.learning_rate == 7e-4 and own.model.config["activation_function"] == "relu" for own in texts)
     assert all(own.model.config["tie_word_embeddings"] is False for own in texts)

@@ -24,7 +24,7 @@ Log = list[dict[str, float]]
 def trained(recipe: Recipe, folder: Path, router: str = "smoe") -> tuple[Any, Log]:
     task = make_task(recipe)
     model = build_model(task, router, {}, seed=0)
-    return model, train(model, task, folder, seed=0, k=recipe.sparse.k)
+    return model, train(model, task, folder, seed=0, k=recipe.sparse.k or 2)
 
 
 def test_the_balance_coefficient_is_inert_in_no_router_of_a_comparison(tiny: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Train:
 
 def _source_option(single: SingleRun) -> str:
     """Return the option that `holdfast evaluate` needs to find the data; embedded data need none."""
-    from holdfast.train.saved_model import EMBEDDED
+    from holdfast.train.task_record import EMBEDDED
 
     source = single.recipe.data.source
     return "" if source in EMBEDDED else f" --source {shlex.quote(source)}"

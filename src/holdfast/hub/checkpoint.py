@@ -39,6 +39,7 @@ from holdfast.hub.folder_files import (
     is_modified,
     require_all_used,
     require_fitting_files,
+    split_head_weights,
 )
 from holdfast.hub.model_classes import (
     HUB_OPTIONS,
@@ -46,6 +47,7 @@ from holdfast.hub.model_classes import (
     ModifiedModel,
     apply_saved_changes,
     finish_loading,
+    initialise_head,
     modified_class,
     modified_config_class,
     modified_configs,
@@ -122,10 +124,8 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     No code from the folder is run, and only safetensors are read. `options` are those of `from_pretrained` (dtype,
     device_map, attn_implementation, any value of the config, ...).
     """
-    name, folder = str(path), Path(path)
-    if not folder.is_dir() and not recover_folder(folder):
-        where = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
-        folder = downloaded_folder(name, **where)
+    where = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
+    folder = local_folder(path, **where)
     written = check_files(folder)
     ours = is_modified(written, folder)
     config, options = _config(folder, written, options)
@@ -134,9 +134,57 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     require_sane_size(folder, modified_class(kind) if ours else kind, config, options)
     if ours:
         check_manifest(folder)
-    model = _open(modified_class(kind).from_checked if ours else kind.from_pretrained, folder, config, options)
+    model, found = _open(modified_class(kind).from_checked if ours else kind.from_pretrained, folder, config, options)
+    require_all_used(found, model, folder)
     name_layers(model)
     return model
+
+
+def local_folder(path: str | os.PathLike[str], **where: Any) -> Path:
+    """Return the folder of a model; one on the hub is downloaded first, without code and pickles."""
+    folder = Path(path)
+    return folder if folder.is_dir() or recover_folder(folder) else downloaded_folder(str(path), **where)
+
+
+def load_with_head(
+    folder: Path, auto: str, values: Mapping[str, Any], *, new_head: bool = False
+) -> tuple["PreTrainedModel", dict[str, list[str]]]:
+    """Return the folder's model in float32 with the head of an Auto class, and which of its head's weights differ.
+
+    auto        the name of the Auto class in transformers
+    values      entries of the config that replace those of the folder
+    new_head    give the head new weights even if the folder has some that fit
+
+    The second value has the names of weights that are new ("new"), and of weights of another head that the folder has and
+    the model has not ("unused"). Raise ValueError for any other weight that is missing, of another shape or not used. Under
+    `torch.device("meta")`, return the model without values; its weights are not read.
+    """
+    import torch
+    import transformers
+
+    written = check_files(folder)
+    ours = is_modified(written, folder)
+    config, unknown = _config(folder, written, dict(values))
+    if unknown:
+        raise ValueError(f"the config of a {config.model_type} model has no entry {next(iter(unknown))!r}.")
+    mapping = getattr(transformers, auto)._model_mapping
+    if type(config) not in mapping:
+        raise ValueError(f"{folder} is a {config.model_type} model, and transformers has no {auto} for it.")
+    kind = mapping[type(config)]
+    options: dict[str, Any] = {"dtype": torch.float32}
+    require_sane_top_k(config, folder)
+    require_sane_size(folder, kind, config, options)
+    if torch.get_default_device().type == "meta":
+        return kind(config), {"new": [], "unused": []}
+    if ours:
+        check_manifest(folder)
+    options["ignore_mismatched_sizes"] = True  # only of the head: see below
+    model, found = _open(kind.from_checked if ours else kind.from_pretrained, folder, config, options)
+    report = split_head_weights(found, model, folder)
+    if new_head:
+        report["new"] = initialise_head(model)
+    name_layers(model)
+    return model, report
 
 
 def _config(folder: Path, written: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -165,19 +213,18 @@ def _model_class(folder: Path, config: Any) -> Any:
     return kind
 
 
-def _open(from_pretrained: Callable[..., Any], folder: Path, config: Any, options: dict[str, Any]) -> Any:
-    """Return the loaded model; turn any exception into a one-line ValueError."""
+def _open(from_pretrained: Callable[..., Any], folder: Path, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the loaded model and transformers' loading info; turn any exception into a one-line ValueError."""
     settings = {**options, **SAFE_OPTIONS, "output_loading_info": True}
     try:
         model, found = from_pretrained(folder, config=config, **settings)
+        return model, found
     except Exception as problem:  # an untrusted folder may cause any kind of exception
         if "ignore_mismatched_sizes" in str(problem):
             raise ValueError(f"{folder} has weights of other shapes than its config says.") from None
         if type(problem) is ValueError and str(problem).startswith(str(folder)):
             raise problem from None
         raise ValueError(f"{folder} cannot be loaded: {_first_line(problem)}") from None
-    require_all_used(found, model, folder)
-    return model
 
 
 def _first_line(problem: Exception) -> str:

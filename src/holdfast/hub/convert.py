@@ -106,6 +106,21 @@ def reroute(
     return model
 
 
+def set_losses(model: Model, losses: Losses) -> Model:
+    """Give the routers of a changed model other losses, in place; routers and their state stay."""
+    specs, terms = specs_of(model), loss_coefficients(losses)
+    if not specs:
+        raise ValueError("this model has no router of Holdfast; reroute it with the losses.")
+    found = moe_layers(model)
+    changed = {name: replace(spec, losses=terms) for name, spec in specs.items()}
+    for moe_layer in found:
+        if moe_layer.name in changed:
+            owner = moe_layer.gate if moe_layer.router is None else moe_layer.router
+            owner.losses = changed[moe_layer.name].loss_terms()
+    install_hooks_and_classes(model, found, changed)
+    return model
+
+
 def _require_routers_of_moe(routers: Sequence[LayerRouter], chosen: list[MoELayerRef]) -> None:
     """Raise ValueError if the new router, or one that it would replace, is that of another kind of layer."""
     kinds = {layer.router.select.layer_kind for layer in chosen if layer.router is not None}

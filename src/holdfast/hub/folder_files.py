@@ -309,6 +309,27 @@ def require_all_used(found: Mapping[str, Any], model: Any, folder: object, *, la
         _refuse(folder, what, [name for name in names if everything or name.removeprefix(prefix).startswith(inside)])
 
 
+def split_head_weights(found: Mapping[str, Any], model: Any, folder: object) -> dict[str, list[str]]:
+    """Return the head's weights that are new ("new"), and those of another head that the folder has ("unused").
+
+    The head is what lies outside of the base model, and a pooler. Raise ValueError if any other weight is missing, has
+    another shape or is not used (`found` is transformers' loading info).
+    """
+    names = {
+        key: sorted(entry if isinstance(entry, str) else str(entry[0]) for entry in found.get(key) or ()) for key in REPORTED
+    }
+    base = model.base_model
+    prefix, inside = f"{model.base_model_prefix}.", {name for name, _ in base.named_children()}
+
+    def is_head(name: str) -> bool:
+        parts = name.removeprefix(prefix).split(".")
+        return "pooler" in parts or (base is not model and not name.startswith(prefix) and parts[0] not in inside)
+
+    for key, what in REPORTED.items():
+        _refuse(folder, what, [name for name in names[key] if not is_head(name)])
+    return {"new": sorted(names["missing_keys"] + names["mismatched_keys"]), "unused": names["unexpected_keys"]}
+
+
 def require_fitting_files(files: Iterable[str], model: Any, layers: Iterable[str]) -> None:
     """Raise ValueError if safetensors lack or add weights in the changed `layers`, or differ in shape from the model."""
     from safetensors import safe_open

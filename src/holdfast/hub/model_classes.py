@@ -256,6 +256,17 @@ def finish_loading(model: Any) -> None:
     name_layers(model)
 
 
+def initialise_head(model: Any) -> list[str]:
+    """Give the weights outside of the base model new values, as for a new model; return their names."""
+    heads = [(name, part) for name, part in model.named_children() if part is not model.base_model and name != ROUTER_STATE]
+    for _, head in heads:
+        for part in head.modules():
+            for owner in (part, *part.parameters(recurse=False)):
+                owner.__dict__.pop("_is_hf_initialized", None)
+            model._init_weights(part)
+    return [f"{name}.{weight}" for name, head in heads for weight, _ in head.named_parameters()]
+
+
 modified_configs: list[Any] = []  # all classes of `modified_config_class`
 
 

@@ -47,7 +47,7 @@ from holdfast.train.run_folder import (
     write_json,
     write_with_checksum,
 )
-from holdfast.train.saved_model import MODEL, TASK, make_task, save_trained
+from holdfast.train.saved_model import make_task, save_trained
 from holdfast.train.snapshots import (
     consistency,
     evolution,
@@ -56,7 +56,9 @@ from holdfast.train.snapshots import (
     routings_of,
     snapshot_steps,
 )
+from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise
+from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.training import build_model, quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
@@ -124,7 +126,8 @@ class Comparison:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that two results must share to belong to the same comparison."""
-        return {"holdfast": VERSION, "recipe": self.recipe.describe(), **self.task.describe()}
+        start = checkpoint_identity(self.recipe.model)
+        return {"holdfast": VERSION, "recipe": self.recipe.describe(), **start, **self.task.describe()}
 
     def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[Result]:
         """Return the results of all cells; train those that are not finished, `jobs` at a time."""

@@ -19,6 +19,7 @@ from holdfast.data import Images, ImageSet, Order, image_set
 from holdfast.hub import trace
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.recipe import Recipe
+from holdfast.train.start import start_model
 from holdfast.train.task import (
     AttackTable,
     Examples,
@@ -64,16 +65,14 @@ class ImageTask(Task):
     def state(self) -> dict[str, Any]:
         return {"classes": list(self.image_set.classes)}
 
-    def dense(self) -> Any:
-        import transformers
-
-        part, (channels, height, width) = self.recipe.model, self.image_set.images("train").shape
+    def initial_model(self) -> Any:
+        channels, height, width = self.image_set.images("train").shape
         if height != width:
             raise ValueError(f"{self.image_set.name} has images of {height} x {width} pixels; a model needs square images.")
-        given = {"image_size": height, "num_channels": channels, "num_labels": len(self.image_set.classes)}
-        config = transformers.AutoConfig.for_model(part.family, **given, **part.config)
-        self._require_few_patches(config, height)
-        return transformers.AutoModelForImageClassification.from_config(config)
+        given = {"image_size": height, "num_channels": channels, "id2label": dict(enumerate(self.image_set.classes))}
+        model = start_model(self.recipe.model, "pictures", **given)
+        self._require_few_patches(model.config, height)
+        return model
 
     def _require_few_patches(self, config: Any, pixels: int) -> None:
         """Raise ValueError if attention over all patches of an image would take hours; windows, as in Swin, are fast."""

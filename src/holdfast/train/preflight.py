@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.hub.layers import moe_layers
-from holdfast.layers.losses import Losses
-from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
+from holdfast.hub.layers import layer_infos, moe_layers
 from holdfast.routing import Router
+from holdfast.train.put_router import put_router
 from holdfast.train.recipe import RouterChoice
 from holdfast.train.task import Task
 
@@ -26,27 +25,25 @@ INPUTS_OF_FIELDS = {
 
 def preflight(task: Task, choices: Sequence[RouterChoice]) -> None:
     """Build the task's model with each router on `meta`; raise ValueError for the first router that cannot be used."""
-    sparse = task.recipe.sparse
-    change = Change(
-        sparse.experts,
-        sparse.k,
-        sparse.layers,
-        sparse.hidden,
-        copied=sparse.init == "copy",
-        losses=Losses(balance=sparse.balance),
-        shared=sparse.shared,
-    )
     for choice in choices:
         with torch.device("meta"):
-            model = task.dense()  # an error here is one of the recipe, not of a router
+            model = task.initial_model()  # an error here is one of the recipe, not of a router
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the real model will warn
-                sparsify_on_meta(model, Choice(choice.name, choice.router, choice.options, choice.k), change)
+                put_router(model, task.recipe, choice)
             for moe_layer in moe_layers(model):
                 _require_readable(moe_layer.router, task)
         except ValueError as problem:
             raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
+
+
+def expert_count(task: Task) -> int:
+    """Return the number of experts of a layer; the smallest if the recipe's checkpoint has layers that differ."""
+    if task.recipe.sparse.experts is not None:
+        return task.recipe.sparse.experts
+    with torch.device("meta"):
+        return min(info.experts for info in layer_infos(moe_layers(task.initial_model())))
 
 
 def _require_readable(router: Router | None, task: Task) -> None:

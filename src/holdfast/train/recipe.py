@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
+from holdfast.layers.losses import Losses
 from holdfast.model_size import require_sane_numbers
 from holdfast.routing.grammar import Limits, check_value, split_routers
 from holdfast.routing.layer_names import has_layers, resolve_layers, written_name
@@ -23,6 +24,7 @@ from holdfast.routing.plugins import plugins_of
 from holdfast.routing.presets import REGISTRY
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
+DEFAULT_BALANCE = 0.01  # coefficient of the balance loss
 
 Count = Annotated[int, Limits(0, math.inf, "a whole number of at least 0")]
 Positive = Annotated[int, Limits(1, math.inf, "a whole number above 0")]
@@ -35,27 +37,47 @@ Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """A dense Hugging Face model, built from its config."""
+    """The model that routers are put into: a new one of a family, or a checkpoint. Exactly one of the two is given."""
 
-    family: str  # a dense family that holdfast.sparsify supports
-    config: dict[str, Any] = field(default_factory=dict)  # entries of the family's config, as transformers names them
+    family: str | None = None  # a dense family that holdfast.sparsify supports; its weights are random at the start
+    checkpoint: str | None = None  # the folder or hub name of a model, or the folder of a cell or of `holdfast train`
+    config: dict[str, Any] = field(default_factory=dict)  # entries of the model's config, as transformers names them
+
+    def __post_init__(self) -> None:
+        if (self.family is None) == (self.checkpoint is None):
+            found = "neither" if self.family is None else "both"
+            raise ValueError(f"give one of model.family and model.checkpoint; this recipe has {found}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePart:
-    """The options of `holdfast.sparsify`, which replaces feed-forward networks of the dense model with experts."""
+    """The options of `holdfast.sparsify`, which replaces feed-forward networks of a dense model with experts.
 
-    experts: Positive
-    k: Positive = 2
+    A checkpoint that has experts keeps them: then values may be left out, and must not contradict the checkpoint.
+    """
+
+    experts: Positive | None = None
+    k: Positive | None = None  # experts per token; no value: 2, or as in a checkpoint that has experts
     hidden: Positive | None = None
     shared: Positive | None = None  # shared experts, for every router of a comparison; no value: none
     layers: str | list[Count] = "all"
-    init: Literal["copy", "random"] = "random"
-    balance: Amount = 0.01  # coefficient of the balance loss
+    init: Literal["copy", "random"] | None = None  # no value: "copy" if the dense model is a checkpoint, else "random"
+    balance: Amount | None = None  # a short form of losses.balance
 
     def __post_init__(self) -> None:
-        if self.k > self.experts:
+        if self.k is not None and self.experts is not None and self.k > self.experts:
             raise ValueError(f"k is {self.k}; it must be between 1 and the number of experts, {self.experts}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossesPart:
+    """The coefficients of the losses that routers add in training (`holdfast.Losses`)."""
+
+    balance: Amount | None = None  # no value: 0.01
+    importance: Amount = 0.0
+    load: Amount = 0.0
+    z: Amount = 0.0
+    entropy: Amount = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +85,9 @@ class DataPart:
     """The data of a run, and how a model reads them."""
 
     source: str = "python-docs"  # a name or a path
-    tokens: str = "words"  # "words", "lines" (WikiText's words), "bytes", or the folder of a Hugging Face tokenizer
+    # "words", "lines" (WikiText's words), "bytes", or the folder of a Hugging Face tokenizer; no value: the checkpoint's, or
+    # "words" for a new model
+    tokens: str | None = None
     vocabulary: Positive | None = 2000  # number of words; no value: every word
     length: Length = 64  # number of tokens in a block
     test_bytes: Positive | None = None  # use only the first bytes of the test text
@@ -107,14 +131,24 @@ class Recipe:
 
     about: str
     model: ModelPart
-    sparse: SparsePart
     training: TrainingPart
+    sparse: SparsePart = SparsePart()
+    losses: LossesPart = LossesPart()
     task: Literal["text", "pictures"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
 
     def __post_init__(self) -> None:
+        if self.model.family is not None and self.sparse.experts is None:
+            raise ValueError("sparse.experts is missing.")
+        if self.sparse.balance is not None and self.losses != LossesPart():
+            raise ValueError("sparse.balance is a short form of losses.balance; give the section losses only.")
         require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
+
+    def router_losses(self) -> Losses:
+        """Return the losses that routers add in training."""
+        given = self.sparse.balance if self.losses.balance is None else self.losses.balance
+        return Losses(**{**asdict(self.losses), "balance": DEFAULT_BALANCE if given is None else given})
 
     def describe(self) -> dict[str, Any]:
         """Return the values as they would be written to YAML."""
@@ -154,6 +188,8 @@ def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Re
     values = _from_yaml(text, name)
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name} is not a mapping of keys to values.")
+    if changes and changes.get("model.checkpoint") is not None:
+        values["model"] = {}  # a checkpoint brings its own family and config
     for key, value in (changes or {}).items():
         _set(values, key, value)
     try:

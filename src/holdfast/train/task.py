@@ -78,8 +78,11 @@ class Task(ABC):
         """Return what is saved with a trained model so that it can be evaluated again, as JSON for `train.saved_model`."""
 
     @abstractmethod
-    def dense(self) -> Any:
-        """Return a fresh dense model of the recipe's family, with the inputs and outputs of this task."""
+    def initial_model(self) -> Any:
+        """Return the model of the recipe with the inputs and outputs of this task, before routers are put into it.
+
+        It is a new dense model, or the recipe's checkpoint, which may have experts (`start.start_model`).
+        """
 
     @abstractmethod
     def examples(self, seed: int) -> Examples:

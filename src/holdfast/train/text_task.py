@@ -21,9 +21,10 @@ from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, to
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.tokenizers import Vocabulary
 from holdfast.hub import trace
-from holdfast.hub.tracing import require_known_tokens
+from holdfast.hub.tracing import require_known_tokens, require_positions
 from holdfast.metrics import BlockLosses, cost_of_attack, token_nll
 from holdfast.train.recipe import Recipe
+from holdfast.train.start import start_model, start_tokenizer
 from holdfast.train.task import (
     AttackTable,
     Examples,
@@ -70,8 +71,15 @@ class TextTask(Task):
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
         self.corpus: Corpus = corpus(recipe.data.source, folder=folder)
-        size = recipe.data.vocabulary if recipe.data.tokens in WORD_SPLITTERS else None
-        self.tokenizer: Tokenizer = known or tokenizer(self.corpus, recipe.data.tokens, size=size)
+        self.tokenizer: Tokenizer = known or self._tokenizer()
+
+    def _tokenizer(self) -> Tokenizer:
+        part = self.recipe.data
+        own = start_tokenizer(self.recipe.model, part.tokens)
+        if own is not None:
+            return own
+        name = part.tokens or "words"
+        return tokenizer(self.corpus, name, size=part.vocabulary if name in WORD_SPLITTERS else None)
 
     @property
     def measure(self) -> Measure:
@@ -85,12 +93,10 @@ class TextTask(Task):
     def state(self) -> dict[str, Any]:
         return {"tokenizer": self.tokenizer.describe()}
 
-    def dense(self) -> Any:
-        import transformers
-
-        part = self.recipe.model
-        config = transformers.AutoConfig.for_model(part.family, vocab_size=len(self.tokenizer), **part.config)
-        return transformers.AutoModelForCausalLM.from_config(config)
+    def initial_model(self) -> Any:
+        model = start_model(self.recipe.model, "text", vocab_size=len(self.tokenizer))
+        require_positions(model, self.recipe.data.length)
+        return model
 
     def examples(self, seed: int) -> Examples:
         blocks, training = _require_full_block(self.training), self.recipe.training

@@ -18,18 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.hub import sparsify
 from holdfast.hub.replacements import SparseLayer
-from holdfast.layers.losses import Losses
 from holdfast.locking import locked, require_unlocked
 from holdfast.routing import Router
 from holdfast.train.loop import Guard, Log, Tick, train_in_loop
 from holdfast.train.preflight import preflight
+from holdfast.train.put_router import put_router, starts_with_copies
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import claim, prepare, require_own
-from holdfast.train.saved_model import MODEL, TASK, make_task, save_trained
+from holdfast.train.saved_model import make_task, save_trained
 from holdfast.train.snapshots import experts_per_token
+from holdfast.train.start import checkpoint_identity
 from holdfast.train.task import Task
+from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.trainer_loop import is_first_rank, processes, train_with_trainer
 from holdfast.version import VERSION
 
@@ -45,7 +46,14 @@ class SingleRun:
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for the folder to be this run's."""
         router = {"router": self.choice.describe(), "seed": self.seed}
-        return {"holdfast": VERSION, **router, "recipe": self.recipe.describe(), "data": self.task.describe()["data"]}
+        start = checkpoint_identity(self.recipe.model)
+        return {
+            "holdfast": VERSION,
+            **router,
+            "recipe": self.recipe.describe(),
+            **start,
+            "data": self.task.describe()["data"],
+        }
 
     def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> Log:
         """Train the model, save it in the folder and return the log."""
@@ -68,30 +76,14 @@ class SingleRun:
 
 
 def build_model(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: int | None = None) -> Any:
-    """Return a fresh model with a router. Weights that two routers have in common start bit-identical."""
-    import transformers
-
-    recipe = task.recipe
-    if recipe.model.family not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"transformers has no model family {recipe.model.family!r}.")
+    """Return the recipe's model with a router. Weights that two routers have in common start bit-identical."""
     torch.manual_seed(seed)
-    model = task.dense()
-    sparse = recipe.sparse
-    sparsify(
-        model,
-        experts=sparse.experts,
-        k=sparse.k if k is None else k,
-        hidden=sparse.hidden,
-        shared=sparse.shared,
-        layers=sparse.layers,
-        init=sparse.init,
-        router=router,
-        losses=Losses(balance=sparse.balance),
-        router_options=options,
-    )
+    model = task.initial_model()
+    was_dense = put_router(model, task.recipe, RouterChoice(router, router, options, k))
     _use_token_counts(model, task)
-    if sparse.init == "random":
-        _draw_shared_weights(model, seed, float(getattr(model.config, "initializer_range", 0.02)))
+    if was_dense:
+        std = float(getattr(model.config, "initializer_range", 0.02))
+        _draw_shared_weights(model, seed, std, experts=not starts_with_copies(task.recipe))
     return model
 
 
@@ -106,8 +98,8 @@ def _use_token_counts(model: nn.Module, task: Task) -> None:
 
 
 @torch.no_grad()
-def _draw_shared_weights(model: nn.Module, seed: int, std: float) -> None:
-    """Draw experts and scores again, each from the seed and its own name, whatever else the router draws."""
+def _draw_shared_weights(model: nn.Module, seed: int, std: float, *, experts: bool) -> None:
+    """Draw scores, and `experts` too, each from the seed and its own name, whatever else the router draws."""
     in_routers = {
         id(parameter) for module in model.modules() if isinstance(module, Router) for parameter in module.parameters()
     }
@@ -118,7 +110,7 @@ def _draw_shared_weights(model: nn.Module, seed: int, std: float) -> None:
         common_name = name.replace(".score.base.", ".score.")  # AC wraps the score it clusters
         generator = torch.Generator().manual_seed(_seed_of(common_name, seed))
         is_expert = id(parameter) in in_layers and (".experts." in name or ".shared." in name)
-        if is_expert and not name.endswith("bias"):
+        if experts and is_expert and not name.endswith("bias"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         elif id(parameter) in in_routers and common_name.endswith("router.score.weight"):
             bound = 1 / math.sqrt(parameter.shape[1])

@@ -1,0 +1,226 @@
+"""The model that training starts from: a new one of a family, or a checkpoint with its own tokeniser or image processor.
+
+A checkpoint is a Hugging Face folder, a name on the hub, or a folder of a trained model (`model/` and `task.json`). It is
+untrusted: no code of it is run, only safetensors are read, and its files are checked as `holdfast.load` does. What it
+contains decides how the recipe's routers are put into it (`put_router`):
+
+    a dense model                      `holdfast.sparsify` makes experts from its feed-forward networks
+    a mixture of experts               `holdfast.reroute` changes its routers, and its experts stay
+    a model with Holdfast's routers    the same; a layer keeps its router, with its state, if the recipe names the same one
+
+A head that does not fit the task (another number of classes, other classes, none at all) gets new weights, and a message
+says so. Any other weight that is missing or not used is an error.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from holdfast.data import Tokenizer
+from holdfast.data.tokenizers import Bytes, HubTokenizer, Vocabulary
+from holdfast.files import read_json
+from holdfast.hub.checkpoint import load_with_head, local_folder
+from holdfast.hub.folder_files import check_files, family_values, sha256_of
+from holdfast.train.recipe import ModelPart
+from holdfast.train.task_record import MODEL, is_trained, read_record
+
+HEADS = {  # Auto classes of transformers
+    "text": "AutoModelForCausalLM",
+    "labels": "AutoModelForSequenceClassification",
+    "pictures": "AutoModelForImageClassification",
+}
+OF_DATA = ("vocab_size", "image_size", "num_channels")  # entries that a checkpoint has, and that the data must fit
+PROCESSOR = "preprocessor_config.json"
+
+logger = logging.getLogger("holdfast")
+
+
+def start_model(part: ModelPart, head: str, **entries: Any) -> Any:
+    """Return the model of a recipe, before routers are put into it: new and dense, or from its checkpoint.
+
+    head        "text" (predicts the next token), "labels" (classifies texts) or "pictures" (classifies images)
+    entries     entries of the config that follow from the data. A new model gets all of them. A checkpoint gets those of its
+                head (num_labels, id2label, problem_type, pad_token_id); vocab_size, image_size and num_channels must fit it
+
+    Weights are float32. Under `torch.device("meta")` the model has no values. With the head "labels", a model that reads
+    sequences from left to right finds the end of a text by `pad_token_id`: give that of `padding_token`.
+    """
+    if "num_labels" in entries and "id2label" not in entries:
+        entries["id2label"] = {number: f"LABEL_{number}" for number in range(entries["num_labels"])}
+    if "id2label" in entries:
+        entries.pop("num_labels", None)
+        entries["label2id"] = {label: number for number, label in entries["id2label"].items()}
+    model = _new_model(part, head, entries) if part.checkpoint is None else _from_checkpoint(part, head, entries)
+    if head == "labels" and model.config.get_text_config().pad_token_id is None:
+        raise ValueError("a model that classifies texts needs a token for padding: set model.config.pad_token_id.")
+    return model
+
+
+def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
+    import transformers
+
+    if part.family not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"transformers has no model family {part.family!r}.")
+    config = transformers.AutoConfig.for_model(part.family, **{**entries, **part.config})
+    return getattr(transformers, HEADS[head]).from_config(config)
+
+
+def _from_checkpoint(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
+    folder = checkpoint_folder(part)
+    stored = family_values(check_files(folder), folder)
+    _require_fitting_data(part, stored, entries)
+    if head == "text":
+        _require_language_model(part, stored)
+    for_head = {name: value for name, value in entries.items() if name not in OF_DATA}
+    new_head = "id2label" in for_head and not _has_classes(stored, for_head["id2label"])
+    try:
+        model, weights = load_with_head(folder, HEADS[head], {**for_head, **part.config}, new_head=new_head)
+    except ValueError as problem:
+        raise ValueError(f"model.checkpoint: {problem}") from None
+    if head == "text" and getattr(model.config, "is_decoder", True) is False:
+        raise ValueError(f"{part.checkpoint} reads texts in both directions, and cannot learn to predict the next token.")
+    if head == "text" and (weights["new"] or weights["unused"]):
+        wrong = [*weights["new"], *weights["unused"]][0]
+        raise ValueError(f"model.checkpoint: {part.checkpoint} does not fit its config: {wrong} is missing or not used.")
+    if weights["new"]:
+        unused = f", and {', '.join(_modules(weights['unused']))} is not used" if weights["unused"] else ""
+        _say_once(f"{part.checkpoint} has no head for this task: {', '.join(_modules(weights['new']))} starts new{unused}.")
+    return model
+
+
+def checkpoint_folder(part: ModelPart) -> Path:
+    """Return the folder of a checkpoint's model; one on the hub is downloaded first."""
+    assert part.checkpoint is not None
+    place = Path(part.checkpoint)
+    if is_trained(place):
+        return read_record(place).home / MODEL
+    return local_folder(part.checkpoint)
+
+
+def _require_fitting_data(part: ModelPart, stored: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+    """Raise ValueError if the data do not fit the inputs of the checkpoint."""
+    vocabulary = stored.get("vocab_size")
+    if isinstance(vocabulary, int) and entries.get("vocab_size", 0) > vocabulary:
+        raise ValueError(
+            f"{part.checkpoint} has {vocabulary:,} tokens, and the tokeniser has {entries['vocab_size']:,}: it belongs to "
+            "another model."
+        )
+    for name, words in (("image_size", "pixels per side"), ("num_channels", "channels")):
+        given, own = entries.get(name), part.config.get(name, stored.get(name))
+        if given is not None and isinstance(own, int) and own != given:
+            hint = f"; set data.size to {own}" if name == "image_size" else ""
+            raise ValueError(f"{part.checkpoint} reads images with {own} {words}, and the data have {given}{hint}.")
+
+
+def _require_language_model(part: ModelPart, stored: Mapping[str, Any]) -> None:
+    """Raise ValueError if the checkpoint is not a model that was trained to predict the next token."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = stored.get("architectures") or ["a model without a class"]
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(stored.get("model_type")))
+    if names[0] != expected:
+        raise ValueError(f"{part.checkpoint} is a {names[0]}, which does not predict the next token: use another task.")
+
+
+def _has_classes(stored: Mapping[str, Any], classes: Mapping[int, str]) -> bool:
+    """Return whether a checkpoint's head is for these classes, or for as many that have no names."""
+    own = stored.get("id2label")
+    if not isinstance(own, dict):  # transformers does not write the names LABEL_0 and LABEL_1
+        return len(classes) == 2
+    found = {str(number): label for number, label in own.items()}
+    unnamed = {str(number): f"LABEL_{number}" for number in range(len(found))}
+    return len(found) == len(classes) and (found == unnamed or found == {str(n): label for n, label in classes.items()})
+
+
+def _modules(weights: list[str]) -> list[str]:
+    """Return the modules that these weights are in, without repetition."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
+
+
+@lru_cache(maxsize=256)
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def start_tokenizer(part: ModelPart, given: str | None = None) -> Tokenizer | None:
+    """Return the tokeniser of the recipe's checkpoint; None if the recipe has no checkpoint.
+
+    given   `data.tokens`; raise ValueError if it is another tokeniser than the checkpoint's
+    """
+    if part.checkpoint is None:
+        return None
+    place = Path(part.checkpoint)
+    own = read_record(place).tokenizer() if is_trained(place) else HubTokenizer(str(local_folder(part.checkpoint)))
+    if given is not None and not _is_same(own, given):
+        raise ValueError(
+            f"data.tokens is {given}, and {part.checkpoint} was trained with another tokeniser; leave data.tokens out to "
+            "use its own."
+        )
+    return own
+
+
+def _is_same(own: Tokenizer, given: str) -> bool:
+    """Return whether `data.tokens` names this tokeniser; the words of a vocabulary are always the checkpoint's."""
+    if isinstance(own, HubTokenizer):
+        return ("/" in given or Path(given).is_dir()) and HubTokenizer(given).checksum() == own.checksum()
+    return given == own.name
+
+
+def padding_token(tokenizer: Tokenizer) -> int:
+    """Return the token that texts of a batch are filled up with: one that does not occur in a text before its end."""
+    if isinstance(tokenizer, HubTokenizer):
+        own = tokenizer.tokenizer
+        found = own.pad_token_id if own.pad_token_id is not None else own.eos_token_id
+        if found is None:
+            raise ValueError(f"the tokeniser of {tokenizer.name} has neither a padding token nor one that ends a text.")
+        return int(found)
+    if isinstance(tokenizer, Vocabulary):
+        return tokenizer.end
+    assert isinstance(tokenizer, Bytes)
+    return 0  # the byte 0, which text does not contain
+
+
+def start_normalisation(part: ModelPart) -> tuple[list[float], list[float]] | None:
+    """Return mean and standard deviation by which the checkpoint's image processor scales each channel.
+
+    They are for pixels between 0 and 1. None: the recipe has no checkpoint, or the checkpoint no image processor.
+    """
+    if part.checkpoint is None:
+        return None
+    place = checkpoint_folder(part)
+    if not (place / PROCESSOR).is_file():
+        return None
+    check_files(place)
+    stored = read_json(place / PROCESSOR)
+    mean, std = (stored.get(name) for name in ("image_mean", "image_std")) if isinstance(stored, dict) else (None, None)
+    is_plain = isinstance(stored, dict) and stored.get("do_normalize", True) and stored.get("do_rescale", True)
+    lists = [value for value in (mean, std) if isinstance(value, list) and all(isinstance(x, int | float) for x in value)]
+    if not is_plain or len(lists) != 2 or len(lists[0]) != len(lists[1]) or not all(x > 0 for x in lists[1]):
+        raise ValueError(f"{place / PROCESSOR} does not scale pixels by a mean and a standard deviation of each channel.")
+    return [float(x) for x in lists[0]], [float(x) for x in lists[1]]
+
+
+def checkpoint_identity(part: ModelPart) -> dict[str, Any]:
+    """Return a checksum of the checkpoint's config and weights, as a part of a run's identity; empty without a checkpoint.
+
+    A run that is resumed after its checkpoint has changed is refused.
+    """
+    if part.checkpoint is None:
+        return {}
+    folder = checkpoint_folder(part)
+    check_files(folder)
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    digest = hashlib.sha256()
+    for file in files:
+        stat = file.stat()
+        digest.update(f"{file.name} {_checksum(file, stat.st_size, stat.st_mtime_ns)}\n".encode())
+    return {"checkpoint": digest.hexdigest()}
+
+
+@lru_cache(maxsize=1024)
+def _checksum(file: Path, size: int, changed: int) -> str:
+    """Return the SHA-256 of a file; read it again only if its size or its time has changed."""
+    return sha256_of(file)
