@@ -142,9 +142,9 @@ def _perturbing_hooks(audited: AuditedModel, perturb_input: PerturbInput) -> Ite
 
 
 def _predictions(out: Any, labels: Tensor | None) -> Predictions | None:
-    """Return the model's predictions; None if it neither predicts tokens nor classifies."""
+    """Return the model's predictions; None if it neither predicts tokens nor classifies (one output is a number)."""
     logits = getattr(out, "logits", None)
-    if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
+    if not isinstance(logits, Tensor) or logits.dim() not in (2, 3) or logits.shape[-1] == 1:
         return None
     best = logits.argmax(-1)
     targets = torch.full_like(best, IGNORED) if labels is None or labels.shape != best.shape else labels.to(best.device)

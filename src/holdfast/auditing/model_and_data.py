@@ -1,6 +1,7 @@
 """What an audit works on: the model (`AuditedModel`) and its data (`audit_batches`).
 
-Data are texts, which `TextEncoder` cuts into sequences, or batches for the model's forward, read one batch at a time.
+Data are texts, which `TextEncoder` cuts into sequences; labelled texts, for classifiers; or batches for the model's forward.
+They are read one batch at a time.
 The weights of a model larger than memory may be offloaded to disk (accelerate); those of its routers stay in memory.
 """
 
@@ -9,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, final
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from holdfast.attacks.text import Spans
 from holdfast.certificates import Gate
-from holdfast.data import Document, Tokenizer, Vocabulary
+from holdfast.data import Document, LabelledText, Tokenizer, Vocabulary
 from holdfast.data.tokenizers import is_bare
 from holdfast.hub.layers import MoELayerRef, moe_layers
 from holdfast.hub.tracing import require_known_tokens, routing_modules
@@ -95,6 +96,13 @@ class AuditedModel:
         """Return whether it is a causal language model."""
         name = type(self.model).__name__
         return "CausalLM" in name or "LMHead" in name
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes of a model that classifies sequences; 0 if it does not."""
+        is_classifier = "ForSequenceClassification" in type(self.model).__name__
+        count = int(self.model.config.num_labels) if is_classifier else 0
+        return count if count > 1 else 0  # one output is a number, not a class
 
     @property
     def takes_positions(self) -> bool:
@@ -191,13 +199,14 @@ def weights_in_dtype(modules: list[nn.Module], dtype: torch.dtype, *, only_round
 @final
 @dataclass(frozen=True)
 class AuditBatch:
-    """One batch. `labels` are the targets at each position, already shifted; -100 where there is none."""
+    """One batch. `labels` are the targets at each position, already shifted, or classes of sequences; -100: none."""
 
     number: int
     inputs: dict[str, Tensor]
     labels: Tensor | None
     texts: tuple[str, ...] | None = None
     spans: tuple[Spans, ...] | None = None  # of each text's tokens
+    examples: tuple[LabelledText, ...] | None = None  # the texts with their pairs and labels
 
     @property
     def ids(self) -> Tensor | None:
@@ -277,6 +286,34 @@ class TextEncoder:
         spans = None if not self.has_spans else tuple(found[:length] for _, found in read if found is not None)
         return AuditBatch(number, {"input_ids": ids, "attention_mask": mask}, next_tokens(ids, mask), tuple(texts), spans)
 
+    def labelled_batch(
+        self, number: int, examples: Sequence[LabelledText], length: int | None, *, classes: int
+    ) -> AuditBatch:
+        """Return labelled texts or pairs as one batch, encoded and cut as a classifier reads them.
+
+        The spans of a pair are those of its first text. `classes` is 0 if the model does not classify: then labels are
+        not scored.
+        """
+        cut = {} if length is None else {"truncation": True, "max_length": length}
+        spans: list[Spans] = []
+        rows, types = [], []
+        for one in examples:
+            found = self.tokenizer(one.text, one.pair, verbose=False, return_offsets_mapping=self.has_spans, **cut)
+            rows.append(torch.tensor(found["input_ids"], dtype=torch.int64))
+            types.append(torch.tensor(found.get("token_type_ids", [0] * len(rows[-1])), dtype=torch.int64))
+            if self.has_spans:
+                of_pair = _in_second_text(found, len(rows[-1]))
+                spans.append(np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2) * ~of_pair[:, None])
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad(rows, batch_first=True, padding_value=self.pad)
+        mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if any(one.pair is not None for one in examples) and "token_type_ids" in found:
+            inputs["token_type_ids"] = pad(types, batch_first=True)
+        labels = torch.tensor([int(one.label) for one in examples]) if classes else None
+        texts = tuple(one.text for one in examples)
+        return AuditBatch(number, inputs, labels, texts, tuple(spans) or None, tuple(examples))
+
     def pieces(self, text: str, length: int) -> Iterator[str]:
         """Yield a text in pieces of about `length` tokens at most, cut between tokens."""
         ids, spans = self.encode(text)
@@ -289,6 +326,12 @@ class TextEncoder:
             piece = text[int(part[0, 0]) : int(part[-1, 1])]
             if piece.strip():
                 yield piece
+
+
+def _in_second_text(found: Any, count: int) -> Any:
+    """Return (T,) bool: which tokens of an encoded pair belong to its second text."""
+    numbers = found.sequence_ids(0) if hasattr(found, "sequence_ids") else [0] * count
+    return np.array([number == 1 for number in numbers], dtype=bool)
 
 
 def next_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -315,6 +358,24 @@ def from_texts(texts: Iterable[str], encoder: TextEncoder, *, batch: int, length
                 waiting, number = [], number + 1
     if waiting:
         yield encoder.batch(number, waiting, length)
+
+
+def from_labelled(
+    examples: Iterable[LabelledText], audited: AuditedModel, encoder: TextEncoder, *, batch: int, length: int
+) -> Iterator[AuditBatch]:
+    """Yield batches of labelled texts or pairs."""
+    for number, some in enumerate(batched(examples, batch)):
+        wrong = next((one for one in some if not isinstance(one, LabelledText)), None)
+        if wrong is not None:
+            raise ValueError(f"one of the labelled texts is a {type(wrong).__name__}; give LabelledText only.")
+        yield encoder.labelled_batch(number, some, length, classes=audited.classes)
+
+
+def batched(things: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of `size` things; the last one may be shorter."""
+    rest = iter(things)
+    while some := list(islice(rest, size)):
+        yield some
 
 
 def from_batches(batches: Iterable[Any], audited: AuditedModel) -> Iterator[AuditBatch]:
@@ -356,6 +417,10 @@ def audit_batches(
         if encoder is None:
             raise ValueError("texts need the model's tokenizer: audit(model, texts, tokenizer=...).")
         found = from_texts(rest, encoder, batch=batch, length=length)
+    elif isinstance(first, LabelledText):
+        if encoder is None or encoder.is_holdfast:
+            raise ValueError("labelled texts need the model's tokenizer: audit(model, texts, tokenizer=...).")
+        found = from_labelled(rest, audited, encoder, batch=batch, length=length)
     else:
         found = from_batches(rest, audited)
     seen = 0

@@ -201,7 +201,9 @@ class ExtraPadding(Perturbation):
         inputs |= {"input_ids": self._pad(batch.ids, audited.pad), "attention_mask": self._pad(mask, 0)}
         if audited.takes_positions:
             inputs["position_ids"] = (inputs["attention_mask"].long().cumsum(1) - 1).clamp_min(0)
-        labels = None if batch.labels is None else self._pad(batch.labels, IGNORED)
+        labels = batch.labels
+        if labels is not None and labels.dim() == 2:  # a class for each sequence needs no padding
+            labels = self._pad(labels, IGNORED)
         observed = observe(audited, replace(batch, inputs=inputs, labels=labels))
         before = clean.real(0)
         shift = PADDED if self.side == "left" else 0
@@ -253,7 +255,11 @@ class WordChanges(Perturbation):
             attacked = self._attacked(batch)
         if attacked is None or not attacked.changed:
             return
-        changed = self.encoder.batch(batch.number, attacked.texts, self.length)
+        if batch.examples is None:
+            changed = self.encoder.batch(batch.number, attacked.texts, self.length)
+        else:  # of a pair, only the first text is changed
+            examples = [replace(one, text=text) for one, text in zip(batch.examples, attacked.texts, strict=True)]
+            changed = self.encoder.labelled_batch(batch.number, examples, self.length, classes=audited.classes)
         first, second = aligned_rows(batch, changed, attacked)
         device = clean.layers[0].tokens.device
         rows: Rows = (first.to(device), second.to(device))

@@ -140,7 +140,8 @@ def audit(
     """Measure how much of a model depends on near-ties: its unperturbed routing, and what changes under each perturbation.
 
     model            of any MoE family, rerouted or not, or sparsified; it is not changed
-    texts_or_inputs  strings, with the model's `tokenizer`; or batches, dicts for its forward. Read once, one batch at a time
+    texts_or_inputs  strings, with the model's `tokenizer`; `holdfast.data.LabelledText` (text, label, pair), if it
+                     classifies texts; or batches, dicts for its forward. Read once, one batch at a time
     perturb          names of `holdfast.auditing.PERTURBATIONS`; the report gives the reason for each that cannot be run
     noise            levels, as shares of each router input's length
     name             of the model in the report

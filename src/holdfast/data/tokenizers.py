@@ -192,7 +192,7 @@ def is_bare(tokenizer: Any) -> bool:
 
 
 @contextmanager
-def _failures(what: str) -> Iterator[None]:
+def failures(what: str) -> Iterator[None]:
     """Turn what a tokeniser raises into a one-line ValueError. A panic of its Rust part is not an `Exception`."""
     try:
         yield
@@ -214,7 +214,7 @@ class HubTokenizer(Tokenizer):
         local = Path(place).is_dir()
         if local:
             require_own_files(Path(place))
-        with _failures(f"{place} has no tokeniser that transformers can read"):
+        with failures(f"{place} has no tokeniser that transformers can read"):
             # A tokeniser with its own code is refused: data are never executed. With a folder, nothing is fetched.
             self.tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=local)
         if is_bare(self.tokenizer):
@@ -227,11 +227,11 @@ class HubTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Tensor:
         found = self._encode(text)
-        with _failures(self._failed):
+        with failures(self._failed):
             return torch.tensor(found, dtype=torch.int64)
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        with _failures(self._failed):
+        with failures(self._failed):
             text: str = self.tokenizer.decode(_as_list(ids), clean_up_tokenization_spaces=False)
         return text
 
@@ -248,7 +248,7 @@ class HubTokenizer(Tokenizer):
         end = [] if self.end is None else [self.end]
         for document in documents:
             found = self._encode(document.text)
-            with _failures(self._failed):  # a number may be too large
+            with failures(self._failed):  # a number may be too large
                 piece = torch.tensor([*found, *end], dtype=torch.int32)
             yield piece
 
@@ -256,13 +256,13 @@ class HubTokenizer(Tokenizer):
         if not self.tokenizer.is_fast:
             raise ValueError(f"{self.name} has a slow tokeniser, which does not give the places of its tokens in a text.")
         text = document.text
-        with _failures(self._failed):
+        with failures(self._failed):
             found = self.tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         end = [] if self.end is None else [(len(text), len(text))]
         return np.array([*found["offset_mapping"], *end], dtype=np.int64).reshape(-1, 2)
 
     def _encode(self, text: str) -> list[int]:
-        with _failures(self._failed):
+        with failures(self._failed):
             found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return found
 

@@ -253,7 +253,7 @@ def _enlarged(grid: Tensor, side: int) -> Tensor:
 def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: int, examples: int, seed: int) -> AttackTable:
     """Attack test images with FGSM, PGD or SPSA within `budget`, or apply the corruptions at severity `budget`."""
     if not isinstance(task, ImageTask):
-        raise ValueError(f"{kind} attacks images, but this model's task is text: use words, typos or routes.")
+        raise ValueError(f"{kind} attacks images, but this model reads texts: use words, typos or routes.")
     images = task.image_set.images("test")
     some = evenly_spaced(len(images), examples)
     if not some:

@@ -89,7 +89,11 @@ class DataPart:
     # "words" for a new model
     tokens: str | None = None
     vocabulary: Positive | None = 2000  # number of words; no value: every word
-    length: Length = 64  # number of tokens in a block
+    length: Length = 64  # number of tokens in a block; for labels, texts and pairs are cut to it
+    text: str | None = None  # column of the texts, if the source is a table; no value: the first with a usual name
+    pair: str | None = None  # for labels: column of the second texts of pairs
+    label: str | None = None  # for labels: column of the labels
+    metric: str | None = None  # for labels: accuracy, f1, macro_f1, matthews, pearson, spearman; no value: the usual one
     test_bytes: Positive | None = None  # use only the first bytes of the test text
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
 
@@ -134,7 +138,7 @@ class Recipe:
     training: TrainingPart
     sparse: SparsePart = SparsePart()
     losses: LossesPart = LossesPart()
-    task: Literal["text", "pictures"] = "text"
+    task: Literal["text", "labels", "pictures"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
 
@@ -143,6 +147,9 @@ class Recipe:
             raise ValueError("sparse.experts is missing.")
         if self.sparse.balance is not None and self.losses != LossesPart():
             raise ValueError("sparse.balance is a short form of losses.balance; give the section losses only.")
+        of_labels = [name for name in ("pair", "label", "metric") if getattr(self.data, name) is not None]
+        if of_labels and self.task != "labels":
+            raise ValueError(f"data.{of_labels[0]} is for labelled texts: set `task: labels` to classify them.")
         require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
 
     def router_losses(self) -> Losses:

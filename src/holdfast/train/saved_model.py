@@ -4,11 +4,12 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
+from holdfast.data import text_sets
 from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
@@ -17,6 +18,7 @@ from holdfast.hub.layers import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.routing.plugins import plugins_of
 from holdfast.train.image_task import ImageTask, evenly_spaced, normalised
+from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.run_folder import WRITE_ERRORS, write_error
 from holdfast.train.task import Task
@@ -28,9 +30,12 @@ AUDIT_IMAGES, AUDIT_BATCH = 64, 16
 LETTERS_PER_TOKEN = 64  # more than a token has: limits how much of a long document is read
 
 
+TASKS: dict[str, Callable[[Recipe, Path | None], Task]] = {"text": TextTask, "labels": LabelTask, "pictures": ImageTask}
+
+
 def make_task(recipe: Recipe, data: Path | None = None) -> Task:
     """Return the task of a recipe; named sources are searched for in `data`."""
-    return TextTask(recipe, data) if recipe.task == "text" else ImageTask(recipe, data)
+    return TASKS[recipe.task](recipe, data)
 
 
 @final
@@ -51,10 +56,23 @@ class TrainedModel:
         recipe = replace(self.recipe, data=part)
         if recipe.task == "text":
             return TextTask(recipe, data, known=self.record.tokenizer())
+        if recipe.task == "labels":
+            return self._label_task(recipe, data)
         task = ImageTask(recipe, data)
         if list(task.image_set.classes) != self.record.state.get("classes"):
             raise ValueError(f"the classes of {task.image_set.name} are not those that this model was trained on.")
         return task
+
+    def _label_task(self, recipe: Recipe, data: Path | None) -> LabelTask:
+        """Return the task of a classifier of texts, on its own source or on all rows of another one."""
+        classes, source = self.record.state.get("classes"), recipe.data.source
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise ValueError(f"the {TASK} of this model is damaged: it names no classes.")
+        if source in text_sets():  # it has columns of its own
+            recipe = replace(recipe, data=replace(recipe.data, text=None, pair=None, label=None))
+        is_own = source == self.recipe.data.source or Path(source).resolve() == Path(self.recipe.data.source).resolve()
+        how: dict[str, Any] = {"known": self.record.tokenizer(), "classes": classes, "test_only": not is_own}
+        return LabelTask(recipe, data, **how)
 
 
 def save_trained(model: Any, task: Task, folder: Path) -> None:
@@ -130,7 +148,7 @@ def _checked(model: Any, length: int | None) -> Any:
 
 def _default_task(
     model: Any, path: str, source: str | None, data: Path | None, length: int | None, attack: AttackPart
-) -> TextTask | ImageTask:
+) -> Task:
     """Return the task of a model that Holdfast has not trained."""
     fixed: dict[str, Any] = {
         "about": f"{Path(path).name}, as it is",
@@ -143,14 +161,35 @@ def _default_task(
         where = source or "digits"
         size = getattr(model.config, "image_size", None) if Path(where).is_dir() else None
         return ImageTask(Recipe(**fixed, task="pictures", data=DataPart(source=where, size=size)), data)
-    if model.get_output_embeddings() is None:
+    is_classifier = "ForSequenceClassification" in type(model).__name__
+    if model.get_output_embeddings() is None and not is_classifier:
         raise ValueError(
-            f"{path} is a {type(model).__name__}; only models that predict tokens or classify images are supported."
+            f"{path} is a {type(model).__name__}; only models that predict tokens or classify texts or images are supported."
         )
     tokens = str(Path(path).resolve()) if Path(path).is_dir() else path  # a folder is never the name of a tokeniser
     longest = longest_sequence(model) or BLOCK_LENGTH
     part = DataPart(source=source or "python-docs", tokens=tokens, length=length or min(BLOCK_LENGTH, longest))
-    return TextTask(Recipe(**fixed, data=part), data)
+    if not is_classifier:
+        return TextTask(Recipe(**fixed, data=part), data)
+    if source is None:
+        raise ValueError(
+            f"{path} classifies texts; add --source with labelled texts: a .csv, .tsv or .jsonl file, a folder, or one of "
+            f"{', '.join(text_sets())} with --data."
+        )
+    return _classifier_task(model, path, Recipe(**fixed, task="labels", data=part), data)
+
+
+def _classifier_task(model: Any, path: str, recipe: Recipe, data: Path | None) -> LabelTask:
+    """Return the task of a classifier of texts that Holdfast has not trained, on all rows of a file."""
+    config = model.config
+    if config.problem_type == "multi_label_classification":
+        raise ValueError(f"{path} gives a text several labels; only classifiers with one label for each text are supported.")
+    classes = [config.id2label[number] for number in range(config.num_labels)] if config.num_labels > 1 else []
+    task = LabelTask(recipe, data, classes=classes, test_only=True)
+    inner = config.get_text_config()
+    if inner.pad_token_id is None:  # a model that reads from left to right finds the end of a text by it
+        inner.pad_token_id = config.pad_token_id = task.encoder.pad
+    return task
 
 
 @final
@@ -159,16 +198,24 @@ class AuditData:
 
     def __init__(self, task: Task, tokens: int) -> None:
         self.task, self.tokens = task, tokens
-        self.tokenizer: Any = task.tokenizer if isinstance(task, TextTask) else None
+        self.tokenizer: Any = None
+        if isinstance(task, TextTask):
+            self.tokenizer = task.tokenizer
+        elif isinstance(task, LabelTask):  # with the special tokens that a classifier reads
+            self.tokenizer = task.tokenizer.tokenizer if isinstance(task.tokenizer, HubTokenizer) else task.encoder
 
     @property
     def source(self) -> dict[str, Any]:
         if isinstance(self.task, TextTask):
             return self.task.corpus.describe()
+        if isinstance(self.task, LabelTask):
+            return self.task.text_set.describe()
         assert isinstance(self.task, ImageTask)
         return self.task.image_set.describe()
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.task, LabelTask):
+            return iter(self.task.text_set.texts("test"))
         return self._texts(self.task) if isinstance(self.task, TextTask) else self._images(self.task)
 
     def _texts(self, task: TextTask) -> Iterator[str]:

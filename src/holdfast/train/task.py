@@ -1,4 +1,6 @@
-"""What a model learns and how it is evaluated: one interface for texts (`text_task`) and images (`image_task`).
+"""What a model learns and how it is evaluated: one interface for texts, labelled texts and images.
+
+`text_task`, `label_task` and `image_task` implement it.
 
 An attack of `holdfast attack` returns an `AttackTable`. The attack on the routers works for every task and is defined here;
 the others are defined with their tasks.
@@ -104,6 +106,10 @@ class Task(ABC):
         """Return (vocabulary,): how often each token id occurs in the training data; None if there are no token ids."""
         return None
 
+    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
+        """Attack the words of the test texts: "words", "generic" or "typos". Raise ValueError if the task has no texts."""
+        raise ValueError(f"{kind} attacks texts, but this model's task is pictures: use fgsm, pgd, spsa or corruptions.")
+
     @abstractmethod
     def probe(self) -> Inputs:
         """Return a few test examples, the same for every router, on which snapshots of the routing are taken."""
@@ -160,12 +166,16 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
     few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
     with torch.no_grad(), router_calls(model) as captured:
         forward(model, few)
+    mask = few.get("attention_mask")
+    has_padding = mask is not None and not bool(mask.all())
     rows, summaries, flags = [], [], []
     with without_attack_warnings():
         for layer, call in enumerate(captured):
-            context = call.context if isinstance(call.context, Context) else None
+            how: dict[str, Any] = {"context": call.context if isinstance(call.context, Context) else None}
+            if mask is not None and has_padding:
+                how["token_mask"] = mask.bool().view(call.tokens.shape[:-1]).to(call.tokens.device)
             result = attack_routes(
-                call.route, call.tokens.float(), budget=budget, relative=True, context=context, steps=steps, seed=seed
+                call.route, call.tokens.float(), budget=budget, relative=True, steps=steps, seed=seed, **how
             )
             summary: dict[str, Any] = result.summary()
             rows.append([layer, summary["tokens"], result.rate, summary["smallest"] or "", summary["median"] or ""])
@@ -178,3 +188,8 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
         "flags": flags,
         "summary": {"layers": summaries},
     }
+
+
+def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) -> AttackTable:
+    """Swap words for others ("words") or for the papers' token ("generic"), or misspell them ("typos")."""
+    return task.attack_words(model, kind, rate=rate, seed=seed)

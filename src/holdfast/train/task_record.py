@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from holdfast.data import Tokenizer, corpora, image_sets, tokenizer_from
+from holdfast.data import Tokenizer, corpora, image_sets, text_sets, tokenizer_from
 from holdfast.files import LARGE, is_inside, read_json
 from holdfast.replacing import recover_folder
 from holdfast.routing.plugins import require_plugins
 from holdfast.train.recipe import Recipe, from_mapping
 
 MODEL, TASK, PLUGINS = "model", "task.json", "plugins"
-EMBEDDED = ("python-docs", "digits", "fashion-mnist")  # Holdfast finds these itself; a folder cannot redirect them
+# Holdfast finds these itself; a folder cannot redirect them.
+EMBEDDED = ("python-docs", "python-topics", "digits", "fashion-mnist")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -39,8 +40,10 @@ class TaskRecord:
         source = self.recipe.data.source
         if named is not None:
             return named
-        if source in EMBEDDED or (data is not None and source in (*corpora(), *image_sets())):
+        if source in EMBEDDED or (data is not None and source in (*corpora(), *image_sets(), *text_sets())):
             return source
+        if source in text_sets():
+            raise ValueError(f"{self.home} was trained on {source}: add --data FOLDER to say where its files are.")
         if source in corpora():
             raise ValueError(
                 f"{self.home} was trained on {source}, which would be fetched from a hub; add --source {source} to fetch "

@@ -70,7 +70,7 @@ class TextTask(Task):
 
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
-        self.corpus: Corpus = corpus(recipe.data.source, folder=folder)
+        self.corpus: Corpus = corpus(recipe.data.source, folder=folder, column=recipe.data.text)
         self.tokenizer: Tokenizer = known or self._tokenizer()
 
     def _tokenizer(self) -> Tokenizer:
@@ -206,6 +206,26 @@ class TextTask(Task):
         pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"][0, :count].tolist()]
         return {"kind": "text", "pieces": pieces, "experts": [layer[:count].tolist() for layer in first_experts(routes)]}
 
+    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
+        """Swap words for others of the vocabulary ("words") or for the papers' token ("generic"), or misspell them."""
+        with without_attack_warnings():
+            if kind == "typos":
+                attack = self.attacked_with(misspell, rate=rate, seed=seed)
+            else:
+                attack = self.swapped(GENERIC if kind == "generic" else None, rate=rate, seed=seed)
+        texts = dict(zip(("clean", kind), self.scored_texts(attack), strict=True))
+        losses: dict[str, list[Tensor]] = {name: [] for name in texts}
+        scores = [(name, score_text(model, text, routing=False, losses=losses[name])) for name, text in texts.items()]
+        cost = cost_between(*((text, losses[name]) for name, text in texts.items()))
+        return {
+            "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
+            "caption": cost and f"On untouched words, the attack changes the perplexity by {cost['words']}.",
+            "columns": ["", "perplexity", "of untouched words", "bits per byte"],
+            "rows": [[name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores],
+            "flags": [flag.summary() for flag in attack.flags],
+            "summary": {"attack": attack.summary(), **dict(scores), "cost": cost},
+        }
+
     @cached_property
     def _test(self) -> list[Document]:
         limit = self.recipe.data.test_bytes
@@ -316,26 +336,3 @@ def cost_between(clean: tuple[ScoredText, list[Tensor]], attacked: tuple[ScoredT
     before, after = (BlockLosses.of(torch.cat(losses), text.block[1:], count) for text, losses in (clean, attacked))
     cost = cost_of_attack(before, after)
     return None if cost is None else cost.summary()
-
-
-def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) -> AttackTable:
-    """Swap words for others of the vocabulary ("words") or for the papers' token ("generic"), or misspell them ("typos")."""
-    if not isinstance(task, TextTask):
-        raise ValueError(f"{kind} attacks texts, but this model's task is pictures: use fgsm, pgd, spsa or corruptions.")
-    with without_attack_warnings():
-        if kind == "typos":
-            attack = task.attacked_with(misspell, rate=rate, seed=seed)
-        else:
-            attack = task.swapped(GENERIC if kind == "generic" else None, rate=rate, seed=seed)
-    texts = dict(zip(("clean", kind), task.scored_texts(attack), strict=True))
-    losses: dict[str, list[Tensor]] = {name: [] for name in texts}
-    scores = [(name, score_text(model, text, routing=False, losses=losses[name])) for name, text in texts.items()]
-    cost = cost_between(*((text, losses[name]) for name, text in texts.items()))
-    return {
-        "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
-        "caption": cost and f"On untouched words, the attack changes the perplexity by {cost['words']}.",
-        "columns": ["", "perplexity", "of untouched words", "bits per byte"],
-        "rows": [[name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores],
-        "flags": [flag.summary() for flag in attack.flags],
-        "summary": {"attack": attack.summary(), **dict(scores), "cost": cost},
-    }

@@ -1,0 +1,150 @@
+"""Texts and pairs of texts as a classifier reads them: token ids, cut to a length, padded on the right in batches.
+
+A tokeniser of Hugging Face encodes a text or a pair with its own special tokens and token types. The other tokenisers have
+none: the two texts of a pair are separated by the end token of a vocabulary, or by a newline between bytes.
+
+Too long pairs lose tokens of the longer text first, as in transformers (`longest_first`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.data.documents import Document
+from holdfast.data.tokenizers import HubTokenizer, Spans, Tokenizer, Vocabulary, failures
+
+NEWLINE = 10  # the byte
+
+
+@final
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The tokens of many texts, one after the other."""
+
+    tokens: Tensor  # (T,) int32
+    types: Tensor | None  # (T,) uint8: 0 for tokens of the first text of a pair, 1 for those of the second
+    ends: Tensor  # (n,) int64: where each text ends; on the CPU, also where a model is built on another device
+    pad: int
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(n,) int64: the number of tokens of each text."""
+        return torch.diff(self.ends, prepend=self.ends.new_zeros(1))
+
+    def batch(self, numbers: Sequence[int] | Tensor, width: int | None = None) -> dict[str, Tensor]:
+        """Return some texts as inputs of a model, padded to `width` tokens, by default to the longest of them."""
+        chosen = torch.as_tensor(numbers, dtype=torch.int64, device="cpu")
+        lengths = self.lengths[chosen]
+        columns = torch.arange(int(lengths.max()) if width is None else width, device="cpu")
+        mask = columns < lengths.unsqueeze(1)
+        places = torch.where(mask, (self.ends[chosen] - lengths).unsqueeze(1) + columns, 0)
+        found = {
+            "input_ids": torch.where(mask, self.tokens[places].long(), self.pad),
+            "attention_mask": mask.long(),
+        }
+        if self.types is not None:
+            found["token_type_ids"] = torch.where(mask, self.types[places].long(), 0)
+        return found
+
+
+@final
+class PairEncoder:
+    """Encodes texts and pairs with a tokeniser of `data.tokenizers`.
+
+    length  most tokens of a text or pair, with special tokens
+    types   whether the model reads token types
+    """
+
+    is_fast = True  # it gives the places of tokens in a text; with `__call__`, an audit uses it like one of transformers
+
+    def __init__(self, tokenizer: Tokenizer, length: int, *, pad: int, types: bool = False) -> None:
+        self.tokens, self.length, self.pad, self.types = tokenizer, length, pad, types
+        self.pad_token_id = pad
+
+    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> EncodedTexts:
+        """Return the tokens of all texts, or of all pairs."""
+        if isinstance(self.tokens, HubTokenizer):
+            rows, types = self._encode_with_hub(self.tokens, texts, pairs)
+        else:
+            pieces = [self.tokens.encode(text).tolist() for text in texts]
+            seconds: Sequence[list[int] | None] = [None] * len(texts)
+            if pairs is not None:
+                seconds = [self.tokens.encode(pair).tolist() for pair in pairs]
+            rows = [self._joined(*both) for both in zip(pieces, seconds, strict=True)]
+            types = None
+        ends = torch.from_numpy(np.cumsum([len(row) for row in rows], dtype=np.int64))
+        return EncodedTexts(_flat(rows, torch.int32), None if types is None else _flat(types, torch.uint8), ends, self.pad)
+
+    def _encode_with_hub(
+        self, tokenizer: HubTokenizer, texts: Sequence[str], pairs: Sequence[str] | None
+    ) -> tuple[list[list[int]], list[list[int]] | None]:
+        with failures(f"the tokeniser of {tokenizer.name} failed on a text"):
+            found = tokenizer.tokenizer(
+                list(texts),
+                None if pairs is None else list(pairs),
+                truncation=True,
+                max_length=self.length,
+                return_token_type_ids=self.types,
+                verbose=False,
+            )
+        rows: list[list[int]] = found["input_ids"]
+        if not all(rows):
+            raise ValueError(f"the tokeniser of {tokenizer.name} makes no tokens from {texts[rows.index([])]!r}.")
+        return rows, found["token_type_ids"] if self.types else None
+
+    def _joined(self, first: list[int], second: list[int] | None, length: int | None = None) -> list[int]:
+        """Return the tokens of a text, or of a pair with a separator, cut to the length."""
+        most = self.length if length is None else min(length, self.length)
+        end = self.tokens.end
+        first = _without_end(first, end)
+        if second is None:
+            return first[:most]
+        second = _without_end(second, end)
+        room = most - 1
+        while len(first) + len(second) > room:
+            surplus = len(first) + len(second) - room
+            longer = first if len(first) > len(second) else second
+            del longer[-min(surplus, max(1, abs(len(first) - len(second)))) :]
+        return [*first, NEWLINE if end is None else end, *second]
+
+    def __call__(self, text: str, pair: str | None = None, **options: Any) -> dict[str, Any]:
+        """Return the token ids of one text or pair, as a tokeniser of transformers does, and the spans of its first text.
+
+        Of the `options` of transformers' tokenisers, only `max_length` has an effect: there are no special tokens.
+        """
+        first, second = self.tokens.encode(text).tolist(), None if pair is None else self.tokens.encode(pair).tolist()
+        row = self._joined(first, second, options.get("max_length"))
+        spans = self._spans(text)[: min(len(first), len(row))]  # `first` lost what was cut from a pair
+        rest = [(0, 0)] * (len(row) - len(spans))
+        return {"input_ids": row, "offset_mapping": [*map(tuple, spans.tolist()), *rest]}
+
+    def _spans(self, text: str) -> Spans:
+        """Return the characters of each token of the first text; the ends of a text are not tokens here."""
+        found = self.tokens.spans(Document("text", text.encode("utf-8", "replace")), first=True)
+        return found[found[:, 0] < found[:, 1]] if isinstance(self.tokens, Vocabulary) else found
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return 0 if isinstance(self.tokens, Vocabulary) else None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokens.decode(list(ids))
+
+
+def _without_end(tokens: list[int], end: int | None) -> list[int]:
+    """Remove the end tokens after a text, in place: a vocabulary of lines puts one after every line."""
+    while tokens and tokens[-1] == end:
+        tokens.pop()
+    return tokens
+
+
+def _flat(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
+    joined = np.fromiter((number for row in rows for number in row), dtype=np.int64)
+    return torch.from_numpy(joined).to(dtype)

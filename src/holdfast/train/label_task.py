@@ -1,0 +1,382 @@
+"""Texts and pairs of texts to classify or to score: examples for training, validation and testing, clean and attacked.
+
+The metric is a metric of labels (`metrics.labels`), by default the one that the data are usually scored by. Routers are
+compared by its error, 100 (1 - metric), in points: for accuracy this is the share of wrong classes in percent. A metric that
+is not defined, as a correlation with constant predictions, gives NaN and a reason.
+
+An attack changes words of the test texts; the labels stay. Besides the metric it has the share of predictions that change,
+and the difference to the clean texts with a 95% interval over examples, paired by example.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from holdfast.attacks import GENERIC, AttackedText, misspell, swap_words, swappable, words_in
+from holdfast.data import Corpus, Document, LabelledText, Order, TextSet, Tokenizer, text_set, tokenizer
+from holdfast.data.documents import WORD_SPLITTERS
+from holdfast.data.encoded_texts import EncodedTexts, PairEncoder
+from holdfast.data.tokenizers import HubTokenizer, Vocabulary
+from holdfast.errors import unknown_name
+from holdfast.hub import trace
+from holdfast.hub.tracing import require_positions
+from holdfast.metrics.labels import LABEL_METRICS, label_metrics, metric_difference, metric_interval
+from holdfast.train.recipe import Recipe
+from holdfast.train.start import padding_token, start_model, start_tokenizer
+from holdfast.train.task import (
+    AttackTable,
+    Examples,
+    Inputs,
+    Measure,
+    Task,
+    first_experts,
+    forward,
+    routing_metrics,
+    without_attack_warnings,
+)
+
+ATTACK_SEED = 0
+PROBE_TOKENS = 2048  # with padding, rounded up to whole texts
+VIEW_TOKENS = 160
+VALIDATION_TEXTS = 4096  # at most
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}  # when scoring; at least one text
+ROUNDED_TO = 8  # tokens: the width of training batches is a multiple of this
+
+Values = npt.NDArray[Any]
+
+
+@final
+class LabelTask(Task):
+    """The labelled texts of a recipe.
+
+    folder      where named sources are searched for
+    known       an existing tokeniser to use instead of making one
+    classes     of a trained model, in the order of its outputs; () if it predicts a number
+    test_only   all rows of a single file are the test split: the model is not trained
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path | None = None,
+        *,
+        known: Tokenizer | None = None,
+        classes: Sequence[str] | None = None,
+        test_only: bool = False,
+    ) -> None:
+        self.recipe = recipe
+        part = recipe.data
+        wanted = None if part.metric is None else _known_metric(part.metric).numbers or None
+        self.text_set: TextSet = text_set(
+            part.source,
+            folder=folder,
+            text=part.text,
+            pair=part.pair,
+            label=part.label,
+            regression=wanted,
+            classes=classes,
+            test_only=test_only,
+        )
+        self.metric: str = _fitting_metric(part.metric or self.text_set.metric, self.text_set)
+        self.tokenizer: Tokenizer = known or self._tokenizer()
+        pad = padding_token(self.tokenizer)
+        self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
+
+    def _tokenizer(self) -> Tokenizer:
+        part = self.recipe.data
+        own = start_tokenizer(self.recipe.model, part.tokens)
+        if own is not None:
+            return own
+        name = part.tokens or "words"
+        texts = [document for row in self.text_set.texts("train") for document in _documents(row)]
+        training = Corpus(self.text_set.name, self.text_set.about, {"train": texts})
+        return tokenizer(training, name, size=part.vocabulary if name in WORD_SPLITTERS else None)
+
+    def _reads_token_types(self) -> bool:
+        """Return whether pairs are marked by token types: their tokeniser makes them, and the model has weights for them."""
+        if not isinstance(self.tokenizer, HubTokenizer) or not self.text_set.has_pairs:
+            return False
+        if "token_type_ids" not in self.tokenizer.tokenizer.model_input_names:
+            return False
+        if self.recipe.model.family is None:
+            return True  # a checkpoint has its own tokeniser
+        import transformers
+
+        config = transformers.AutoConfig.for_model(self.recipe.model.family, **self.recipe.model.config)
+        return int(getattr(config, "type_vocab_size", 0) or 0) > 1
+
+    @property
+    def measure(self) -> Measure:
+        metric, token = LABEL_METRICS[self.metric], self.attack.options.get("token", "other words")
+        attack = f"a swap of {self.attack.realised:.1%} of the words for {token}"
+        if self.metric == "accuracy":
+            return Measure("error, %", "share of test texts that are classified wrongly, in percent", attack)
+        return Measure(f"1 - {metric.name}, %", f"100 (1 - {metric.name}) on the test texts; {metric.about}", attack)
+
+    def describe(self) -> dict[str, Any]:
+        return {"data": self.text_set.describe(), "attack": self.attack.summary()}
+
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer.describe(), "classes": list(self.text_set.classes)}
+
+    def initial_model(self) -> Any:
+        classes = self.text_set.classes
+        names = dict(enumerate(classes)) if classes else {0: "LABEL_0"}
+        kind = "single_label_classification" if classes else "regression"
+        given = {"vocab_size": len(self.tokenizer), "pad_token_id": self.encoder.pad}
+        model = start_model(self.recipe.model, "labels", id2label=names, problem_type=kind, **given)
+        require_positions(model, self.width)
+        # Heads of most families compute a mean over the texts of a micro-batch, whatever number of labels they are told.
+        model.accepts_loss_kwargs = False
+        return model
+
+    def encoded(self, rows: Sequence[LabelledText], texts: Sequence[str] | None = None) -> EncodedTexts:
+        """Return the tokens of some examples, or of attacked versions of their `texts` (`flat_texts`)."""
+        flat = flat_texts(rows) if texts is None else list(texts)
+        return self.encoder.encode(flat[: len(rows)], flat[len(rows) :] or None)
+
+    @cached_property
+    def training(self) -> EncodedTexts:
+        return self.encoded(self.text_set.texts("train"))
+
+    @cached_property
+    def width(self) -> int:
+        """The number of tokens that training texts are padded to: one for all batches, so that a step can be captured."""
+        longest = int(self.training.lengths.max())
+        return min(self.recipe.data.length, -(-longest // ROUNDED_TO) * ROUNDED_TO)
+
+    def examples(self, seed: int) -> Examples:
+        training, labels = self.recipe.training, self.labels("train")
+        order = Order(len(self.training), training.batch * training.accumulate, seed)
+        return Examples(order, lambda numbers: self._inputs(self.training, labels, numbers), training.steps)
+
+    def validation(self) -> Dataset[Inputs]:
+        rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
+        encoded, labels = self.encoded(rows), self.labels("valid")[:VALIDATION_TEXTS]
+        return _Texts(len(rows), lambda numbers: self._inputs(encoded, labels, numbers))
+
+    def labels(self, split: str) -> Tensor:
+        """Return (n,): the classes of a split, int64, or the numbers to predict, float32."""
+        values = [row.label for row in self.text_set.texts(split)]
+        return torch.tensor(values, dtype=torch.float32 if self.text_set.is_regression else torch.int64)
+
+    def _inputs(self, encoded: EncodedTexts, labels: Tensor, numbers: Tensor) -> Inputs:
+        return {**encoded.batch(numbers, self.width), "labels": labels[numbers]}
+
+    def token_counts(self) -> Tensor:
+        return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))
+
+    @cached_property
+    def attack(self) -> AttackedText:
+        """The test texts with words swapped as the recipe says: the same attacked texts for every router."""
+        with without_attack_warnings():
+            return self.swapped(self.recipe.attack.token)
+
+    def swapped(self, token: str | None = None, **options: Any) -> AttackedText:
+        """Return the test texts with words swapped for `token`, or by default for other words of the test texts."""
+        texts = flat_texts(self.text_set.texts("test"))
+        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None  # others can encode every word
+        words = swappable(known) if known else words_in(texts)
+        if token is not None or len({word.lower() for word in words}) < 2:  # no other word can be swapped in
+            return self.attacked_with(swap_words, token=token or GENERIC, **options)
+        return self.attacked_with(swap_words, words=words, **options)
+
+    def attacked_with(
+        self, attack: Callable[..., AttackedText], *, rate: float | None = None, seed: int = ATTACK_SEED, **options: Any
+    ) -> AttackedText:
+        """Return the test texts under an attack, by default at the recipe's rate."""
+        texts = flat_texts(self.text_set.texts("test"))
+        return attack(texts, rate=self.recipe.attack.rate if rate is None else rate, seed=seed, **options)
+
+    def score(self, model: Any) -> dict[str, Any]:
+        rows = self.text_set.texts("test")
+        clean, predicted = self._scored(model, self.encoded(rows), "test", routing=True)
+        found: dict[str, Any] = {"clean": {**clean, **self._against_majority(predicted)}}
+        for split in self.text_set.other_tests:
+            found["clean"].setdefault("other_tests", {})[split] = self._scored(
+                model, self.encoded(self.text_set.texts(split)), split
+            )[0]
+        attacked, changed = self._scored(model, self.encoded(rows, self.attack.texts), "test", routing=True)
+        found["attacked"] = {**attacked, **self._changes(predicted, changed)}
+        if self.recipe.attack.rate:
+            with without_attack_warnings():
+                texts = self.attacked_with(misspell).texts
+            typos, changed = self._scored(model, self.encoded(rows, texts), "test")
+            found["trials"] = {"typos": {**typos, **self._changes(predicted, changed)}}
+        return found
+
+    def inputs_to_score(self) -> int:
+        others = sum(len(self.text_set.texts(split)) for split in self.text_set.other_tests)
+        return others + len(self.text_set.texts("test")) * (3 if self.recipe.attack.rate else 2)
+
+    def _scored(
+        self, model: Any, encoded: EncodedTexts, split: str, *, routing: bool = False
+    ) -> tuple[dict[str, Any], Values]:
+        """Return the score of a model on some texts, and its predictions."""
+        predicted, measured = predict(model, encoded, routing=routing)
+        labels = self.labels(split).numpy()
+        metrics = label_metrics(predicted, labels, classes=len(self.text_set.classes))
+        found: dict[str, Any] = {"figure": 100 * (1 - metrics[self.metric]), **metrics, "examples": len(labels)}
+        if math.isnan(found["figure"]):
+            found["undefined"] = (
+                f"{LABEL_METRICS[self.metric].name} is not defined: all predictions or all labels are equal."
+            )
+        return {**found, **measured}, predicted
+
+    def _against_majority(self, predicted: Values) -> dict[str, Any]:
+        """Return the interval of the figure, and of its difference to always predicting the most frequent class of train."""
+        labels = self.labels("test").numpy()
+        found: dict[str, Any] = {}
+        interval = metric_interval(self.metric, predicted, labels)
+        if interval is not None:
+            found["interval"] = {"low": 100 * (1 - interval[1]), "high": 100 * (1 - interval[0])}
+        if not self.text_set.is_regression:
+            usual = Counter(row.label for row in self.text_set.splits.get("train", self.text_set.texts("test")))
+            constant = np.full_like(labels, int(usual.most_common(1)[0][0]))
+            change = metric_difference(self.metric, predicted, constant, labels)
+            found["majority"] = {
+                "figure": 100 * (1 - label_metrics(constant, labels, classes=len(self.text_set.classes))[self.metric]),
+                "below": None if change is None else _as_figure(change.summary()),
+            }
+        return found
+
+    def _changes(self, before: Values, after: Values) -> dict[str, Any]:
+        """Return how an attack changes predictions, and the difference of the figure, paired by example."""
+        change = metric_difference(self.metric, before, after, self.labels("test").numpy())
+        paired = {"paired": None if change is None else _as_figure(change.summary())}
+        if self.text_set.is_regression:
+            return {"mean_change": float(np.abs(after - before).mean()), **paired}
+        return {"changed": float((after != before).mean()), **paired}
+
+    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
+        """Swap words for others ("words") or for the papers' token ("generic"), or misspell them ("typos")."""
+        with without_attack_warnings():
+            if kind == "typos":
+                attack = self.attacked_with(misspell, rate=rate, seed=seed)
+            else:
+                attack = self.swapped(GENERIC if kind == "generic" else None, rate=rate, seed=seed)
+        rows = self.text_set.texts("test")
+        clean, before = self._scored(model, self.encoded(rows), "test")
+        attacked, after = self._scored(model, self.encoded(rows, attack.texts), "test")
+        attacked |= self._changes(before, after)
+        names = [name for name in LABEL_METRICS if name in clean]
+        changed = attacked.get("changed", attacked.get("mean_change"))
+        what = "mean change of a prediction" if self.text_set.is_regression else "share of predictions that change"
+        paired = attacked["paired"]
+        return {
+            "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
+            "caption": paired and f"The attack changes the {self.measure.name.partition(',')[0]} by {paired['words']}.",
+            "columns": ["", self.measure.name, *(LABEL_METRICS[name].name for name in names), what],
+            "rows": [
+                ["clean", clean["figure"], *(clean[name] for name in names), ""],
+                [kind, attacked["figure"], *(attacked[name] for name in names), changed],
+            ],
+            "flags": [flag.summary() for flag in attack.flags],
+            "summary": {"attack": attack.summary(), "clean": clean, kind: attacked},
+        }
+
+    def probe(self) -> Inputs:
+        encoded = self.encoded(self.text_set.texts("test")[:PROBE_TOKENS])
+        width = int(encoded.lengths.max())
+        return encoded.batch(range(min(len(encoded), -(-PROBE_TOKENS // width))))
+
+    def view(self, model: Any) -> Mapping[str, Any]:
+        encoded = self.encoded(self.text_set.texts("test")[:VIEW_TOKENS])
+        count = max(1, int((encoded.ends <= VIEW_TOKENS).sum()))
+        inputs = encoded.batch(range(count))
+        with torch.no_grad(), trace(model) as routes:
+            forward(model, inputs)
+        real = inputs["attention_mask"].flatten().bool()
+        pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"].flatten()[real].tolist()]
+        if isinstance(self.tokenizer, Vocabulary):
+            pieces = [f"{piece} " for piece in pieces]
+        return {"kind": "text", "pieces": pieces, "experts": [layer[real].tolist() for layer in first_experts(routes)]}
+
+
+@final
+class _Texts(Dataset[Inputs]):
+    """The first `count` examples, fetched by their numbers."""
+
+    def __init__(self, count: int, fetch: Callable[[Tensor], Inputs]) -> None:
+        self.count, self.fetch = count, fetch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, places: list[int]) -> Inputs:
+        return self.fetch(torch.tensor(places))
+
+
+@torch.no_grad()
+def predict(model: Any, encoded: EncodedTexts, *, routing: bool = False) -> tuple[Values, dict[str, Any]]:
+    """Return the predicted class or number of each text, and with `routing` the metrics of the routers without padding.
+
+    Texts of similar length are in one batch, so that there is little padding. A text with NaN logits counts as a
+    class that no text has.
+    """
+    was_training = model.training
+    model.eval()
+    order = encoded.lengths.argsort(descending=True, stable=True)
+    budget = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"])
+    found: Tensor | None = None
+    measuring: AbstractContextManager[dict[str, Any]] = routing_metrics(model) if routing else nullcontext({})
+    start = 0
+    with measuring as measured:
+        while start < len(encoded):
+            count = max(1, budget // int(encoded.lengths[order[start]]))
+            numbers = order[start : start + count]
+            logits = forward(model, encoded.batch(numbers)).logits.float().cpu()
+            best = logits[:, 0] if logits.shape[1] == 1 else _best_class(logits)
+            found = best.new_empty(len(encoded)) if found is None else found
+            found[numbers] = best
+            start += count
+    model.train(was_training)
+    assert found is not None
+    return found.numpy(), measured
+
+
+def _best_class(logits: Tensor) -> Tensor:
+    return torch.where(logits.isnan().any(1), logits.shape[1], logits.argmax(1))
+
+
+def flat_texts(rows: Sequence[LabelledText]) -> list[str]:
+    """Return the texts of some examples, followed by their pairs if they have any."""
+    return [row.text for row in rows] + [row.pair for row in rows if row.pair is not None]
+
+
+def _documents(row: LabelledText) -> list[Document]:
+    return [Document("text", text.encode("utf-8", "replace")) for text in (row.text, row.pair) if text is not None]
+
+
+def _as_figure(metric: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a difference of a metric as one of the figure, which is lower if the metric is higher."""
+    mean, low, high = (None if metric[key] is None else -metric[key] for key in ("mean", "high", "low"))
+    interval = "no interval" if low is None else f"95% interval {low:+.2f} to {high:+.2f}, {metric['examples']} examples"
+    return {"mean": mean, "low": low, "high": high, "words": f"{mean:+.2f} points ({interval})"}
+
+
+def _known_metric(name: str) -> Any:
+    if name not in LABEL_METRICS:
+        raise ValueError(f"data.metric: {unknown_name('metric of labels', name, LABEL_METRICS)}")
+    return LABEL_METRICS[name]
+
+
+def _fitting_metric(name: str, texts: TextSet) -> str:
+    """Return the name of a metric; raise ValueError if it does not fit the labels."""
+    metric = _known_metric(name)
+    if metric.numbers != texts.is_regression:
+        kind = "numbers to predict" if texts.is_regression else "classes"
+        raise ValueError(f"data.metric is {name}, and the labels of {texts.name} are {kind}; choose another metric.")
+    if metric.two_classes and len(texts.classes) != 2:
+        raise ValueError(f"data.metric is {name}, which is for two classes, and {texts.name} has {len(texts.classes)}.")
+    return name
