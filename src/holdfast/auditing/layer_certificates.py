@@ -12,11 +12,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.auditing.batches import audit_batches
 from holdfast.auditing.forwards import Observation, observe
 from holdfast.auditing.model_and_data import (
     AuditedModel,
     TextEncoder,
-    audit_batches,
     evaluation_mode,
     resident,
     weights_in_dtype,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from holdfast.attacks import AttackedText, AttackWarning, attack_routes, misspell, swap_words, words_in
 from holdfast.attacks.threat import derived_seed
+from holdfast.auditing.batches import labelled_batch
 from holdfast.auditing.forwards import ForwardComparison, Observation, Rows, observe
 from holdfast.auditing.layer_certificates import DTYPES, call_in_dtype, rounded, route_again
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, weights_in_dtype
@@ -191,6 +192,8 @@ class ExtraPadding(Perturbation):
             return "the inputs contain more than tokens and their mask, and an audit cannot pad the others."
         if not audited.takes_positions and self.side == "left":
             return "the model's forward takes no position_ids, so padding on the left would change every token's position."
+        if audited.pools_first_token and self.side == "left":
+            return "the model classifies a text by its first token, which would be padding."
         return None
 
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
@@ -259,7 +262,7 @@ class WordChanges(Perturbation):
             changed = self.encoder.batch(batch.number, attacked.texts, self.length)
         else:  # of a pair, only the first text is changed
             examples = [replace(one, text=text) for one, text in zip(batch.examples, attacked.texts, strict=True)]
-            changed = self.encoder.labelled_batch(batch.number, examples, self.length, classes=audited.classes)
+            changed = labelled_batch(self.encoder, batch.number, examples, self.length, classes=audited.classes)
         first, second = aligned_rows(batch, changed, attacked)
         device = clean.layers[0].tokens.device
         rows: Rows = (first.to(device), second.to(device))

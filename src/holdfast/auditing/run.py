@@ -10,6 +10,7 @@ from typing import Any, final
 
 from holdfast.attacks.threat import check_budget, check_rate, check_seed
 from holdfast.auditing.baseline import Baseline
+from holdfast.auditing.batches import audit_batches
 from holdfast.auditing.forwards import ForwardComparison, observe
 from holdfast.auditing.layer_certificates import DTYPES
 from holdfast.auditing.model_and_data import (
@@ -17,7 +18,6 @@ from holdfast.auditing.model_and_data import (
     AuditedModel,
     Checksum,
     TextEncoder,
-    audit_batches,
     check_size,
     evaluation_mode,
     resident,

@@ -40,7 +40,11 @@ class Evaluate:
         model, task = self.test_data.load(self.model, self.loading)
         with forwards(model, f"scoring {self.model}", task.inputs_to_score()):
             found = without_nan(task.score(model))
-        print_scores(self.model, {key: found[key] for key in ("clean", "attacked")} | found.get("trials", {}), task)
+        others = found["clean"].get("other_tests", {})
+        print_scores(
+            self.model, {"clean": found["clean"], **others, "attacked": found["attacked"], **found.get("trials", {})}, task
+        )
+        print_certainty(found)
         print_routing(found["clean"].get("routing"))
         stored = {"model": self.model, **task.describe(), "measure": asdict(task.measure), "versions": versions(), **found}
         write_out(self.out, stored)
@@ -50,6 +54,8 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     """Print the scores as a table with a row for the clean data and for each attack."""
     from rich.table import Table
 
+    from holdfast.metrics.labels import LABEL_METRICS
+
     measure = task.measure
     table = Table(title=title, caption=f"{measure.long}; attacked: under {measure.attack}. Lower is better.")
     columns = {
@@ -57,6 +63,9 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
         measure.name: "figure",
         "of untouched words": "figure_of_kept",
         "bits per byte": "bits_per_byte",
+        **{metric.name: name for name, metric in LABEL_METRICS.items()},
+        "predictions changed": "changed",
+        "mean change of a prediction": "mean_change",
     }
     shown = {name: key for name, key in columns.items() if key is None or any(key in score for score in scores.values())}
     for name in shown:
@@ -65,6 +74,18 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
         figures = (score.get(key) for key in shown.values() if key is not None)
         table.add_row(name, *("" if figure is None else f"{figure:.4f}" for figure in figures))
     show(table)
+
+
+def print_certainty(found: dict[str, Any]) -> None:
+    """Print how certain the scores of a classifier of texts are, over its test texts; nothing for other tasks."""
+    clean, attacked = found["clean"], found["attacked"]
+    if "undefined" in clean:
+        print(f"Clean texts: {clean['undefined']}")
+    if (below := clean.get("majority", {}).get("below")) is not None:
+        usual = clean["majority"]["figure"]
+        print(f"Always predicting the most frequent class has {usual:.2f}, more than the model by {below['words']}.")
+    if attacked.get("paired") is not None:
+        print(f"The attack changes the figure by {attacked['paired']['words']}.")
 
 
 def print_routing(routing: dict[str, Any] | None) -> None:

@@ -27,11 +27,12 @@ from holdfast.data.labelled_texts import (
     TextSet,
     file_and_columns,
     find_splits,
-    from_path,
+    labelled_splits,
     make_set,
     read_rows,
     read_table,
 )
+from holdfast.data.saved_datasets import saved_splits
 from holdfast.data.text_files import is_table
 from holdfast.data.text_sources import python_topics, without_repeated_paragraphs
 from holdfast.errors import unknown_name
@@ -230,12 +231,38 @@ def text_set(
             if isinstance(name, Path) or os.sep in name or is_table(path):
                 raise ValueError(f"{path} does not exist; labelled texts are a folder, or a .csv, .tsv or .jsonl file.")
             raise ValueError(unknown_name("source of labelled texts", name, text_sets()))
-        about, rows = from_path(path, columns, test_only=test_only)
+        about, rows = _from_path(path, columns, test_only=test_only)
         how = {"regression": regression, "classes": classes}
         found = make_set(unpacked_name(path.resolve()), about, rows, place=str(path), **how)  # type: ignore[arg-type]
     for split in SPLITS if classes is None else ("test",):
         found.texts(split)
     return found
+
+
+def _folder_tables(folder: Path) -> dict[str, Table]:
+    """Return the table of each split in a folder of tables, or in one that `datasets` wrote."""
+    saved = saved_splits(folder)
+    if saved is not None:
+        return saved
+    paths = find_splits(folder)
+    if "train" not in paths and "test" not in paths:
+        raise ValueError(
+            f"{folder} has no train.csv, train.tsv or train.jsonl (plain, .gz or .xz), and `datasets` did not write it."
+        )
+    return {split: read_table(path) for split, path in paths.items()}
+
+
+def _from_path(path: Path, columns: Columns, *, test_only: bool) -> tuple[str, dict[str, list[Row]]]:
+    """Return what a file or folder is, and its rows by split; with `test_only`, all rows of a single file are the test."""
+    name = path.resolve().name
+    if path.is_dir():
+        tables = _folder_tables(path)
+        rows = {split: read_rows(table, columns, labelled=split == "train") for split, table in tables.items()}
+        if test_only:
+            return f"the labelled texts of {name}", {"test": next(iter(labelled_splits(rows).values()))}
+        return f"the labelled texts of {name}", rows
+    rows = {"test" if test_only else "train": read_rows(read_table(path), columns)}
+    return f"the labelled texts of {name}" + ("" if test_only else ", split by row"), rows
 
 
 def _known_set(name: str, folder: str | Path | None, regression: bool | None, classes: Sequence[str] | None) -> TextSet:

@@ -211,35 +211,7 @@ def find_splits(folder: Path) -> dict[str, Path]:
     return {split: path for split, path in found.items() if path is not None}
 
 
-def folder_tables(folder: Path) -> dict[str, Table]:
-    """Return the table of each split in a folder of tables, or in one that `datasets` wrote."""
-    from holdfast.data.saved_datasets import saved_splits
-
-    saved = saved_splits(folder)
-    if saved is not None:
-        return saved
-    paths = find_splits(folder)
-    if "train" not in paths and "test" not in paths:
-        raise ValueError(
-            f"{folder} has no train.csv, train.tsv or train.jsonl (plain, .gz or .xz), and `datasets` did not write it."
-        )
-    return {split: read_table(path) for split, path in paths.items()}
-
-
-def from_path(path: Path, columns: Columns, *, test_only: bool) -> tuple[str, dict[str, list[Row]]]:
-    """Return what a file or folder is, and its rows by split; with `test_only`, all rows of a single file are the test."""
-    name = path.resolve().name
-    if path.is_dir():
-        tables = folder_tables(path)
-        rows = {split: read_rows(table, columns, labelled=split == "train") for split, table in tables.items()}
-        if test_only:
-            return f"the labelled texts of {name}", {"test": next(iter(_labelled(rows).values()))}
-        return f"the labelled texts of {name}", rows
-    rows = {"test" if test_only else "train": read_rows(read_table(path), columns)}
-    return f"the labelled texts of {name}" + ("" if test_only else ", split by row"), rows
-
-
-def _labelled(rows: Mapping[str, list[Row]]) -> dict[str, list[Row]]:
+def labelled_splits(rows: Mapping[str, list[Row]]) -> dict[str, list[Row]]:
     """Return the splits that have labels, test first; a split in which no row has one is left out."""
     found = {split: rows[split] for split in ("test", "valid", "train", *rows) if split in rows}
     return {split: own for split, own in found.items() if any(row.label not in (None, HIDDEN) for row in own)}
@@ -260,7 +232,7 @@ def make_set(
     regression      whether labels are numbers to predict; None: decided by the labels
     classes         of a trained model, in the order of its outputs, that all labels must be of; none of them for regression
     """
-    splits = _labelled(rows)
+    splits = labelled_splits(rows)
     for split, own in splits.items():
         missing = next((row.line for row in own if row.label is None), None)
         if missing is not None:

@@ -16,6 +16,7 @@ from holdfast.report.plots import plots
 from holdfast.report.stored_comparison import NAME, Cell, Difference, Layer, Measure, Results, Row
 
 COST = "cost of the attack on untouched words"
+CHANGED = "predictions that the attack changes"
 NONE = "\u2013"
 MARKS = "●◆■▲▼✚✖★"  # in the order of plot_data.SYMBOLS
 
@@ -240,6 +241,7 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
             "difference, attacked": attacked,
             **{column: decimal(mean_of(cells, read)) for column, read in untouched.items()},
             **({COST: row.cost.words if row.cost else NONE} if costs else {}),
+            **({CHANGED: _percent(row.changed)} if any(one.changed is not None for one in results.rows) else {}),
             **({"difference to equal compute": _matched(row)} if matched else {}),
         }
 

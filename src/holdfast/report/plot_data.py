@@ -137,6 +137,9 @@ def every_attack_table(results: Results) -> Iterator[dict[str, str]]:
                 nats = [trial.cost.mean for cell in cells if (trial := cell.trials.get(name)) and trial.cost]
                 mean = mean_of([number for number in nats if number is not None], float)
                 columns[f"{name}, cost on untouched words"] = decimal(None) if mean is None else f"{rise(mean):+.2f}%"
+            changed = [trial.changed for cell in cells if (trial := cell.trials.get(name)) and trial.changed is not None]
+            if changed:
+                columns[f"{name}, predictions changed"] = f"{100 * sum(changed) / len(changed):.2f}%"
         yield columns
 
 

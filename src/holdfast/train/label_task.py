@@ -360,7 +360,7 @@ def _documents(row: LabelledText) -> list[Document]:
 
 def _as_figure(metric: Mapping[str, Any]) -> dict[str, Any]:
     """Return a difference of a metric as one of the figure, which is lower if the metric is higher."""
-    mean, low, high = (None if metric[key] is None else -metric[key] for key in ("mean", "high", "low"))
+    mean, low, high = (None if metric[key] is None else 0.0 - metric[key] for key in ("mean", "high", "low"))
     interval = "no interval" if low is None else f"95% interval {low:+.2f} to {high:+.2f}, {metric['examples']} examples"
     return {"mean": mean, "low": low, "high": high, "words": f"{mean:+.2f} points ({interval})"}
 
