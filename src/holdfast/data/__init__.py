@@ -8,6 +8,7 @@ from holdfast.data.documents import Document as Document
 from holdfast.data.documents import words as words
 from holdfast.data.images import Images as Images
 from holdfast.data.images import ImageSet as ImageSet
+from holdfast.data.images import PixelScaling as PixelScaling
 from holdfast.data.images import image_set as image_set
 from holdfast.data.images import image_sets as image_sets
 from holdfast.data.label_sources import text_set as text_set

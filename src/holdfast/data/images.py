@@ -40,6 +40,34 @@ CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 _UNSIGNED_BYTES = 0x08  # the type code of IDX files, the only one in use
 
 
+@final
+@dataclass(frozen=True)
+class PixelScaling:
+    """How a model reads pixels between 0 and 1: (pixel - mean) / std, for each channel or with one number for all."""
+
+    mean: tuple[float, ...] = (0.5,)  # to [-1, 1], the input range of vision models in transformers
+    std: tuple[float, ...] = (0.5,)
+
+    @classmethod
+    def from_lists(cls, mean: Any, std: Any) -> "PixelScaling":
+        """Return the scaling of untrusted lists; raise ValueError if they are not numbers, one of each for a channel."""
+        for values in (mean, std):
+            if not isinstance(values, list | tuple) or not values or not all(type(x) in (int, float) for x in values):
+                raise ValueError(f"pixels are scaled by a list of numbers, one for each channel, not by {values!r}.")
+        if len(mean) != len(std) or not all(0 < x < math.inf for x in std) or not all(map(math.isfinite, mean)):
+            raise ValueError(f"pixels cannot be scaled by the mean {mean} and the standard deviation {std}.")
+        return cls(tuple(map(float, mean)), tuple(map(float, std)))
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return (B,C,H,W) pixels as the model reads them."""
+        if len(self.mean) not in (1, pixels.shape[1]):
+            raise ValueError(f"images have {pixels.shape[1]} channels, and are scaled as images with {len(self.mean)}.")
+        if len(self.mean) == 1:
+            return (pixels - self.mean[0]) / self.std[0]
+        mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (pixels - mean) / std
+
+
 class Images(ABC):
     """Images of one shape (channels, height, width), with labels (N,) int64 (abstract)."""
 

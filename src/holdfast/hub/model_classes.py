@@ -67,8 +67,15 @@ class ModifiedModel(SavesRouterState):
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         """Build the model with the changes that the config describes; their weights are loaded afterwards."""
-        super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
-        apply_saved_changes(self)
+        # Some families build their base model through an Auto class, from this config: it must be the unchanged one.
+        description = config.__dict__.pop("holdfast", None)
+        try:
+            super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
+        finally:
+            if description is not None:
+                config.holdfast = description
+        if description is not None:
+            apply_saved_changes(self)
 
     def _init_weights(self, module: Any) -> None:
         """Give the modules of a model that was built on `meta` their initial values."""

@@ -1,11 +1,12 @@
 """Images to classify: examples for training, validation and testing, clean and attacked.
 
 The metric is the error in percent: 100 (1 - correct / count). Pixels are between 0 and 1 here, and attacks have their budget
-in this range; a model of transformers reads them scaled to [-1, 1].
+in this range; a model reads them scaled to [-1, 1], or as the image processor of its checkpoint says (`PixelScaling`).
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, corrupt, fgsm, pgd, spsa
-from holdfast.data import Images, ImageSet, Order, image_set
+from holdfast.data import Images, ImageSet, Order, PixelScaling, image_set
 from holdfast.hub import trace
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.recipe import Recipe
-from holdfast.train.start import start_model
+from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
     AttackTable,
     Examples,
@@ -45,11 +46,16 @@ Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
 
 @final
 class ImageTask(Task):
-    """The images of a recipe. Named sources are searched for in `folder`."""
+    """The images of a recipe.
 
-    def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
+    folder    where named sources are searched for
+    scaling   how the model reads pixels; by default that of the recipe's checkpoint
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path | None = None, *, scaling: PixelScaling | None = None) -> None:
         self.recipe = recipe
         self.image_set: ImageSet = image_set(recipe.data.source, folder=folder, size=recipe.data.size)
+        self.scaling = start_scaling(recipe.model) if scaling is None else scaling
 
     @property
     def measure(self) -> Measure:
@@ -63,7 +69,8 @@ class ImageTask(Task):
         return {"data": self.image_set.describe(), "attack": {**how, "examples": len(self._attacked_numbers())}}
 
     def state(self) -> dict[str, Any]:
-        return {"classes": list(self.image_set.classes)}
+        scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
+        return {"classes": list(self.image_set.classes), **scaling}
 
     def initial_model(self) -> Any:
         channels, height, width = self.image_set.images("train").shape
@@ -88,10 +95,10 @@ class ImageTask(Task):
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training
         order = Order(len(images), training.batch * training.accumulate, seed)
-        return Examples(order, partial(_inputs, images), training.steps)
+        return Examples(order, partial(_inputs, images, self.scaling), training.steps)
 
     def validation(self) -> Dataset[Inputs]:
-        return _SomeImages(self.image_set.images("valid"), VALIDATION_IMAGES)
+        return _SomeImages(self.image_set.images("valid"), VALIDATION_IMAGES, self.scaling)
 
     def score(self, model: Any) -> dict[str, Any]:
         was_training = model.training
@@ -100,7 +107,7 @@ class ImageTask(Task):
         clean = self._clean(model, images)
         some = self._attacked_numbers()
         pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-        classify = classifier(model)
+        classify = classifier(model, self.scaling)
         given: dict[str, Any] = {"budget": budget, "batch": BATCH}
         with without_attack_warnings():
             strong = pgd(classify, pixels, labels, **given, steps=steps, seed=ATTACK_SEED)
@@ -117,14 +124,14 @@ class ImageTask(Task):
 
     def probe(self) -> Inputs:
         images = self.image_set.images("test")
-        return {"pixel_values": normalised(images.pixels(evenly_spaced(len(images), PROBE_IMAGES)))}
+        return {"pixel_values": self.scaling(images.pixels(evenly_spaced(len(images), PROBE_IMAGES)))}
 
     def view(self, model: Any) -> Mapping[str, Any]:
         images = self.image_set.images("test")
         numbers = evenly_spaced(len(images), VIEW_IMAGES)
         pixels = images.pixels(numbers)
         with torch.no_grad(), trace(model) as routes:
-            predicted = model(pixel_values=normalised(pixels).to(model.device)).logits.argmax(-1).cpu()
+            predicted = model(pixel_values=self.scaling(pixels).to(model.device)).logits.argmax(-1).cpu()
         layers = [_on_grid(experts.view(len(numbers), -1)) for experts in first_experts(routes)]
         side = max(layer.shape[-1] for layer in layers)
         layers = [_enlarged(layer, side) for layer in layers]  # later layers of Swin have larger patches
@@ -149,10 +156,11 @@ class ImageTask(Task):
     @torch.no_grad()
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
         correct = among_five = 0
+        classify = classifier(model, self.scaling)
         with routing_metrics(model) as routing:
             for start in range(0, len(images), BATCH):
                 numbers = range(start, min(start + BATCH, len(images)))
-                logits, labels = _logits(model, images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
+                logits, labels = classify(images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
                 correct += int(in_top_k(logits, labels).sum())
                 among_five += int(in_top_k(logits, labels, 5).sum())
         count = len(images)
@@ -163,21 +171,21 @@ class ImageTask(Task):
     def _routing(self, model: Any, pixels: Tensor) -> dict[str, Any]:
         with routing_metrics(model) as routing:
             for part in pixels.split(BATCH):
-                _logits(model, part)
+                classifier(model, self.scaling)(part)
         return routing
 
 
 class _SomeImages(Dataset[Inputs]):
     """At most `limit` images of a set, evenly spaced."""
 
-    def __init__(self, images: Images, limit: int) -> None:
-        self.images, self.numbers = images, evenly_spaced(len(images), limit)
+    def __init__(self, images: Images, limit: int, scaling: PixelScaling) -> None:
+        self.images, self.numbers, self.scaling = images, evenly_spaced(len(images), limit), scaling
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitems__(self, places: list[int]) -> Inputs:
-        return _inputs(self.images, torch.tensor([self.numbers[place] for place in places]))
+        return _inputs(self.images, self.scaling, torch.tensor([self.numbers[place] for place in places]))
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -186,23 +194,18 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
     return [place * count // wanted for place in range(wanted)]
 
 
-def _inputs(images: Images, numbers: Tensor) -> Inputs:
-    return {"pixel_values": normalised(images.pixels(numbers)), "labels": images.labels[numbers]}
+def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
+    return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels[numbers]}
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    """Scale from [0, 1] to [-1, 1], the input range of vision models in transformers."""
-    return (pixels - 0.5) / 0.5
-
-
-def classifier(model: Any) -> Classify:
+def classifier(model: Any, scaling: PixelScaling) -> Classify:
     """Return the function from pixels between 0 and 1 to logits that attacks need."""
-    return partial(_logits, model)
 
+    def classify(pixels: Tensor) -> Tensor:
+        logits: Tensor = model(pixel_values=scaling(pixels)).logits
+        return logits
 
-def _logits(model: Any, pixels: Tensor) -> Tensor:
-    logits: Tensor = model(pixel_values=normalised(pixels)).logits
-    return logits
+    return classify
 
 
 def error_percent(correct: int, count: int) -> float:
@@ -259,7 +262,7 @@ def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: in
     if not some:
         raise ValueError(f"examples is {examples}; attack at least 1 image.")
     pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-    classify = classifier(model)
+    classify = classifier(model, task.scaling)
     if kind == "corruptions":
         return _corruption_table(classify, pixels, labels, budget, seed)
     given: dict[str, Any] = {"budget": budget, "batch": BATCH}

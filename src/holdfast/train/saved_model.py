@@ -17,10 +17,11 @@ from holdfast.hub.install import specs_of
 from holdfast.hub.layers import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.routing.plugins import plugins_of
-from holdfast.train.image_task import ImageTask, evenly_spaced, normalised
+from holdfast.train.image_task import ImageTask, evenly_spaced
 from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.run_folder import WRITE_ERRORS, write_error
+from holdfast.train.start import scaling_from
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, PLUGINS, TASK, TaskRecord, is_trained, read_record
 from holdfast.train.text_task import TextTask
@@ -58,7 +59,7 @@ class TrainedModel:
             return TextTask(recipe, data, known=self.record.tokenizer())
         if recipe.task == "labels":
             return self._label_task(recipe, data)
-        task = ImageTask(recipe, data)
+        task = ImageTask(recipe, data, scaling=scaling_from(self.record.state))
         if list(task.image_set.classes) != self.record.state.get("classes"):
             raise ValueError(f"the classes of {task.image_set.name} are not those that this model was trained on.")
         return task
@@ -233,4 +234,4 @@ class AuditData:
         numbers = evenly_spaced(len(images), AUDIT_IMAGES)
         for start in range(0, len(numbers), AUDIT_BATCH):
             some = numbers[start : start + AUDIT_BATCH]
-            yield {"pixel_values": normalised(images.pixels(some)), "labels": images.labels[some]}
+            yield {"pixel_values": task.scaling(images.pixels(some)), "labels": images.labels[some]}

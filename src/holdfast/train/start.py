@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from holdfast.data import Tokenizer
+from holdfast.data import PixelScaling, Tokenizer
 from holdfast.data.tokenizers import Bytes, HubTokenizer, Vocabulary
 from holdfast.files import read_json
 from holdfast.hub.checkpoint import load_with_head, local_folder
@@ -183,24 +183,31 @@ def padding_token(tokenizer: Tokenizer) -> int:
     return 0  # the byte 0, which text does not contain
 
 
-def start_normalisation(part: ModelPart) -> tuple[list[float], list[float]] | None:
-    """Return mean and standard deviation by which the checkpoint's image processor scales each channel.
-
-    They are for pixels between 0 and 1. None: the recipe has no checkpoint, or the checkpoint no image processor.
-    """
+def start_scaling(part: ModelPart) -> PixelScaling:
+    """Return how the checkpoint's image processor scales pixels; to [-1, 1] for a new model or one without a processor."""
     if part.checkpoint is None:
-        return None
-    place = checkpoint_folder(part)
-    if not (place / PROCESSOR).is_file():
-        return None
-    check_files(place)
-    stored = read_json(place / PROCESSOR)
-    mean, std = (stored.get(name) for name in ("image_mean", "image_std")) if isinstance(stored, dict) else (None, None)
-    is_plain = isinstance(stored, dict) and stored.get("do_normalize", True) and stored.get("do_rescale", True)
-    lists = [value for value in (mean, std) if isinstance(value, list) and all(isinstance(x, int | float) for x in value)]
-    if not is_plain or len(lists) != 2 or len(lists[0]) != len(lists[1]) or not all(x > 0 for x in lists[1]):
-        raise ValueError(f"{place / PROCESSOR} does not scale pixels by a mean and a standard deviation of each channel.")
-    return [float(x) for x in lists[0]], [float(x) for x in lists[1]]
+        return PixelScaling()
+    place = Path(part.checkpoint)
+    if is_trained(place):
+        return scaling_from(read_record(place).state)
+    folder = local_folder(part.checkpoint)
+    if not (folder / PROCESSOR).exists():
+        return PixelScaling()
+    check_files(folder)
+    stored = read_json(folder / PROCESSOR)
+    if not isinstance(stored, dict) or not stored.get("do_rescale", True) or not stored.get("do_normalize", True):
+        raise ValueError(f"{folder / PROCESSOR} does not scale pixels by a mean and a standard deviation.")
+    return PixelScaling.from_lists(stored.get("image_mean"), stored.get("image_std"))
+
+
+def scaling_from(state: Mapping[str, Any]) -> PixelScaling:
+    """Return the scaling that the record of a trained model has; it is untrusted."""
+    stored = state.get("scaling")
+    if stored is None:
+        return PixelScaling()
+    if not isinstance(stored, dict):
+        raise ValueError("the record of this model is damaged: it does not say how pixels are scaled.")
+    return PixelScaling.from_lists(stored.get("mean"), stored.get("std"))
 
 
 def checkpoint_identity(part: ModelPart) -> dict[str, Any]:
