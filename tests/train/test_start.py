@@ -397,10 +397,10 @@ def images(checkpoint: str, changes: dict[str, Any] | None = None) -> Recipe:
     return load_recipe("vmoe-tiny", {**few, "model.checkpoint": checkpoint, **(changes or {})})
 
 
-def vit(folder: Path, **processor: Any) -> str:
+def vit(folder: Path, image_size: int = 8, **processor: Any) -> str:
     torch.manual_seed(2)
     sizes = {key: value for key, value in SIZES.items() if "key_value" not in key and "position" not in key}
-    config = transformers.ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **sizes)
+    config = transformers.ViTConfig(image_size=image_size, patch_size=2, num_channels=1, num_labels=10, **sizes)
     transformers.ViTForImageClassification(config).save_pretrained(folder)
     if processor:
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -439,6 +439,18 @@ def test_an_image_processor_that_is_not_understood_is_refused(
 
 
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
-    recipe = images(vit(tmp_path / "vit"), {"model.config.image_size": 16})
-    with pytest.raises(ValueError, match=r"reads images with 16 pixels per side, and the data have 8; set data\.size to 16"):
-        make_task(recipe).initial_model()
+    """Also of the family's usual size, which is not written to config.json."""
+    for size in (16, 224):
+        recipe = images(vit(tmp_path / str(size), image_size=size))
+        with pytest.raises(ValueError, match=rf"reads images with {size} pixels .* have 8; set data\.size to {size}"):
+            make_task(recipe).initial_model()
+
+
+def test_a_tokeniser_with_more_tokens_than_the_model_is_refused(words: Path, tmp_path: Path) -> None:
+    """Also than the family's usual number, which is not written to config.json."""
+    sizes = {**SIZES, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    assert model.config.vocab_size == 32_000
+    checkpoint = save(model, tmp_path / "llama", words=32_010)
+    with pytest.raises(ValueError, match="has 32,000 tokens, and the tokeniser has 32,010: it belongs to another model"):
+        make_task(recipe_from(checkpoint, words, {"sparse.experts": 2})).initial_model()
