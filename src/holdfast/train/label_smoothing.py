@@ -38,10 +38,15 @@ def smoothed_labels(model: nn.Module, smoothing: float) -> Iterator[None]:
 
 def smoothing_term(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
     """Return the mean over labels of l_y - mean_c l_c; with a `count`, the sum divided by it."""
-    if labels.is_floating_point():
-        raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
+    require_classes(labels)
     rows, classes = logits.float().flatten(0, -2), labels.flatten()
     in_use = classes != IGNORED_LABEL
     own = rows.gather(-1, classes.where(in_use, 0).unsqueeze(-1)).squeeze(-1)
     total = (own - rows.mean(-1)).where(in_use, 0.0).sum()
     return total / (in_use.sum() if count is None else count)
+
+
+def require_classes(labels: Tensor) -> None:
+    """Raise ValueError if the labels are numbers to be predicted, which cannot be smoothed."""
+    if labels.is_floating_point():
+        raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")

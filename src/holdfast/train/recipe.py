@@ -92,9 +92,9 @@ class DataPart:
     tokens: str | None = None
     vocabulary: Positive | None = 2000  # number of words; no value: every word
     length: Length = 64  # number of tokens in a block
-    train_tokens: Positive | None = None  # use only the first tokens of the training text
     test_bytes: Positive | None = None  # use only the first bytes of the test text
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
+    train_tokens: Positive | None = None  # use only the first tokens of the training text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from torch import nn
 from holdfast.hub.replacements import SparseLayer
 from holdfast.locking import locked, require_unlocked
 from holdfast.routing import Router
+from holdfast.train.label_smoothing import require_classes
 from holdfast.train.loop import Guard, Log, Tick, train_in_loop
 from holdfast.train.preflight import preflight
 from holdfast.train.put_router import put_router, starts_with_copies
@@ -130,6 +131,8 @@ def require_trainable(task: Task, seed: int) -> None:
     rate_factor(training, task.steps)
     if needs_validation(training):
         task.validation()
+    if training.label_smoothing:
+        require_classes(task.examples(seed).fetch(torch.tensor([0]))["labels"])
     if training.best_by == "figure" and type(task).held_out_figure is Task.held_out_figure:
         raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
 
