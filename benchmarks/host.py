@@ -34,7 +34,8 @@ from versions import versions
 import holdfast
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.step import TrainingStep, adamw, constant_with_warmup
+from holdfast.train.schedule import schedule_of
+from holdfast.train.step import TrainingStep, adamw
 
 NAMES = ("dense", "smoe", "symphony", "ac", "smooth", "similarity", "attention")
 QUEUED = 10
@@ -63,8 +64,7 @@ def model(shape: Shape, router: str, device: str) -> Any:
 def captured(made: Any, ids: Tensor) -> Callable[[], object]:
     """Return a step that is captured as in `holdfast compare`; it raises an error if that is not possible."""
     training = TrainingPart(steps=1, batch=len(ids), learning_rate=1e-4)
-    schedule = constant_with_warmup(training.learning_rate, 0)
-    step = CapturedStep(TrainingStep(made, adamw(made, training), schedule, 1, 1.0, "bf16"))
+    step = CapturedStep(TrainingStep(made, adamw(made, training), schedule_of(training, 1), 1, 1.0, "bf16"))
     batch = [{"input_ids": ids, "labels": ids}]
     for _ in range(5):
         step(batch)

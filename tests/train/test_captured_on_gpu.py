@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.routing import Router
 from holdfast.train.captured_step import FIRST_STEPS, CapturedStep
+from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.step import TrainingStep, adamw, constant_with_warmup
+from holdfast.train.schedule import schedule_of
+from holdfast.train.step import TrainingStep, adamw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -64,10 +66,9 @@ def batches(count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in found]
 
 
-def step_of(model: Any, *, accumulate: int = 1, precision: str = "fp32") -> TrainingStep:
-    training = TrainingPart(steps=STEPS, batch=SEQUENCES, learning_rate=1e-3, weight_decay=0.01)
-    schedule = constant_with_warmup(training.learning_rate, 10)
-    return TrainingStep(model, adamw(model, training), schedule, accumulate, 1.0, precision)
+def step_of(model: Any, *, accumulate: int = 1, precision: str = "fp32", **options: Any) -> TrainingStep:
+    training = TrainingPart(steps=STEPS, batch=SEQUENCES, learning_rate=1e-3, weight_decay=0.01, warmup=10, **options)
+    return TrainingStep(model, adamw(model, training), schedule_of(training, STEPS), accumulate, 1.0, precision)
 
 
 def train(step: Any, model: Any, data: list[Any], accumulate: int = 1) -> Tensor:
@@ -99,6 +100,30 @@ def test_fifty_replayed_steps_are_fifty_steps(kind: str) -> None:
     assert step.is_captured
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert differences(model, plain) == []
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_learning_rate_that_changes_at_every_step_reaches_replayed_steps(schedule: str) -> None:
+    """With smoothed labels, whose term is a part of the captured forward."""
+    data = batches(STEPS)
+    for batch in data:
+        batch["shift_labels"] = batch["labels"].roll(-1, 1)
+    plain, model, constant = build("smoe"), build("smoe"), build("smoe")
+    falling = step_of(plain, schedule=schedule, floor=0.1)
+    with smoothed_labels(plain, 0.1):
+        expected = train(falling, plain, data)
+    step = CapturedStep(step_of(model, schedule=schedule, floor=0.1))
+    with smoothed_labels(model, 0.1):
+        found = train(step, model, data)
+    assert step.is_captured and step.step.done == STEPS
+    rates = [falling.schedule(done) for done in range(STEPS)]
+    assert len(set(rates[10:])) == STEPS - 10
+    assert [float(group["lr"]) for group in step.step.optimizer.param_groups] == pytest.approx([rates[-1]] * 2, rel=1e-6)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert differences(model, plain) == []
+    with smoothed_labels(constant, 0.1):
+        train(CapturedStep(step_of(constant)), constant, data)
+    assert differences(constant, plain) != []
 
 
 @pytest.mark.parametrize("router", WAITING)

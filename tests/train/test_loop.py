@@ -26,6 +26,26 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of data, the ro
     "text, bf16, accumulated": ("text", "ac+smooth", {"training.precision": "bf16", "training.accumulate": 2}),
     "text, not clipped": ("text", "smoe", {"training.clip": 0.0}),
     "text, the best": ("text", "symphony", {"training.keep": "best", "training.learning_rate": 0.5, "training.steps": 8}),
+    "text, linear": ("text", "smoe", {"training.schedule": "linear", "training.floor": 0.1}),
+    "text, cosine, epochs": (
+        "text",
+        "smoe",
+        {"training.schedule": "cosine", "training.steps": None, "training.epochs": 0.5, "data.train_tokens": 900},
+    ),
+    "text, validated": ("text", "symphony", {"training.validate_every": 2}),
+    "text, validated, the best": (
+        "text",
+        "smoe",
+        {"training.validate_every": 2, "training.keep": "best", "training.learning_rate": 0.5, "training.steps": 8},
+    ),
+    "text, smoothed": ("text", "smoe", {"training.label_smoothing": 0.1, "training.accumulate": 2}),
+    "text, all losses": ("text", "smoe", {"losses": {"z": 0.1, "entropy": 0.1, "importance": 0.1, "load": 0.1}}),
+    "pictures, smoothed": ("pictures", "smoe", {"training.label_smoothing": 0.2, "training.schedule": "cosine"}),
+    "pictures, the best figure": (
+        "pictures",
+        "smoe",
+        {"training.keep": "best", "training.best_by": "figure", "training.validate_every": 1, "training.learning_rate": 0.2},
+    ),
     "text, noise": ("text", "smoe[noise=gaussian]", {}),
     "text, annealed": ("text", "smooth[anneal=true]", {}),
     "pictures": ("pictures", "smoe", {}),
@@ -57,7 +77,7 @@ def test_the_loop_and_the_trainer_give_the_same_numbers(
     ours, log = trained(task, router, tmp_path / "ours")
     theirs, expected = trained(task, router, tmp_path / "theirs", trainer=True)
     assert log == expected
-    assert len(log) >= task.recipe.training.steps and len({line["loss"] for line in log if "loss" in line}) > 2
+    assert len(log) >= task.steps and len({line["loss"] for line in log if "loss" in line}) > 2
     for name in ("log.jsonl", *(f"snapshots/{path.name}" for path in (tmp_path / "theirs" / "snapshots").iterdir())):
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text(), name
     assert ours.training == theirs.training

@@ -76,7 +76,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_from(checkpoint: str, source: Path, changes: dict[str, Any] | None = None) -> Recipe:
     few = {"training.steps": 3, "training.batch": 4, "data.length": 16, "attack.rate": 0.2, "data.test_bytes": 800}
-    sparse = {"sparse": {}, "data.tokens": None, "data.source": str(source)}
+    sparse: dict[str, Any] = {"sparse": {}, "data.tokens": None, "data.source": str(source)}
     return load_recipe("tiny", {**few, **sparse, "model.checkpoint": checkpoint, **(changes or {})})
 
 
@@ -155,14 +155,14 @@ def test_a_cell_keeps_the_state_of_its_router_unless_another_is_named(cell: Path
     assert len(graphs) == len(routers) == 2
     for graph, router in zip(graphs, routers, strict=True):
         assert torch.equal(router.snapshot()["graph"], graph) and bool((graph != torch.eye(8)).any())
-        assert router.losses.z == 0.5 and router.losses.balance == 0.01
+        assert router.losses == holdfast.Losses(z=0.5, balance=0.01)
     assert all(spec.losses["z"] == 0.5 for spec in specs_of(kept).values())
     assert kept.state_dict().keys() == before.state_dict().keys()
     assert all(torch.equal(value, kept.state_dict()[name]) for name, value in before.state_dict().items())
     for other in ("symphony[beta=0.5]", "smoe"):
         changed = built(recipe, other)
         for router, old in zip((m for m in changed.modules() if isinstance(m, Router)), routers, strict=True):
-            assert torch.equal(router.score.weight, old.score.weight)
+            assert torch.equal(router.score.get_parameter("weight"), old.score.get_parameter("weight"))
             assert "graph" not in router.snapshot() or torch.equal(router.snapshot()["graph"], torch.eye(8))
 
 
@@ -397,10 +397,10 @@ def images(checkpoint: str, changes: dict[str, Any] | None = None) -> Recipe:
     return load_recipe("vmoe-tiny", {**few, "model.checkpoint": checkpoint, **(changes or {})})
 
 
-def vit(folder: Path, **processor: Any) -> str:
+def vit(folder: Path, image_size: int = 8, **processor: Any) -> str:
     torch.manual_seed(2)
     sizes = {key: value for key, value in SIZES.items() if "key_value" not in key and "position" not in key}
-    config = transformers.ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **sizes)
+    config = transformers.ViTConfig(image_size=image_size, patch_size=2, num_channels=1, num_labels=10, **sizes)
     transformers.ViTForImageClassification(config).save_pretrained(folder)
     if processor:
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -439,6 +439,18 @@ def test_an_image_processor_that_is_not_understood_is_refused(
 
 
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
-    recipe = images(vit(tmp_path / "vit"), {"model.config.image_size": 16})
-    with pytest.raises(ValueError, match=r"reads images with 16 pixels per side, and the data have 8; set data\.size to 16"):
-        make_task(recipe).initial_model()
+    """Also of the family's usual size, which is not written to config.json."""
+    for size in (16, 224):
+        recipe = images(vit(tmp_path / str(size), image_size=size))
+        with pytest.raises(ValueError, match=rf"reads images with {size} pixels .* have 8; set data\.size to {size}"):
+            make_task(recipe).initial_model()
+
+
+def test_a_tokeniser_with_more_tokens_than_the_model_is_refused(words: Path, tmp_path: Path) -> None:
+    """Also than the family's usual number, which is not written to config.json."""
+    sizes = {**SIZES, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    assert model.config.vocab_size == 32_000
+    checkpoint = save(model, tmp_path / "llama", words=32_010)
+    with pytest.raises(ValueError, match="has 32,000 tokens, and the tokeniser has 32,010: it belongs to another model"):
+        make_task(recipe_from(checkpoint, words, {"sparse.experts": 2})).initial_model()

@@ -89,7 +89,7 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
-    steps, cells = comparison.recipe.training.steps, comparison.cells
+    steps, cells = comparison.task.steps, comparison.cells
     done = dict.fromkeys((cell.name for cell in cells), 0)
     with bar(steps * len(cells)) as tell:
 

@@ -88,7 +88,7 @@ def _source_option(single: SingleRun) -> str:
 def _with_progress(single: SingleRun, log: tuple[str, ...]) -> None:
     from holdfast.cli.common import bar
 
-    steps = single.recipe.training.steps
+    steps = single.task.steps
     with bar(steps) as tell:
         single.run(lambda done: tell(done, f"{single.choice.name}: step {done} of {steps}"), log)
 

@@ -44,8 +44,8 @@ class TrainingState:
     """What a run knows besides its model, optimizer and random numbers: the content of training.json."""
 
     global_step: int = 0  # finished steps
-    best_global_step: int | None = None  # the step with the smallest loss on held-out data
-    best_loss: float | None = None
+    best_global_step: int | None = None  # the step with the best result on held-out data
+    best_loss: float | None = None  # that result: the smallest loss, or the smallest figure (`training.best_by`)
     log: list[dict[str, float]] = field(default_factory=list)
 
 

@@ -218,14 +218,14 @@ class Comparison:
         guard = partial(lock.require, path / "training")
         log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick, guard=guard)
         examples, probe = self.task.examples(cell.seed), self.task.probe()
-        steps = snapshot_steps(self.recipe.training.steps)
+        steps = snapshot_steps(self.task.steps)
         names = routings_of(model, probe).names
         result = {
             "router": choice.name,
             "seed": cell.seed,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "first_batch": examples.hash(0),
-            "last_batch": examples.hash(self.recipe.training.steps - 1),
+            "last_batch": examples.hash(self.task.steps - 1),
             "log": log,
             **self.task.score(model),
             "snapshots": evolution(path / "training" / "snapshots", steps, names, learned=learns_a_graph(model)),
@@ -244,7 +244,7 @@ class Comparison:
         """Return the stored result of a cell, and report the cell as finished if there is one."""
         stored = self.stored(cell)
         if stored is not None and progress is not None:
-            progress(cell, self.recipe.training.steps)
+            progress(cell, self.task.steps)
         return stored
 
     def _path(self, cell: Cell) -> Path:

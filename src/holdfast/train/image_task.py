@@ -95,10 +95,16 @@ class ImageTask(Task):
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training
         order = Order(len(images), training.batch * training.accumulate, seed)
-        return Examples(order, partial(_inputs, images, self.scaling), training.steps)
+        return Examples(order, partial(_inputs, images, self.scaling), training.step_count(len(images)))
 
     def validation(self) -> Dataset[Inputs]:
         return _SomeImages(self.image_set.images("valid"), VALIDATION_IMAGES, self.scaling)
+
+    @torch.no_grad()
+    def held_out_figure(self, model: Any) -> float:
+        held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling)
+        numbers = evenly_spaced(len(held_out), VALIDATION_IMAGES)
+        return error_of(classify, held_out.pixels(numbers).to(model.device), held_out.labels[numbers].to(model.device))
 
     def score(self, model: Any) -> dict[str, Any]:
         was_training = model.training

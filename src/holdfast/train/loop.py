@@ -27,6 +27,7 @@ from holdfast.kernels.finite import require_finite_so_far
 from holdfast.routing import Router
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
+from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     LOOP_FILES,
@@ -37,13 +38,13 @@ from holdfast.train.run_folder import (
     require_same_kind,
     step_of,
 )
+from holdfast.train.schedule import needs_validation, saves, schedule_of, validates
 from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
 from holdfast.train.step import (
     Step,
     StepRecord,
     TrainingStep,
     adamw,
-    constant_with_warmup,
     label_count,
     loss_of,
 )
@@ -69,24 +70,26 @@ def train_in_loop(
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.config.use_cache = False
     optimizer = adamw(model, training)
-    checkpoint = resume_point(folder, training.steps, LOOP_FILES)
+    steps = task.steps
+    checkpoint = resume_point(folder, steps, LOOP_FILES)
     state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, optimizer)
-    schedule = constant_with_warmup(training.learning_rate, training.warmup)
+    schedule = schedule_of(training, steps)
     step = TrainingStep(model, optimizer, schedule, training.accumulate, training.clip, training.precision)
     step.done = state.global_step
     if hooks_of(model) is not None:
         router_loss_scale(model, 1 / training.accumulate)
     loop = TrainingLoop(step, task, folder, state, k=k, tick=tick, guard=guard)
-    batches = _batches(task.examples(seed), training, model.device, state.global_step)
+    batches = _batches(task.examples(seed), training, steps, model.device, state.global_step)
     if checkpoint is not None:
         restore_random(checkpoint)  # after the data loader has drawn its seed
-    loop.run(batches)
+    with smoothed_labels(model, training.label_smoothing):
+        loop.run(batches)
     best = state.best_global_step if training.keep == "best" else None
     if best is not None:
         with reading_checkpoint(folder / f"checkpoint-{best}"):
             load_weights(folder / f"checkpoint-{best}", model)
     guard()
-    delete_old_checkpoints(folder, training.steps, 1 if best is None else 0, best)
+    delete_old_checkpoints(folder, steps, 1 if best is None else 0, best)
     return state.log
 
 
@@ -109,10 +112,10 @@ class TrainingLoop:
         self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
         self.folder, self.state = folder, state
         self.k, self.guard, self.tick = k, guard, tick or (lambda steps: None)
-        self.training = task.recipe.training
+        self.task, self.training, self.steps = task, task.recipe.training, task.steps
         self.probe = task.probe()
-        self.held_out = task.validation() if self.training.keep == "best" else None
-        self.due = set(snapshot_steps(self.training.steps))
+        self.held_out = task.validation() if needs_validation(self.training) else None
+        self.due = set(snapshot_steps(self.steps))
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.log = StepLog(folder / LOG, state.log, guard)
 
@@ -137,7 +140,7 @@ class TrainingLoop:
         if not self.model.training:
             self.model.train()
         for router in self.routers:
-            router.progress(min(1.0, self.state.global_step / self.training.steps))
+            router.progress(min(1.0, self.state.global_step / self.steps))
         record = self.step(inputs)
         self.state.global_step += 1
         self.log.add(self.state.global_step, record)
@@ -148,19 +151,30 @@ class TrainingLoop:
             require_no_links(self.folder / "snapshots", self.folder)
             take_snapshot(self.model, self.probe, self.k, self.state.global_step, self.folder / "snapshots")
         self.tick(self.state.global_step)
-        if self.state.global_step % self.training.save_every == 0 or self.state.global_step == self.training.steps:
-            self._evaluate_and_save()
+        is_saved = saves(self.training, self.state.global_step, self.steps)
+        if validates(self.training, self.state.global_step, self.steps):
+            self._validate(is_saved)
+        if is_saved:
+            self.log.flush()
+            # The GPU has finished its steps: a checkpoint never contains what a NaN has done to them.
+            require_finite_so_far()
+            write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
         return following
 
-    def _evaluate_and_save(self) -> None:
+    def _validate(self, is_saved: bool) -> None:
+        """Log the results on held-out data; of a step that is saved, note whether it is the best so far."""
+        assert self.held_out is not None
         self.log.flush()
-        require_finite_so_far()  # the GPU has finished its steps: a checkpoint never contains what a NaN has done to them
-        if self.held_out is not None:
+        require_finite_so_far()
+        with torch.random.fork_rng(devices=[]):  # the data loader draws a number: training must not depend on it
             loss = held_out_loss(self.model, self.held_out, self.training.batch, counts_labels=self.counts_labels)
-            self.log.add_line({"step": self.state.global_step, "eval_loss": loss})
-            if loss < (math.inf if self.state.best_loss is None else self.state.best_loss):  # never if it is NaN
-                self.state.best_loss, self.state.best_global_step = loss, self.state.global_step
-        write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
+            figure = self.task.held_out_figure(self.model)
+        line = {"step": self.state.global_step, "eval_loss": loss}
+        self.log.add_line(line if figure is None else {**line, "eval_figure": figure})
+        result = figure if self.training.best_by == "figure" and figure is not None else loss
+        best = math.inf if self.state.best_loss is None else self.state.best_loss
+        if self.training.keep == "best" and is_saved and result < best:  # never if it is NaN
+            self.state.best_loss, self.state.best_global_step = result, self.state.global_step
 
 
 @final
@@ -238,13 +252,15 @@ def held_out_loss(model: Any, dataset: Dataset[Inputs], batch: int, *, counts_la
     return float(torch.cat(losses).cpu().numpy().mean())
 
 
-def _batches(examples: Examples, training: TrainingPart, device: torch.device, finished: int) -> Iterator[list[Inputs]]:
+def _batches(
+    examples: Examples, training: TrainingPart, steps: int, device: torch.device, finished: int
+) -> Iterator[list[Inputs]]:
     """Return an iterator over the micro-batches of each step after the finished ones, on the device, in a fixed order."""
     places = range(finished * training.batch * training.accumulate, len(examples))
     loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=_identity))
 
     def batches() -> Iterator[list[Inputs]]:
-        for _ in range(finished, training.steps):
+        for _ in range(finished, steps):
             yield [to_device(next(loader), device) for _ in range(training.accumulate)]
 
     return batches()

@@ -33,6 +33,8 @@ Pixels = Annotated[int, Limits(1, 2**13, "a whole number from 1 to 8,192")]
 Steps = Annotated[int, Limits(1, 100_000, "a whole number from 1 to 100,000")]
 Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
 Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
+Smoothing = Annotated[float, Limits(0, 0.999, "a number of at least 0 and below 1")]
+Above0 = Annotated[float, Limits(1e-6, math.inf, "a number above 0")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,22 +98,43 @@ class DataPart:
     metric: str | None = None  # for labels: accuracy, f1, macro_f1, matthews, pearson, spearman; no value: the usual one
     test_bytes: Positive | None = None  # use only the first bytes of the test text
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
+    train_tokens: Positive | None = None  # use only the first tokens of the training text
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPart:
-    """How a model is trained; other options have the defaults of the Hugging Face Trainer."""
+    """How a model is trained; other options have the defaults of the Hugging Face Trainer. Give steps or epochs."""
 
-    steps: Positive
+    steps: Positive | None = None
+    epochs: Above0 | None = None  # how often each training example is used; rounded up to whole steps
     batch: Positive
     learning_rate: Amount
-    warmup: Count = 0  # steps of linear warm-up; afterwards the learning rate is constant
+    warmup: Count = 0  # steps of linear warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warm-up
+    floor: Share = 0.0  # the share of the learning rate at which "linear" and "cosine" end
     weight_decay: Amount = 0.0
     clip: Amount = 1.0  # gradients with a larger norm are scaled down to it
     accumulate: Positive = 1  # micro-batches per step
     precision: Literal["float32", "bf16"] = "float32"
     save_every: Positive = 100  # steps between checkpoints; an interrupted run resumes from the last one
-    keep: Literal["last", "best"] = "last"  # "best": the checkpoint with the smallest loss on held-out data
+    validate_every: Positive | None = None  # steps between evaluations on held-out data, which the log shows
+    keep: Literal["last", "best"] = "last"  # "best": the best checkpoint on held-out data
+    best_by: Literal["loss", "figure"] = "loss"  # what "best" compares: the loss, or the figure of the task
+    label_smoothing: Smoothing = 0.0  # the share of a target that is spread over all classes
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            found = "neither" if self.steps is None else "both"
+            raise ValueError(f"give one of training.steps and training.epochs; this recipe has {found}.")
+        if self.floor and self.schedule == "constant":
+            raise ValueError("training.floor is for the schedules linear and cosine; a constant learning rate has none.")
+
+    def step_count(self, examples: int) -> int:
+        """Return the number of steps with this number of training examples."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return math.ceil(self.epochs * examples / (self.batch * self.accumulate))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +218,7 @@ def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Re
     values = _from_yaml(text, name)
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name} is not a mapping of keys to values.")
-    if changes and changes.get("model.checkpoint") is not None:
-        values["model"] = {}  # a checkpoint brings its own family and config
+    _drop_replaced(values, changes or {})
     for key, value in (changes or {}).items():
         _set(values, key, value)
     try:
@@ -227,6 +249,15 @@ def _from_yaml(text: str, name: str) -> Any:
     if depth_exceeds(values, 16):
         raise ValueError(f"recipe {name} is nested too deeply.")
     return values
+
+
+def _drop_replaced(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Remove what changes replace by its alternative: a checkpoint replaces family and config, epochs replace steps."""
+    if changes.get("model.checkpoint") is not None:
+        values["model"] = {}
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if changes.get(f"training.{key}") is not None and isinstance(values.get("training"), dict):
+            values["training"].pop(other, None)
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

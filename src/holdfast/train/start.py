@@ -71,7 +71,6 @@ def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
 def _from_checkpoint(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
     folder = checkpoint_folder(part)
     stored = family_values(check_files(folder), folder)
-    _require_fitting_data(part, stored, entries)
     if head == "text":
         _require_language_model(part, stored)
     for_head = {name: value for name, value in entries.items() if name not in OF_DATA}
@@ -80,6 +79,7 @@ def _from_checkpoint(part: ModelPart, head: str, entries: Mapping[str, Any]) -> 
         model, weights = load_with_head(folder, HEADS[head], {**for_head, **part.config}, new_head=new_head)
     except ValueError as problem:
         raise ValueError(f"model.checkpoint: {problem}") from None
+    _require_fitting_data(part, model.config, entries)
     if head == "text" and getattr(model.config, "is_decoder", True) is False:
         raise ValueError(f"{part.checkpoint} reads texts in both directions, and cannot learn to predict the next token.")
     if head == "text" and (weights["new"] or weights["unused"]):
@@ -95,21 +95,29 @@ def checkpoint_folder(part: ModelPart) -> Path:
     """Return the folder of a checkpoint's model; one on the hub is downloaded first."""
     assert part.checkpoint is not None
     place = Path(part.checkpoint)
-    if is_trained(place):
-        return read_record(place).home / MODEL
-    return local_folder(part.checkpoint)
+    return read_record(place).home / MODEL if is_trained(place) else _folder_of(part.checkpoint)
 
 
-def _require_fitting_data(part: ModelPart, stored: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+def _folder_of(name: str) -> Path:
+    return local_folder(name) if Path(name).exists() else _downloaded(name)
+
+
+@lru_cache(maxsize=16)
+def _downloaded(name: str) -> Path:
+    """Return the folder of a model on the hub: the same one for every model of this process, also if the hub changes."""
+    return local_folder(name)
+
+
+def _require_fitting_data(part: ModelPart, config: Any, entries: Mapping[str, Any]) -> None:
     """Raise ValueError if the data do not fit the inputs of the checkpoint."""
-    vocabulary = stored.get("vocab_size")
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     if isinstance(vocabulary, int) and entries.get("vocab_size", 0) > vocabulary:
         raise ValueError(
             f"{part.checkpoint} has {vocabulary:,} tokens, and the tokeniser has {entries['vocab_size']:,}: it belongs to "
             "another model."
         )
     for name, words in (("image_size", "pixels per side"), ("num_channels", "channels")):
-        given, own = entries.get(name), part.config.get(name, stored.get(name))
+        given, own = entries.get(name), getattr(config, name, None)
         if given is not None and isinstance(own, int) and own != given:
             hint = f"; set data.size to {own}" if name == "image_size" else ""
             raise ValueError(f"{part.checkpoint} reads images with {own} {words}, and the data have {given}{hint}.")
@@ -153,7 +161,7 @@ def start_tokenizer(part: ModelPart, given: str | None = None) -> Tokenizer | No
     if part.checkpoint is None:
         return None
     place = Path(part.checkpoint)
-    own = read_record(place).tokenizer() if is_trained(place) else HubTokenizer(str(local_folder(part.checkpoint)))
+    own = read_record(place).tokenizer() if is_trained(place) else HubTokenizer(str(_folder_of(part.checkpoint)))
     if given is not None and not _is_same(own, given):
         raise ValueError(
             f"data.tokens is {given}, and {part.checkpoint} was trained with another tokeniser; leave data.tokens out to "
@@ -190,7 +198,7 @@ def start_scaling(part: ModelPart) -> PixelScaling:
     place = Path(part.checkpoint)
     if is_trained(place):
         return scaling_from(read_record(place).state)
-    folder = local_folder(part.checkpoint)
+    folder = _folder_of(part.checkpoint)
     if not (folder / PROCESSOR).exists():
         return PixelScaling()
     check_files(folder)

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from holdfast.train.masks import masks_without_waiting
 from holdfast.train.recipe import TrainingPart
+from holdfast.train.schedule import Schedule
 from holdfast.train.task import Inputs
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of AdamW, as the Trainer sets them
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")  # parameters, as in the Trainer
 IGNORED_LABEL = -100
-
-Schedule = Callable[[int], float]  # from the number of finished steps to the learning rate of the next one
 
 
 @final
@@ -45,15 +44,6 @@ class StepRecord:
 
 
 Step = Callable[[Sequence[Inputs]], StepRecord]  # trains the model by one step on its micro-batches
-
-
-def constant_with_warmup(learning_rate: float, warmup: int) -> Schedule:
-    """Return the schedule that grows linearly from 0 for `warmup` steps and is constant afterwards."""
-
-    def rate(done: int) -> float:
-        return learning_rate * (float(done) / float(warmup) if done < warmup else 1.0)
-
-    return rate
 
 
 def adamw(model: nn.Module, training: TrainingPart) -> torch.optim.AdamW:
@@ -76,7 +66,7 @@ def adamw(model: nn.Module, training: TrainingPart) -> torch.optim.AdamW:
 class TrainingStep:
     """Call it with the micro-batches of a step, on the model's device, to train the model by one step.
 
-    schedule     learning rate by the number of finished steps
+    schedule     from the number of finished steps to the learning rate of the next one
     accumulate   micro-batches per step
     clip         gradients with a larger norm are scaled down to it; 0: never
     precision    "bf16" runs every forward of the model under autocast, also after training

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -93,6 +94,18 @@ class Task(ABC):
     @abstractmethod
     def validation(self) -> Dataset[Inputs]:
         """Return the held-out examples that select the best checkpoint."""
+
+    def held_out_figure(self, model: Any) -> float | None:
+        """Return the figure of this task on the held-out examples; None if it follows from their loss.
+
+        The model is in evaluation mode.
+        """
+        return None
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of training steps: that of the recipe, or that of its epochs of the training examples."""
+        return self.examples(0).steps
 
     @abstractmethod
     def score(self, model: Any) -> dict[str, Any]:

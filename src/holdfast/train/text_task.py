@@ -101,7 +101,7 @@ class TextTask(Task):
     def examples(self, seed: int) -> Examples:
         blocks, training = _require_full_block(self.training), self.recipe.training
         order = Order(blocks.whole, training.batch * training.accumulate, seed)  # without the padded block at the end
-        return Examples(order, partial(_inputs, blocks), training.steps)
+        return Examples(order, partial(_inputs, blocks), training.step_count(blocks.whole))
 
     def validation(self) -> Dataset[Inputs]:
         blocks = self._blocks(self.corpus.documents("valid"), VALIDATION_TOKENS)
@@ -109,7 +109,7 @@ class TextTask(Task):
 
     @cached_property
     def training(self) -> Blocks:
-        return self._blocks(self.corpus.documents("train"))
+        return self._blocks(self.corpus.documents("train"), self.recipe.data.train_tokens)
 
     def token_counts(self) -> Tensor:
         return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))

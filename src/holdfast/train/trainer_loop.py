@@ -17,6 +17,7 @@ from torch.utils.data import SequentialSampler
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub import trainer_callback
 from holdfast.hub.folder_files import check_folder
+from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.loop import LOG, Guard, Log, Tick, resume_point
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
@@ -27,10 +28,12 @@ from holdfast.train.run_folder import (
     write_checkpoint_manifest,
     writing_checkpoint,
 )
+from holdfast.train.schedule import needs_validation, rate_factor, validates
 from holdfast.train.snapshots import snapshot_steps, take_snapshot
 from holdfast.train.task import Inputs, Task
 
-LOGGED = ("step", "loss", "eval_loss", "grad_norm", "learning_rate")  # no times, so that two runs can be compared
+# No times, so that two runs can be compared.
+LOGGED = ("step", "loss", "eval_loss", "eval_figure", "grad_norm", "learning_rate")
 TRAINER_LOGGERS = ("tensorboard", "wandb")  # callbacks of the Trainer
 
 
@@ -48,30 +51,31 @@ def train_with_trainer(
     """Train `model` in place and return the log; the arguments are those of `training.train`."""
     import transformers
 
-    training = task.recipe.training
+    training, steps = task.recipe.training, task.steps
     require_no_links_inside(folder, folder)
-    trainer = _trainer_class(folder, guard)(
+    trainer = _trainer_class(task, folder, guard)(
         model=model,
-        args=_arguments(training, folder, seed, report_to),
+        args=_arguments(training, steps, folder, seed, report_to),
         train_dataset=task.examples(seed),
-        eval_dataset=task.validation() if training.keep == "best" else None,
+        eval_dataset=task.validation() if needs_validation(training) else None,
         data_collator=_identity_collator,
-        callbacks=[trainer_callback(), _callback(task.probe(), k, folder, tick, guard)],
+        callbacks=[trainer_callback(), _callback(task, k, folder, tick, guard)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    checkpoint = resume_point(folder, training.steps, TRAINER_FILES, warn=is_first_rank())
+    checkpoint = resume_point(folder, steps, TRAINER_FILES, warn=is_first_rank())
     if checkpoint is not None:
         check_folder(checkpoint)
     trainer.accelerator.wait_for_everyone()  # all ranks have read the folder before the first one writes
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with smoothed_labels(model, training.label_smoothing):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if is_first_rank():
         guard()
         best = trainer.state.best_global_step
-        delete_old_checkpoints(folder, training.steps, 0 if best else 1, best)
+        delete_old_checkpoints(folder, steps, 0 if best else 1, best)
     return _log_lines(trainer.state.log_history)
 
 
-def _arguments(training: TrainingPart, folder: Path, seed: int, report_to: tuple[str, ...]) -> Any:
+def _arguments(training: TrainingPart, steps: int, folder: Path, seed: int, report_to: tuple[str, ...]) -> Any:
     import transformers
 
     per_rank, remainder = divmod(training.batch, processes())
@@ -80,18 +84,16 @@ def _arguments(training: TrainingPart, folder: Path, seed: int, report_to: tuple
             f"cannot split a batch of {training.batch} evenly over {processes()} ranks; set training.batch to a multiple "
             f"of {processes()}."
         )
-    best: dict[str, Any] = {}
+    best: dict[str, Any] = {"per_device_eval_batch_size": per_rank}
     if training.keep == "best":
-        best = {"eval_strategy": "steps", "eval_steps": training.save_every, "load_best_model_at_end": True}
-        best |= {"metric_for_best_model": "eval_loss", "per_device_eval_batch_size": per_rank}
+        best |= {"eval_strategy": "steps", "eval_steps": training.save_every, "load_best_model_at_end": True}
+        best |= {"metric_for_best_model": f"eval_{training.best_by}", "greater_is_better": False}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        max_steps=training.steps,
+        max_steps=steps,
         per_device_train_batch_size=per_rank,
         gradient_accumulation_steps=training.accumulate,
         learning_rate=training.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=training.warmup,
         weight_decay=training.weight_decay,
         max_grad_norm=training.clip,
         bf16=training.precision == "bf16",
@@ -117,13 +119,33 @@ def _identity_collator(batch: Inputs) -> Inputs:
     return batch
 
 
-def _trainer_class(folder: Path, guard: Guard) -> Any:
-    """Return a Trainer that keeps the order of the examples and writes checkpoints with a manifest."""
+def _trainer_class(task: Task, folder: Path, guard: Guard) -> Any:
+    """Return a Trainer with the order of examples and the learning rates of the loop, and with manifests in checkpoints."""
     import transformers
+
+    training = task.recipe.training
 
     class InOrderTrainer(transformers.Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
             return SequentialSampler(self.train_dataset)
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            factor = rate_factor(training, num_training_steps)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+
+        def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+            with torch.random.fork_rng(devices=[]):  # the data loader draws a number: training must not depend on it
+                output = super().evaluation_loop(*given, **named)
+                figure = task.held_out_figure(self.model)
+            if figure is not None:
+                output.metrics["eval_figure"] = figure
+            return output
+
+        def _determine_best_metric(self, *given: Any, **named: Any) -> Any:
+            # Only a step that is saved can be the best one.
+            return self.control.should_save and super()._determine_best_metric(*given, **named)
 
         def _save_checkpoint(self, *given: Any) -> None:
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
@@ -157,11 +179,11 @@ def _trainer_class(folder: Path, guard: Guard) -> Any:
     return InOrderTrainer
 
 
-def _callback(probe: Inputs, k: int | Sequence[int], folder: Path, tick: Tick | None, guard: Guard) -> Any:
-    """Return the callback that writes the log, takes the snapshots and reports the progress."""
+def _callback(task: Task, k: int | Sequence[int], folder: Path, tick: Tick | None, guard: Guard) -> Any:
+    """Return the callback that writes the log, takes the snapshots, asks for validation and reports the progress."""
     from transformers import TrainerCallback
 
-    path = folder / LOG
+    path, probe, training = folder / LOG, task.probe(), task.recipe.training
 
     class LogAndSnapshots(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -184,6 +206,7 @@ def _callback(probe: Inputs, k: int | Sequence[int], folder: Path, tick: Tick | 
                 guard()
                 require_no_links(folder / "snapshots", folder)
                 take_snapshot(model, probe, k, state.global_step, folder / "snapshots")
+            control.should_evaluate = validates(training, state.global_step, state.max_steps)
             if tick is not None:
                 tick(state.global_step)
 

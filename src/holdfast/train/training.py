@@ -21,12 +21,14 @@ from torch import nn
 from holdfast.hub.replacements import SparseLayer
 from holdfast.locking import locked, require_unlocked
 from holdfast.routing import Router
+from holdfast.train.label_smoothing import require_classes
 from holdfast.train.loop import Guard, Log, Tick, train_in_loop
 from holdfast.train.preflight import preflight
 from holdfast.train.put_router import put_router, starts_with_copies
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import claim, prepare, require_own
 from holdfast.train.saved_model import make_task, save_trained
+from holdfast.train.schedule import needs_validation, rate_factor
 from holdfast.train.snapshots import experts_per_token
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.task import Task
@@ -123,10 +125,16 @@ def _seed_of(name: str, seed: int) -> int:
 
 def require_trainable(task: Task, seed: int) -> None:
     """Raise ValueError if the data are not sufficient for training; called before anything is written."""
+    training = task.recipe.training
     task.examples(seed)
     task.probe()
-    if task.recipe.training.keep == "best":
+    rate_factor(training, task.steps)
+    if needs_validation(training):
         task.validation()
+    if training.label_smoothing:
+        require_classes(task.examples(seed).fetch(torch.tensor([0]))["labels"])
+    if training.best_by == "figure" and type(task).held_out_figure is Task.held_out_figure:
+        raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
 
 
 def train(
