@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show
+from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, slim_table
 from holdfast.comparing import PAGE, ROUTERS, run_comparison
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Compare:
         how: dict[str, Any] = {"data": self.data, "match_compute": self.match_compute}
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
+        print_metrics(rows, comparison)
         print("\n" + "\n".join(verdict(read_results(self.out))))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
 
@@ -133,6 +134,26 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     show(table)
 
 
+def print_metrics(rows: list[dict[str, Any]], comparison: Comparison) -> None:
+    """Print the recipe's further metrics as a table with a row for each router; nothing if it has none."""
+    from holdfast.metrics import describe_metrics
+
+    metrics = describe_metrics(comparison.recipe.metrics)
+    if not metrics:
+        return
+    caption = " ".join(f"{metric['name']}: {metric['about']}; {metric['better']} is better." for metric in metrics)
+    table = slim_table("Other metrics", "metric", "router", "clean", "difference", "attacked", "difference", caption=caption)
+    for metric in metrics:
+        for row in rows:
+            found, cells = row.get("metrics", {}).get(metric["name"], {}), []
+            for text in ("clean", "attacked"):
+                value, difference = found.get(text), found.get(f"{text}, difference")
+                cells += ["none" if value is None else f"{value:.4g}"]
+                cells += ["baseline" if row is rows[0] else _briefly(difference, 4)]
+            table.add_row(metric["name"], row["router"], *cells)
+    show(table)
+
+
 def _seeds(rows: list[dict[str, Any]]) -> str:
     """Return the number of seeds as text; routers that were added later may have fewer."""
     counts = sorted({len(row["seeds"]) for row in rows})
@@ -147,14 +168,14 @@ def _number(value: float | None) -> str:
     return "NaN" if value is None else f"{value:.2f}"
 
 
-def _briefly(difference: dict[str, Any] | None) -> str:
+def _briefly(difference: dict[str, Any] | None, digits: int = 2) -> str:
     if difference is None:
         return "none known"
     if difference["low"] is None:
-        return f"{difference['mean']:+.2f}, one seed"
+        return f"{difference['mean']:+.{digits}f}, one seed"
     differs = not difference["low"] <= 0 <= difference["high"]
-    found = f"{difference['mean']:+.2f}" if differs else "no difference"
-    return f"{found}\n({difference['low']:+.1f} to {difference['high']:+.1f})"
+    found = f"{difference['mean']:+.{digits}f}" if differs else "no difference"
+    return f"{found}\n({difference['low']:+.{digits - 1}f} to {difference['high']:+.{digits - 1}f})"
 
 
 def _cost(cost: dict[str, Any] | None) -> str:

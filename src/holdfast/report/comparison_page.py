@@ -42,6 +42,8 @@ def render(results: Results) -> str:
         measure=results.run.measure,
         table=list(main_table(results)),
         table_caption=main_caption(results),
+        metrics=list(metrics_table(results)),
+        metrics_caption=metrics_caption(results),
         trials=list(every_attack_table(results)),
         targets_are_attacked=results.targets_are_attacked,
         routing=list(routing_table(results)),
@@ -76,6 +78,7 @@ def how(results: Results) -> dict[str, dict[str, str]]:
         "Recipe": dict(flattened(run.recipe)),
         "Data": dict(flattened(run.data)),
         "Attack": dict(flattened(run.attack)),
+        "Plugins, SHA-256": {str(plugin.get("name")): str(plugin.get("checksum")) for plugin in run.plugins},
         "Batches, first and last of each seed": batches,
         "Checksum": {f"{NAME}, SHA-256": results.checksum} if results.checksum else {},
     }
@@ -247,6 +250,29 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
 def _matched(row: Row) -> str:
     """Return a router's clean difference to the baseline that uses at least as many experts per token."""
     return NONE if row.equal_compute is None else f"to {row.equal_compute.router}: {row.equal_compute.words}"
+
+
+def metrics_table(results: Results) -> Iterator[dict[str, str]]:
+    """Yield for each router its further metrics; yield nothing if there are none."""
+    names = [metric.name for metric in results.run.metrics]
+    for place, row in enumerate(results.rows if names else []):
+        columns = {}
+        for name in names:
+            found = row.metrics.get(name)
+            for text in ("clean", "attacked"):
+                value = None if found is None else found.clean if text == "clean" else found.attacked
+                difference = None if found is None else getattr(found, f"{text}_difference")
+                columns[f"{name}, {text}"] = decimal(value, 4)
+                columns[f"{name}, {text}, difference"] = (
+                    "baseline" if place == 0 else difference.words if difference else NONE
+                )
+        yield columns
+
+
+def metrics_caption(results: Results) -> str:
+    """Return the caption of the table of further metrics."""
+    each = [f"{metric.name}: {metric.about}; {metric.better} is better." for metric in results.run.metrics]
+    return f"{' '.join(each)} Means over seeds; differences to {results.rows[0].router}, paired by seed."
 
 
 def routing_table(results: Results) -> Iterator[dict[str, str]]:

@@ -63,6 +63,15 @@ class EqualCompute(Difference):
     router: str
 
 
+class MetricRow(_StoredModel):
+    """A further metric of a router."""
+
+    clean: Number = None
+    attacked: Number = None
+    clean_difference: Difference | None = Field(None, alias="clean, difference")
+    attacked_difference: Difference | None = Field(None, alias="attacked, difference")
+
+
 class Row(_StoredModel):
     router: str
     seeds: list[int]
@@ -75,6 +84,7 @@ class Row(_StoredModel):
     cost: Cost | None = None
     cost_difference: Difference | None = Field(None, alias="cost, difference")
     equal_compute: EqualCompute | None = Field(None, alias="equal compute")
+    metrics: dict[str, MetricRow] = {}
 
 
 class Load(_StoredModel):
@@ -228,12 +238,22 @@ class Measure(_StoredModel):
         return f"{self.long[:1].upper()}{self.long[1:]}; lower is better."
 
 
+class Metric(_StoredModel):
+    """A further metric, beside the main measure."""
+
+    name: str
+    about: str
+    better: Literal["higher", "lower"] = "higher"
+
+
 class Run(_StoredModel):
     holdfast: str
     recipe: dict[str, Any]
     data: dict[str, Any] = Field(validation_alias=AliasChoices("data", "text"))
     attack: dict[str, Any]
     measure: Measure = Measure()
+    metrics: list[Metric] = []
+    plugins: list[dict[str, Any]] = []
 
 
 class Results(_StoredModel):

@@ -33,8 +33,9 @@ import torch
 
 from holdfast.files import LARGEST, read_json, require_no_links
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
+from holdfast.metrics import describe_metrics
 from holdfast.metrics.report import without_nan
-from holdfast.routing.plugins import load_plugin, plugin_files
+from holdfast.plugins import failure_in_plugin, load_plugin, plugin_files
 from holdfast.train.loop import Guard
 from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
@@ -124,7 +125,9 @@ class Comparison:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that two results must share to belong to the same comparison."""
-        return {"holdfast": VERSION, "recipe": self.recipe.describe(), **self.task.describe()}
+        plugins = self.recipe.plugins()
+        described = {"holdfast": VERSION, "recipe": self.recipe.describe(), **self.task.describe()}
+        return {**described, **({"plugins": plugins} if plugins else {})}
 
     def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[Result]:
         """Return the results of all cells; train those that are not finished, `jobs` at a time."""
@@ -151,7 +154,8 @@ class Comparison:
         cells = merge_results(self.folder, results)
         rows = summarise(cells, cells[0]["router"])
         # Versions are not part of the identity: a run can be resumed after an update of a package.
-        run = {**self.identity(), "measure": asdict(self.task.measure)}
+        metrics = describe_metrics(self.recipe.metrics)
+        run = {**self.identity(), "measure": asdict(self.task.measure), **({"metrics": metrics} if metrics else {})}
         require_no_links(self.folder / "results.json", self.folder)
         guard()
         write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": cells})
@@ -371,7 +375,13 @@ def _set_up_worker(plugins: list[tuple[Path, str]], settings: tuple[Any, ...], p
 def _train_in_worker(number: int) -> None:
     assert _worker is not None
     comparison, progress_queue = _worker
-    comparison.attempt(comparison.cells[number], lambda cell, steps: progress_queue.put((number, steps)))
+    try:
+        comparison.attempt(comparison.cells[number], lambda cell, steps: progress_queue.put((number, steps)))
+    except Exception as problem:
+        failure = failure_in_plugin(problem)
+        if failure is None:
+            raise
+        raise ValueError(failure) from None  # the traceback is lost on its way to the other process
 
 
 def _report_progress(progress_queue: Any, cells: list[Cell], progress: Progress | None) -> None:

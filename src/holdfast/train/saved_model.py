@@ -20,8 +20,9 @@ from holdfast.hub import load, save
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
+from holdfast.plugins import is_from_file, plugins_of, require_plugins
 from holdfast.replacing import recover_folder
-from holdfast.routing.plugins import plugins_of, require_plugins
+from holdfast.routing.layer_names import preset_names
 from holdfast.train.image_task import ImageTask, evenly_spaced, normalised
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart, from_mapping
 from holdfast.train.run_folder import WRITE_ERRORS, write_error
@@ -49,6 +50,7 @@ class TaskRecord:
     home: Path
     recipe: Recipe
     state: dict[str, Any]  # of its task
+    plugins: Any = ()  # what `plugins_of` returned
 
     def source(self, named: str | None = None, data: Path | None = None) -> str:
         """Return the data to evaluate the model on: what the user `named`, or the folder's own source if it may be read.
@@ -58,7 +60,10 @@ class TaskRecord:
         source = self.recipe.data.source
         if named is not None:
             return named
-        if source in EMBEDDED or (data is not None and source in (*corpora(), *image_sets())):
+        require_plugins(self.plugins, str(self.home))
+        if source in EMBEDDED or is_from_file("datasets", source):
+            return source
+        if data is not None and source in (*corpora(), *image_sets()):
             return source
         if source in corpora():
             raise ValueError(
@@ -129,7 +134,8 @@ def save_trained(model: Any, task: Task, folder: Path) -> None:
     except WRITE_ERRORS as problem:
         raise write_error(folder / MODEL, problem) from problem
     routers = sorted({spec.router for spec in specs_of(model).values()})
-    plugins = [plugin for router in routers if router != NATIVE for plugin in plugins_of(router)]
+    plugins = plugins_of(routers=[name for router in routers if router != NATIVE for name in preset_names(router)])
+    plugins += task.recipe.plugins()
     stored = {"recipe": task.recipe.describe(), **task.state(), **({PLUGINS: plugins} if plugins else {})}
     write_atomically(folder / TASK, json.dumps(stored) + "\n")
 
@@ -149,11 +155,15 @@ def read_record(folder: Path) -> TaskRecord:
         raise ValueError(f"{home / MODEL} is a link to a folder outside of {home}; name that folder instead.")
     try:
         stored = read_json(home / TASK, limit=LARGE)
-        recipe, plugins = from_mapping(Recipe, stored.pop("recipe")), stored.pop(PLUGINS, [])
+        described, plugins = stored.pop("recipe"), stored.pop(PLUGINS, [])
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{home / TASK} is damaged: {problem}") from None
-    require_plugins(plugins, str(home))
-    return TaskRecord(home, recipe, stored)
+    require_plugins(plugins, str(home), without=["datasets"])  # the user may name other data
+    try:
+        recipe = from_mapping(Recipe, described)
+    except (AttributeError, TypeError, ValueError) as problem:
+        raise ValueError(f"{home / TASK} is damaged: {problem}") from None
+    return TaskRecord(home, recipe, stored, plugins)
 
 
 def is_trained(folder: Path) -> bool:

@@ -82,6 +82,8 @@ def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str,
         row[metric] = _mean([result[text][key] for result in mine.values()])
         if not is_baseline and (found := _difference(theirs, mine, _reader(text, key))):
             row[f"{metric}, difference"] = found
+    if metrics := _metrics(mine, theirs, is_baseline):
+        row["metrics"] = metrics
     costs = [cost for cost in map(_cost, mine.values()) if cost is not None]
     if len(costs) == len(mine):
         row["cost"] = cost_over_seeds(costs).summary()
@@ -91,6 +93,23 @@ def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str,
         usual = statistics.fmean(_experts_per_token(result) for result in theirs.values())
         row["more_compute"] = row["experts_per_token"] / usual - 1
     return row
+
+
+def _metrics(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str, Any]]:
+    """Return the further metrics of a router: {"accuracy": {"clean": ..., "clean, difference": ..., "attacked": ...}}."""
+    names = list(dict.fromkeys(name for result in mine.values() for name in result["clean"].get("metrics", {})))
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for name, row in found.items():
+        for text in ("clean", "attacked"):
+            read = _metric_reader(text, name)
+            row[text] = _mean([read(result) for result in mine.values()])
+            if not is_baseline and (difference := _difference(theirs, mine, read)):
+                row[f"{text}, difference"] = difference
+    return found
+
+
+def _metric_reader(text: str, name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: result[text].get("metrics", {}).get(name)
 
 
 def _difference(theirs: Seeds, mine: Seeds, read: Callable[[dict[str, Any]], float | None]) -> dict[str, Any]:
