@@ -104,8 +104,8 @@ class Registry(Generic[Entry]):
 
 def check_name(name: object, kind: str) -> None:
     """Raise ValueError unless `name` can be written on a command line and in a file name as it is."""
-    if not isinstance(name, str) or not name or not all(letter.isalnum() or letter in "-_." for letter in name):
-        raise ValueError(f"{name!r} cannot be the name of {kind}: use letters, digits, hyphens, underscores and points.")
+    if not isinstance(name, str) or not name or not all(letter.isalnum() or letter in "-_" for letter in name):
+        raise ValueError(f"{name!r} cannot be the name of {kind}: use letters, digits, hyphens and underscores.")
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ def test_a_plugin_joins_the_grammar_with_its_options(plugin: Path) -> None:
     assert holdfast.create_router("doubled[times=3]+smooth", dim=4, experts=3).score.times == 3.0
     assert "doubled" in holdfast.list_routers()
     assert load_plugin(plugin) is loaded  # it would clash with itself if it were run twice
-    assert plugins_of(routers=["doubled", "smooth"]) == [{"name": "own.py", "routers": ["doubled"], "checksum": loaded.checksum}]
+    assert plugins_of(routers=["doubled", "smooth"]) == [
+        {"name": "own.py", "routers": ["doubled"], "checksum": loaded.checksum}
+    ]
     assert plugins_of(routers=["smooth"]) == []
 
 
@@ -76,9 +78,12 @@ def test_a_plugin_joins_the_grammar_with_its_options(plugin: Path) -> None:
     [
         ("x = 1\n1 / 0", "own.py failed at line 2: ZeroDivisionError"),
         ("def", "own.py failed at line 1: SyntaxError"),
-        (PLUGIN + "raise KeyError('late')", "own.py failed at line 9: KeyError"),
+        (PLUGIN + "raise KeyError('late')", "own.py failed at line 10: KeyError"),
         ("", "own.py registers nothing"),
-        (PLUGIN.replace('"doubled"', '"smooth"'), "own.py failed at line 5: ValueError: there is already a router named 'smooth'"),
+        (
+            PLUGIN.replace('"doubled"', '"smooth"'),
+            "own.py failed at line 5: ValueError: there is already a router named 'smooth'",
+        ),
     ],
     ids=["raises", "is no Python", "raises late", "registers nothing", "clashes"],
 )

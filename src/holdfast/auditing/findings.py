@@ -159,7 +159,7 @@ def _threshold(name: str, one: dict[str, Any]) -> float:
     kind, _, level = name.partition(".")
     if one["harmless"]:
         return 0.0
-    return min(0.5, FLIPS_PER_NOISE * float(level)) if kind == "noise" else FLIPS[kind]
+    return min(0.5, FLIPS_PER_NOISE * float(level)) if kind == "noise" else FLIPS.get(kind, FLIPS["words"])
 
 
 def _why(name: str) -> str:
