@@ -155,6 +155,15 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     return _parse(text, name, changes)
 
 
+def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with `changes` such as {"training.steps": 50}, checked as `load_recipe` checks them."""
+    values = recipe.describe()
+    for key, value in changes.items():
+        _set(values, key, value)
+    changed: Recipe = from_mapping(Recipe, values)
+    return changed
+
+
 def _names() -> list[str]:
     files = (resources.files("holdfast.train") / "recipes").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))

@@ -32,7 +32,7 @@ from holdfast.hub.folder_files import sha256_of
 from holdfast.locking import is_lock_file
 
 RUN_FILE = "run.json"
-OPTIONAL = {"plugins"}  # keys that not every run has
+OPTIONAL = {"plugins", "sweep"}  # keys that not every run has
 CHECKSUM = "checksum"
 
 MANIFEST, FORMAT = "checkpoint.json", 1  # the manifest is written last
@@ -121,6 +121,8 @@ def _describe_stored(key: str, value: Any) -> str:
         return f"router {value['name']}"
     if key == "plugins":
         return "other plugins, or another version of one"
+    if key == "sweep":
+        return f"a sweep of {', '.join(map(str, value))}" if isinstance(value, list) else "no sweep"
     return f"{key} {value}" if key in ("holdfast", "seed") else f"another {key}"
 
 
