@@ -19,6 +19,7 @@ LAYERS = [
     "version",
     "errors",
     "files",
+    "plugins",
     "locking",
     "replacing",
     "model_size",

@@ -1,8 +1,10 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast.attacks import register_attack as register_attack
 from holdfast.auditing.layer_certificates import certify_model as certify
 from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
+from holdfast.data import register_dataset as register_dataset
 from holdfast.hub import calibrate as calibrate
 from holdfast.hub import load as load
 from holdfast.hub import reroute as reroute
@@ -19,7 +21,9 @@ from holdfast.layers import FeedForward as FeedForward
 from holdfast.layers import MoE as MoE
 from holdfast.layers import SoftMoE as SoftMoE
 from holdfast.layers.losses import Losses as Losses
+from holdfast.metrics import register_metric as register_metric
 from holdfast.planning import plan as plan
+from holdfast.plugins import load_plugin as load_plugin
 from holdfast.routing import Context as Context
 from holdfast.routing import Router as Router
 from holdfast.routing import Routing as Routing
@@ -46,8 +50,12 @@ __all__ = [
     "create_router",
     "list_routers",
     "load",
+    "load_plugin",
     "plan",
     "register",
+    "register_attack",
+    "register_dataset",
+    "register_metric",
     "reroute",
     "restore",
     "router_loss_scale",

@@ -13,6 +13,7 @@ from holdfast.errors import require_extra
 if TYPE_CHECKING:
     from holdfast.report.stored_comparison import Results
     from holdfast.train import Cell, Comparison, Recipe, RouterChoice
+    from holdfast.train.sweep import Setting
 
 ROUTERS = "smoe,symphony,similarity,ac,smooth"
 PAGE = "report.html"
@@ -26,6 +27,7 @@ def compare(
     out: str | os.PathLike[str] = "comparison",
     data: str | os.PathLike[str] | None = None,
     changes: Mapping[str, Any] | None = None,
+    sweep: Mapping[str, Sequence[Any]] | None = None,
     match_compute: bool = True,
     jobs: int = 1,
     progress: Callable[[Cell, int], None] | None = None,
@@ -39,6 +41,8 @@ def compare(
     out            the folder for all output; an interrupted comparison in it is resumed
     data           the folder to search for named sources, instead of fetching them
     changes        changes of the recipe, {"training.steps": 50}
+    sweep          values of keys of the recipe, {"sparse.k": [1, 2, 4]}: every combination is trained with every router and
+                   seed, and routers are compared with the baseline of the same setting
     match_compute  if a router uses more experts per token than the baseline, add the baseline with as many experts
     jobs           number of models that are trained at the same time
     progress       called with a cell (a router and a seed) and the number of its finished steps
@@ -49,20 +53,34 @@ def compare(
     """
     require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "pydantic", "yaml")
     from holdfast.report import read_results
-    from holdfast.train import load_recipe
     from holdfast.train.recipe import parse_router, parse_routers
 
     chosen = parse_routers(routers) if isinstance(routers, str) else [parse_router(name) for name in routers]
+    base, settings = load_with_sweep(recipe, changes or {}, sweep or {})
     run_comparison(
-        load_recipe(recipe, changes),
+        base,
         chosen,
         seeds,
         Path(out),
+        settings=settings,
         data=None if data is None else Path(data),
         match_compute=match_compute,
         run=lambda comparison: comparison.run(progress, jobs=jobs),
     )
     return read_results(Path(out))
+
+
+def load_with_sweep(
+    recipe: str, changes: Mapping[str, Any], sweep: Mapping[str, Sequence[Any]]
+) -> tuple[Recipe, list[Setting]]:
+    """Return the recipe, and the settings of the sweep; no settings without one. Raise ValueError for a wrong sweep."""
+    from holdfast.train import load_recipe
+    from holdfast.train.sweep import settings_of
+
+    if both := [key for key in sweep if key in changes]:
+        raise ValueError(f"{both[0]} is set and swept; remove one of the two.")
+    base = load_recipe(recipe, changes)
+    return base, settings_of(base, sweep) if sweep else []
 
 
 def run_comparison(
@@ -73,6 +91,7 @@ def run_comparison(
     *,
     data: Path | None,
     match_compute: bool,
+    settings: Sequence[Setting] = (),
     run: Callable[[Comparison], list[dict[str, Any]]],
 ) -> tuple[Comparison, list[dict[str, Any]]]:
     """Train the cells with `run`, write results and report; return the last comparison and the rows of its table."""
@@ -84,11 +103,20 @@ def run_comparison(
         results = run(comparison)
         return comparison.publish(results, lambda: write_report(read_results(folder), folder / PAGE, force=True))
 
-    comparison = Comparison(recipe, routers, seeds, folder, data=data)
+    comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings)
     rows = finished(comparison)
-    if match_compute and (matched := matched_baseline(rows, routers, expert_count(comparison.task))):
-        comparison = Comparison(recipe, matched, seeds, folder, data=data)
-        rows = finished(comparison)
+    others: list[Comparison] = []
+    for setting in comparison.settings if match_compute else []:
+        same = [row for row in rows if row.get("settings", {}) == setting.values]
+        if same[0]["router"] != rows[0]["router"]:  # the baseline of the folder has not been trained in this setting
+            continue
+        if matched := matched_baseline(same, routers, expert_count(comparison.task_of(setting))):
+            chosen = [setting] if settings else []
+            others.append(Comparison(recipe, matched, seeds, folder, data=data, settings=chosen))
+    for other in others[:-1]:
+        run(other)
+    if others:
+        comparison, rows = others[-1], finished(others[-1])
     return comparison, rows
 
 

@@ -9,8 +9,8 @@ import pytest
 from commands import Command
 
 import holdfast
+from holdfast import plugins
 from holdfast.data import python_topics
-from holdfast.routing import plugins
 from holdfast.routing.presets import REGISTRY
 
 SMALL = ["--seeds=1", "--set", "training.steps=2", "training.batch=2", "data.source=some.txt", "data.length=16"]

@@ -10,9 +10,9 @@ import pytest
 from commands import Command
 
 import holdfast
+from holdfast import plugins
 from holdfast.data import python_topics
-from holdfast.routing import plugins
-from holdfast.routing.plugins import load_plugin, plugins_of, require_plugins
+from holdfast.plugins import load_plugin, plugins_of, require_plugins
 from holdfast.routing.presets import REGISTRY
 
 PLUGIN = """
@@ -49,8 +49,9 @@ def plugin(tmp_path: Path) -> Path:
 def forget() -> None:
     """Unregister the routers of every plugin, as in a process that has loaded none."""
     for one in plugins._plugins:
-        for name in one.routers:
-            REGISTRY.remove(name)
+        for registry in plugins._registries:
+            for name in one.provides.get(registry.plural, ()):
+                registry.remove(name)
     plugins._plugins.clear()
 
 
@@ -62,22 +63,27 @@ def no_plugins_left() -> Iterator[None]:
 
 def test_a_plugin_joins_the_grammar_with_its_options(plugin: Path) -> None:
     loaded = load_plugin(plugin)
-    assert loaded.routers == ("doubled",) and loaded.name == "own.py" and len(loaded.checksum or "") == 64
+    assert loaded.provides == {"routers": ("doubled",)} and loaded.name == "own.py" and len(loaded.checksum or "") == 64
     assert holdfast.create_router("doubled[times=3]+smooth", dim=4, experts=3).score.times == 3.0
     assert "doubled" in holdfast.list_routers()
     assert load_plugin(plugin) is loaded  # it would clash with itself if it were run twice
-    assert plugins_of("doubled+smooth") == [{"name": "own.py", "routers": ["doubled"], "checksum": loaded.checksum}]
-    assert plugins_of("smooth") == []
+    assert plugins_of(routers=["doubled", "smooth"]) == [
+        {"name": "own.py", "routers": ["doubled"], "checksum": loaded.checksum}
+    ]
+    assert plugins_of(routers=["smooth"]) == []
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("1 / 0", "own.py failed: ZeroDivisionError"),
-        ("def", "own.py failed: SyntaxError"),
-        (PLUGIN + "raise KeyError('late')", "own.py failed: KeyError"),
-        ("", "own.py registers no router"),
-        (PLUGIN.replace('"doubled"', '"smooth"'), "own.py failed: ValueError: there is already a router named 'smooth'"),
+        ("x = 1\n1 / 0", "own.py failed at line 2: ZeroDivisionError"),
+        ("def", "own.py failed at line 1: SyntaxError"),
+        (PLUGIN + "raise KeyError('late')", "own.py failed at line 10: KeyError"),
+        ("", "own.py registers nothing"),
+        (
+            PLUGIN.replace('"doubled"', '"smooth"'),
+            "own.py failed at line 5: ValueError: there is already a router named 'smooth'",
+        ),
     ],
     ids=["raises", "is no Python", "raises late", "registers nothing", "clashes"],
 )
@@ -116,7 +122,7 @@ def test_what_was_trained_with_a_plugin_says_which_one_it_needs(
     given = ["--plugin", str(plugin)]
     done = command("compare", "--routers", "doubled", *SMALL, "--out", "compared", *given)
     assert done.returncode == 0, done.stderr
-    (entry,) = plugins_of("doubled")
+    (entry,) = plugins_of(routers=["doubled"])
     home = "compared/cells/doubled-seed0"
     for record in (Path(home, "task.json"), Path(home, "router.json"), Path(home, "result.json")):
         assert json.loads(record.read_text())["plugins"] == [entry]
@@ -153,8 +159,8 @@ def test_a_damaged_list_of_plugins_is_refused(stored: object) -> None:
         require_plugins(stored, "it")
 
 
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=plugins.GROUPS)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """Return the file of a package that has an entry point, as if it were installed."""
 
     class Installed(Distribution):
@@ -164,11 +170,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         def locate_file(self, path: object) -> Path:
             return tmp_path / str(path)
 
-    entry = EntryPoint("own", "own_routers", plugins.GROUP)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry._for(Installed())])  # type: ignore[attr-defined]
+    entry = EntryPoint("own", "own_routers", request.param)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry._for(Installed())] if group == entry.group else [])  # type: ignore[attr-defined]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_routers", raising=False)
-    REGISTRY.discover_with(plugins._load_installed)
+    for registry in plugins._registries:
+        registry.discover_with(plugins._load_installed)
     return tmp_path / "own_routers.py"
 
 
@@ -176,7 +183,7 @@ def test_an_installed_package_with_an_entry_point_is_found_by_name(installed: Pa
     installed.write_text(PLUGIN)
     assert holdfast.create_router("doubled", dim=4, experts=3).dim == 4
     entry = {"name": "own-routers 1.2", "routers": ["doubled"], "checksum": None}
-    assert plugins_of("doubled") == [entry]
+    assert plugins_of(routers=["doubled"]) == [entry]
     forget()
     with pytest.raises(ValueError, match=r"'doubled' of the plugin own-routers 1\.2: install that package"):
         require_plugins([entry], "it")
@@ -185,4 +192,4 @@ def test_an_installed_package_with_an_entry_point_is_found_by_name(installed: Pa
 def test_an_installed_package_that_fails_is_a_warning(installed: Path, caplog: pytest.LogCaptureFixture) -> None:
     installed.write_text(PLUGIN + "1 / 0\n")
     assert "doubled" not in holdfast.list_routers() and "smooth" in holdfast.list_routers()
-    assert "the routers of own-routers 1.2 could not be loaded" in caplog.text
+    assert "the plugin own-routers 1.2 could not be loaded" in caplog.text

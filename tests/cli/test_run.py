@@ -1,6 +1,7 @@
 """`holdfast run`: programs that do not import Holdfast open what it saved, and are otherwise as they were."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,21 @@ def test_help_shows_an_example(wanted: list[str], command: Command) -> None:
 
 def test_no_program_is_a_mistake_in_the_call(command: Command) -> None:
     assert command("run").returncode == 2
+
+
+@pytest.mark.slow
+def test_a_program_opens_a_folder_with_the_router_of_a_plugin(tmp_path: Path) -> None:
+    """The router is registered in another process, so that this one does not know its name."""
+    shutil.copy(Path(__file__).parent.parent / "outside_router.py", tmp_path / "outside.py")
+    make = "import sys, holdfast, transformers; holdfast.load_plugin(sys.argv[1])\n"
+    make += "config = transformers.MixtralConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64)\n"
+    make += "holdfast.save(holdfast.reroute(transformers.MixtralForCausalLM(config), 'distance'), sys.argv[2])"
+    subprocess.run([sys.executable, "-c", make, tmp_path / "outside.py", tmp_path / "out"], check=True, capture_output=True)
+    (tmp_path / "opens.py").write_text(OPENS)
+    done = started("--plugin", tmp_path / "outside.py", "--", tmp_path / "opens.py", tmp_path / "out")
+    assert done.stdout.endswith("__main__ 3\n") and done.returncode == 0, done.stderr
+
+
+def test_a_wrong_plugin_is_one_sentence_before_the_program_starts(command: Command) -> None:
+    done = command("run", "--plugin=nowhere.py", "--", "python", "-c", "print('started')")
+    assert done.returncode == 2 and "the plugin nowhere.py cannot be read" in done.stderr and not done.stdout

@@ -19,7 +19,8 @@ from tiers import quick_or_slow
 
 from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, build_model, make_task, parse_routers, train
-from holdfast.train.comparison import STORED, merge_results
+from holdfast.train.cells import merge_results
+from holdfast.train.comparison import STORED
 from holdfast.train.run_folder import TRAINER_FILES, find_damage, write_checkpoint_manifest, write_json, write_with_checksum
 
 SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}

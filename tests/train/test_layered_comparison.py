@@ -10,7 +10,7 @@ import pytest
 from holdfast.comparing import matched_baseline
 from holdfast.hub.install import specs_of
 from holdfast.train import Comparison, Recipe, load_trained, parse_routers
-from holdfast.train.comparison import Cell, safe_file_name
+from holdfast.train.cells import Cell, safe_file_name
 from holdfast.train.summary import summarise
 
 ROUTERS = "smoe,symphony[k=3]@1|smoe,ac@1,smoe[k=1]"

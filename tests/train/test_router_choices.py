@@ -128,12 +128,12 @@ def test_another_k_replaces_that_of_every_layer() -> None:
 
 
 def test_plugins_are_found_in_every_layer() -> None:
+    from holdfast import plugins as loaded
     from holdfast.routing import Informer, register
-    from holdfast.routing import plugins as loaded
     from holdfast.routing.presets import REGISTRY
 
     register("own", stage="token", about="mine", paper="none")(type("Own", (Informer,), {}))
-    loaded._plugins.append(loaded.Plugin("own.py", ("own",), "0" * 64))
+    loaded._plugins.append(loaded.Plugin("own.py", {"routers": ("own",)}, "0" * 64))
     try:
         (choice,) = parse_routers("own@0|smoe")
         assert [plugin["routers"] for plugin in choice.describe()["plugins"]] == [["own"]]

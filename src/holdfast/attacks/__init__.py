@@ -7,6 +7,8 @@ it. Store its `summary()` as JSON.
     inputs    fgsm, pgd, spsa, worst_of             images in [0,1], or embeddings with bounds=None
     images    corrupt                               fifteen common corruptions; frost needs photographs that are not shipped
     routing   attack_routes                         the smallest perturbation that flips a token
+
+`register_attack` gives an attack a name; those of the package have theirs in `registry`.
 """
 
 from holdfast.attacks.corruptions import CORRUPTIONS as CORRUPTIONS
@@ -16,17 +18,25 @@ from holdfast.attacks.flags import AttackWarning as AttackWarning
 from holdfast.attacks.flags import Flag as Flag
 from holdfast.attacks.flags import check_model as check_model
 from holdfast.attacks.inputs import AttackedInputs as AttackedInputs
+from holdfast.attacks.inputs import Threat as Threat
 from holdfast.attacks.inputs import worst_of as worst_of
 from holdfast.attacks.pixels import PAPER_BUDGET as PAPER_BUDGET
 from holdfast.attacks.pixels import PAPER_STEPS as PAPER_STEPS
 from holdfast.attacks.pixels import fgsm as fgsm
 from holdfast.attacks.pixels import pgd as pgd
 from holdfast.attacks.pixels import spsa as spsa
+from holdfast.attacks.registry import ATTACKS as ATTACKS
+from holdfast.attacks.registry import Attack as Attack
+from holdfast.attacks.registry import attack_pixels as attack_pixels
+from holdfast.attacks.registry import attack_texts as attack_texts
+from holdfast.attacks.registry import find_attack as find_attack
+from holdfast.attacks.registry import register_attack as register_attack
 from holdfast.attacks.routes import AttackedRoutes as AttackedRoutes
 from holdfast.attacks.routes import attack_routes as attack_routes
 from holdfast.attacks.text import STOP_WORDS as STOP_WORDS
 from holdfast.attacks.text import AttackedText as AttackedText
 from holdfast.attacks.text import Change as Change
+from holdfast.attacks.text import change_words as change_words
 from holdfast.attacks.text import load_text as load_text
 from holdfast.attacks.words import GENERIC as GENERIC
 from holdfast.attacks.words import misspell as misspell

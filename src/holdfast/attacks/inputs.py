@@ -204,7 +204,9 @@ def losses(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
 class Threat:
     """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share."""
 
-    def __init__(self, budget: float, norm: Norm, bounds: Bounds, loss: Loss) -> None:
+    def __init__(
+        self, budget: float, norm: Norm = "linf", bounds: Bounds = (0.0, 1.0), loss: Loss = "cross_entropy"
+    ) -> None:
         check_budget(budget)
         check_norm(norm)
         if loss not in LOSSES:
@@ -219,8 +221,8 @@ class Threat:
         labels: Tensor,
         *,
         name: str,
-        batch: int | None,
-        check: bool,
+        batch: int | None = None,
+        check: bool = True,
         steps: int = 1,
         restarts: int = 1,
         seed: int | None = None,

@@ -200,21 +200,25 @@ def change_words(
     *,
     rate: float,
     seed: int,
-    stop_words: Collection[str],
-    special: Collection[str],
-    keys: Sequence[str] | None,
-    options: Mapping[str, Json],
+    stop_words: Collection[str] | None = None,
+    special: Collection[str] = (),
+    keys: Sequence[str] | None = None,
+    options: Mapping[str, Json] | None = None,
     pieces: Sequence[Spans] | None = None,
 ) -> AttackedText:
     """Replace each word that is no stop word with probability `rate`; `replace` returns None if it cannot replace a word.
 
-    With `pieces`, the spans of each document's tokens, only words that are exactly one token are replaced.
+    replace      a function of a word and of a `random.Random` of its own, from which it draws all its random numbers
+    stop_words   words that are never replaced; by default `STOP_WORDS`
+    options      what the result records of the attack
+    pieces       the spans of each document's tokens: then only words that are exactly one token are replaced
 
     A document's random numbers depend only on the seed and on its key, by default its own text, and every word takes the
     same number of them. So other documents do not matter, and a higher rate changes the same words and more.
     """
     check_rate(rate)
     check_seed(seed)
+    stop_words = STOP_WORDS if stop_words is None else stop_words
     documents = [texts] if isinstance(texts, str) else list(texts)
     if keys is not None and len(keys) != len(documents):
         raise ValueError(f"{len(keys)} keys for {len(documents)} documents; expected one key per document.")
@@ -230,7 +234,7 @@ def change_words(
         words=tuple(words for _, _, words in results),
         rate=rate,
         seed=seed,
-        options=options,
+        options=options or {},
         flags=warn(*nothing_changed_flag(rate, changed, "word")),
     )
 

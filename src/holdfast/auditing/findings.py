@@ -54,7 +54,7 @@ def diagnose(report: AuditReport) -> list[Finding]:
     found = [finding for layer in report.layers for finding in _layer_findings(layer)]
     for name, one in report.perturbations.items():
         if one["skipped"] is None:
-            found += _perturbation_findings(name, one)
+            found += _perturbation_findings(name, one, _threshold(name, one, report.settings))
     return sorted(found, key=lambda finding: (RANKS[finding.severity], -finding.harm, finding.layer or 0))
 
 
@@ -136,10 +136,10 @@ def _graph(layer: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("disconnected", layer["layer"], "minor", groups, 1, text, why, 0.1)
 
 
-def _perturbation_findings(name: str, one: dict[str, Any]) -> Iterator[Finding]:
+def _perturbation_findings(name: str, one: dict[str, Any], threshold: float) -> Iterator[Finding]:
     """Yield at most one finding, about the layer where the perturbation is worst."""
     worst = max(one["layers"], key=_harm)
-    flips, threshold = float(worst["flips"]), _threshold(name, one)
+    flips = float(worst["flips"])
     is_repeat = name == "none"
     if is_repeat and (flips or worst["weight_change"] or worst["output"]["total"]):
         text = f"layer {worst['layer']} gives different results when the same forward runs twice; {flips:.1%} of tokens flip"
@@ -155,10 +155,13 @@ def _harm(layer: dict[str, Any]) -> tuple[float, ...]:
     return tuple(math.inf if value is None else value for value in values)  # None stands for a value that is not finite
 
 
-def _threshold(name: str, one: dict[str, Any]) -> float:
+def _threshold(name: str, one: dict[str, Any], settings: dict[str, Any]) -> float:
+    """Return the share of flips from which a perturbation is a finding; raise KeyError if the audit did not ask for it."""
     kind, _, level = name.partition(".")
     if one["harmless"]:
         return 0.0
+    if kind not in FLIPS and kind in settings["perturb"] and kind != "noise":
+        return FLIPS["words"]  # an attack of a plugin, also on texts
     return min(0.5, FLIPS_PER_NOISE * float(level)) if kind == "noise" else FLIPS[kind]
 
 

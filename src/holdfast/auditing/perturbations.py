@@ -7,7 +7,7 @@ What each perturbs:
     RoutingDtype, ModelDtype      routers, or the whole model, in another dtype
     Backend                       experts computed by another kernel
     SingleSequence, ExtraPadding  the other sequences and the padding of the batch
-    WordChanges                   words swapped or misspelt; only untouched tokens are compared
+    WordChanges                   words swapped, misspelt or attacked by a plugin; only untouched tokens are compared
     Attack                        the inputs of routers perturbed within a budget, so that as many tokens as possible flip
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.attacks import AttackedText, AttackWarning, attack_routes, misspell, swap_words, words_in
+from holdfast.attacks import AttackedText, AttackWarning, attack_routes, attack_texts, find_attack, words_in
 from holdfast.attacks.threat import derived_seed
 from holdfast.auditing.batches import labelled_batch
 from holdfast.auditing.forwards import ForwardComparison, Observation, Rows, observe
@@ -241,8 +241,8 @@ class WordChanges(Perturbation):
 
     def __init__(self, name: str, encoder: TextEncoder | None, rate: float, seed: int, length: int) -> None:
         self.name, self.encoder, self.rate, self.seed, self.length = name, encoder, rate, seed, length
-        how = "swapped for other words of the texts" if name == "words" else "misspelt"
-        self.about = f"{rate:.0%} of the words {how} (untouched tokens only)"
+        how = {"words": "words swapped for other words of the texts"}.get(name) or find_attack(name, "text").about
+        self.about = f"{rate:.0%} of the words: {how} (untouched tokens only)"
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
         if batch.texts is None or self.encoder is None:
@@ -271,14 +271,13 @@ class WordChanges(Perturbation):
 
     def _attacked(self, batch: AuditBatch) -> AttackedText | None:
         assert batch.texts is not None and self.encoder is not None
-        if self.name == "typos":
-            return misspell(batch.texts, rate=self.rate, seed=self.seed)
         # Swap in only words that the tokenizer knows: the unknown token is easy to predict and would hide the cost.
         words = [word for word in words_in(batch.texts) if self.encoder.knows(word)]
-        if len({word.lower() for word in words}) < 2:
+        if self.name == "words" and len({word.lower() for word in words}) < 2:
             return None
         pieces = batch.spans if isinstance(self.encoder.tokenizer, Vocabulary) else None
-        return swap_words(batch.texts, rate=self.rate, seed=self.seed, words=words, pieces=pieces)
+        attack = find_attack(self.name, "text")
+        return attack_texts(attack, batch.texts, rate=self.rate, seed=self.seed, words=words, pieces=pieces)
 
 
 def aligned_rows(before: AuditBatch, after: AuditBatch, attacked: AttackedText) -> tuple[torch.Tensor, torch.Tensor]:

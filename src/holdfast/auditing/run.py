@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, final
 
+from holdfast.attacks import ATTACKS
 from holdfast.attacks.threat import check_budget, check_rate, check_seed
 from holdfast.auditing.baseline import Baseline
 from holdfast.auditing.batches import audit_batches
@@ -75,8 +76,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in self.perturb:
-            if name not in PERTURBATIONS:
-                raise ValueError(unknown_name("perturbation", name, PERTURBATIONS))
+            if name not in PERTURBATIONS and name not in text_attacks():
+                raise ValueError(unknown_name("perturbation", name, [*PERTURBATIONS, *text_attacks()]))
         if len(self.noise) > MOST_LEVELS:
             raise ValueError(
                 f"there are {len(self.noise)} noise levels; give at most {MOST_LEVELS}, because each runs all data."
@@ -104,7 +105,18 @@ def perturbation_names(settings: Settings) -> list[str]:
         "model": ["model.bf16", "model.fp32"],
         "batch": ["batch.alone", "batch.left", "batch.right"],
     }
-    return [name for one in PERTURBATIONS if one in settings.perturb for name in several.get(one, [one])]
+    return [name for one in _in_order(settings) for name in several.get(one, [one])]
+
+
+def text_attacks() -> list[str]:
+    """Return the attacks on texts that an audit does not run by default: those of plugins, and `generic`."""
+    return [attack.name for attack in ATTACKS if attack.task == "text" and attack.name not in PERTURBATIONS]
+
+
+def _in_order(settings: Settings) -> list[str]:
+    """Return the perturbations in the order of `PERTURBATIONS`, then the other attacks on texts as they were given."""
+    own = [name for name in PERTURBATIONS if name in settings.perturb]
+    return own + [name for name in dict.fromkeys(settings.perturb) if name not in PERTURBATIONS]
 
 
 def perturbations(settings: Settings, audited: AuditedModel, encoder: TextEncoder | None) -> list[Perturbation]:
@@ -120,7 +132,9 @@ def perturbations(settings: Settings, audited: AuditedModel, encoder: TextEncode
         "typos": [WordChanges("typos", encoder, settings.rate, settings.seed, settings.length)],
         "attack": [Attack(settings.budget, settings.attack_tokens, settings.seed)],
     }
-    return [one for name, made in by_name.items() if name in settings.perturb for one in made]
+    for name in text_attacks():
+        by_name[name] = [WordChanges(name, encoder, settings.rate, settings.seed, settings.length)]
+    return [one for name in _in_order(settings) for one in by_name[name]]
 
 
 Progress = Callable[[int, str], None]  # (tokens done, what is being done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -19,7 +19,8 @@ class Attack:
     the model's vocabulary, swap them for the papers' AAA (for many models the unknown word, which is easy to predict), or
     misspell them. fgsm, pgd, spsa: change pixels between 0 and 1, in the l_inf norm (--budget). corruptions: apply all
     common corruptions that need no files, at a severity from 1 to 5 (--budget). routes: find the smallest perturbations of
-    router inputs that flip tokens, by layer (--budget, as a multiple of each router input's norm).
+    router inputs that flip tokens, by layer (--budget, as a multiple of each router input's norm). Attacks of plugins and of
+    installed packages have their own names.
 
     Examples: `holdfast attack comparison/cells/smoe-seed0 words --rate 0.1`,
     `holdfast attack comparison/cells/smoe-seed0 routes --budget 0.05`,
@@ -28,8 +29,8 @@ class Attack:
 
     model: Positional[str]
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
-    kind: Positional[Literal["words", "generic", "typos", "fgsm", "pgd", "spsa", "corruptions", "routes"]]
-    """The attack to run."""
+    kind: Annotated[Positional[str], arg(metavar="ATTACK")]
+    """The attack to run: words, generic, typos, fgsm, pgd, spsa, corruptions, routes, or one of a plugin."""
     rate: float | None = None
     """For attacks on text: the probability that a word changes, if it is no stop word. The realised share is printed."""
     budget: float | None = None
@@ -59,7 +60,7 @@ class Attack:
         quiet()
         model, task = self.test_data.load(self.model, self.loading)
         with forwards(model, f"attacking {self.model}", None):
-            if self.kind in ("words", "generic", "typos"):
+            if self._takes_rate():
                 found = attack_text(model, task, self.kind, rate=amount, seed=self.seed)
             elif self.kind == "routes":
                 found = attack_routers(model, task, budget=amount, steps=self.steps, tokens=self.examples, seed=self.seed)
@@ -70,8 +71,14 @@ class Attack:
         described = task.describe()["data"]
         write_out(self.out, {"model": self.model, "data": described, "versions": versions(), **found})
 
+    def _takes_rate(self) -> bool:
+        """Return whether its budget is a share of words. Raise ValueError if there is no such attack."""
+        from holdfast.attacks.registry import TABLES, find_attack
+
+        return self.kind not in TABLES and find_attack(self.kind).budget == "rate"
+
     def _amount(self) -> float:
-        name, value = ("rate", self.rate) if self.kind in ("words", "generic", "typos") else ("budget", self.budget)
+        name, value = ("rate", self.rate) if self._takes_rate() else ("budget", self.budget)
         if value is None:
             raise ValueError(f"{self.kind} needs --{name}: a result without it has no meaning.")
         other = self.budget if name == "rate" else self.rate

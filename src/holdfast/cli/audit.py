@@ -193,7 +193,8 @@ class Audit:
     batch: int = 8
     """Sequences per batch."""
     perturb: str | None = None
-    """Perturbations, joined by commas: none, noise, routing, model, batch, backend, words, typos, attack; by default all."""
+    """Perturbations, joined by commas: none, noise, routing, model, batch, backend, words, typos, attack; by default all of
+    these. An attack on texts of a plugin may be named too."""
     noise: tuple[float, ...] = (0.01, 0.05)
     """Levels of noise, as shares of each router input's norm."""
     seed: int = 0

@@ -32,7 +32,7 @@ LONGEST = 24  # characters of a number: longer words with a digit may be wrapped
 Tell = Callable[[float, str], None]  # amount of finished work, and what is being done
 
 
-def one_line(problem: Exception) -> str:
+def one_line(problem: Exception | str) -> str:
     """Return an error's message as one printable line: it may quote a file, with line ends and control characters."""
     text = " ".join(str(problem).split())
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
@@ -213,10 +213,11 @@ class TestData:
 @dataclass(frozen=True)
 class PluginFiles:
     plugin: UseAppendAction[tuple[Path, ...]] = ()
-    """A Python file that registers your own routers; the file is executed. You may repeat this option."""
+    """A Python file that registers routers, datasets, attacks or metrics of yours; the file is executed. You may repeat this
+    option."""
 
     def load(self) -> None:
-        from holdfast.routing.plugins import load_plugin
+        from holdfast.plugins import load_plugin
 
         for path in self.plugin:
             load_plugin(path)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show
-from holdfast.comparing import PAGE, ROUTERS, run_comparison
+from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, slim_table
+from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
 
 if TYPE_CHECKING:
     from holdfast.train import Cell, Comparison
@@ -25,6 +25,7 @@ class Compare:
     are added to those in the folder. A router that cannot be built is reported before any training.
 
     Examples: `holdfast compare`, `holdfast compare --routers smoe,smooth --seeds 5 --out runs/smooth`,
+    `holdfast compare --routers smoe,smooth --sweep sparse.k=1,2,4 training.learning_rate=1e-3,1e-4 --out runs/k`,
     `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`
     """
 
@@ -41,6 +42,9 @@ class Compare:
     """The folder with named sources; without it they are downloaded."""
     set: tuple[str, ...] = ()
     """Changes to the recipe, for example training.steps=50."""
+    sweep: tuple[str, ...] = ()
+    """Values of keys of the recipe, for example sparse.k=1,2,4 training.learning_rate=1e-3,1e-4: every combination is
+    trained with every router and seed, and compared with the baseline of the same setting."""
     match_compute: bool = True
     """If a router uses more experts per token than the baseline, add the baseline with that number, rounded up."""
     jobs: int = 1
@@ -50,12 +54,12 @@ class Compare:
     def run(self) -> None:
         from holdfast.report import read_results
         from holdfast.report.comparison_page import verdict
-        from holdfast.train import load_recipe
         from holdfast.train.recipe import parse_routers
+        from holdfast.train.sweep import parse_sweep
         from holdfast.train.training import quiet
 
         self.plugins.load()
-        recipe = load_recipe(self.recipe, changes(self.set))
+        recipe, settings = load_with_sweep(self.recipe, changes(self.set), parse_sweep(self.sweep))
         require_folder(self.out)
         for name in ("results.json", PAGE):
             require_place(self.out / name)
@@ -65,9 +69,10 @@ class Compare:
         def run(comparison: Comparison) -> list[dict[str, Any]]:
             return _with_progress(comparison, self.jobs)
 
-        how: dict[str, Any] = {"data": self.data, "match_compute": self.match_compute}
+        how: dict[str, Any] = {"data": self.data, "match_compute": self.match_compute, "settings": settings}
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
+        print_metrics(rows, comparison)
         print("\n" + "\n".join(verdict(read_results(self.out))))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
 
@@ -89,13 +94,13 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
-    steps, cells = comparison.task.steps, comparison.cells
-    done = dict.fromkeys((cell.name for cell in cells), 0)
-    with bar(steps * len(cells)) as tell:
+    steps = {cell.name: comparison.steps_of(cell) for cell in comparison.cells}
+    done = dict.fromkeys(steps, 0)
+    with bar(sum(steps.values())) as tell:
 
         def note(cell: Cell, finished: int) -> None:
             done[cell.name] = finished
-            tell(sum(done.values()), f"{cell.choice.name}, seed {cell.seed}: step {finished} of {steps}")
+            tell(sum(done.values()), f"{cell.label}, seed {cell.seed}: step {finished} of {steps[cell.name]}")
 
         return comparison.run(note, jobs=jobs)
 
@@ -105,12 +110,16 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     from rich import box
     from rich.table import Table
 
+    from holdfast.routing.grammar import written_value
+
     measure, data = comparison.task.measure, comparison.task.describe()["data"]
     costs = any("cost" in row for row in rows)
     caption = (
         f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
         f"{rows[0]['router']}, paired by seed, with 95% intervals; experts: used per token."
     )
+    if any("settings" in row for row in rows):
+        caption += " Differences are within equal settings."
     if costs:
         caption += " Cost: how much the attack raises the perplexity of the untouched words, with a 95% interval."
     table = Table(
@@ -121,16 +130,56 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         title=f"{comparison.recipe.about}, on {data['name']}; {_seeds(rows)}",
         caption=caption,
     )
-    columns = ("router", "weights", "experts", "clean", "difference", "attacked", "cost" if costs else "difference")
+    swept = list(dict.fromkeys(key for row in rows for key in row.get("settings", {})))
+    columns = (
+        "router",
+        *_short_keys(swept),
+        "weights",
+        "experts",
+        "clean",
+        "difference",
+        "attacked",
+        "cost" if costs else "difference",
+    )
     for column in columns:
         table.add_column(column, no_wrap=column == "router", min_width=14 if column in ("difference", "cost") else None)
     for row in rows:
         clean, attacked = (
-            "baseline" if row is rows[0] else _briefly(row.get(f"{text}, difference")) for text in ("clean", "attacked")
+            "baseline" if row["router"] == rows[0]["router"] else _briefly(row.get(f"{text}, difference"))
+            for text in ("clean", "attacked")
         )
         figures = (_number(row["clean"]), clean, _number(row["attacked"]), _cost(row.get("cost")) if costs else attacked)
-        table.add_row(row["router"], _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
+        setting = (written_value(row.get("settings", {}).get(key)) for key in swept)
+        table.add_row(row["router"], *setting, _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
     show(table)
+
+
+def print_metrics(rows: list[dict[str, Any]], comparison: Comparison) -> None:
+    """Print the recipe's further metrics as a table with a row for each router; nothing if it has none."""
+    from holdfast.metrics import describe_metrics
+    from holdfast.routing.grammar import written_pairs
+
+    metrics = describe_metrics(comparison.recipe.metrics)
+    if not metrics:
+        return
+    caption = " ".join(f"{metric['name']}: {metric['about']}; {metric['better']} is better." for metric in metrics)
+    table = slim_table("Other metrics", "metric", "router", "clean", "difference", "attacked", "difference", caption=caption)
+    for metric in metrics:
+        for row in rows:
+            found, cells = row.get("metrics", {}).get(metric["name"], {}), []
+            for text in ("clean", "attacked"):
+                value, difference = found.get(text), found.get(f"{text}, difference")
+                cells += ["none" if value is None else f"{value:.4g}"]
+                cells += ["baseline" if row["router"] == rows[0]["router"] else _briefly(difference, 4)]
+            label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
+            table.add_row(metric["name"], label, *cells)
+    show(table)
+
+
+def _short_keys(keys: list[str]) -> list[str]:
+    """Return the last part of each key, `k` of `sparse.k`; whole keys if two have the same last part."""
+    short = [key.rpartition(".")[2] for key in keys]
+    return short if len(set(short)) == len(short) else keys
 
 
 def _seeds(rows: list[dict[str, Any]]) -> str:
@@ -147,14 +196,14 @@ def _number(value: float | None) -> str:
     return "NaN" if value is None else f"{value:.2f}"
 
 
-def _briefly(difference: dict[str, Any] | None) -> str:
+def _briefly(difference: dict[str, Any] | None, digits: int = 2) -> str:
     if difference is None:
         return "none known"
     if difference["low"] is None:
-        return f"{difference['mean']:+.2f}, one seed"
+        return f"{difference['mean']:+.{digits}f}, one seed"
     differs = not difference["low"] <= 0 <= difference["high"]
-    found = f"{difference['mean']:+.2f}" if differs else "no difference"
-    return f"{found}\n({difference['low']:+.1f} to {difference['high']:+.1f})"
+    found = f"{difference['mean']:+.{digits}f}" if differs else "no difference"
+    return f"{found}\n({difference['low']:+.{digits - 1}f} to {difference['high']:+.{digits - 1}f})"
 
 
 def _cost(cost: dict[str, Any] | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +25,14 @@ class Evaluate:
     """Write all numbers to this JSON file."""
     force: bool = False
     """Overwrite that file if it exists."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics, besides those of the model's recipe: accuracy, top5-accuracy, perplexity, or those of a plugin."""
     test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
+        from holdfast.metrics import ChosenMetrics, describe_metrics
         from holdfast.metrics.report import without_nan
         from holdfast.train.training import quiet
         from holdfast.version import versions
@@ -37,7 +40,9 @@ class Evaluate:
         self.plugins.load()
         require_free(self.out, self.force)
         quiet()
+        ChosenMetrics(self.metrics)  # raises if a name is unknown
         model, task = self.test_data.load(self.model, self.loading)
+        task.recipe = replace(task.recipe, metrics=list(dict.fromkeys([*task.recipe.metrics, *self.metrics])))
         with forwards(model, f"scoring {self.model}", task.inputs_to_score()):
             found = without_nan(task.score(model))
         others = found["clean"].get("other_tests", {})
@@ -46,7 +51,8 @@ class Evaluate:
         )
         print_certainty(found)
         print_routing(found["clean"].get("routing"))
-        stored = {"model": self.model, **task.describe(), "measure": asdict(task.measure), "versions": versions(), **found}
+        described = {**task.describe(), "measure": asdict(task.measure), "metrics": describe_metrics(task.recipe.metrics)}
+        stored = {"model": self.model, **described, "versions": versions(), **found}
         write_out(self.out, stored)
 
 
@@ -68,10 +74,11 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
         "mean change of a prediction": "mean_change",
     }
     shown = {name: key for name, key in columns.items() if key is None or any(key in score for score in scores.values())}
-    for name in shown:
+    for name in (*shown, *task.recipe.metrics):
         table.add_column(name)
     for name, score in scores.items():
-        figures = (score.get(key) for key in shown.values() if key is not None)
+        figures = [score.get(key) for key in shown.values() if key is not None]
+        figures += [score.get("metrics", {}).get(metric) for metric in task.recipe.metrics]
         table.add_row(name, *("" if figure is None else f"{figure:.4f}" for figure in figures))
     show(table)
 

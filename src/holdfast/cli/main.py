@@ -16,6 +16,7 @@ from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
+from holdfast.plugins import failure_in_plugin
 
 Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Run | Train
 
@@ -41,12 +42,15 @@ def main(arguments: list[str]) -> int:
         command.run()
     except BrokenPipeError:
         raise
-    except (ValueError, OSError) as mistake:
-        print(f"holdfast: {one_line(mistake)}", file=sys.stderr)
-        return 2
     except ConditionHolds as condition:
         print(f"holdfast: {condition}", file=sys.stderr)
         return 1
+    except Exception as problem:
+        failure = failure_in_plugin(problem)
+        if failure is None and not isinstance(problem, ValueError | OSError):
+            raise
+        print(f"holdfast: {one_line(problem if failure is None else failure)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("holdfast: stopped.", file=sys.stderr)
         return 130

@@ -6,12 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
+
+from holdfast.cli.common import PluginFiles
 
 STARTED = Path(__file__).parent / "started"  # has the sitecustomize.py that Python runs at its start
+PLUGIN_FILES = "HOLDFAST_RUN_PLUGINS"  # environment variable with the plugin files for it, as in PATH
 
 
 @dataclass(frozen=True)
@@ -21,18 +25,22 @@ class Run:
     The program is a command, a Python file, or `python` with its arguments; processes that it starts import Holdfast too.
 
     Examples: `holdfast run -- lm_eval --model hf --model_args pretrained=out --tasks arc_easy`,
-    `holdfast run -- trl sft --model_name_or_path out ...`, `holdfast run -- python -m my.training`, `holdfast run train.py`
+    `holdfast run -- trl sft --model_name_or_path out ...`, `holdfast run --plugin mine.py -- lm_eval ...`,
+    `holdfast run -- python -m my.training`, `holdfast run train.py`
     """
 
     program: Positional[str]
     """A command, or a Python file."""
     arguments: Positional[tuple[str, ...]] = ()
     """The arguments of the program."""
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         line = [*self._executable(), *self.arguments]
         path = os.pathsep.join([str(STARTED), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path}
+        self.plugins.load()  # a mistake in a file is one sentence here, before the program starts
+        files = os.pathsep.join(str(file.absolute()) for file in self.plugins.plugin)
+        environment = {**os.environ, "PYTHONPATH": path, **({PLUGIN_FILES: files} if files else {})}
         sys.stdout.flush()
         sys.stderr.flush()
         if os.name == "nt":  # Windows cannot replace the running process
@@ -53,8 +61,18 @@ class Run:
 
 
 def program_of(arguments: list[str]) -> Run | None:
-    """Return the program of a command line `run ...`, its arguments unparsed; None if the line asks for help."""
-    rest = arguments[2:] if arguments[1:2] == ["--"] else arguments[1:]
-    if not rest or (rest == arguments[1:] and rest[0].startswith("-")):
+    """Return the program of a command line `run ...`, its arguments unparsed; None if the line asks for help.
+
+    `--plugin FILE` may stand before the program.
+    """
+    rest, files = arguments[1:], list[Path]()
+    while rest and rest[0].partition("=")[0] == "--plugin":
+        _, sign, value = rest.pop(0).partition("=")
+        if not sign and rest:
+            value = rest.pop(0)
+        files.append(Path(value))
+    is_marked = rest[:1] == ["--"]
+    rest = rest[1:] if is_marked else rest
+    if not rest or (not is_marked and rest[0].startswith("-")):
         return None
-    return Run(rest[0], tuple(rest[1:]))
+    return Run(rest[0], tuple(rest[1:]), PluginFiles(tuple(files)))

@@ -3,6 +3,8 @@
 from holdfast.data.blocks import Batch as Batch
 from holdfast.data.blocks import Blocks as Blocks
 from holdfast.data.blocks import Order as Order
+from holdfast.data.datasets import DATASETS as DATASETS
+from holdfast.data.datasets import register_dataset as register_dataset
 from holdfast.data.documents import Corpus as Corpus
 from holdfast.data.documents import Document as Document
 from holdfast.data.documents import words as words

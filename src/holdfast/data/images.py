@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.data.documents import hold_out, split_by_title
+from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset, require_splits
+from holdfast.data.documents import SPLITS, hold_out, split_by_title
 from holdfast.data.files import checksum, find_file, open_unpacked, source_folders
 from holdfast.errors import require_extra, unknown_name
 
@@ -31,7 +32,7 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 SIZE = 224  # pixels per side, as usual for ImageNet
 LAYOUT = "put the images of each class into a folder of their own, or into train/CLASS and val/CLASS"
 VALID, TEST = ("val", "valid", "validation"), ("test",)
-SOURCES = {
+ABOUT = {
     "digits": "1,797 handwritten digits of 8x8 pixels, from scikit-learn; embedded there",
     "fashion-mnist": "70,000 pieces of clothing of 28x28 pixels, from Zalando's IDX files",
 }
@@ -164,7 +165,7 @@ class ImageSet:
 
 def image_sets() -> dict[str, str]:
     """Return the names of the image sources, each with one line of help."""
-    return dict(SOURCES)
+    return datasets_for("pictures")
 
 
 def image_set(name: str | Path, *, folder: str | Path | None = None, size: int | None = None) -> ImageSet:
@@ -172,19 +173,59 @@ def image_set(name: str | Path, *, folder: str | Path | None = None, size: int |
 
     Named sources that are not embedded are searched for in `folder`. The default size is 224.
     """
-    if isinstance(name, str) and name in SOURCES:
+    path = Path(name)
+    found = (
+        find_dataset(name, "pictures", installed=not path.is_dir()) if isinstance(name, str) and os.sep not in name else None
+    )
+    if found:
         if size is not None:
             raise ValueError(f"{name} has a fixed size; only folders of images are scaled, so give no size.")
-        return _digits() if name == "digits" else _fashion(None if folder is None else Path(folder))
-    path = Path(name)
+        return _as_image_set(found, found.load(None if folder is None else Path(folder)))
     if path.is_dir():
         return folder_set(path, size)
     if isinstance(name, Path) or os.sep in name:
         raise ValueError(f"{path} is not a folder; {LAYOUT}.")
-    raise ValueError(unknown_name("image source", name, SOURCES))
+    raise ValueError(DATASETS.unknown(name, image_sets()))
 
 
-def _digits() -> ImageSet:
+def _as_image_set(dataset: Dataset, loaded: Any) -> ImageSet:
+    """Return what the function of a dataset has loaded as a set of images."""
+    if isinstance(loaded, ImageSet):
+        return loaded
+    require_splits(dataset.name, loaded, SPLITS, "(pixels, labels)")
+    splits = {split: _as_images(f"dataset {dataset.name!r}, {split}", loaded[split]) for split in SPLITS}
+    if len(shapes := {images.shape for images in splits.values()}) > 1:
+        raise ValueError(f"dataset {dataset.name!r} has images of different shapes: {', '.join(map(str, sorted(shapes)))}.")
+    classes = 1 + int(splits["train"].labels.max())
+    for split, images in splits.items():
+        if int(images.labels.max()) >= classes:
+            raise ValueError(f"dataset {dataset.name!r}, {split} has a class that is not in the training images.")
+    if classes < 2:
+        raise ValueError(f"dataset {dataset.name!r} has one class only; classification needs two.")
+    return ImageSet(dataset.name, dataset.about, tuple(map(str, range(classes))), splits, _array_checksum(splits))
+
+
+def _as_images(what: str, pair: Any) -> ArrayImages:
+    """Return the pixels and labels of a split; pixels between 0 and 1 are stored as bytes, the precision of image files."""
+    try:
+        pixels, labels = (torch.as_tensor(each) for each in pair)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise ValueError(f"{what} is not a pair of pixels and labels ({' '.join(str(problem).split())}).") from None
+    if pixels.dim() != 4 or labels.shape != pixels.shape[:1] or not len(labels):
+        shapes = f"{tuple(pixels.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"{what} has pixels and labels of shape {shapes}; expected (N,C,H,W) and (N,), with N above 0.")
+    if labels.is_floating_point() or labels.dtype == torch.bool or int(labels.min()) < 0:
+        raise ValueError(f"{what} has labels that are not class numbers from 0.")
+    if pixels.is_floating_point():
+        if not bool(pixels.isfinite().all()) or float(pixels.min()) < 0 or float(pixels.max()) > 1:
+            raise ValueError(f"{what} has pixels that are not between 0 and 1; give bytes, or divide by the value of white.")
+        pixels = (255 * pixels.double()).round().to(torch.uint8)
+    elif pixels.dtype != torch.uint8:
+        raise ValueError(f"{what} has pixels of type {pixels.dtype}; give bytes (uint8), or numbers between 0 and 1.")
+    return ArrayImages(pixels.contiguous(), labels.long())
+
+
+def _digits(_: Path | None) -> ImageSet:
     require_extra("the image source digits", "sklearn")
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
@@ -195,7 +236,7 @@ def _digits() -> ImageSet:
     kept, valid = hold_out([str(number) for number in rest], share=len(test) / len(rest))
     numbers = {"train": [rest[i] for i in kept], "valid": [rest[i] for i in valid], "test": test}
     splits = {split: images.only(chosen) for split, chosen in numbers.items()}
-    return ImageSet("digits", SOURCES["digits"], tuple(map(str, range(10))), splits, _array_checksum(splits))
+    return ImageSet("digits", ABOUT["digits"], tuple(map(str, range(10))), splits, _array_checksum(splits))
 
 
 def _fashion(folder: Path | None) -> ImageSet:
@@ -211,7 +252,7 @@ def _fashion(folder: Path | None) -> ImageSet:
         )
     kept, valid = hold_out([str(number) for number in range(len(full))])
     splits = {"train": full.only(kept), "valid": full.only(valid), "test": test}
-    return ImageSet("fashion-mnist", SOURCES["fashion-mnist"], CLOTHES, splits, _array_checksum(splits))
+    return ImageSet("fashion-mnist", ABOUT["fashion-mnist"], CLOTHES, splits, _array_checksum(splits))
 
 
 def _idx_pair(folder: Path, part: str) -> ArrayImages:
@@ -326,3 +367,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 def _class(path: Path) -> str:
     return path.parent.name
+
+
+DATASETS.add(Dataset("digits", ABOUT["digits"], "pictures", _digits))
+DATASETS.add(Dataset("fashion-mnist", ABOUT["fashion-mnist"], "pictures", _fashion))

@@ -15,16 +15,20 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
+from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset
 from holdfast.data.documents import SPLITS
 from holdfast.data.files import find_file, read_text, source_folders, unpacked_name
 from holdfast.data.labelled_texts import (
     Columns,
+    LabelledRows,
     Row,
     Table,
     TextSet,
+    as_rows,
     file_and_columns,
     find_splits,
     labelled_splits,
@@ -35,7 +39,6 @@ from holdfast.data.labelled_texts import (
 from holdfast.data.saved_datasets import saved_splits
 from holdfast.data.text_files import is_table
 from holdfast.data.text_sources import python_topics, without_repeated_paragraphs
-from holdfast.errors import unknown_name
 
 Rows = dict[str, list[Row]]
 EMBEDDED_TOPICS = ("compound", "debugger", "formatstrings", "specialnames", "string-methods", "types")
@@ -85,6 +88,12 @@ class TextSetSource:
     find: Callable[[Path], Rows | None]
     metric: str = "accuracy"
     regression: bool = False
+
+    def load(self, name: str, folder: Path | None) -> LabelledRows:
+        rows = None if folder is None else self.find(folder)
+        if rows is None:
+            raise ValueError(f"{name} is not in {folder or 'any folder given'}: {self.how} there (--data FOLDER).")
+        return LabelledRows(rows, self.about, self.metric, self.regression)
 
 
 def _glue_rows(task: Glue) -> Callable[[Path], Rows | None]:
@@ -195,7 +204,7 @@ EMBEDDED_ABOUT = "paragraphs of Python's language reference, by topic; embedded"
 
 def text_sets() -> dict[str, str]:
     """Return the names of the known text sets, each with one line of help."""
-    return {EMBEDDED: EMBEDDED_ABOUT, **{name: source.about for name, source in TEXT_SETS.items()}}
+    return datasets_for("labels")
 
 
 def text_set(
@@ -218,22 +227,24 @@ def text_set(
     classes             of a trained model, in the order of its outputs: labels must be of these; () for regression
     test_only           all rows of a single file are the test split, and train and valid are not needed
     """
-    columns = Columns(text, pair, label)
-    if isinstance(name, str) and name in text_sets():
+    columns, path = Columns(text, pair, label), Path(name)
+    is_name = isinstance(name, str) and os.sep not in name
+    dataset = find_dataset(str(name), "labels", installed=not path.exists() and not is_table(path)) if is_name else None
+    if dataset is not None:
         if columns != Columns():
             raise ValueError(f"data.text, data.pair and data.label are for files; {name} has columns of its own.")
-        found = _known_set(name, folder, regression, classes)
+        rows = as_rows(dataset, dataset.load(None if folder is None else Path(folder)))
+        found = rows.make_set(dataset.name, regression, classes)
     else:
-        path = Path(name)
         if not path.exists() and (written := file_and_columns(str(name))) is not None:
             path, columns = written
         if name == "" or not path.exists():
             if isinstance(name, Path) or os.sep in name or is_table(path):
                 raise ValueError(f"{path} does not exist; labelled texts are a folder, or a .csv, .tsv or .jsonl file.")
-            raise ValueError(unknown_name("source of labelled texts", name, text_sets()))
-        about, rows = _from_path(path, columns, test_only=test_only)
+            raise ValueError(DATASETS.unknown(str(name), text_sets()))
+        about, splits = _from_path(path, columns, test_only=test_only)
         how = {"regression": regression, "classes": classes}
-        found = make_set(unpacked_name(path.resolve()), about, rows, place=str(path), **how)  # type: ignore[arg-type]
+        found = make_set(unpacked_name(path.resolve()), about, splits, place=str(path), **how)  # type: ignore[arg-type]
     for split in SPLITS if classes is None else ("test",):
         found.texts(split)
     return found
@@ -265,16 +276,8 @@ def _from_path(path: Path, columns: Columns, *, test_only: bool) -> tuple[str, d
     return f"the labelled texts of {name}" + ("" if test_only else ", split by row"), rows
 
 
-def _known_set(name: str, folder: str | Path | None, regression: bool | None, classes: Sequence[str] | None) -> TextSet:
-    if name == EMBEDDED:
-        about = f"{EMBEDDED_ABOUT}; Python {platform.python_version()}"
-        return make_set(name, about, {"train": list(_topic_rows())}, place=name, classes=classes)
-    source = TEXT_SETS[name]
-    rows = None if folder is None else source.find(Path(folder))
-    if rows is None:
-        raise ValueError(f"{name} is not in {folder or 'any folder given'}: {source.how} there (--data FOLDER).")
-    wanted = source.regression if regression is None else regression
-    return make_set(name, source.about, rows, place=name, metric=source.metric, regression=wanted, classes=classes)
+def _embedded_rows(_: Path | None) -> LabelledRows:
+    return LabelledRows({"train": list(_topic_rows())}, f"{EMBEDDED_ABOUT}; Python {platform.python_version()}")
 
 
 def _topic_rows() -> Iterator[Row]:
@@ -290,3 +293,8 @@ def _topic_rows() -> Iterator[Row]:
             if len(words) >= LEAST_WORDS:
                 number += 1
                 yield Row(number, " ".join(words[:MOST_WORDS]), None, topic)
+
+
+DATASETS.add(Dataset(EMBEDDED, EMBEDDED_ABOUT, "labels", _embedded_rows))
+for _name, _source in TEXT_SETS.items():
+    DATASETS.add(Dataset(_name, _source.about, "labels", partial(_source.load, _name)))

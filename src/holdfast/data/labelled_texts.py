@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from holdfast.data.datasets import Dataset, require_splits
 from holdfast.data.documents import SPLITS, hold_out
 from holdfast.data.files import checksum, find_file, unpacked_name
 from holdfast.data.text_files import JSON_LINES, LABEL_COLUMNS, SEPARATED, csv_rows, is_table, json_objects
@@ -259,6 +260,47 @@ def make_set(
     usual = ("pearson" if regression else "accuracy") if metric is None else metric
     parts = (part for split, own in splits.items() for row in own for part in (split, *_parts(row)))
     return TextSet(name, about, found, made, checksum(part.encode("utf-8", "surrogatepass") for part in parts), usual)
+
+
+@final
+@dataclass(frozen=True)
+class LabelledRows:
+    """The rows of a set by split, before its labels have numbers, and how the set is scored; None: decided by the labels."""
+
+    splits: Mapping[str, list[Row]]
+    about: str
+    metric: str | None = None
+    regression: bool | None = None
+
+    def make_set(self, name: str, regression: bool | None, classes: Sequence[str] | None) -> TextSet:
+        wanted = self.regression if regression is None else regression
+        how: dict[str, Any] = {"metric": self.metric, "regression": wanted, "classes": classes}
+        return make_set(name, self.about, self.splits, place=name, **how)
+
+
+def as_rows(dataset: Dataset, loaded: Any) -> LabelledRows:
+    """Return what the function of a dataset has loaded as rows."""
+    if isinstance(loaded, LabelledRows):
+        return loaded
+    require_splits(dataset.name, loaded, SPLITS, "pairs of text and label")
+    splits = {split: list(_given_rows(f"dataset {dataset.name!r}, {split}", loaded[split])) for split in SPLITS}
+    if len({row.pair is None for rows in splits.values() for row in rows}) > 1:
+        raise ValueError(f"dataset {dataset.name!r} has rows with a second text and rows without; give all or none.")
+    return LabelledRows(splits, dataset.about)
+
+
+def _given_rows(place: str, rows: Any) -> Iterator[Row]:
+    number = -1
+    for number, row in enumerate([] if isinstance(rows, str) else rows):
+        parts = tuple(row) if isinstance(row, tuple | list) else ()
+        texts, label = parts[:-1], parts[-1] if parts else None
+        if len(parts) not in (2, 3) or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(f"{place}: row {number} is {row!r:.80}; expected (text, label) or (text, second text, label).")
+        if not isinstance(label, str | int | float) or isinstance(label, bool):
+            raise ValueError(f"{place}: row {number} has the label {label!r:.80}; expected a string or a number.")
+        yield Row(number, texts[0], texts[1] if len(texts) == 2 else None, _label(label))
+    if number < 0:
+        raise ValueError(f"{place} has no rows.")
 
 
 def _labelled_texts(

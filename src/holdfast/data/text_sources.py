@@ -19,15 +19,15 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
+from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset, require_splits
 from holdfast.data.documents import SPLITS, Corpus, Document, LazyDocuments, split_by_title
 from holdfast.data.files import PACKED, find_file, open_unpacked, read_bytes, source_folders
 from holdfast.data.text_files import is_table, split_files, table_and_column, table_corpus, text_corpus
-from holdfast.errors import MissingExtra, missing_extra_message, unknown_name
+from holdfast.errors import MissingExtra, missing_extra_message
 
 # Packages with little English, or with copies of other packages.
 SKIPPED = {"ensurepip", "encodings", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "turtledemo"}
@@ -35,21 +35,20 @@ REPEATED = 8  # words: repeated paragraphs of at least this length are removed. 
 
 ENWIK8 = {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000}  # bytes, in this order
 
+ABOUT = {
+    "python-docs": "the English in a Python installation, language reference and docstrings; embedded",
+    "wikitext-2": "2 million words of good Wikipedia articles",
+    "wikitext-103": "103 million words of good Wikipedia articles",
+    "enwik8": "the first 100 million bytes of an English Wikipedia dump, with markup",
+    "c4": "cleaned web pages in English; streamed, because it is too large to download",
+}
+
 _BLANK = re.compile(r"\n\s*\n")
-
-
-@final
-@dataclass(frozen=True)
-class Source:
-    """A named text source."""
-
-    about: str
-    load: Callable[[Path | None], Corpus]  # from a folder; None: embedded or fetched
 
 
 def corpora() -> dict[str, str]:
     """Return the names of the text sources, each with one line of help."""
-    return {name: source.about for name, source in SOURCES.items()}
+    return datasets_for("text")
 
 
 def corpus(name: str | Path, *, folder: str | Path | None = None, column: str | None = None) -> Corpus:
@@ -59,25 +58,53 @@ def corpus(name: str | Path, *, folder: str | Path | None = None, column: str | 
 
     column      of the texts, if the source is a table
     """
-    if isinstance(name, str) and name in SOURCES:
+    place = None if folder is None else Path(folder)
+    if isinstance(name, str) and (found := find_dataset(name, "text")):
         if column is not None:
             raise ValueError(f"data.text names the column {column}, but {name} is not a table.")
-        return SOURCES[name].load(None if folder is None else Path(folder))
+        return _as_corpus(found, found.load(place))
     path = Path(name)
     if name != "" and path.exists():
         return text_corpus(path, column)
-    if found := table_and_column(str(name)):
-        return table_corpus(*found)
+    if table := table_and_column(str(name)):
+        return table_corpus(*table)
     if isinstance(name, Path) or os.sep in name or path.suffix in {".txt", *PACKED} or is_table(path):
         raise ValueError(f"{path} does not exist.")
-    raise ValueError(unknown_name("text source", name, SOURCES))
+    if found := find_dataset(name, "text", installed=True):
+        return _as_corpus(found, found.load(place))
+    raise ValueError(DATASETS.unknown(name, corpora()))
+
+
+def _as_corpus(dataset: Dataset, loaded: Any) -> Corpus:
+    """Return what the function of a dataset has loaded as a corpus."""
+    if isinstance(loaded, Corpus):
+        return loaded
+    require_splits(dataset.name, loaded, SPLITS, "texts")
+    splits = {split: tuple(_as_documents(dataset.name, split, loaded[split])) for split in SPLITS}
+    return Corpus(dataset.name, dataset.about, splits)
+
+
+def _as_documents(name: str, split: str, texts: Any) -> Iterator[Document]:
+    found = False
+    for number, text in enumerate([] if isinstance(texts, str) else texts):
+        if not isinstance(text, str | Document):
+            raise ValueError(f"dataset {name!r}, {split}: text {number} is {type(text).__name__}; expected a string.")
+        try:
+            document = text if isinstance(text, Document) else Document(f"{name}/{split}/{number}", text.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"dataset {name!r}, {split}: text {number} is not valid Unicode: {error.reason}.") from None
+        found = found or bool(document.data.strip())
+        yield document
+    if not found:
+        one = ": it is one string, so put it into a list" if isinstance(texts, str) else ""
+        raise ValueError(f"dataset {name!r} has no text in its split {split}{one}.")
 
 
 def _python_docs_corpus(_: Path | None) -> Corpus:
     documents = [Document(title, text.encode()) for title, text in python_docs().items()]
     split_of = split_by_title({document.title: len(document.data) for document in documents})
     splits = {split: tuple(document for document in documents if split_of[document.title] == split) for split in SPLITS}
-    return Corpus("python-docs", f"{SOURCES['python-docs'].about}; Python {platform.python_version()}", splits)
+    return Corpus("python-docs", f"{ABOUT['python-docs']}; Python {platform.python_version()}", splits)
 
 
 def python_docs() -> dict[str, str]:
@@ -191,7 +218,7 @@ def _wikitext(number: str, folder: Path | None) -> Corpus:
             if len(paths) < len(SPLITS):
                 missing = next(split for split in SPLITS if split not in paths)
                 raise ValueError(f"{place} has {name}'s {' and '.join(paths)} but no {missing}.txt.")
-            return split_files(name, SOURCES[name].about, paths, "lines")
+            return split_files(name, ABOUT[name], paths, "lines")
     raise ValueError(f"{name} is not in {folder}: put {layout} there, or give no folder to fetch it through `datasets`.")
 
 
@@ -208,7 +235,7 @@ def _fetched_wikitext(name: str, instead: str) -> Corpus:
         text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
         return [Document(f"{name}/{split}", text.encode())]
 
-    return Corpus(name, SOURCES[name].about, {split: LazyDocuments(partial(read, split)) for split in SPLITS}, "lines")
+    return Corpus(name, ABOUT[name], {split: LazyDocuments(partial(read, split)) for split in SPLITS}, "lines")
 
 
 def _enwik8(folder: Path | None) -> Corpus:
@@ -232,7 +259,7 @@ def _enwik8(folder: Path | None) -> Corpus:
         return [Document(f"enwik8/{split}", data()[ends[split] - ENWIK8[split] : ends[split]])]
 
     splits = {split: LazyDocuments(partial(read, split)) for split in SPLITS}
-    return Corpus("enwik8", SOURCES["enwik8"].about, splits, "bytes")
+    return Corpus("enwik8", ABOUT["enwik8"], splits, "bytes")
 
 
 def _c4(folder: Path | None) -> Corpus:
@@ -258,7 +285,7 @@ def _c4(folder: Path | None) -> Corpus:
     # C4 has no test split: its validation documents alternate between valid and test.
     sources = {"train": ("train", 0, 1), "valid": ("validation", 0, 2), "test": ("validation", 1, 2)}
     splits = {split: LazyDocuments(partial(read, *place)) for split, place in sources.items()}
-    return Corpus("c4", SOURCES["c4"].about, splits, "words", streamed=True)
+    return Corpus("c4", ABOUT["c4"], splits, "words", streamed=True)
 
 
 def _c4_files(folder: Path, split: str) -> list[Path]:
@@ -298,12 +325,12 @@ def hub_rows(dataset: str, config: str, split: str, *, instead: str, streamed: b
     return found
 
 
-SOURCES = {
-    "python-docs": Source(
-        "the English in a Python installation, language reference and docstrings; embedded", _python_docs_corpus
-    ),
-    "wikitext-2": Source("2 million words of good Wikipedia articles", partial(_wikitext, "2")),
-    "wikitext-103": Source("103 million words of good Wikipedia articles", partial(_wikitext, "103")),
-    "enwik8": Source("the first 100 million bytes of an English Wikipedia dump, with markup", _enwik8),
-    "c4": Source("cleaned web pages in English; streamed, because it is too large to download", _c4),
+_LOADERS: dict[str, Callable[[Path | None], Corpus]] = {
+    "python-docs": _python_docs_corpus,
+    "wikitext-2": partial(_wikitext, "2"),
+    "wikitext-103": partial(_wikitext, "103"),
+    "enwik8": _enwik8,
+    "c4": _c4,
 }
+for _name, _about in ABOUT.items():
+    DATASETS.add(Dataset(_name, _about, "text", _LOADERS[_name]))

@@ -23,6 +23,10 @@ from holdfast.metrics.paired import Difference as Difference
 from holdfast.metrics.paired import cost_of_attack as cost_of_attack
 from holdfast.metrics.paired import cost_over_seeds as cost_over_seeds
 from holdfast.metrics.paired import paired as paired
+from holdfast.metrics.registry import METRICS as METRICS
+from holdfast.metrics.registry import ChosenMetrics as ChosenMetrics
+from holdfast.metrics.registry import describe_metrics as describe_metrics
+from holdfast.metrics.registry import register_metric as register_metric
 from holdfast.metrics.report import LayerMetrics as LayerMetrics
 from holdfast.metrics.report import RoutingReport as RoutingReport
 from holdfast.metrics.selection import CoSelection as CoSelection

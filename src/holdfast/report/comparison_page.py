@@ -14,6 +14,8 @@ from holdfast.report.page_shell import decimal, flattened, listed, render_templa
 from holdfast.report.plot_data import by_layer, every_attack_table, mean_of
 from holdfast.report.plots import plots
 from holdfast.report.stored_comparison import NAME, Cell, Difference, Layer, Measure, Results, Row
+from holdfast.report.sweep_tables import side_by_side, sweep_verdict
+from holdfast.routing.grammar import written_value
 
 COST = "cost of the attack on untouched words"
 CHANGED = "predictions that the attack changes"
@@ -29,6 +31,7 @@ def write_report(results: Results, path: Path, *, force: bool = False) -> Path:
 def render(results: Results) -> str:
     """Return the page as HTML."""
     drawn, graphs, seen = plots(results), evolutions(results), views(results)
+    settings, beside = side_by_side(results)
     return render_template(
         "report.html",
         {
@@ -39,10 +42,14 @@ def render(results: Results) -> str:
         },
         title=results.title,
         verdict=verdict(results),
-        routers=[{"name": row.router, "mark": mark(place)} for place, row in enumerate(results.rows)],
+        routers=[{"name": row.label, "mark": mark(place)} for place, row in enumerate(results.rows)],
         measure=results.run.measure,
         table=list(main_table(results)),
         table_caption=main_caption(results),
+        settings=settings,
+        side_by_side=beside,
+        metrics=list(metrics_table(results)),
+        metrics_caption=metrics_caption(results),
         trials=list(every_attack_table(results)),
         targets_are_attacked=results.targets_are_attacked,
         routing=list(routing_table(results)),
@@ -62,7 +69,7 @@ def mark(place: int) -> str:
 
 def layers(results: Results) -> list[str]:
     """Return the choices of the layer menu: all layers, and each layer."""
-    return list(dict.fromkeys(name for row in results.rows for name, _ in by_layer(results.cells_of(row.router))))
+    return list(dict.fromkeys(name for row in results.rows for name, _ in by_layer(results.cells_of(row))))
 
 
 def how(results: Results) -> dict[str, dict[str, str]]:
@@ -72,11 +79,16 @@ def how(results: Results) -> dict[str, dict[str, str]]:
     batches = {
         f"seed {seed}": "; ".join(sorted({_batches(cell) for cell in results.cells if cell.seed == seed})) for seed in seeds
     }
+    swept = {
+        key: ", ".join(dict.fromkeys(written_value(row.settings.get(key)) for row in results.rows)) for key in results.swept
+    }
     groups = {
         "Versions": results.versions or {"holdfast": run.holdfast},
-        "Recipe": dict(flattened(run.recipe)),
+        "Recipe": {key: value for key, value in flattened(run.recipe) if key not in swept},
+        "Sweep": swept,
         "Data": dict(flattened(run.data)),
         "Attack": dict(flattened(run.attack)),
+        "Plugins, SHA-256": {str(plugin.get("name")): str(plugin.get("checksum")) for plugin in run.plugins},
         "Batches, first and last of each seed": batches,
         "Checksum": {f"{NAME}, SHA-256": results.checksum} if results.checksum else {},
     }
@@ -92,6 +104,8 @@ def verdict(results: Results) -> tuple[str, ...]:
 
     An interval that contains 0 is "no difference"; without an interval, the verdict says that nothing can be concluded.
     """
+    if results.swept:
+        return sweep_verdict(results)
     measure, baseline, others = results.run.measure, results.rows[0], results.rows[1:]
     if not others:
         first = (
@@ -225,13 +239,14 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
     }
     untouched = {column: read for column, read in untouched.items() if mean_of(results.cells, read) is not None}
     costs, matched = any(row.cost for row in results.rows), any(row.equal_compute for row in results.rows)
-    for place, row in enumerate(results.rows):
-        cells = results.cells_of(row.router)
+    for row in results.rows:
+        cells = results.cells_of(row)
         clean, attacked = (
-            "baseline" if place == 0 else found.words if found else "no seed in common"
+            "baseline" if results.is_baseline(row) else found.words if found else "no seed in common"
             for found in (row.clean_difference, row.attacked_difference)
         )
         yield {
+            **{key: written_value(row.settings[key]) if key in row.settings else NONE for key in results.swept},
             "seeds": str(len(row.seeds)),
             "parameters": f"{row.parameters:,}",
             "experts per token": decimal(row.experts_per_token),
@@ -251,6 +266,29 @@ def _matched(row: Row) -> str:
     return NONE if row.equal_compute is None else f"to {row.equal_compute.router}: {row.equal_compute.words}"
 
 
+def metrics_table(results: Results) -> Iterator[dict[str, str]]:
+    """Yield for each router its further metrics; yield nothing if there are none."""
+    names = [metric.name for metric in results.run.metrics]
+    for row in results.rows if names else []:
+        columns = {}
+        for name in names:
+            found = row.metrics.get(name)
+            for text in ("clean", "attacked"):
+                value = None if found is None else found.clean if text == "clean" else found.attacked
+                difference = None if found is None else getattr(found, f"{text}_difference")
+                columns[f"{name}, {text}"] = decimal(value, 4)
+                columns[f"{name}, {text}, difference"] = (
+                    "baseline" if results.is_baseline(row) else difference.words if difference else NONE
+                )
+        yield columns
+
+
+def metrics_caption(results: Results) -> str:
+    """Return the caption of the table of further metrics."""
+    each = [f"{metric.name}: {metric.about}; {metric.better} is better." for metric in results.run.metrics]
+    return f"{' '.join(each)} Means over seeds; differences to {results.rows[0].router}, paired by seed."
+
+
 def routing_table(results: Results) -> Iterator[dict[str, str]]:
     """Yield for each router its routing metrics on clean data, means over layers and seeds."""
     widths = sorted(
@@ -258,7 +296,7 @@ def routing_table(results: Results) -> Iterator[dict[str, str]]:
     )
     limited = any(layer.dropped for cell in results.cells for layer in cell.clean.routing.layers)
     for row in results.rows:
-        cells = results.cells_of(row.router)
+        cells = results.cells_of(row)
         states = [layer for cell in cells for layer in cell.clean.routing.layers]
         columns = {
             "entropy, nats": decimal(mean_of(states, lambda layer: layer.entropy), 3),
@@ -282,6 +320,8 @@ def main_caption(results: Results) -> str:
         f"{measure.sentence} Means over seeds; differences to {results.rows[0].router}, paired by seed. "
         f"The attack: {measure.attack}."
     )
+    if results.swept:
+        caption += " Rows are compared with the baseline of the same setting."
     if results.targets_are_attacked:
         caption += (
             " The attack also changes the targets, so compare routers within a column, not columns with each other; only "

@@ -39,7 +39,7 @@ def evolutions(results: Results) -> list[Evolution]:
     """Return the expert graphs of the first seed of each router that has some."""
     found = []
     for place, row in enumerate(results.rows):
-        cell = results.first_seed_of(row.router, _has_graphs)
+        cell = results.first_seed_of(row, _has_graphs)
         if cell and cell.snapshots:
             found.append(_evolution(place, cell, cell.snapshots))
     return found
@@ -96,7 +96,7 @@ class Views:
 
 def views(results: Results) -> Views:
     """Return the views of the first seed of each router that has one."""
-    cells = [results.first_seed_of(row.router, _has_a_view) for row in results.rows]
+    cells = [results.first_seed_of(row, _has_a_view) for row in results.rows]
     pixels = {pixels_of(picture): None for cell in cells if cell for picture in _pictures(cell)}
     places = {found: place for place, found in enumerate(pixels)}
     shown: list[dict[str, Any]] = []

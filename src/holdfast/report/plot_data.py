@@ -129,7 +129,7 @@ def every_attack_table(results: Results) -> Iterator[dict[str, str]]:
     """Yield for each router its result under every attack; yield nothing if there was no attack."""
     names = _names(results)
     for row in results.rows if names else []:
-        cells = results.cells_of(row.router)
+        cells = results.cells_of(row)
         columns = {}
         for name in names:
             columns[name] = decimal(mean_of(_results_of(cells, name), float))
@@ -149,7 +149,7 @@ def every_attack(results: Results) -> Plot:
     for place, row in enumerate(results.rows):
         means: dict[str, float] = {}
         for name in _names(results):
-            seeds = _results_of(results.cells_of(row.router), name)
+            seeds = _results_of(results.cells_of(row), name)
             mean = mean_of(seeds, float)
             if mean is None:
                 continue
@@ -159,7 +159,7 @@ def every_attack(results: Results) -> Plot:
             data.append(trace(place, seeds, where, mode="markers", marker=small, opacity=0.45, hoverinfo="skip"))
         if means:
             large = {"size": 11, "symbol": symbol(place), "line": {"width": 2}}
-            hover = f"{escaped(row.router)}, %{{y}}: %{{x:.2f}}<extra></extra>"
+            hover = f"{escaped(row.label)}, %{{y}}: %{{x:.2f}}<extra></extra>"
             data.append(trace(place, [*means.values()], [*means], mode="markers", marker=large, hovertemplate=hover))
     layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
     caption = f"{measure.sentence} Large marks are means over seeds, small ones single seeds."
@@ -177,10 +177,10 @@ def cost(results: Results) -> Plot:
         if mean is not None and low is not None and high is not None:
             error = {"type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low]}
         marker = {"size": 10, "symbol": symbol(place), "line": {"width": 2}}
-        hover = f"{escaped(row.router)}: %{{x:+.2f}}%<extra></extra>"
+        hover = f"{escaped(row.label)}: %{{x:+.2f}}%<extra></extra>"
         data.append(
             trace(
-                place, [mean], [wrapped_label(row.router)], mode="markers", marker=marker, error_x=error, hovertemplate=hover
+                place, [mean], [wrapped_label(row.label)], mode="markers", marker=marker, error_x=error, hovertemplate=hover
             )
         )
     layout = {
@@ -211,10 +211,10 @@ def fluctuation(results: Results) -> Plot:
     """Draw the share of flips between snapshots of the training."""
     data: list[Trace] = []
     for place, row in enumerate(results.rows):
-        for layer, changes in _changes(results.cells_of(row.router)).items():
+        for layer, changes in _changes(results.cells_of(row)).items():
             steps = sorted(changes)
             means = [statistics.fmean(changes[step]) for step in steps]
-            hover = f"{escaped(row.router)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
+            hover = f"{escaped(row.label)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
             data.append(curve_of(place, layer, steps, means, hover))
     layout = {
         "xaxis": {"title": {"text": "step"}},
@@ -233,12 +233,12 @@ def consistency(results: Results) -> Plot:
     layers = 0
     for place, row in enumerate(results.rows):
         found: dict[int, list[float]] = {}
-        for cell in results.cells_of(row.router):
+        for cell in results.cells_of(row):
             for layer, share in enumerate(cell.consistency.layers if cell.consistency else []):
                 if share is not None:
                     found.setdefault(layer, []).append(100 * share)
         if found:
-            hover = f"{escaped(row.router)}, layer %{{x:.0f}}: %{{y:.2f}}% of the tokens<extra></extra>"
+            hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.2f}}% of the tokens<extra></extra>"
             data.append(range_over_layers(place, len(results.rows), sorted(found.items()), hover))
             layers = max(layers, max(found) + 1)
     layout = {"xaxis": layer_axis(layers), "yaxis": {"title": {"text": "% of the tokens"}}}

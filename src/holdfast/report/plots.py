@@ -52,10 +52,10 @@ def clean_and_attacked(results: Results) -> Plot:
     """Draw each router's result on clean and on attacked data."""
     measure, data = results.run.measure, []
     for place, row in enumerate(results.rows):
-        name, filled, hollow = wrapped_label(row.router), symbol(place), f"{symbol(place)}-open"
+        name, filled, hollow = wrapped_label(row.label), symbol(place), f"{symbol(place)}-open"
         if row.clean is None or row.attacked is None:
             continue
-        cells = results.cells_of(row.router)
+        cells = results.cells_of(row)
         for seeds, shape in (
             ([cell.clean.figure for cell in cells], filled),
             ([cell.attacked.figure for cell in cells], hollow),
@@ -94,7 +94,7 @@ def differences(results: Results) -> Plot:
                 trace(
                     place,
                     [found.mean],
-                    [wrapped_label(f"{row.router}, {text}")],
+                    [wrapped_label(f"{row.label}, {text}")],
                     error_x=_error(found),
                     hovertemplate="%{y}: %{x:+.3g}",
                     mode="markers",
@@ -109,7 +109,8 @@ def differences(results: Results) -> Plot:
     }
     intervals = sum("array" in trace["error_x"] for trace in data)
     caption = (
-        f"In {results.run.measure.name}, paired by seed, with 95% intervals: left of 0 is better than {baseline.router}, "
+        f"In {results.run.measure.name}, paired by seed, with 95% intervals: left of 0 is better than {baseline.router}"
+        f"{' in the same setting' if results.swept else ''}, "
         f"and an interval that contains 0 is no difference. Intervals are not corrected for their number: without any "
         f"difference, about {0.05 * intervals:.2g} of {intervals} would miss 0 by chance."
     )
@@ -121,7 +122,7 @@ def training(results: Results) -> Plot:
     data: list[Trace] = []
     longest = 0
     for place, row in enumerate(results.rows):
-        logs = [cell.log for cell in results.cells_of(row.router)]
+        logs = [cell.log for cell in results.cells_of(row)]
         curves = [{entry.step: entry.loss for entry in log if entry.loss is not None} for log in logs]
         shared = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
         if not shared:
@@ -132,7 +133,7 @@ def training(results: Results) -> Plot:
             data.append(trace(place, steps, losses, mode="lines", line={"width": 1}, opacity=0.3, hoverinfo="skip"))
         steps, losses = _thinned(shared, [statistics.fmean(curve[step] for curve in curves) for step in shared])
         style = {"width": 2, "dash": dash(place)}
-        hover = f"{escaped(row.router)}, step %{{x}}: %{{y:.3f}}<extra></extra>"
+        hover = f"{escaped(row.label)}, step %{{x}}: %{{y:.3f}}<extra></extra>"
         data.append(trace(place, steps, losses, mode="lines", line=style, hovertemplate=hover))
     width = math.ceil(longest / POINTS)
     caption = "Training loss: the mean over seeds; thin lines are single seeds." + (
@@ -147,12 +148,12 @@ def load(results: Results) -> Plot:
     data: list[Trace] = []
     most = 0
     for place, row in enumerate(results.rows):
-        for layer, states in by_layer(results.cells_of(row.router)):
+        for layer, states in by_layer(results.cells_of(row)):
             curves = [_relative_load(state) for state in states]
             curves = [curve for curve in curves if len(curve) == len(curves[0])]
             mean = [statistics.fmean(same) for same in zip(*curves, strict=True)]
             most = max(most, len(mean))
-            hover = f"{escaped(row.router)}, rank %{{x}}: %{{y:.2f}} times the even load<extra></extra>"
+            hover = f"{escaped(row.label)}, rank %{{x}}: %{{y:.2f}} times the even load<extra></extra>"
             data.append(curve_of(place, layer, list(range(1, len(mean) + 1)), mean, hover))
     layout = {
         "xaxis": {"title": {"text": "experts, the busiest first"}, "tick0": 1, "dtick": tick_step(most)},
@@ -172,7 +173,7 @@ def entropy(results: Results) -> Plot:
     most, layers = set(), 0
     for place, row in enumerate(results.rows):
         found = []
-        for layer, states in by_layer(results.cells_of(row.router)):
+        for layer, states in by_layer(results.cells_of(row)):
             values = [state.entropy for state in states if state.entropy is not None]
             if layer == ALL_LAYERS or not values:
                 continue
@@ -180,7 +181,7 @@ def entropy(results: Results) -> Plot:
             most.add(math.log(states[0].experts))
             layers = max(layers, states[0].layer + 1)
         if found:
-            hover = f"{escaped(row.router)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
+            hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
             data.append(range_over_layers(place, len(results.rows), found, hover))
     ceiling = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level, "y1": level, "line": {"dash": "dot"}}
@@ -202,13 +203,13 @@ def near_ties(results: Results) -> Plot:
     """Draw the share of near-ties by the width of the gap."""
     data: list[Trace] = []
     for place, row in enumerate(results.rows):
-        for layer, states in by_layer(results.cells_of(row.router)):
+        for layer, states in by_layer(results.cells_of(row)):
             shares: dict[float, list[float]] = {}
             for strip in (strip for state in states for strip in state.near_ties.strips):
                 if strip.share is not None:
                     shares.setdefault(strip.width, []).append(100 * strip.share)
             means = [statistics.fmean(values) or None for _, values in sorted(shares.items())]  # a log axis has no 0
-            hover = f"{escaped(row.router)}, closer than %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
+            hover = f"{escaped(row.label)}, closer than %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
             data.append(curve_of(place, layer, sorted(shares), means, hover))
     widths = sorted({x for curve in data for x in curve["x"]})
     ticks = {"tickmode": "array", "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from holdfast.files import LARGEST, read_bytes
+from holdfast.routing.grammar import written_pairs
 
 NAME = "results.json"
 
@@ -63,6 +64,15 @@ class EqualCompute(Difference):
     router: str
 
 
+class MetricRow(_StoredModel):
+    """A further metric of a router."""
+
+    clean: Number = None
+    attacked: Number = None
+    clean_difference: Difference | None = Field(None, alias="clean, difference")
+    attacked_difference: Difference | None = Field(None, alias="attacked, difference")
+
+
 class Row(_StoredModel):
     router: str
     seeds: list[int]
@@ -76,6 +86,17 @@ class Row(_StoredModel):
     cost_difference: Difference | None = Field(None, alias="cost, difference")
     equal_compute: EqualCompute | None = Field(None, alias="equal compute")
     changed: Number = None  # share of predictions that the attack changes
+    metrics: dict[str, MetricRow] = {}
+    settings: dict[str, Any] = {}  # of a sweep: keys of the recipe and their values
+
+    @property
+    def setting_label(self) -> str:
+        return written_pairs(self.settings)
+
+    @property
+    def label(self) -> str:
+        """The router and its setting, unique among the rows."""
+        return ", ".join(filter(None, [self.router, self.setting_label]))
 
 
 class Load(_StoredModel):
@@ -199,6 +220,7 @@ class Entry(_StoredModel):
 class Cell(_StoredModel):
     router: str
     seed: int
+    settings: dict[str, Any] = {}
     first_batch: str = ""
     last_batch: str = ""
     log: list[Entry]
@@ -230,16 +252,26 @@ class Measure(_StoredModel):
         return f"{self.long[:1].upper()}{self.long[1:]}; lower is better."
 
 
+class Metric(_StoredModel):
+    """A further metric, beside the main measure."""
+
+    name: str
+    about: str
+    better: Literal["higher", "lower"] = "higher"
+
+
 class Run(_StoredModel):
     holdfast: str
     recipe: dict[str, Any]
     data: dict[str, Any] = Field(validation_alias=AliasChoices("data", "text"))
     attack: dict[str, Any]
     measure: Measure = Measure()
+    metrics: list[Metric] = []
+    plugins: list[dict[str, Any]] = []
 
 
 class Results(_StoredModel):
-    """A comparison. The first row is the baseline."""
+    """A comparison. The first row is the baseline; in a sweep, its router is the baseline of each setting."""
 
     run: Run
     versions: dict[str, str] = {}
@@ -247,12 +279,25 @@ class Results(_StoredModel):
     cells: list[Cell]
     checksum: str = ""  # of the file, if it was read from one
 
-    def cells_of(self, router: str) -> list[Cell]:
-        return [cell for cell in self.cells if cell.router == router]
+    def cells_of(self, row: Row) -> list[Cell]:
+        return [cell for cell in self.cells if (cell.router, cell.settings) == (row.router, row.settings)]
 
-    def first_seed_of(self, router: str, has: Callable[[Cell], bool]) -> Cell | None:
-        """Return the router's cell of the lowest seed for which `has` is true."""
-        return min(filter(has, self.cells_of(router)), key=lambda cell: cell.seed, default=None)
+    def first_seed_of(self, row: Row, has: Callable[[Cell], bool]) -> Cell | None:
+        """Return the row's cell of the lowest seed for which `has` is true."""
+        return min(filter(has, self.cells_of(row)), key=lambda cell: cell.seed, default=None)
+
+    def is_baseline(self, row: Row) -> bool:
+        return row.router == self.rows[0].router
+
+    @property
+    def swept(self) -> list[str]:
+        """The keys of the sweep; none without one."""
+        return list(dict.fromkeys(key for row in self.rows for key in row.settings))
+
+    @property
+    def settings(self) -> list[str]:
+        """The labels of all settings, in order."""
+        return list(dict.fromkeys(row.setting_label for row in self.rows))
 
     @property
     def title(self) -> str:

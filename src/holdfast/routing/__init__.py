@@ -35,7 +35,6 @@ from holdfast.routing.parts import Part as Part
 from holdfast.routing.parts import Score as Score
 from holdfast.routing.parts import Selector as Selector
 from holdfast.routing.parts import Traits as Traits
-from holdfast.routing.plugins import load_plugin as load_plugin
 from holdfast.routing.posterior import AttentionPosterior as AttentionPosterior
 from holdfast.routing.presets import create_router as create_router
 from holdfast.routing.presets import list_routers as list_routers

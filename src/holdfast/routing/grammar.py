@@ -7,6 +7,7 @@ import contextlib
 import math
 import re
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -85,6 +86,26 @@ def read_value(text: str) -> Any:
     if not _TEXT.fullmatch(text) or ": " in text:
         raise ValueError("a value that cannot be read: write a number, true, false or a word.")
     return text
+
+
+def written_value(value: Any) -> str:
+    """Return the text that `read_value` reads as this value; a list in brackets."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(written_value, value))}]"
+    text = str(value)
+    if not isinstance(value, str):
+        return text
+    try:
+        return text if read_value(text) == value else f"'{text}'"
+    except ValueError:
+        return f"'{text}'"
+
+
+def written_pairs(values: Mapping[str, Any]) -> str:
+    """Return names and values as text: "sparse.k=1, training.learning_rate=0.001"."""
+    return ", ".join(f"{name}={written_value(value)}" for name, value in values.items())
 
 
 def option_name(parameter: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import unknown_name
-from holdfast.routing.grammar import NAMES_LAYERS, read_value, split_options
+from holdfast.routing.grammar import NAMES_LAYERS, split_options, written_value
 from holdfast.routing.presets import REGISTRY
 
 NATIVE = "native"  # in a model that has routers: the family's own rule
@@ -139,21 +139,9 @@ def written_name(routers: list[LayerRouter]) -> str:
 
 def _written(router: LayerRouter) -> str:
     options = {**({} if router.k is None else {"k": router.k}), **dict(sorted(router.options.items()))}
-    brackets = ",".join(f"{name}={_written_value(value)}" for name, value in options.items())
+    brackets = ",".join(f"{name}={written_value(value)}" for name, value in options.items())
     layers = "" if router.layers is None else f"@{router.layers}"
     return f"{router.router}{f'[{brackets}]' if brackets else ''}{layers}"
-
-
-def _written_value(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = str(value)
-    if not isinstance(value, str):
-        return text
-    try:
-        return text if read_value(text) == value else f"'{text}'"
-    except ValueError:
-        return f"'{text}'"
 
 
 def preset_names(written: str) -> list[str]:

@@ -6,6 +6,7 @@ A preset lists only the stages it replaces. Linear scores and top-k are the defa
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from holdfast.plugins import watch
 from holdfast.routing.parts import Part
 from holdfast.routing.registry import Preset, Registry
 from holdfast.routing.router import Router
@@ -13,6 +14,7 @@ from holdfast.routing.router import Router
 PartClass = TypeVar("PartClass", bound=type[Part])
 
 REGISTRY = Registry()
+watch(REGISTRY)
 
 for _preset in (
     Preset("smoe", "linear scores, top-k, weights renormalised", "Shazeer et al. 2017", family="plain"),

@@ -9,11 +9,12 @@ This grammar is used everywhere: by `create_router`, `reroute` and `sparsify`, b
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from holdfast.errors import unknown_name
+from holdfast.plugins import Registry as NamedEntries
 from holdfast.routing.declarations import LayerKind
 from holdfast.routing.grammar import check_value, option_name, split_options
 from holdfast.routing.noise import create_noise
@@ -88,52 +89,11 @@ class HostModel:
     options: Mapping[str, Any] = field(default_factory=dict)  # facts about the model (heads, depth, ...) for parts' options
 
 
-class Registry:
-    """Presets by name.
-
-    A name that is registered twice raises an error. A misspelt name raises an error that suggests the closest match. Classes
-    are imported when a router is first built from them.
-    """
+class Registry(NamedEntries[Preset]):
+    """Presets by name. Classes are imported when a router is first built from them."""
 
     def __init__(self) -> None:
-        self._presets: dict[str, Preset] = {}
-        self._discover: Callable[[], None] | None = None
-
-    def __iter__(self) -> Iterator[Preset]:
-        self._find_more()
-        return iter(list(self._presets.values()))
-
-    def names(self) -> list[str]:
-        """Return the names registered so far, without calling the function of `discover_with`."""
-        return list(self._presets)
-
-    def discover_with(self, find: Callable[[], None]) -> None:
-        """Call `find`, which registers more presets, once: when presets are listed or a name is unknown."""
-        self._discover = find
-
-    def _find_more(self) -> None:
-        find, self._discover = self._discover, None
-        if find is not None:
-            find()
-
-    def add(self, preset: Preset) -> Preset:
-        if preset.name in self._presets:
-            raise ValueError(f"there is already a router named {preset.name!r}; choose another name.")
-        self._presets[preset.name] = preset
-        return preset
-
-    def remove(self, name: str) -> None:
-        del self._presets[self[name].name]
-
-    def __getitem__(self, name: str) -> Preset:
-        if name not in self._presets:
-            self._find_more()
-        if name not in self._presets:
-            raise ValueError(
-                f"{unknown_name('router', name, self._presets)} A router of your own is loaded with --plugin FILE, or by "
-                "importing the module that registers it."
-            )
-        return self._presets[name]
+        super().__init__("router")
 
     def parse(self, name: str) -> list[Preset]:
         """Return the presets that `name` joins with `+`; raise ValueError if one is unknown or two replace one stage."""

@@ -1,6 +1,6 @@
 """Recipes, training, and comparisons of routers under equal conditions."""
 
-from holdfast.train.comparison import Cell as Cell
+from holdfast.train.cells import Cell as Cell
 from holdfast.train.comparison import Comparison as Comparison
 from holdfast.train.image_task import attack_images as attack_images
 from holdfast.train.recipe import Recipe as Recipe

@@ -1,5 +1,7 @@
 """Compare routers: each router with each seed is a cell, which is trained, attacked and stored once in a folder.
 
+A sweep has cells for each of its settings: cells/smoe-sparse.k=1-seed0/.
+
     cells/smoe-seed0/   router.json, training/ (checkpoints, snapshots, log), model/, task.json, result.json; in its name,
                         characters that are not safe in file names are replaced, and a checksum of the name is added
     results.json        all finished cells of the folder, and the rows that compare the routers
@@ -11,18 +13,16 @@ run at the same time.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.managers import SyncManager
@@ -31,10 +31,12 @@ from typing import Any
 
 import torch
 
-from holdfast.files import LARGEST, read_json, require_no_links
+from holdfast.files import require_no_links
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
+from holdfast.metrics import describe_metrics
 from holdfast.metrics.report import without_nan
-from holdfast.routing.plugins import load_plugin, plugin_files
+from holdfast.plugins import failure_in_plugin, load_plugin, plugin_files
+from holdfast.train.cells import Cell, Result, merge_results
 from holdfast.train.loop import Guard
 from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
@@ -58,45 +60,19 @@ from holdfast.train.snapshots import (
 )
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise
+from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_recipe
+from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.training import build_model, quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
 # The keys that a complete result.json must have.
 STORED = ("router", "seed", "parameters", "log", "clean", "attacked", "snapshots", "consistency", "view")
-UNSAFE = re.compile(r"[^\w+.,=\[\] -]")  # in the names of cells' folders
-LONGEST_FILE_NAME = 120  # characters of a router name in the name of a folder
 PROGRESS_POLL = 0.5  # seconds between two reads of the workers' progress
 
-Result = dict[str, Any]
-Progress = Callable[["Cell", int], None]  # called with a cell and the number of its finished steps
+Progress = Callable[[Cell, int], None]  # called with a cell and the number of its finished steps
 
 logger = logging.getLogger("holdfast")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One router with one seed."""
-
-    choice: RouterChoice
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.choice.name}-seed{self.seed}"
-
-    @property
-    def folder(self) -> str:
-        return f"{safe_file_name(self.choice.name)}-seed{self.seed}"
-
-
-def safe_file_name(name: str) -> str:
-    """Return a file name for a router name: `ac@even|smooth@odd` becomes `ac_even_smooth_odd-<checksum>`.
-
-    A name that is a safe file name already is not changed.
-    """
-    safe = UNSAFE.sub("_", name)[:LONGEST_FILE_NAME]
-    return name if safe == name else f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class Comparison:
@@ -107,7 +83,14 @@ class Comparison:
     """
 
     def __init__(
-        self, recipe: Recipe, choices: Sequence[RouterChoice], seeds: int, folder: Path, *, data: Path | None = None
+        self,
+        recipe: Recipe,
+        choices: Sequence[RouterChoice],
+        seeds: int,
+        folder: Path,
+        *,
+        data: Path | None = None,
+        settings: Sequence[Setting] = (),
     ) -> None:
         if seeds < 1:
             raise ValueError(f"seeds is {seeds}; a comparison needs at least 1.")
@@ -115,25 +98,55 @@ class Comparison:
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name at least one, and each only once.")
         self.recipe, self.choices, self.seeds, self.folder = recipe, list(choices), seeds, folder
+        self.settings = list(settings) or [Setting(recipe)]
+        require_few_cells(len(self.settings), len(choices), seeds)
         self.data, self.task = data, make_task(recipe, data)
+        self._tasks: dict[str, Task] = {}  # by the label of their setting
         self._locks = {cell.name: Lock(self._path(cell)) for cell in self.cells}
         self._seen: dict[str, tuple[Owner, bool]] = {}  # by cell: the process that trains it, and whether that was logged
         require_own(folder, self.identity())
 
     @property
     def cells(self) -> list[Cell]:
-        return [Cell(choice, seed) for seed in range(self.seeds) for choice in self.choices]
+        return [
+            Cell(choice, seed, tuple(setting.values.items()))
+            for seed in range(self.seeds)
+            for setting in self.settings
+            for choice in self.choices
+        ]
+
+    def task_of(self, setting: Setting) -> Task:
+        """Return the task with the recipe of a setting; raise ValueError if its test data or its attack are others."""
+        if not setting.values:
+            return self.task
+        if setting.label not in self._tasks:
+            shared = shares_data(setting.recipe, self.recipe)
+            task = with_recipe(self.task, setting.recipe) if shared else make_task(setting.recipe, self.data)
+            if not shared and task.describe() != self.task.describe():
+                raise ValueError(f"{setting.label} changes the test data or the attack; it cannot be part of a sweep.")
+            self._tasks[setting.label] = task
+        return self._tasks[setting.label]
+
+    def task_of_cell(self, cell: Cell) -> Task:
+        return self.task_of(next(one for one in self.settings if tuple(one.values.items()) == cell.settings))
+
+    def steps_of(self, cell: Cell) -> int:
+        """Return the number of training steps of a cell."""
+        return self.task_of_cell(cell).steps
 
     def identity(self) -> dict[str, Any]:
         """Return the values that two results must share to belong to the same comparison."""
+        plugins = self.recipe.plugins()
         start = checkpoint_identity(self.recipe.model)
-        return {"holdfast": VERSION, "recipe": self.recipe.describe(), **start, **self.task.describe()}
+        described = {"holdfast": VERSION, "recipe": self.recipe.describe(), **start, **self.task.describe()}
+        swept = sorted(self.settings[0].values)
+        return {**described, **({"plugins": plugins} if plugins else {}), **({"sweep": swept} if swept else {})}
 
     def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[Result]:
         """Return the results of all cells; train those that are not finished, `jobs` at a time."""
         if jobs < 1:
             raise ValueError(f"jobs is {jobs}; train at least 1 cell at a time.")
-        preflight(self.task, self.choices)
+        self._preflight()
         found: dict[str, Result] = {}
         while missing := [cell for cell in self.cells if cell.name not in found]:
             if jobs > 1:
@@ -149,12 +162,26 @@ class Comparison:
                 self._wait(owners)
         return [found[cell.name] for cell in self.cells]
 
+    def _preflight(self) -> None:
+        """Build every router in every setting on `meta`; settings that differ in their training only are built once."""
+        built: list[Any] = []
+        for setting in self.settings:
+            task = self.task_of(setting)
+            if (parts := {**setting.recipe.describe(), "training": None}) in built:
+                continue
+            try:
+                preflight(task, self.choices)
+            except ValueError as problem:
+                raise ValueError(f"with {setting.label}: {problem}" if setting.values else str(problem)) from problem
+            built.append(parts)
+
     def finish(self, results: Sequence[Result], guard: Guard = lambda: None) -> list[dict[str, Any]]:
         """Write results.json with these and the other finished cells of the folder; return the rows that compare routers."""
         cells = merge_results(self.folder, results)
         rows = summarise(cells, cells[0]["router"])
         # Versions are not part of the identity: a run can be resumed after an update of a package.
-        run = {**self.identity(), "measure": asdict(self.task.measure)}
+        metrics = describe_metrics(self.recipe.metrics)
+        run = {**self.identity(), "measure": asdict(self.task.measure), **({"metrics": metrics} if metrics else {})}
         require_no_links(self.folder / "results.json", self.folder)
         guard()
         write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": cells})
@@ -178,7 +205,8 @@ class Comparison:
         except (OSError, ValueError):
             return None
         is_complete = all(key in result for key in STORED)
-        is_of_cell = is_complete and (result["router"], result["seed"]) == (cell.choice.name, cell.seed)
+        of = (cell.choice.name, cell.seed, dict(cell.settings))
+        is_of_cell = is_complete and (result["router"], result["seed"], result.get("settings", {})) == of
         return result if is_of_cell else None
 
     def attempt(self, cell: Cell, progress: Progress | None = None) -> Result | Owner:
@@ -191,8 +219,9 @@ class Comparison:
         if owner is not None:
             return owner
         with _deterministic_threads():
-            model = build_model(self.task, cell.choice.router, cell.choice.options, seed=cell.seed, k=cell.choice.k)
-            require_trainable(self.task, cell.seed)
+            task = self.task_of_cell(cell)
+            model = build_model(task, cell.choice.router, cell.choice.options, seed=cell.seed, k=cell.choice.k)
+            require_trainable(task, cell.seed)
             self._claim()  # not earlier: a wrong recipe must not create a folder
             require_no_links(path, self.folder)
             owner = lock.attempt()
@@ -207,35 +236,34 @@ class Comparison:
 
     def _train_and_store(self, cell: Cell, model: Any, lock: Lock, progress: Progress | None) -> Result:
         """Train a cell under its lock, store its result and return it."""
-        choice, path = cell.choice, self._path(cell)
+        task, path = self.task_of_cell(cell), self._path(cell)
         k = experts_per_token(model)
         prepare(path, self.folder)
         if (path / "result.json").exists():
             logger.warning("%s is damaged; the cell is trained again.", path / "result.json")
-        described = choice.describe()
+        described = cell.describe()
         write_json(path / "router.json", described)
         tick = None if progress is None else lambda steps: progress(cell, steps)
         guard = partial(lock.require, path / "training")
-        log = train(model, self.task, path / "training", seed=cell.seed, k=k, tick=tick, guard=guard)
-        examples, probe = self.task.examples(cell.seed), self.task.probe()
-        steps = snapshot_steps(self.task.steps)
+        log = train(model, task, path / "training", seed=cell.seed, k=k, tick=tick, guard=guard)
+        examples, probe = task.examples(cell.seed), task.probe()
+        steps = snapshot_steps(task.steps)
         names = routings_of(model, probe).names
         result = {
-            "router": choice.name,
+            "router": cell.choice.name,
             "seed": cell.seed,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "first_batch": examples.hash(0),
-            "last_batch": examples.hash(self.task.steps - 1),
+            "last_batch": examples.hash(task.steps - 1),
             "log": log,
-            **self.task.score(model),
+            **task.score(model),
             "snapshots": evolution(path / "training" / "snapshots", steps, names, learned=learns_a_graph(model)),
             "consistency": consistency(model, probe, k),
-            "view": self.task.view(model.eval()),
+            "view": task.view(model.eval()),
         }
-        if "plugins" in described:
-            result["plugins"] = described["plugins"]
+        result |= {key: described[key] for key in ("plugins", "settings") if key in described}
         lock.require(path / MODEL, path / TASK)
-        save_trained(model, self.task, path)
+        save_trained(model, task, path)
         lock.require(path / "result.json")
         write_with_checksum(path / "result.json", without_nan(result))
         return without_nan(result)
@@ -244,7 +272,7 @@ class Comparison:
         """Return the stored result of a cell, and report the cell as finished if there is one."""
         stored = self.stored(cell)
         if stored is not None and progress is not None:
-            progress(cell, self.task.steps)
+            progress(cell, self.steps_of(cell))
         return stored
 
     def _path(self, cell: Cell) -> Path:
@@ -257,7 +285,7 @@ class Comparison:
 
     def _require_own_cell(self, cell: Cell) -> None:
         """Raise ValueError if the folder of the cell was written for a router with other options or plugins."""
-        if not agrees(self._path(cell) / "router.json", cell.choice.describe()):
+        if not agrees(self._path(cell) / "router.json", cell.describe()):
             raise ValueError(
                 f"{self._path(cell)} belongs to a router {cell.choice.name} with other options or another plugin; "
                 "give this router another name."
@@ -289,40 +317,6 @@ def _deterministic_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def merge_results(folder: Path, results: Sequence[Result]) -> list[Result]:
-    """Return `results` and those of the other finished cells of the folder, sorted by router and seed.
-
-    Routers keep the order of the existing results.json, so that the first router, the baseline, stays the same.
-    """
-    found = {_key(result): result for result in results}
-    for path in sorted((folder / "cells").glob("*/result.json")):
-        key, result = _read_result(path)
-        found.setdefault(key, result)
-    order = list(dict.fromkeys([*_stored_routers(folder), *(router for router, _ in found)]))
-    return [found[key] for key in sorted(found, key=lambda key: (order.index(key[0]), key[1]))]
-
-
-def _key(result: Result) -> tuple[str, int]:
-    return str(result["router"]), int(result["seed"])
-
-
-def _read_result(path: Path) -> tuple[tuple[str, int], Result]:
-    try:
-        result = read_with_checksum(path)
-        return _key(result), result
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged; remove {path.parent} to train its cell again.") from None
-
-
-def _stored_routers(folder: Path) -> list[str]:
-    """Return the routers of results.json in order; none if the file is missing or damaged, because it will be replaced."""
-    try:
-        stored = read_json(folder / "results.json", limit=LARGEST)
-        return [str(row["router"]) for row in stored["rows"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
 _worker: tuple[Comparison, Any] | None = None  # in a worker process: its comparison, and the queue for its progress
 
 
@@ -339,7 +333,8 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
     manager.start(_end_with_parent)
     with manager:
         progress_queue = manager.Queue()
-        settings = (comparison.recipe, comparison.choices, comparison.seeds, comparison.folder, comparison.data)
+        options = {"data": comparison.data, "settings": comparison.settings}
+        settings = (comparison.recipe, comparison.choices, comparison.seeds, comparison.folder, options)
         threads = max(1, (os.cpu_count() or 1) // jobs)
         arguments = (plugin_files(), settings, progress_queue, threads)
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_set_up_worker, initargs=arguments) as pool:
@@ -367,14 +362,20 @@ def _set_up_worker(plugins: list[tuple[Path, str]], settings: tuple[Any, ...], p
     quiet()
     for path, checksum in plugins:
         load_plugin(path, checksum=checksum)
-    *positional, data = settings
-    _worker = Comparison(*positional, data=data), progress_queue
+    *positional, options = settings
+    _worker = Comparison(*positional, **options), progress_queue
 
 
 def _train_in_worker(number: int) -> None:
     assert _worker is not None
     comparison, progress_queue = _worker
-    comparison.attempt(comparison.cells[number], lambda cell, steps: progress_queue.put((number, steps)))
+    try:
+        comparison.attempt(comparison.cells[number], lambda cell, steps: progress_queue.put((number, steps)))
+    except Exception as problem:
+        failure = failure_in_plugin(problem)
+        if failure is None:
+            raise
+        raise ValueError(failure) from None  # the traceback is lost on its way to the other process
 
 
 def _report_progress(progress_queue: Any, cells: list[Cell], progress: Progress | None) -> None:

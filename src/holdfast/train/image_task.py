@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import CORRUPTIONS, AttackedInputs, corrupt, fgsm, pgd, spsa
+from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_pixels, corrupt, fgsm, find_attack, pgd, spsa
 from holdfast.data import Images, ImageSet, Order, PixelScaling, image_set
 from holdfast.hub import trace
+from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start_model, start_scaling
@@ -61,11 +62,17 @@ class ImageTask(Task):
     def measure(self) -> Measure:
         attack = self.recipe.attack
         long = "share of test images that are classified wrongly, in percent"
-        return Measure("error, %", long, f"PGD, l_inf {attack.budget:.3g}, {attack.steps} steps")
+        return Measure("error, %", long, f"{self._attack_name}, l_inf {attack.budget:.3g}, {attack.steps} steps")
 
     def describe(self) -> dict[str, Any]:
         attack = self.recipe.attack
-        how = {"attack": "PGD", "norm": "linf", "budget": attack.budget, "steps": attack.steps, "seed": ATTACK_SEED}
+        how = {
+            "attack": self._attack_name,
+            "norm": "linf",
+            "budget": attack.budget,
+            "steps": attack.steps,
+            "seed": ATTACK_SEED,
+        }
         return {"data": self.image_set.describe(), "attack": {**how, "examples": len(self._attacked_numbers())}}
 
     def state(self) -> dict[str, Any]:
@@ -117,14 +124,16 @@ class ImageTask(Task):
         given: dict[str, Any] = {"budget": budget, "batch": BATCH}
         with without_attack_warnings():
             strong = pgd(classify, pixels, labels, **given, steps=steps, seed=ATTACK_SEED)
+            main = strong if self._is_pgd else self._attacked_as_named(classify, pixels, labels)
             blind = spsa(classify, pixels, labels, **given, steps=steps, samples=SPSA_SAMPLES, seed=ATTACK_SEED)
             results = {
                 "FGSM": _attacked(fgsm(classify, pixels, labels, **given)),
                 "PGD": _attacked(strong),
                 "SPSA": _attacked(blind),
                 "corruptions": _corrupted(classify, pixels, labels),
+                **({} if self._is_pgd else {self._attack_name: _attacked(main)}),
             }
-        attacked = {**results["PGD"], **self._routing(model, strong.inputs)}
+        attacked = {**results[self._attack_name], **self._forward_attacked(model, main.inputs, labels)}
         model.train(was_training)
         return {"clean": clean, "attacked": attacked, "trials": results}
 
@@ -156,6 +165,21 @@ class ImageTask(Task):
             ],
         }
 
+    @property
+    def _is_pgd(self) -> bool:
+        return self.recipe.attack.name in (None, "pgd")
+
+    @property
+    def _attack_name(self) -> str:
+        return "PGD" if self._is_pgd else str(self.recipe.attack.name)
+
+    def _attacked_as_named(self, classify: Classify, pixels: Tensor, labels: Tensor) -> AttackedInputs:
+        """Attack with the attack that the recipe names."""
+        part = self.recipe.attack
+        attack = find_attack(self._attack_name, "pictures")
+        how: dict[str, Any] = {"steps": part.steps, "seed": ATTACK_SEED, "batch": BATCH}
+        return attack_pixels(attack, classify, pixels, labels, budget=part.budget, **how)
+
     def _attacked_numbers(self) -> list[int]:
         return evenly_spaced(len(self.image_set.images("test")), self.recipe.attack.examples)
 
@@ -163,22 +187,27 @@ class ImageTask(Task):
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
         correct = among_five = 0
         classify = classifier(model, self.scaling)
+        chosen = ChosenMetrics(self.recipe.metrics)
         with routing_metrics(model) as routing:
             for start in range(0, len(images), BATCH):
                 numbers = range(start, min(start + BATCH, len(images)))
                 logits, labels = classify(images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
                 correct += int(in_top_k(logits, labels).sum())
                 among_five += int(in_top_k(logits, labels, 5).sum())
+                chosen.update(logits, labels)
         count = len(images)
         found = {"figure": error_percent(correct, count), "top5": error_percent(among_five, count), "examples": count}
-        return {**found, **routing}
+        return {**found, **chosen.result(), **routing}
 
     @torch.no_grad()
-    def _routing(self, model: Any, pixels: Tensor) -> dict[str, Any]:
+    def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
+        """Return the routing metrics on attacked images, and the recipe's further metrics."""
+        classify = classifier(model, self.scaling)
+        chosen = ChosenMetrics(self.recipe.metrics)
         with routing_metrics(model) as routing:
-            for part in pixels.split(BATCH):
-                classifier(model, self.scaling)(part)
-        return routing
+            for part, own in zip(pixels.split(BATCH), labels.split(BATCH), strict=True):
+                chosen.update(classify(part), own)
+        return {**chosen.result(), **routing}
 
 
 class _SomeImages(Dataset[Inputs]):
@@ -260,7 +289,7 @@ def _enlarged(grid: Tensor, side: int) -> Tensor:
 
 
 def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: int, examples: int, seed: int) -> AttackTable:
-    """Attack test images with FGSM, PGD or SPSA within `budget`, or apply the corruptions at severity `budget`."""
+    """Attack test images within `budget` with the attack of this name, or apply the corruptions at severity `budget`."""
     if not isinstance(task, ImageTask):
         raise ValueError(f"{kind} attacks images, but this model reads texts: use words, typos or routes.")
     images = task.image_set.images("test")
@@ -271,14 +300,10 @@ def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: in
     classify = classifier(model, task.scaling)
     if kind == "corruptions":
         return _corruption_table(classify, pixels, labels, budget, seed)
-    given: dict[str, Any] = {"budget": budget, "batch": BATCH}
-    attacks: dict[str, Any] = {
-        "fgsm": partial(fgsm, **given),
-        "pgd": partial(pgd, **given, steps=steps, seed=seed),
-        "spsa": partial(spsa, **given, steps=steps, seed=seed),
-    }
+    attack = find_attack(kind, "pictures")
+    how: dict[str, Any] = {"steps": steps, "seed": seed, "batch": BATCH}
     with without_attack_warnings():
-        result: AttackedInputs = attacks[kind](classify, pixels, labels)
+        result = attack_pixels(attack, classify, pixels, labels, budget=budget, **how)
     return {
         "title": f"{result.attack}, {result.norm} {result.budget:.4g}, {len(some)} images",
         "columns": ["", "error, %"],

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import GENERIC, AttackedText, misspell, swap_words, swappable, words_in
+from holdfast.attacks import AttackedText, attack_texts, find_attack, swap_words, swappable, words_in
 from holdfast.data import Corpus, Document, LabelledText, Order, TextSet, Tokenizer, text_set, tokenizer
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.encoded_texts import EncodedTexts, PairEncoder
@@ -30,6 +30,7 @@ from holdfast.data.tokenizers import HubTokenizer, Vocabulary
 from holdfast.errors import unknown_name
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_positions
+from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.labels import LABEL_METRICS, label_metrics, metric_difference, metric_interval
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import padding_token, start_model, start_tokenizer
@@ -46,6 +47,7 @@ from holdfast.train.task import (
 )
 
 ATTACK_SEED = 0
+WORD_SWAP = "words"  # the attack of a recipe that names none
 PROBE_TOKENS = 2048  # with padding, rounded up to whole texts
 VIEW_TOKENS = 160
 VALIDATION_TEXTS = 4096  # at most
@@ -88,6 +90,8 @@ class LabelTask(Task):
             test_only=test_only,
         )
         self.metric: str = _fitting_metric(part.metric or self.text_set.metric, self.text_set)
+        if recipe.metrics and self.text_set.is_regression:
+            raise ValueError(f"metrics: {', '.join(recipe.metrics)} is of classes, and {self.text_set.name} has numbers.")
         self.tokenizer: Tokenizer = known or self._tokenizer()
         pad = padding_token(self.tokenizer)
         self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
@@ -119,6 +123,8 @@ class LabelTask(Task):
     def measure(self) -> Measure:
         metric, token = LABEL_METRICS[self.metric], self.attack.options.get("token", "other words")
         attack = f"a swap of {self.attack.realised:.1%} of the words for {token}"
+        if self.recipe.attack.name not in (None, WORD_SWAP):
+            attack = f"{self.attack.attack}: {self.attack.realised:.1%} of the words"
         if self.metric == "accuracy":
             return Measure("error, %", "share of test texts that are classified wrongly, in percent", attack)
         return Measure(f"1 - {metric.name}, %", f"100 (1 - {metric.name}) on the test texts; {metric.about}", attack)
@@ -158,7 +164,9 @@ class LabelTask(Task):
     def examples(self, seed: int) -> Examples:
         training, labels = self.recipe.training, self.labels("train")
         order = Order(len(self.training), training.batch * training.accumulate, seed)
-        return Examples(order, lambda numbers: self._inputs(self.training, labels, numbers), training.steps)
+        return Examples(
+            order, lambda numbers: self._inputs(self.training, labels, numbers), training.step_count(len(self.training))
+        )
 
     def validation(self) -> Dataset[Inputs]:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
@@ -178,25 +186,23 @@ class LabelTask(Task):
 
     @cached_property
     def attack(self) -> AttackedText:
-        """The test texts with words swapped as the recipe says: the same attacked texts for every router."""
+        """The test texts, attacked as the recipe says: the same attacked texts for every router."""
+        part = self.recipe.attack
         with without_attack_warnings():
-            return self.swapped(self.recipe.attack.token)
+            if part.token is None:
+                return self.attacked_with(part.name or WORD_SWAP)
+            return swap_words(flat_texts(self.text_set.texts("test")), rate=part.rate, seed=ATTACK_SEED, token=part.token)
 
-    def swapped(self, token: str | None = None, **options: Any) -> AttackedText:
-        """Return the test texts with words swapped for `token`, or by default for other words of the test texts."""
+    def attacked_with(self, name: str, *, rate: float | None = None, seed: int = ATTACK_SEED) -> AttackedText:
+        """Return the test texts under the attack of this name, by default at the recipe's rate."""
         texts = flat_texts(self.text_set.texts("test"))
-        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None  # others can encode every word
-        words = swappable(known) if known else words_in(texts)
-        if token is not None or len({word.lower() for word in words}) < 2:  # no other word can be swapped in
-            return self.attacked_with(swap_words, token=token or GENERIC, **options)
-        return self.attacked_with(swap_words, words=words, **options)
+        rate = self.recipe.attack.rate if rate is None else rate
+        return attack_texts(find_attack(name, "text"), texts, rate=rate, seed=seed, words=self._known_words, pieces=None)
 
-    def attacked_with(
-        self, attack: Callable[..., AttackedText], *, rate: float | None = None, seed: int = ATTACK_SEED, **options: Any
-    ) -> AttackedText:
-        """Return the test texts under an attack, by default at the recipe's rate."""
-        texts = flat_texts(self.text_set.texts("test"))
-        return attack(texts, rate=self.recipe.attack.rate if rate is None else rate, seed=seed, **options)
+    def _known_words(self) -> list[str]:
+        """Return the words that the model knows; tokenisers without a vocabulary of words can encode every word."""
+        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
+        return swappable(known) if known else words_in(flat_texts(self.text_set.texts("test")))
 
     def score(self, model: Any) -> dict[str, Any]:
         rows = self.text_set.texts("test")
@@ -210,7 +216,7 @@ class LabelTask(Task):
         found["attacked"] = {**attacked, **self._changes(predicted, changed)}
         if self.recipe.attack.rate:
             with without_attack_warnings():
-                texts = self.attacked_with(misspell).texts
+                texts = self.attacked_with("typos").texts
             typos, changed = self._scored(model, self.encoded(rows, texts), "test")
             found["trials"] = {"typos": {**typos, **self._changes(predicted, changed)}}
         return found
@@ -223,7 +229,8 @@ class LabelTask(Task):
         self, model: Any, encoded: EncodedTexts, split: str, *, routing: bool = False
     ) -> tuple[dict[str, Any], Values]:
         """Return the score of a model on some texts, and its predictions."""
-        predicted, measured = predict(model, encoded, routing=routing)
+        chosen = ChosenMetrics(self.recipe.metrics)
+        predicted, measured = predict(model, encoded, routing=routing, metrics=chosen, labels=self.labels(split))
         labels = self.labels(split).numpy()
         metrics = label_metrics(predicted, labels, classes=len(self.text_set.classes))
         found: dict[str, Any] = {"figure": 100 * (1 - metrics[self.metric]), **metrics, "examples": len(labels)}
@@ -231,7 +238,7 @@ class LabelTask(Task):
             found["undefined"] = (
                 f"{LABEL_METRICS[self.metric].name} is not defined: all predictions or all labels are equal."
             )
-        return {**found, **measured}, predicted
+        return {**found, **chosen.result(), **measured}, predicted
 
     def _against_majority(self, predicted: Values) -> dict[str, Any]:
         """Return the interval of the figure, and of its difference to always predicting the most frequent class of train."""
@@ -259,12 +266,8 @@ class LabelTask(Task):
         return {"changed": float((after != before).mean()), **paired}
 
     def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
-        """Swap words for others ("words") or for the papers' token ("generic"), or misspell them ("typos")."""
         with without_attack_warnings():
-            if kind == "typos":
-                attack = self.attacked_with(misspell, rate=rate, seed=seed)
-            else:
-                attack = self.swapped(GENERIC if kind == "generic" else None, rate=rate, seed=seed)
+            attack = self.attacked_with(kind, rate=rate, seed=seed)
         rows = self.text_set.texts("test")
         clean, before = self._scored(model, self.encoded(rows), "test")
         attacked, after = self._scored(model, self.encoded(rows, attack.texts), "test")
@@ -318,11 +321,18 @@ class _Texts(Dataset[Inputs]):
 
 
 @torch.no_grad()
-def predict(model: Any, encoded: EncodedTexts, *, routing: bool = False) -> tuple[Values, dict[str, Any]]:
+def predict(
+    model: Any,
+    encoded: EncodedTexts,
+    *,
+    routing: bool = False,
+    metrics: ChosenMetrics | None = None,
+    labels: Tensor | None = None,
+) -> tuple[Values, dict[str, Any]]:
     """Return the predicted class or number of each text, and with `routing` the metrics of the routers without padding.
 
     Texts of similar length are in one batch, so that there is little padding. A text with NaN logits counts as a
-    class that no text has.
+    class that no text has. `metrics` are updated with the logits and `labels`.
     """
     was_training = model.training
     model.eval()
@@ -339,6 +349,8 @@ def predict(model: Any, encoded: EncodedTexts, *, routing: bool = False) -> tupl
             best = logits[:, 0] if logits.shape[1] == 1 else _best_class(logits)
             found = best.new_empty(len(encoded)) if found is None else found
             found[numbers] = best
+            if metrics and labels is not None:
+                metrics.update(logits, labels[numbers])
             start += count
     model.train(was_training)
     assert found is not None

@@ -14,13 +14,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
+from holdfast.attacks import find_attack
 from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
 from holdfast.layers.losses import Losses
+from holdfast.metrics import ChosenMetrics
 from holdfast.model_size import require_sane_numbers
+from holdfast.plugins import plugins_of
 from holdfast.routing.grammar import Limits, check_value, split_routers
-from holdfast.routing.layer_names import has_layers, resolve_layers, written_name
-from holdfast.routing.plugins import plugins_of
+from holdfast.routing.layer_names import has_layers, preset_names, resolve_layers, written_name
 from holdfast.routing.presets import REGISTRY
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
@@ -141,6 +143,7 @@ class TrainingPart:
 class AttackPart:
     """How the trained model is attacked: texts by swapped words, images by PGD (and FGSM, SPSA and corruptions)."""
 
+    name: str | None = None  # another attack of this task: one of `holdfast attack`, or of a plugin
     rate: Share = 0.025  # share of words that are swapped
     token: str | None = None  # the word that is swapped in (AAA in the papers); no value: words of the vocabulary
     budget: Share = 1 / 255  # largest change of a pixel value (l_inf), with values between 0 and 1
@@ -150,6 +153,8 @@ class AttackPart:
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) > LONGEST_TOKEN:
             raise ValueError(f"attack.token has {len(self.token):,} letters; use a word of at most {LONGEST_TOKEN}.")
+        if self.token is not None and self.name is not None:
+            raise ValueError(f"attack.token is for the swap of words; attack.name is {self.name!r}, so leave the token out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +169,7 @@ class Recipe:
     task: Literal["text", "labels", "pictures"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
+    metrics: list[str] = field(default_factory=list)  # further metrics beside the main one, by name
 
     def __post_init__(self) -> None:
         if self.model.family is not None and self.sparse.experts is None:
@@ -173,6 +179,9 @@ class Recipe:
         of_labels = [name for name in ("pair", "label", "metric") if getattr(self.data, name) is not None]
         if of_labels and self.task != "labels":
             raise ValueError(f"data.{of_labels[0]} is for labelled texts: set `task: labels` to classify them.")
+        if self.attack.name is not None:
+            find_attack(self.attack.name, "pictures" if self.task == "pictures" else "text")
+        ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
 
     def router_losses(self) -> Losses:
@@ -183,6 +192,11 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """Return the values as they would be written to YAML."""
         return asdict(self)
+
+    def plugins(self) -> list[dict[str, Any]]:
+        """Return descriptions of the plugins that its data, its attack and its metrics come from."""
+        attacks = [] if self.attack.name is None else [self.attack.name]
+        return plugins_of(datasets=[self.data.source], attacks=attacks, metrics=self.metrics)
 
 
 def recipes() -> dict[str, str]:
@@ -203,6 +217,15 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     else:
         raise ValueError(f"{unknown_name('recipe', name, _names())} The path of a .yaml file works too.")
     return _parse(text, name, changes)
+
+
+def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with `changes` such as {"training.steps": 50}, checked as `load_recipe` checks them."""
+    values = recipe.describe()
+    for key, value in changes.items():
+        _set(values, key, value)
+    changed: Recipe = from_mapping(Recipe, values)
+    return changed
 
 
 def _names() -> list[str]:
@@ -316,7 +339,7 @@ class RouterChoice:
 
         Of options and parts whose meaning has changed, the number of the meaning is included.
         """
-        plugins = plugins_of(self.router)
+        plugins = plugins_of(routers=preset_names(self.router))
         versions: dict[str, int] = {}
         for one in resolve_layers(self.router, None if has_layers(self.router) else self.options):
             for part in REGISTRY.part_classes(one.router):

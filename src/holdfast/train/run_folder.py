@@ -32,6 +32,7 @@ from holdfast.hub.folder_files import sha256_of
 from holdfast.locking import is_lock_file
 
 RUN_FILE = "run.json"
+OPTIONAL = {"plugins", "sweep"}  # keys that not every run has
 CHECKSUM = "checksum"
 
 MANIFEST, FORMAT = "checkpoint.json", 1  # the manifest is written last
@@ -109,14 +110,19 @@ def agrees(path: Path, content: Any) -> bool:
 def _difference(folder: Path, identity: dict[str, Any]) -> str:
     """Return in which values the stored run differs from this one, as text."""
     stored, mine = read_json(folder / RUN_FILE), json.loads(json.dumps(identity))
-    if not isinstance(stored, dict) or stored.keys() != mine.keys():
+    if not isinstance(stored, dict) or stored.keys() - OPTIONAL != mine.keys() - OPTIONAL:
         return "of another command"
-    return ", ".join(_describe_stored(key, stored[key]) for key in mine if stored[key] != mine[key])
+    keys = [key for key in {**mine, **stored} if stored.get(key) != mine.get(key)]
+    return ", ".join(_describe_stored(key, stored.get(key)) for key in keys)
 
 
 def _describe_stored(key: str, value: Any) -> str:
     if key == "router" and isinstance(value, dict) and "name" in value:
         return f"router {value['name']}"
+    if key == "plugins":
+        return "other plugins, or another version of one"
+    if key == "sweep":
+        return f"a sweep of {', '.join(map(str, value))}" if isinstance(value, list) else "no sweep"
     return f"{key} {value}" if key in ("holdfast", "seed") else f"another {key}"
 
 

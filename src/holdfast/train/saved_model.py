@@ -16,7 +16,8 @@ from holdfast.hub import load, save
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
-from holdfast.routing.plugins import plugins_of
+from holdfast.plugins import plugins_of
+from holdfast.routing.layer_names import preset_names
 from holdfast.train.image_task import ImageTask, evenly_spaced
 from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
@@ -84,7 +85,8 @@ def save_trained(model: Any, task: Task, folder: Path) -> None:
     except WRITE_ERRORS as problem:
         raise write_error(folder / MODEL, problem) from problem
     routers = sorted({spec.router for spec in specs_of(model).values()})
-    plugins = [plugin for router in routers if router != NATIVE for plugin in plugins_of(router)]
+    plugins = plugins_of(routers=[name for router in routers if router != NATIVE for name in preset_names(router)])
+    plugins += task.recipe.plugins()
     stored = {"recipe": task.recipe.describe(), **task.state(), **({PLUGINS: plugins} if plugins else {})}
     write_atomically(folder / TASK, json.dumps(stored) + "\n")
 

@@ -25,16 +25,33 @@ METRICS = {  # key of a row: the keys of its value in a result
 def summarise(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
     """Return a row for each router: means over seeds, and paired differences to the baseline with their 95% intervals.
 
+    In a sweep there is a row for each router in each setting, and the baseline is the one of the same setting.
+
     Only seeds that both routers have are compared. A router that uses more experts per token than the baseline has a further
     difference, "equal compute", to the baseline with more experts (`smoe[k=3]`, or `matched_name`), if that was trained.
     """
+    routers = list(dict.fromkeys(result["router"] for result in results))
+    if baseline not in routers:
+        raise ValueError(f"there is no result of the baseline {baseline}; the routers are {', '.join(routers)}.")
+    settings: list[dict[str, Any]] = []
+    for result in results:
+        if (setting := result.get("settings", {})) not in settings:
+            settings.append(setting)
+    return [
+        {**row, **({"settings": setting} if setting else {})}
+        for setting in settings
+        for row in _rows_of_setting([result for result in results if result.get("settings", {}) == setting], baseline)
+    ]
+
+
+def _rows_of_setting(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+    """Return the rows of one setting; without differences if the baseline has not been trained in it."""
     by_router: dict[str, dict[int, dict[str, Any]]] = {}
     for result in results:
         by_router.setdefault(result["router"], {})[result["seed"]] = result
-    if baseline not in by_router:
-        raise ValueError(f"there is no result of the baseline {baseline}; the routers are {', '.join(by_router)}.")
-    rows = [_row(name, seeds, by_router[baseline], name == baseline) for name, seeds in by_router.items()]
-    for row in rows:
+    theirs = by_router.get(baseline, {})
+    rows = [_row(name, seeds, theirs, name == baseline) for name, seeds in by_router.items()]
+    for row in rows if theirs else []:
         matched = _equal_compute_baseline(row, rows)
         if matched and (found := _difference(by_router[matched], by_router[row["router"]], _reader("clean", "figure"))):
             row["equal compute"] = {"router": matched, **found}
@@ -83,15 +100,34 @@ def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str,
         row[metric] = _mean([result[text][key] for result in mine.values()])
         if not is_baseline and (found := _difference(theirs, mine, _reader(text, key))):
             row[f"{metric}, difference"] = found
+    if metrics := _metrics(mine, theirs, is_baseline):
+        row["metrics"] = metrics
     costs = [cost for cost in map(_cost, mine.values()) if cost is not None]
     if len(costs) == len(mine):
         row["cost"] = cost_over_seeds(costs).summary()
         if not is_baseline and (found := _difference(theirs, mine, _mean_cost)):
             row["cost, difference"] = found
-    if not is_baseline:
+    if not is_baseline and theirs:
         usual = statistics.fmean(_experts_per_token(result) for result in theirs.values())
         row["more_compute"] = row["experts_per_token"] / usual - 1
     return row
+
+
+def _metrics(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str, Any]]:
+    """Return the further metrics of a router: {"accuracy": {"clean": ..., "clean, difference": ..., "attacked": ...}}."""
+    names = list(dict.fromkeys(name for result in mine.values() for name in result["clean"].get("metrics", {})))
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for name, row in found.items():
+        for text in ("clean", "attacked"):
+            read = _metric_reader(text, name)
+            row[text] = _mean([read(result) for result in mine.values()])
+            if not is_baseline and (difference := _difference(theirs, mine, read)):
+                row[f"{text}, difference"] = difference
+    return found
+
+
+def _metric_reader(text: str, name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: result[text].get("metrics", {}).get(name)
 
 
 def _difference(theirs: Seeds, mine: Seeds, read: Callable[[dict[str, Any]], float | None]) -> dict[str, Any]:

@@ -204,5 +204,5 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
 
 
 def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) -> AttackTable:
-    """Swap words for others ("words") or for the papers' token ("generic"), or misspell them ("typos")."""
+    """Attack the test texts with the attack of this name: "words", "generic", "typos", or one of a plugin."""
     return task.attack_words(model, kind, rate=rate, seed=seed)

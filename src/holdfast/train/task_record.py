@@ -13,8 +13,8 @@ from typing import Any, final
 
 from holdfast.data import Tokenizer, corpora, image_sets, text_sets, tokenizer_from
 from holdfast.files import LARGE, is_inside, read_json
+from holdfast.plugins import is_from_file, require_plugins
 from holdfast.replacing import recover_folder
-from holdfast.routing.plugins import require_plugins
 from holdfast.train.recipe import Recipe, from_mapping
 
 MODEL, TASK, PLUGINS = "model", "task.json", "plugins"
@@ -31,6 +31,7 @@ class TaskRecord:
     home: Path
     recipe: Recipe
     state: dict[str, Any]  # of its task
+    plugins: Any = ()  # what `plugins_of` returned
 
     def source(self, named: str | None = None, data: Path | None = None) -> str:
         """Return the data to evaluate the model on: what the user `named`, or the folder's own source if it may be read.
@@ -40,7 +41,12 @@ class TaskRecord:
         source = self.recipe.data.source
         if named is not None:
             return named
-        if source in EMBEDDED or (data is not None and source in (*corpora(), *image_sets(), *text_sets())):
+        require_plugins(self.plugins, str(self.home))
+        if (
+            source in EMBEDDED
+            or is_from_file("datasets", source)
+            or (data is not None and source in (*corpora(), *image_sets(), *text_sets()))
+        ):
             return source
         if source in text_sets():
             raise ValueError(f"{self.home} was trained on {source}: add --data FOLDER to say where its files are.")
@@ -90,11 +96,15 @@ def read_record(folder: Path) -> TaskRecord:
         raise ValueError(f"{home / MODEL} is a link to a folder outside of {home}; name that folder instead.")
     try:
         stored = read_json(home / TASK, limit=LARGE)
-        recipe, plugins = from_mapping(Recipe, stored.pop("recipe")), stored.pop(PLUGINS, [])
+        described, plugins = stored.pop("recipe"), stored.pop(PLUGINS, [])
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{home / TASK} is damaged: {problem}") from None
-    require_plugins(plugins, str(home))
-    return TaskRecord(home, recipe, stored)
+    require_plugins(plugins, str(home), without=["datasets"])  # the user may name other data
+    try:
+        recipe = from_mapping(Recipe, described)
+    except (AttributeError, TypeError, ValueError) as problem:
+        raise ValueError(f"{home / TASK} is damaged: {problem}") from None
+    return TaskRecord(home, recipe, stored, plugins)
 
 
 def is_trained(folder: Path) -> bool:

@@ -5,7 +5,7 @@ text and in the attacked one; `TextTask.scored_texts` finds the tokens that both
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import GENERIC, AttackedText, misspell, swap_words, swappable, words_in
+from holdfast.attacks import AttackedText, attack_texts, find_attack, swap_words, swappable, words_in
+from holdfast.attacks.text import Spans
 from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, tokenizer
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.tokenizers import Vocabulary
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_known_tokens, require_positions
-from holdfast.metrics import BlockLosses, cost_of_attack, token_nll
+from holdfast.metrics import BlockLosses, ChosenMetrics, cost_of_attack, token_nll
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start_model, start_tokenizer
 from holdfast.train.task import (
@@ -38,6 +39,7 @@ from holdfast.train.task import (
 )
 
 ATTACK_SEED = 0
+WORD_SWAP = "words"  # the attack of a recipe that names none
 PROBE_TOKENS = 2048  # rounded up to whole blocks
 VIEW_TOKENS = 160
 VALIDATION_TOKENS = 65_536  # at most
@@ -85,6 +87,8 @@ class TextTask(Task):
     def measure(self) -> Measure:
         token = self.attack.options.get("token", "others of the vocabulary")
         attack = f"a swap of {self.attack.realised:.1%} of its words for {token}"
+        if self.recipe.attack.name not in (None, WORD_SWAP):
+            attack = f"{self.attack.attack}: {self.attack.realised:.1%} of its words"
         return Measure("perplexity", "perplexity per token on the test text", attack)
 
     def describe(self) -> dict[str, Any]:
@@ -116,25 +120,39 @@ class TextTask(Task):
 
     @cached_property
     def attack(self) -> AttackedText:
-        """The test text with words swapped as the recipe says: the same attacked text for every router."""
-        return self.swapped(self.recipe.attack.token)
+        """The test text, attacked as the recipe says: the same attacked text for every router."""
+        part = self.recipe.attack
+        if part.token is None:
+            return self.attacked_with(part.name or WORD_SWAP)
+        texts, keys = self._texts_and_keys()
+        return swap_words(texts, rate=part.rate, seed=ATTACK_SEED, keys=keys, token=part.token)
 
-    def swapped(self, token: str | None = None, **options: Any) -> AttackedText:
-        """Return the test text with words swapped for `token`, or by default for other words of the vocabulary."""
-        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None  # others can encode every word
-        words = swappable(known) if known else words_in(document.text for document in self._test)
-        if token is not None or len({word.lower() for word in words}) < 2:  # no other word can be swapped in
-            return self.attacked_with(swap_words, token=token or GENERIC, **options)
-        # Swap only words that are one token: a change inside a longer token would make that token unknown.
-        pieces = [self.tokenizer.spans(document, first=False) for document in self._test] if known else None
-        return self.attacked_with(swap_words, words=words, pieces=pieces, **options)
+    def attacked_with(self, name: str, *, rate: float | None = None, seed: int = ATTACK_SEED) -> AttackedText:
+        """Return the test text under the attack of this name, by default at the recipe's rate."""
+        texts, keys = self._texts_and_keys()
+        return attack_texts(
+            find_attack(name, "text"),
+            texts,
+            rate=self.recipe.attack.rate if rate is None else rate,
+            seed=seed,
+            keys=keys,
+            words=self._known_words,
+            pieces=self._pieces,
+        )
 
-    def attacked_with(
-        self, attack: Callable[..., AttackedText], *, rate: float | None = None, seed: int = ATTACK_SEED, **options: Any
-    ) -> AttackedText:
-        """Return the test text under an attack, by default at the recipe's rate."""
-        keys, texts = [document.title for document in self._test], [document.text for document in self._test]
-        return attack(texts, rate=self.recipe.attack.rate if rate is None else rate, seed=seed, keys=keys, **options)
+    def _texts_and_keys(self) -> tuple[list[str], list[str]]:
+        return [document.text for document in self._test], [document.title for document in self._test]
+
+    def _known_words(self) -> list[str]:
+        """Return the words that the model knows; tokenisers without a vocabulary of words can encode every word."""
+        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
+        return swappable(known) if known else words_in(document.text for document in self._test)
+
+    def _pieces(self) -> list[Spans] | None:
+        """Return the spans of tokens, for a vocabulary of words: a change inside a token would make that token unknown."""
+        if not isinstance(self.tokenizer, Vocabulary) or not self.tokenizer.words:
+            return None
+        return [self.tokenizer.spans(document, first=False) for document in self._test]
 
     @cached_property
     def swaps(self) -> tuple[ScoredText, ScoredText]:
@@ -152,7 +170,7 @@ class TextTask(Task):
     @cached_property
     def typos(self) -> tuple[ScoredText, ScoredText]:
         """The clean text and the misspelt one."""
-        return self.scored_texts(self.attacked_with(misspell))
+        return self.scored_texts(self.attacked_with("typos"))
 
     @property
     def misspelt(self) -> ScoredText:
@@ -179,8 +197,8 @@ class TextTask(Task):
     def score(self, model: Any) -> dict[str, Any]:
         clean, attacked, misspelt = (list[Tensor]() for _ in range(3))
         found = {
-            "clean": score_text(model, self.clean, losses=clean),
-            "attacked": score_text(model, self.attacked, losses=attacked),
+            "clean": score_text(model, self.clean, losses=clean, metrics=self.recipe.metrics),
+            "attacked": score_text(model, self.attacked, losses=attacked, metrics=self.recipe.metrics),
         }
         if self.recipe.attack.rate:
             typos = score_text(model, self.misspelt, routing=False, losses=misspelt)
@@ -207,12 +225,8 @@ class TextTask(Task):
         return {"kind": "text", "pieces": pieces, "experts": [layer[:count].tolist() for layer in first_experts(routes)]}
 
     def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
-        """Swap words for others of the vocabulary ("words") or for the papers' token ("generic"), or misspell them."""
         with without_attack_warnings():
-            if kind == "typos":
-                attack = self.attacked_with(misspell, rate=rate, seed=seed)
-            else:
-                attack = self.swapped(GENERIC if kind == "generic" else None, rate=rate, seed=seed)
+            attack = self.attacked_with(kind, rate=rate, seed=seed)
         texts = dict(zip(("clean", kind), self.scored_texts(attack), strict=True))
         losses: dict[str, list[Tensor]] = {name: [] for name in texts}
         scores = [(name, score_text(model, text, routing=False, losses=losses[name])) for name, text in texts.items()]
@@ -282,12 +296,21 @@ def _scored_text(blocks: Blocks, documents: list[Document], places: Tensor, clea
 
 
 @torch.no_grad()
-def score_text(model: Any, text: ScoredText, *, routing: bool = True, losses: list[Tensor] | None = None) -> dict[str, Any]:
+def score_text(
+    model: Any,
+    text: ScoredText,
+    *,
+    routing: bool = True,
+    losses: list[Tensor] | None = None,
+    metrics: Sequence[str] = (),
+) -> dict[str, Any]:
     """Score every token but the first once, in blocks of the training length.
 
     "figure" is the perplexity over all targets, "figure_of_kept" the one over the untouched targets: the same words in the
-    clean text and in the attacked one. The losses of all tokens, in nats, are appended to `losses`.
+    clean text and in the attacked one. The losses of all tokens, in nats, are appended to `losses`. Of `metrics`, the names
+    of further metrics, the results are under "metrics".
     """
+    chosen = ChosenMetrics(metrics)
     require_known_tokens(model, text.blocks.tokens)
     was_training = model.training
     model.eval()
@@ -309,6 +332,9 @@ def score_text(model: Any, text: ScoredText, *, routing: bool = True, losses: li
             untouched_tokens += int(untouched.sum())
             if losses is not None:
                 losses.append(nll)
+            if chosen:
+                mask = batch.mask.to(device)
+                chosen.update(out.logits[mask], batch.labels.to(device)[mask])
             place += nll.numel()
     model.train(was_training)
     return {
@@ -318,6 +344,7 @@ def score_text(model: Any, text: ScoredText, *, routing: bool = True, losses: li
         "tokens": tokens,
         "kept_tokens": untouched_tokens,
         "bits_per_byte": total / math.log(2) / text.bytes,
+        **chosen.result(),
         **measured,
     }
 

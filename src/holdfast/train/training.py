@@ -49,13 +49,9 @@ class SingleRun:
         """Return what must be equal for the folder to be this run's."""
         router = {"router": self.choice.describe(), "seed": self.seed}
         start = checkpoint_identity(self.recipe.model)
-        return {
-            "holdfast": VERSION,
-            **router,
-            "recipe": self.recipe.describe(),
-            **start,
-            "data": self.task.describe()["data"],
-        }
+        same = {"recipe": self.recipe.describe(), **start, "data": self.task.describe()["data"]}
+        same |= {"plugins": self.recipe.plugins()}
+        return {"holdfast": VERSION, **router, **{key: value for key, value in same.items() if value}}
 
     def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> Log:
         """Train the model, save it in the folder and return the log."""

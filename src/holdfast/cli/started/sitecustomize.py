@@ -22,8 +22,10 @@ class _BeforeTransformers:
         if fullname == "transformers":
             sys.meta_path.remove(self)
             try:
-                importlib.import_module("holdfast")
-            except ImportError as problem:
+                loaded = importlib.import_module("holdfast")
+                for file in filter(None, os.environ.get("HOLDFAST_RUN_PLUGINS", "").split(os.pathsep)):
+                    loaded.load_plugin(file)
+            except (ImportError, ValueError) as problem:
                 print(f"holdfast run: {sys.executable} cannot import holdfast ({problem}).", file=sys.stderr)
         return None
 

@@ -1,0 +1,182 @@
+"""The registry of attacks: what `holdfast attack MODEL NAME`, a recipe's `attack.name` and `audit --perturb` may name.
+
+An attack is a function on texts or on pixels. It is called with those of the known keywords that it has, and always with
+its budget. What it returns is checked: a text changes only where the result says so, and pixels only within the budget.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+from torch import Tensor
+
+from holdfast.attacks.flags import Model
+from holdfast.attacks.inputs import AttackedInputs
+from holdfast.attacks.pixels import fgsm, pgd, spsa
+from holdfast.attacks.text import AttackedText, Spans
+from holdfast.attacks.threat import distances
+from holdfast.attacks.words import GENERIC, misspell, swap_words
+from holdfast.errors import unknown_name
+from holdfast.plugins import Registry, check_name, watch
+
+BUDGETS = {"text": "rate", "pictures": "budget"}  # task: the keyword of an attack's budget, which it must have
+KEYWORDS = {"text": ("rate", "seed", "keys", "words", "pieces"), "pictures": ("budget", "steps", "seed", "batch")}
+TABLES = {  # `holdfast attack` runs these too; each returns a table, not one attacked text or batch
+    "corruptions": "every common corruption that needs no files, at one severity",
+    "routes": "the smallest perturbations of router inputs that flip tokens",
+}
+ROUNDING = 1e-6  # relative to the budget
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@final
+@dataclass(frozen=True)
+class Attack:
+    """A named attack on texts or on pixels."""
+
+    name: str
+    about: str
+    task: str  # "text" or "pictures"
+    run: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "an attack")
+        if self.name in TABLES:
+            raise ValueError(f"there is already an attack named {self.name!r}; choose another name.")
+        if self.task not in BUDGETS:
+            raise ValueError(f"attack {self.name!r}: {unknown_name('task', self.task, BUDGETS)}")
+        if self.budget not in _accepted(self.run, self.task):
+            raise ValueError(
+                f"attack {self.name!r}: its function has no parameter {self.budget}; a result without its budget has no "
+                "meaning."
+            )
+
+    @property
+    def budget(self) -> str:
+        """The keyword of its budget: "rate", the share of words, or "budget", the largest perturbation."""
+        return BUDGETS[self.task]
+
+
+ATTACKS: Registry[Attack] = Registry("attack")
+watch(ATTACKS)
+
+
+def register_attack(name: str, *, task: str, about: str) -> Callable[[Function], Function]:
+    """Return a decorator that makes a function an attack: `holdfast attack MODEL NAME`, `attack.name` in recipes.
+
+    task="text"       attack(texts, *, rate, seed, keys) returns an `AttackedText`; `holdfast.attacks.change_words` makes one
+                      from a function of a word. It may also have the keywords `words` (the words that the model knows) and
+                      `pieces` (the spans of each document's tokens; None if the tokeniser can write every word)
+    task="pictures"   attack(model, pixels, labels, *, budget, steps, seed, batch) returns an `AttackedInputs`, which
+                      `holdfast.attacks.Threat.run` makes; the model maps pixels between 0 and 1 to logits
+
+    The budget (`rate` or `budget`) is required; other keywords are passed only if the function has them.
+
+    about   one line of help
+
+    Example:
+        @holdfast.register_attack("shout", task="text", about="words in capital letters")
+        def shout(texts, *, rate, seed, keys):
+            return change_words(texts, "shout", lambda word, random: word.upper(), rate=rate, seed=seed, keys=keys)
+    """
+
+    def add(attack: Function) -> Function:
+        ATTACKS.add(Attack(name, about, task, attack))
+        return attack
+
+    return add
+
+
+def find_attack(name: str, task: str | None = None) -> Attack:
+    """Return the attack of this name. Raise ValueError if there is none, or if it is for another task."""
+    if name not in {attack.name for attack in ATTACKS}:
+        known = [attack.name for attack in ATTACKS if task in (None, attack.task)]
+        raise ValueError(ATTACKS.unknown(name, [*known, *(TABLES if task is None else ())]))
+    found = ATTACKS[name]
+    if task is not None and found.task != task:
+        usable = ", ".join(attack.name for attack in ATTACKS if attack.task == task)
+        raise ValueError(f"{name} is an attack for the task {found.task}, but this task is {task}: use {usable}.")
+    return found
+
+
+def attack_texts(
+    attack: Attack, texts: Sequence[str], *, rate: float, seed: int, keys: Sequence[str] | None = None, **others: Any
+) -> AttackedText:
+    """Return the attacked texts; `others` are keywords of `KEYWORDS`, or functions that return their value when needed."""
+    result = attack.run(texts, **_wanted(attack, {"rate": rate, "seed": seed, "keys": keys, **others}))
+    if not isinstance(result, AttackedText):
+        raise ValueError(f"attack {attack.name!r} returned {type(result).__name__}; expected an AttackedText.")
+    if not len(result.texts) == len(result.changes) == len(result.words) == len(texts):
+        raise ValueError(f"attack {attack.name!r} returned {len(result.texts)} texts for {len(texts)}.")
+    for number, (before, after) in enumerate(zip(texts, result.texts, strict=True)):
+        if _untouched(before, [change.before for change in result.changes[number]]) != _untouched(
+            after, [change.after for change in result.changes[number]]
+        ):
+            raise ValueError(f"attack {attack.name!r} changed text {number} in places that are not in its list of changes.")
+    return result
+
+
+def _untouched(text: str, changed: Sequence[tuple[int, int]]) -> list[str]:
+    """Return what is between the changed spans."""
+    starts, ends = [0, *(end for _, end in changed)], [*(start for start, _ in changed), len(text)]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def attack_pixels(
+    attack: Attack, model: Model, pixels: Tensor, labels: Tensor, *, budget: float, **others: Any
+) -> AttackedInputs:
+    """Return the attacked pixels; `others` are keywords of `KEYWORDS`."""
+    result = attack.run(model, pixels, labels, **_wanted(attack, {"budget": budget, **others}))
+    if not isinstance(result, AttackedInputs):
+        raise ValueError(f"attack {attack.name!r} returned {type(result).__name__}; expected an AttackedInputs.")
+    if result.inputs.shape != pixels.shape or result.success.shape != labels.shape:
+        raise ValueError(f"attack {attack.name!r} returned inputs of shape {tuple(result.inputs.shape)}, not of the pixels.")
+    farthest = float(distances(result.inputs, pixels, result.norm).max()) if len(pixels) else 0.0
+    if not farthest <= budget * (1 + ROUNDING):
+        raise ValueError(
+            f"attack {attack.name!r} changed an image by {farthest:.4g} ({result.norm}); its budget is {budget:g}."
+        )
+    return result
+
+
+def _accepted(function: Callable[..., Any], task: str) -> list[str]:
+    """Return the known keywords that a function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return [name for name in KEYWORDS[task] if takes_all or name in parameters]
+
+
+def _wanted(attack: Attack, given: Mapping[str, Any]) -> dict[str, Any]:
+    accepted = _accepted(attack.run, attack.task)
+    return {name: value() if callable(value) else value for name, value in given.items() if name in accepted}
+
+
+def _swap_for_known_words(
+    texts: Sequence[str],
+    *,
+    rate: float,
+    seed: int,
+    keys: Sequence[str] | None = None,
+    words: Sequence[str],
+    pieces: Sequence[Spans] | None = None,
+) -> AttackedText:
+    if len({word.lower() for word in words}) < 2:  # no other word can be swapped in
+        return swap_words(texts, rate=rate, seed=seed, keys=keys, token=GENERIC)
+    return swap_words(texts, rate=rate, seed=seed, keys=keys, words=words, pieces=pieces)
+
+
+def _swap_for_generic(texts: Sequence[str], *, rate: float, seed: int, keys: Sequence[str] | None = None) -> AttackedText:
+    return swap_words(texts, rate=rate, seed=seed, keys=keys, token=GENERIC)
+
+
+for _attack in (
+    Attack("words", "words swapped for others that the model knows", "text", _swap_for_known_words),
+    Attack("generic", f"words swapped for the papers' token, {GENERIC}", "text", _swap_for_generic),
+    Attack("typos", "words misspelt", "text", misspell),
+    Attack("fgsm", "one step along the sign of the gradient", "pictures", fgsm),
+    Attack("pgd", "many small steps along the sign of the gradient, each followed by a projection", "pictures", pgd),
+    Attack("spsa", "steps along a gradient that is estimated from logits only", "pictures", spsa),
+):
+    ATTACKS.add(_attack)

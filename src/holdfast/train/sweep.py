@@ -1,0 +1,149 @@
+"""Sweeps: values of a recipe's keys as a further axis of a comparison, every combination with every router and seed.
+
+    --sweep sparse.k=1,2,4 training.learning_rate=1e-3,1e-4
+
+A setting is one combination. Routers are compared with the baseline of the same setting. All settings are scored on the same
+test data under the same attack, so keys that would change these cannot be swept.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from holdfast.errors import unknown_name
+from holdfast.routing.grammar import written_pairs
+from holdfast.train.recipe import Recipe, change_recipe
+from holdfast.train.task import Task
+
+MOST_CELLS = 1000  # of one comparison with a sweep
+# Keys that change what is measured; of the data, only how much is trained on may differ.
+NOT_SWEPT = ("about", "task", "data", "attack", "metrics")
+SWEPT_ANYWAY = ("data.train_tokens",)
+
+Values = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Setting:
+    """One combination of values, and the recipe with them."""
+
+    recipe: Recipe
+    values: Values = field(default_factory=dict)  # by key, such as "sparse.k"; empty without a sweep
+
+    @property
+    def label(self) -> str:
+        return written_pairs(self.values)
+
+
+def parse_sweep(pairs: Sequence[str]) -> dict[str, list[Any]]:
+    """Return `sparse.k=1,2` and the like as keys and lists of values, which are read as YAML."""
+    import yaml
+
+    found: dict[str, list[Any]] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign or not key.strip() or not text.strip():
+            raise ValueError(f"{pair!r} is not a sweep; write section.key=value,value.")
+        if key in found:
+            raise ValueError(f"{key} is swept twice; write all its values after one {key}=.")
+        try:
+            found[key] = yaml.safe_load(f"[{text}]")
+        except yaml.YAMLError:
+            raise ValueError(f"{text!r}, the values of {key}, are not YAML; put a text with brackets into quotes.") from None
+    return found
+
+
+def settings_of(recipe: Recipe, sweep: Mapping[str, Sequence[Any]]) -> list[Setting]:
+    """Return every combination of the values, the last key varying fastest; without a sweep, the recipe as it is.
+
+    Raise ValueError if a key is unknown or cannot be swept, if a value is wrong, or if two settings are the same.
+    """
+    for key, values in sweep.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise ValueError(f"the sweep of {key} has the values {values!r}; give a list with at least one.")
+    if math.prod(map(len, sweep.values())) > MOST_CELLS:
+        count = math.prod(map(len, sweep.values()))
+        raise ValueError(f"the sweep has {count:,} settings; at most {MOST_CELLS:,} cells are trained: sweep fewer values.")
+    _require_sweepable(recipe, list(sweep))
+    settings: list[Setting] = []
+    for combination in itertools.product(*sweep.values()):
+        given = dict(zip(sweep, combination, strict=True))
+        try:
+            changed = change_recipe(recipe, given)
+        except ValueError as mistake:
+            raise ValueError(f"the sweep cannot have {written_pairs(given)}: {mistake}") from None
+        described = changed.describe()
+        # As the recipe has them, so that 1e-3 and 0.001 are the same setting.
+        setting = Setting(changed, {key: _value_at(described, key) for key in given})
+        if any(setting.values == other.values for other in settings):
+            raise ValueError(f"the sweep has {setting.label} twice; write each value once.")
+        settings.append(setting)
+    return settings
+
+
+def _require_sweepable(recipe: Recipe, keys: Sequence[str]) -> None:
+    described = recipe.describe()
+    for key in keys:
+        section = key.split(".")[0]
+        if section not in described:
+            raise ValueError(f"{key} cannot be swept: {unknown_name('section', section, described)}")
+        if section in NOT_SWEPT and key not in SWEPT_ANYWAY:
+            raise ValueError(
+                f"{key} cannot be swept: all settings are scored on the same test data under the same attack; run a "
+                "comparison for each value in a folder of its own."
+            )
+        if isinstance(_value_at(described, key), dict):
+            raise ValueError(f"{key} cannot be swept: it is a section; name one of its keys.")
+        if key.startswith("model.config."):
+            _require_config_key(recipe, key.removeprefix("model.config."))
+    for one, other in itertools.permutations(keys, 2):
+        if other.startswith(f"{one}."):
+            raise ValueError(f"{one} and {other} cannot be swept together: one contains the other.")
+
+
+def _require_config_key(recipe: Recipe, name: str) -> None:
+    """Raise ValueError if the family's config has no such entry: transformers would accept and ignore it."""
+    import transformers
+
+    if recipe.model.family in transformers.CONFIG_MAPPING and name not in recipe.model.config:
+        known = set(transformers.CONFIG_MAPPING[recipe.model.family]().to_dict())
+        if name not in known:
+            raise ValueError(f"model.config.{name} cannot be swept: {unknown_name('entry', name, known)}")
+
+
+def _value_at(described: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a path such as `training.steps`; None if there is none."""
+    value: Any = described
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def require_few_cells(settings: int, routers: int, seeds: int) -> None:
+    """Raise ValueError if a sweep has more than `MOST_CELLS` cells."""
+    if settings > 1 and (count := settings * routers * seeds) > MOST_CELLS:
+        raise ValueError(
+            f"the sweep has {count:,} cells ({settings} settings x {routers} routers x {seeds} seeds); at most "
+            f"{MOST_CELLS:,} are trained in one comparison: sweep fewer values, or use fewer routers or seeds."
+        )
+
+
+def shares_data(recipe: Recipe, other: Recipe) -> bool:
+    """Return whether the tasks of two recipes have the same data and inputs, so that these are read only once."""
+    model = replace(recipe.model, config=other.model.config)
+    return (recipe.data, recipe.attack, recipe.metrics, model) == (other.data, other.attack, other.metrics, other.model)
+
+
+def with_recipe(task: Task, recipe: Recipe) -> Task:
+    """Return a task with the same data and another recipe, for which `shares_data` is true."""
+    task.examples(0)  # reads the training data, which both tasks then share
+    other = copy.copy(task)
+    other.recipe = recipe
+    other.__dict__.pop("steps", None)  # computed from the recipe
+    return other
