@@ -60,7 +60,7 @@ class TaskRecord:
         source = self.recipe.data.source
         if named is not None:
             return named
-        require_plugins(self.plugins, str(self.home))
+        require_plugins(self.plugins, str(self.home), warn=False)  # `read_record` has warned
         if source in EMBEDDED or is_from_file("datasets", source):
             return source
         if data is not None and source in (*corpora(), *image_sets()):
@@ -158,7 +158,7 @@ def read_record(folder: Path) -> TaskRecord:
         described, plugins = stored.pop("recipe"), stored.pop(PLUGINS, [])
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{home / TASK} is damaged: {problem}") from None
-    require_plugins(plugins, str(home), without=["datasets"])  # the user may name other data
+    require_plugins(plugins, str(home), without=["datasets"])  # the user may name other data, see `TaskRecord.source`
     try:
         recipe = from_mapping(Recipe, described)
     except (AttributeError, TypeError, ValueError) as problem:
