@@ -196,12 +196,13 @@ def plugins_of(**names: Iterable[str]) -> list[dict[str, Any]]:
     return described
 
 
-def require_plugins(stored: Any, what: str, *, without: Iterable[str] = ()) -> None:
+def require_plugins(stored: Any, what: str, *, without: Iterable[str] = (), warn: bool = True) -> None:
     """Raise ValueError if names of a stored plugin are not registered; log a warning if a plugin file has changed.
 
     stored    what `plugins_of` returned, read from a file; it is checked
     what      what was trained with these plugins, for the message
     without   plural kinds that are not needed now: "datasets" if the user names other data
+    warn      whether to log that warning
     """
     registries = {registry.plural: registry for registry in _registries}
     for entry in stored if isinstance(stored, list | tuple) else [stored]:
@@ -209,14 +210,18 @@ def require_plugins(stored: Any, what: str, *, without: Iterable[str] = ()) -> N
             raise ValueError("its list of plugins is damaged.")
         checksum = entry["checksum"]
         stamp = "" if checksum is None else f" (SHA-256 {checksum[:SHOWN]}...)"
-        needed = {kind: registry for kind, registry in registries.items() if kind in entry and kind not in without}
-        for kind, registry in needed.items():
-            known = {one.name for one in registry}
-            missing = [str(name) for name in entry[kind] if name not in known]
-            if missing:
+        missing = {
+            kind: [str(name) for name in entry[kind] if name not in {one.name for one in registry}]
+            for kind, registry in registries.items()
+            if kind in entry
+        }
+        for kind, names in missing.items():
+            if names and kind not in without:
                 how = "install that package" if checksum is None else "name the file with --plugin FILE"
-                raise ValueError(f"{what} needs {registry.kind} {missing[0]!r} of the plugin {entry['name']}{stamp}: {how}.")
-        if needed and checksum is not None and checksum not in [plugin.checksum for plugin in _plugins]:
+                needed = f"{registries[kind].kind} {names[0]!r}"
+                raise ValueError(f"{what} needs {needed} of the plugin {entry['name']}{stamp}: {how}.")
+        is_loaded = not any(missing.values())
+        if warn and is_loaded and checksum is not None and checksum not in [plugin.checksum for plugin in _plugins]:
             say.warning("%s was trained with another version of the plugin %s%s.", what, entry["name"], stamp)
 
 

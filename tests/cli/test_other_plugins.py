@@ -89,7 +89,9 @@ def test_the_examples_work_in_every_command(files: list[str], command: Command) 
 KINDS = ("datasets", "attacks", "metrics")
 
 
-def test_a_run_without_its_plugin_or_with_another_version_is_one_sentence(files: list[str], command: Command) -> None:
+def test_a_run_without_its_plugin_or_with_another_version_is_one_sentence(
+    files: list[str], command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
     given = ["compare", "--routers", "smoe", "--seeds=1", "--out", "compared", "--set", *SMALL, "data.source=sums"]
     run(command, *given, *files)
     home = "compared/cells/smoe-seed0"
@@ -103,7 +105,10 @@ def test_a_run_without_its_plugin_or_with_another_version_is_one_sentence(files:
     Path("own.txt").write_text("\n\n".join(f"line {n} of a text of one's own." for n in range(400)))
     run(command, "evaluate", home, "--source", "own.txt")  # other data need no plugin
     assert "unknown dataset 'sums'" in refused(command, *given)
+    assert "another version" not in caplog.text
     Path("example0.py").write_text(EXAMPLES[0] + "# changed\n")
+    run(command, "evaluate", home, *files)
+    assert caplog.text.count("another version of the plugin example0.py") == 1
     assert "other plugins, or another version of one" in refused(command, *given, *files)
 
 
@@ -400,3 +405,17 @@ def test_a_metric_with_a_wrong_result_is_one_sentence(value: Any, sentence: str)
     holdfast.register_metric("own", of="losses", about="")(lambda losses: value)
     with pytest.raises(ValueError, match=sentence):
         ChosenMetrics(["own"]).update(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+
+
+def test_a_folder_may_name_a_dataset_only_if_the_user_has_named_its_file(files: list[str], tmp_path: Path) -> None:
+    """A folder may come from anyone: it must not make an installed package read or fetch something."""
+    from holdfast.train import load_recipe
+    from holdfast.train.saved_model import TaskRecord
+
+    holdfast.register_dataset("own", task="text", about="as of an installed package")(lambda folder: texts())
+    record = TaskRecord(tmp_path, load_recipe("tiny", {"data.source": "own"}), {})
+    with pytest.raises(ValueError, match="add --source own"):
+        record.source()
+    assert record.source("own") == "own"
+    holdfast.load_plugin("example0.py")
+    assert TaskRecord(tmp_path, load_recipe("tiny", {"data.source": "sums"}), {}).source() == "sums"

@@ -108,15 +108,16 @@ def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
 def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     """Print the comparison as a table with a row for each router."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
-    from holdfast.routing.grammar import written_value
+    from holdfast.routing.grammar import short_keys, written_value
 
     measure, data = comparison.task.measure, comparison.task.describe()["data"]
     costs = any("cost" in row for row in rows)
     caption = (
         f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
-        f"{rows[0]['router']}, paired by seed, with 95% intervals; experts: used per token."
+        f"{escape(rows[0]['router'])}, paired by seed, with 95% intervals; experts: used per token."
     )
     if any("settings" in row for row in rows):
         caption += " Differences are within equal settings."
@@ -127,13 +128,13 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        title=f"{comparison.recipe.about}, on {data['name']}; {_seeds(rows)}",
+        title=f"{escape(comparison.recipe.about)}, on {data['name']}; {_seeds(rows)}",
         caption=caption,
     )
     swept = list(dict.fromkeys(key for row in rows for key in row.get("settings", {})))
     columns = (
         "router",
-        *_short_keys(swept),
+        *short_keys(swept),
         "weights",
         "experts",
         "clean",
@@ -150,12 +151,20 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         )
         figures = (_number(row["clean"]), clean, _number(row["attacked"]), _cost(row.get("cost")) if costs else attacked)
         setting = (written_value(row.get("settings", {}).get(key)) for key in swept)
-        table.add_row(row["router"], *setting, _in_thousands(row["parameters"]), f"{row['experts_per_token']:.2f}", *figures)
+        table.add_row(
+            escape(row["router"]),
+            *map(escape, setting),
+            _in_thousands(row["parameters"]),
+            f"{row['experts_per_token']:.2f}",
+            *figures,
+        )
     show(table)
 
 
 def print_metrics(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     """Print the recipe's further metrics as a table with a row for each router; nothing if it has none."""
+    from rich.markup import escape
+
     from holdfast.metrics import describe_metrics
     from holdfast.routing.grammar import written_pairs
 
@@ -172,14 +181,8 @@ def print_metrics(rows: list[dict[str, Any]], comparison: Comparison) -> None:
                 cells += ["none" if value is None else f"{value:.4g}"]
                 cells += ["baseline" if row["router"] == rows[0]["router"] else _briefly(difference, 4)]
             label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
-            table.add_row(metric["name"], label, *cells)
+            table.add_row(metric["name"], escape(label), *cells)
     show(table)
-
-
-def _short_keys(keys: list[str]) -> list[str]:
-    """Return the last part of each key, `k` of `sparse.k`; whole keys if two have the same last part."""
-    short = [key.rpartition(".")[2] for key in keys]
-    return short if len(set(short)) == len(short) else keys
 
 
 def _seeds(rows: list[dict[str, Any]]) -> str:

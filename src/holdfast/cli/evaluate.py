@@ -58,12 +58,13 @@ class Evaluate:
 
 def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:
     """Print the scores as a table with a row for the clean data and for each attack."""
+    from rich.markup import escape
     from rich.table import Table
 
     from holdfast.metrics.labels import LABEL_METRICS
 
     measure = task.measure
-    table = Table(title=title, caption=f"{measure.long}; attacked: under {measure.attack}. Lower is better.")
+    table = Table(title=escape(title), caption=f"{measure.long}; attacked: under {measure.attack}. Lower is better.")
     columns = {
         "": None,
         measure.name: "figure",

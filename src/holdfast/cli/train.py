@@ -74,7 +74,8 @@ class Train:
             if processes() > 1:
                 print(f"Trained on {processes()} ranks.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
-            print(f"Next: holdfast evaluate {self.out}{_source_option(single)}")
+            plugins = "".join(f" --plugin {shlex.quote(str(file))}" for file in self.plugins.plugin)
+            print(f"Next: holdfast evaluate {self.out}{_source_option(single)}{plugins}")
 
 
 def _source_option(single: SingleRun) -> str:

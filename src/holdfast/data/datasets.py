@@ -38,7 +38,8 @@ watch(DATASETS)
 def register_dataset(name: str, *, task: str, about: str) -> Callable[[Function], Function]:
     """Return a decorator that makes a function a dataset: `data.source` in recipes, `--source` on the command line.
 
-    The function is called with the folder of `--data`, or None, and returns the splits train, valid and test:
+    The function is called with the folder of `--data`, or None, and returns the splits train, valid and test, the same each
+    time that it is called:
 
     task="text"       {"train": texts, "valid": texts, "test": texts}, each a sequence of strings or of `Document`s; or a
                       `holdfast.data.Corpus`

@@ -42,7 +42,7 @@ def render(results: Results) -> str:
         },
         title=results.title,
         verdict=verdict(results),
-        routers=[{"name": row.label, "mark": mark(place)} for place, row in enumerate(results.rows)],
+        routers=[{"name": row.label, "router": row.router, "mark": mark(place)} for place, row in enumerate(results.rows)],
         measure=results.run.measure,
         table=list(main_table(results)),
         table_caption=main_caption(results),

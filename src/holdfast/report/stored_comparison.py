@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from holdfast.files import LARGEST, read_bytes
-from holdfast.routing.grammar import written_pairs
+from holdfast.routing.grammar import short_keys, written_pairs
 
 NAME = "results.json"
 
@@ -91,7 +91,7 @@ class Row(_StoredModel):
 
     @property
     def setting_label(self) -> str:
-        return written_pairs(self.settings)
+        return written_pairs(dict(zip(short_keys(list(self.settings)), self.settings.values(), strict=True)))
 
     @property
     def label(self) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -106,6 +106,12 @@ def written_value(value: Any) -> str:
 def written_pairs(values: Mapping[str, Any]) -> str:
     """Return names and values as text: "sparse.k=1, training.learning_rate=0.001"."""
     return ", ".join(f"{name}={written_value(value)}" for name, value in values.items())
+
+
+def short_keys(keys: Sequence[str]) -> list[str]:
+    """Return the last part of each dotted key, `k` of `sparse.k`; the whole keys if two have the same last part."""
+    short = [key.rpartition(".")[2] for key in keys]
+    return short if len(set(short)) == len(short) else list(keys)
 
 
 def option_name(parameter: str) -> str:

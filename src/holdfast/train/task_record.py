@@ -41,7 +41,7 @@ class TaskRecord:
         source = self.recipe.data.source
         if named is not None:
             return named
-        require_plugins(self.plugins, str(self.home))
+        require_plugins(self.plugins, str(self.home), warn=False)  # `read_record` has warned
         if (
             source in EMBEDDED
             or is_from_file("datasets", source)
