@@ -124,7 +124,7 @@ def test_a_mixture_of_experts_is_rerouted_and_keeps_its_weights(folders: dict[st
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"sparse.experts": 8}, "sparse.experts is 8, and .* has experts with 4 there; leave it out"),
+        ({"sparse.experts": 8}, "sparse.experts is 8, and .* has 4 already; leave it out .--set sparse.experts=null"),
         ({"sparse.hidden": 8}, "sparse.hidden is 8"),
         ({"sparse.shared": 1}, "sparse.shared is 1"),
         ({"sparse.layers": "last:1"}, "sparse.layers is last:1, and .* in other layers"),
