@@ -9,7 +9,7 @@ import pytest
 from commands import Command
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "fine-tuning.md"
-SMALL = ["data.length=16", "data.test_bytes=2000", "training.batch=4", "training.warmup=1"]
+SMALL = ["data.length=16", "data.test_bytes=2000", "training.batch=16", "training.warmup=1", "data.train_tokens=1300"]
 FIRST = ["training.steps=4", "model.config.hidden_size=32", "model.config.intermediate_size=32", "data.vocabulary=200"]
 
 
@@ -22,7 +22,7 @@ def test_pretraining_and_fine_tuning_are_two_commands(
     monkeypatch.chdir(tmp_path)
     done = command(*pretrain[1:], *SMALL, *FIRST)
     assert done.returncode == 0, done.stderr
-    done = command(*fine_tune[1:], *SMALL, "training.epochs=0.002", "training.validate_every=2")
+    done = command(*fine_tune[1:], *SMALL, "training.epochs=1", "training.validate_every=6")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^symphony +\d", done.stdout, flags=re.MULTILINE) and Path("fine-tuned/report.html").exists()
     first = json.loads(Path("pretrained/training/log.jsonl").read_text().splitlines()[0])
