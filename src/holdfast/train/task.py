@@ -103,7 +103,8 @@ class Task(ABC):
     @cached_property
     def steps(self) -> int:
         """The number of training steps: that of the recipe, or that of its epochs of the training examples."""
-        return self.examples(0).steps
+        given = self.recipe.training.steps
+        return self.examples(0).steps if given is None else given  # without reading the data, if possible
 
     @abstractmethod
     def score(self, model: Any) -> dict[str, Any]:
