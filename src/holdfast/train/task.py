@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class Task(ABC):
     """The data of a recipe for training and testing, and how a trained model is evaluated on them (abstract)."""
 
     recipe: Recipe
+    has_held_out_figure: ClassVar[bool] = False  # whether `held_out_figure` returns a number
 
     @property
     @abstractmethod
@@ -96,7 +97,7 @@ class Task(ABC):
     def held_out_figure(self, model: Any) -> float | None:
         """Return the figure of this task on the held-out examples; None if it follows from their loss.
 
-        The model is in evaluation mode.
+        The model is in evaluation mode. A task that returns a number sets `has_held_out_figure`.
         """
         return None
 
