@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, final
 
 import torch
@@ -64,7 +63,7 @@ class Task(ABC):
     """The data of a recipe for training and testing, and how a trained model is evaluated on them (abstract)."""
 
     recipe: Recipe
-    has_held_out_figure: ClassVar[bool] = False  # whether `held_out_figure` returns a number
+    has_held_out_figure: ClassVar[bool] = True  # False: the figure follows from the loss
 
     @property
     @abstractmethod
@@ -94,14 +93,14 @@ class Task(ABC):
     def validation(self) -> Dataset[Inputs]:
         """Return the held-out examples that select the best checkpoint."""
 
+    @abstractmethod
     def held_out_figure(self, model: Any) -> float | None:
-        """Return the figure of this task on the held-out examples; None if it follows from their loss.
+        """Return the figure of this task on the held-out examples, for a model in evaluation mode.
 
-        The model is in evaluation mode. A task that returns a number sets `has_held_out_figure`.
+        None: it follows from their loss (then `has_held_out_figure` is False).
         """
-        return None
 
-    @cached_property
+    @property
     def steps(self) -> int:
         """The number of training steps: that of the recipe, or that of its epochs of the training examples."""
         given = self.recipe.training.steps
