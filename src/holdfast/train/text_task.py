@@ -70,6 +70,8 @@ class TextTask(Task):
     known    an existing tokeniser to use instead of making one
     """
 
+    has_held_out_figure = False
+
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
         self.corpus: Corpus = corpus(recipe.data.source, folder=folder, column=recipe.data.text)
@@ -110,6 +112,9 @@ class TextTask(Task):
     def validation(self) -> Dataset[Inputs]:
         blocks = self._blocks(self.corpus.documents("valid"), VALIDATION_TOKENS)
         return _FullBlocks(_require_full_block(blocks, "held-out text"))
+
+    def held_out_figure(self, model: Any) -> None:
+        return None  # the perplexity of these blocks is the exponential of their loss
 
     @cached_property
     def training(self) -> Blocks:
