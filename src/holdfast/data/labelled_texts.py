@@ -249,7 +249,7 @@ def make_set(
         raise ValueError(f"the labels of {place} are {kind}, and the model has {outputs}.")
     if regression is None:
         numbers = [row.label or "" for own in splits.values() for row in own]
-        regression = classes == () if classes is not None else _are_fractions(numbers)
+        regression = not classes if classes is not None else _are_fractions(numbers)
     number_of: Callable[[str], float]
     found: tuple[str, ...] = ()
     if regression:
