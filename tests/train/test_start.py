@@ -124,7 +124,7 @@ def test_a_mixture_of_experts_is_rerouted_and_keeps_its_weights(folders: dict[st
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"sparse.experts": 8}, "sparse.experts is 8, and .* has experts with 4 there; leave it out"),
+        ({"sparse.experts": 8}, "sparse.experts is 8, and .* has 4 already; leave it out .--set sparse.experts=null"),
         ({"sparse.hidden": 8}, "sparse.hidden is 8"),
         ({"sparse.shared": 1}, "sparse.shared is 1"),
         ({"sparse.layers": "last:1"}, "sparse.layers is last:1, and .* in other layers"),
@@ -265,6 +265,11 @@ def test_a_head_that_does_not_fit_is_made_new_and_that_is_said(
     bert = start_model(ModelPart(checkpoint=folders["bert"]), "labels", num_labels=1, problem_type="regression")
     assert (bert.config.num_labels, bert.config.problem_type) == (1, "regression")
     assert "classifier starts new" in caplog.text and "pooler" not in caplog.text
+    sizes = {key: value for key, value in SIZES.items() if "key_value" not in key}
+    masked = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **sizes))
+    part = ModelPart(checkpoint=save(masked, tmp_path / "masked"))
+    start_model(part, "labels", num_labels=3)  # such a model has no pooler
+    assert "bert.pooler.dense, classifier starts new, and cls.predictions" in caplog.text
 
 
 def test_a_cell_of_a_language_model_becomes_a_classifier_with_its_routers(cell: Path, tmp_path: Path) -> None:

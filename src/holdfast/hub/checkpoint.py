@@ -182,7 +182,7 @@ def load_with_head(
     model, found = _open(kind.from_checked if ours else kind.from_pretrained, folder, config, options)
     report = split_head_weights(found, model, folder)
     if new_head:
-        report["new"] = initialise_head(model)
+        report["new"] = sorted({*report["new"], *initialise_head(model)})
     name_layers(model)
     return model, report
 

@@ -52,6 +52,8 @@ class ImageTask(Task):
     scaling   how the model reads pixels; by default that of the recipe's checkpoint
     """
 
+    has_held_out_figure = True
+
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, scaling: PixelScaling | None = None) -> None:
         self.recipe = recipe
         self.image_set: ImageSet = image_set(recipe.data.source, folder=folder, size=recipe.data.size)

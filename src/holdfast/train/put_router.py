@@ -87,11 +87,17 @@ def _require_no_contradiction(sparse: SparsePart, model: Any, checkpoint: str | 
         given = getattr(sparse, name)
         if given is not None and values != {given}:
             has = " and ".join(sorted(map(str, values))) or "its own"
-            raise ValueError(f"sparse.{name} is {given}, and {checkpoint} has experts with {has} there; leave it out.")
+            raise ValueError(f"sparse.{name} is {given}, and {checkpoint} has {has} already; {_leave_out(name)}.")
     if sparse.init is not None:
-        raise ValueError(f"sparse.init is for dense models, and {checkpoint} has experts; leave it out.")
+        raise ValueError(f"sparse.init is for dense models, and {checkpoint} has experts; {_leave_out('init')}.")
     if sparse.layers != "all" and _chosen(sparse, model) != [layer.name for layer in found]:
-        raise ValueError(f"sparse.layers is {sparse.layers}, and {checkpoint} has experts in other layers; leave it out.")
+        raise ValueError(
+            f"sparse.layers is {sparse.layers}, and {checkpoint} has experts in other layers; {_leave_out('layers', 'all')}."
+        )
+
+
+def _leave_out(name: str, value: str = "null") -> str:
+    return f"leave it out (--set sparse.{name}={value})"
 
 
 def _chosen(sparse: SparsePart, model: Any) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Task(ABC):
     """The data of a recipe for training and testing, and how a trained model is evaluated on them (abstract)."""
 
     recipe: Recipe
+    has_held_out_figure: ClassVar[bool] = False  # whether `held_out_figure` returns a number
 
     @property
     @abstractmethod
@@ -98,14 +99,15 @@ class Task(ABC):
     def held_out_figure(self, model: Any) -> float | None:
         """Return the figure of this task on the held-out examples; None if it follows from their loss.
 
-        The model is in evaluation mode.
+        The model is in evaluation mode. A task that returns a number sets `has_held_out_figure`.
         """
         return None
 
     @cached_property
     def steps(self) -> int:
         """The number of training steps: that of the recipe, or that of its epochs of the training examples."""
-        return self.examples(0).steps
+        given = self.recipe.training.steps
+        return self.examples(0).steps if given is None else given  # without reading the data, if possible
 
     @abstractmethod
     def score(self, model: Any) -> dict[str, Any]:
