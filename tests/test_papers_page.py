@@ -12,10 +12,16 @@ from holdfast.cli.compare import changes
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
 from holdfast.train import Recipe, RouterChoice, load_recipe, parse_routers
+from holdfast.train.start import HEADS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = [code.replace("\\|", "|") for code in re.findall(r"`([^`\n]+)`", PAGE)]
 COMMANDS = sorted({code for code in CODE if code.startswith("holdfast ") and "--" in code})
+CHECKPOINTS = {
+    "google-bert/bert-large-uncased": ("bert", 24),
+    "microsoft/Phi-3-mini-4k-instruct": ("phi3", 32),
+    "comparison/cells/smoe-seed0": ("gpt2", 8),
+}
 OTHERS = ("report.html", "log.jsonl", "holdfast.metrics.jump", "pgd", "spsa", "@")
 
 
@@ -39,8 +45,12 @@ def recipe_of(given: dict[str, list[str]]) -> Recipe:
 
 def build_on_meta(recipe: Recipe, choice: RouterChoice) -> None:
     """Build the recipe's model with the router as the preflight of a comparison does, but without its data."""
-    config = transformers.AutoConfig.for_model(recipe.model.family, **recipe.model.config)
-    kind = transformers.AutoModelForCausalLM if recipe.task == "text" else transformers.AutoModelForImageClassification
+    family, entries = recipe.model.family, recipe.model.config
+    if recipe.model.checkpoint is not None:  # of its family, with its number of layers
+        family, layers = CHECKPOINTS[recipe.model.checkpoint]
+        entries = {"num_hidden_layers": layers, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(family, **entries)
+    kind = getattr(transformers, HEADS[recipe.task])
     sparse = recipe.sparse
     change = Change(sparse.experts, sparse.k, sparse.layers, sparse.hidden, copied=sparse.init == "copy")
     with torch.device("meta"):

@@ -75,15 +75,20 @@ class Train:
                 print(f"Trained on {processes()} ranks.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
             plugins = "".join(f" --plugin {shlex.quote(str(file))}" for file in self.plugins.plugin)
-            print(f"Next: holdfast evaluate {self.out}{_source_option(single)}{plugins}")
+            print(f"Next: holdfast evaluate {self.out}{_source_option(single, self.data)}{plugins}")
 
 
-def _source_option(single: SingleRun) -> str:
+def _source_option(single: SingleRun, data: Path | None) -> str:
     """Return the option that `holdfast evaluate` needs to find the data; embedded data need none."""
+    from holdfast.data import text_sets
     from holdfast.train.task_record import EMBEDDED
 
     source = single.recipe.data.source
-    return "" if source in EMBEDDED else f" --source {shlex.quote(source)}"
+    if source in EMBEDDED:
+        return ""
+    if source in text_sets() and data is not None:
+        return f" --data {shlex.quote(str(data))}"
+    return f" --source {shlex.quote(source)}"
 
 
 def _with_progress(single: SingleRun, log: tuple[str, ...]) -> None:

@@ -244,9 +244,13 @@ def make_set(
         splits = {**_with_held_out(splits, place), **{split: own for split, own in splits.items() if split not in SPLITS}}
     elif classes is None:
         raise ValueError(f"{place} has no labelled texts to train on.")
+    if classes is not None and regression is not None and regression != (not classes):
+        kind = "numbers to predict" if regression else "classes"
+        outputs = f"{len(classes)} classes" if classes else "one number as its output"
+        raise ValueError(f"the labels of {place} are {kind}, and the model has {outputs}.")
     if regression is None:
         numbers = [row.label or "" for own in splits.values() for row in own]
-        regression = classes == () if classes is not None else _are_fractions(numbers)
+        regression = not classes if classes is not None else _are_fractions(numbers)
     number_of: Callable[[str], float]
     found: tuple[str, ...] = ()
     if regression:

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -31,7 +31,7 @@ from holdfast.errors import unknown_name
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_positions
 from holdfast.metrics import ChosenMetrics
-from holdfast.metrics.labels import LABEL_METRICS, label_metrics, metric_difference, metric_interval
+from holdfast.metrics.labels import LABEL_METRICS, label_metric, label_metrics, metric_difference, metric_interval
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import padding_token, start_model, start_tokenizer
 from holdfast.train.task import (
@@ -102,7 +102,8 @@ class LabelTask(Task):
         if own is not None:
             return own
         name = part.tokens or "words"
-        texts = [document for row in self.text_set.texts("train") for document in _documents(row)]
+        rows = self.text_set.texts("train") if name in WORD_SPLITTERS else ()  # others do not count words
+        texts = [document for row in rows for document in _documents(row)]
         training = Corpus(self.text_set.name, self.text_set.about, {"train": texts})
         return tokenizer(training, name, size=part.vocabulary if name in WORD_SPLITTERS else None)
 
@@ -163,15 +164,19 @@ class LabelTask(Task):
 
     def examples(self, seed: int) -> Examples:
         training, labels = self.recipe.training, self.labels("train")
-        order = Order(len(self.training), training.batch * training.accumulate, seed)
-        return Examples(
-            order, lambda numbers: self._inputs(self.training, labels, numbers), training.step_count(len(self.training))
-        )
+        order = Order(len(labels), training.batch * training.accumulate, seed)
+        fetch = partial(self._inputs, self.training, labels)
+        return Examples(order, fetch, training.step_count(len(labels)))
 
     def validation(self) -> Dataset[Inputs]:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
         encoded, labels = self.encoded(rows), self.labels("valid")[:VALIDATION_TEXTS]
-        return _Texts(len(rows), lambda numbers: self._inputs(encoded, labels, numbers))
+        return _Texts(len(rows), partial(self._inputs, encoded, labels))
+
+    def held_out_figure(self, model: Any) -> float:
+        rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
+        predicted, labels = predict(model, self.encoded(rows))[0], self.labels("valid")[: len(rows)].numpy()
+        return 100 * (1 - label_metric(self.metric, predicted, labels))
 
     def labels(self, split: str) -> Tensor:
         """Return (n,): the classes of a split, int64, or the numbers to predict, float32."""
