@@ -410,7 +410,7 @@ def test_a_metric_with_a_wrong_result_is_one_sentence(value: Any, sentence: str)
 def test_a_folder_may_name_a_dataset_only_if_the_user_has_named_its_file(files: list[str], tmp_path: Path) -> None:
     """A folder may come from anyone: it must not make an installed package read or fetch something."""
     from holdfast.train import load_recipe
-    from holdfast.train.saved_model import TaskRecord
+    from holdfast.train.task_record import TaskRecord
 
     holdfast.register_dataset("own", task="text", about="as of an installed package")(lambda folder: texts())
     record = TaskRecord(tmp_path, load_recipe("tiny", {"data.source": "own"}), {})
