@@ -1,5 +1,6 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast import geometry as geometry
 from holdfast.auditing.layer_certificates import certify_model as certify
 from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
@@ -44,6 +45,7 @@ __all__ = [
     "certify",
     "compare",
     "create_router",
+    "geometry",
     "list_routers",
     "load",
     "plan",
