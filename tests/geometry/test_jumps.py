@@ -1,6 +1,7 @@
 """The output along the normal through the nearest tie: top-k jumps, smooth does not; slopes of the gates themselves."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_top_k_is_infinitely_steep_at_a_tie_and_its_jump_is_known(logits: Tensor
 def test_smooth_is_finitely_steep_and_steeper_in_a_narrower_strip(logits: Tensor) -> None:
     steep = []
     for eps in (0.5, 0.05):
-        found = gate_slopes(lambda x, eps=eps: smooth_weights(x, 2, eps), logits, 2, reach=2 * eps)
+        found = gate_slopes(partial(smooth_weights, k=2, eps=eps), logits, 2, reach=2 * eps)
         assert found.largest.isfinite().all() and (found.jump == 0).all()
         steep.append(found.largest)
     assert (steep[1] > 3 * steep[0]).double().mean() > 0.9
