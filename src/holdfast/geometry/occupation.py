@@ -28,7 +28,7 @@ from torch import Tensor
 
 from holdfast.errors import require_extra
 from holdfast.geometry.affine import Noise, affine_keys
-from holdfast.geometry.flats import gram, project
+from holdfast.geometry.flats import gram, independent, project
 from holdfast.geometry.thickening import MOST_SETS, sets_of
 from holdfast.geometry.ties import check_k
 from holdfast.geometry.volumes import log_ball
@@ -164,10 +164,14 @@ def occupation_times(
     members = sets_of(keys.experts, m + 1, most_sets, torch.Generator().manual_seed(seed))
     scale = math.comb(keys.experts, m + 1) / len(members)
     products, noisy = keys.products(), keys.products(noise)
+    # Dependent differences: the flat is empty, or it is that of a smaller set.
+    numbers = torch.arange(len(products)).unsqueeze(1)
+    apart = [independent(gram(products, number.expand(len(members)), members)) for number in numbers]
+    members = members[torch.stack(apart).all(0)]
     across = None
     if not exact:
-        numbers = torch.arange(len(products)).unsqueeze(1).expand(-1, len(members))
-        across = [_noise_across(gram(products, row, members), gram(noisy, row, members)) for row in numbers]
+        rows = numbers.expand(-1, len(members))
+        across = [_noise_across(gram(products, row, members), gram(noisy, row, members)) for row in rows]
     found = []
     for logits, number in zip(keys.logits, keys.index, strict=True):
         delta = project(products, number.expand(len(members)), logits.expand(len(members), -1), members).distances

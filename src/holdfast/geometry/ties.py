@@ -7,7 +7,7 @@ flat of that piece:
 
     distance to order m = min over the sets T of m + 1 experts whose projection is at the threshold of dist(x, F_T)
 
-Larger sets are never nearer. At a tie of more experts the token has moved by the sum of c_i w_i over T, and the c_i sum to 0:
+Larger sets are never nearer. At a tie of more experts the token has moved by the sum of c_i w_i over T; the c_i sum to 0, so
 some are positive and some negative. So one expert at least can leave the tie upwards, and one downwards, while the token
 moves less; one of the two leaves the others at the threshold.
 
