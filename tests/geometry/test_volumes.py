@@ -8,7 +8,14 @@ import torch
 from tiers import quick_or_slow
 from torch import Tensor
 
-from holdfast.geometry import ball_radius, extra_experts_law, nearest_ties, slice_densities, thickening_share
+from holdfast.geometry import (
+    ball_radius,
+    extra_experts_law,
+    nearest_ties,
+    slice_densities,
+    slice_density_bounds,
+    thickening_share,
+)
 from holdfast.geometry.volumes import log_ball, log_law, log_share_spread, log_share_within
 from holdfast.routing.declarations import Order
 
@@ -160,6 +167,22 @@ def test_slice_densities_of_exchangeable_experts_are_known() -> None:
     rough = [slice_densities(torch.eye(3, 5), 1, 1, draws=200, seed=seed) for seed in range(40)]
     covered = torch.stack([(one.low <= 0.5) & (one.high >= 0.5) for one in rough]).double().mean()
     assert 0.9 < covered < 1  # of 120 intervals of 95%
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_slice_densities_are_between_the_papers_bounds(m: int) -> None:
+    weight = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = slice_densities(weight, 2, m, draws=4000)
+    for members, low, high in zip(found.members.tolist(), found.low.tolist(), found.high.tolist(), strict=True):
+        least, most = slice_density_bounds(weight, 2, members)
+        assert 0 < least <= high and low <= most <= 1
+
+
+def test_one_slice_of_orthogonal_weights_has_a_known_bound() -> None:
+    """One other expert: the slice is a half, and the cap about its middle is that half."""
+    least, most = slice_density_bounds(torch.eye(3, 5), 1, [0, 1])
+    assert least == pytest.approx(0.5) and most == 0.5
+    assert slice_density_bounds(torch.eye(3, 5), 1, [0, 1, 2]) == (1.0, 1.0)
 
 
 def test_ratios_of_orders_fall_with_eps_over_the_radius() -> None:
