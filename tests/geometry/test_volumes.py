@@ -62,7 +62,7 @@ def test_logit_shares_equal_monte_carlo(dim: int) -> None:
         bias = 0.2 * torch.randn(m + 1, generator=source, dtype=torch.float64)
         keys = points @ weight.t() + bias
         rows, offsets = weight[1:] - weight[:1], bias[1:] - bias[:1]
-        share = log_share_spread(m, dim, (rows @ rows.t()).unsqueeze(0), offsets.unsqueeze(0), 0.6, RADIUS)
+        share = log_share_spread(m, dim, (rows @ rows.t()).unsqueeze(0), offsets.unsqueeze(0), torch.tensor([0.6]), RADIUS)
         require_share(keys.amax(1) - keys.amin(1) <= 0.6, float(share))
 
 
@@ -86,7 +86,7 @@ def test_the_law_of_logits_is_reached_as_the_ball_grows(m: int) -> None:
     radii, rows = (10.0, 100.0, 1000.0), torch.eye(m, dtype=torch.float64).unsqueeze(0) * 1.5
     offsets = torch.full((1, m), 0.5, dtype=torch.float64)
     log_det = torch.linalg.slogdet(rows).logabsdet
-    exact = [log_share_spread(m, 8, rows, offsets, 0.5, radius) for radius in radii]
+    exact = [log_share_spread(m, 8, rows, offsets, torch.tensor([0.5]), radius) for radius in radii]
     errors_of_the_law(exact, [log_law(m, 8, torch.tensor(0.5), radius, log_det) for radius in radii])
 
 
@@ -100,9 +100,8 @@ def test_thousands_of_dimensions_do_not_overflow() -> None:
         assert float(found[1] - found[0]) == pytest.approx(-0.5, abs=0.01)
         assert float(found[2] - found[0]) == pytest.approx(-2.0, abs=0.01)
     assert math.isfinite(log_ball(100_000))
-    spread = log_share_spread(
-        3, dim, torch.eye(3, dtype=torch.float64).unsqueeze(0), torch.zeros(1, 3, dtype=torch.float64), 0.1, radius
-    )
+    unit, nothing = torch.eye(3, dtype=torch.float64).unsqueeze(0), torch.zeros(1, 3, dtype=torch.float64)
+    spread = log_share_spread(3, dim, unit, nothing, torch.tensor([0.1]), radius)
     assert float(spread) == pytest.approx(float(log_law(3, dim, torch.tensor(0.1), radius, torch.zeros(1))), abs=0.02)
 
 

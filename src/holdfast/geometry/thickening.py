@@ -33,7 +33,8 @@ from holdfast.routing.declarations import Order
 
 MOST_SETS = 2000  # of experts; beyond, the sum over all sets is estimated from as many random ones
 MOST_FACTORS = 16  # distinct factors of AC; beyond, the most frequent ones
-DRAWS = 256  # directions in each flat
+FEWEST_DRAWS = 64  # directions in each flat
+MOST_DRAWS = 2**17  # directions in all flats of one order, if they are not given
 ROWS = 2**15  # directions that are drawn together
 CONFIDENCE = 1.959964  # of an interval of 95%
 
@@ -100,7 +101,7 @@ def thickening_share(
     orders: Sequence[int] = (1, 2, 3),
     radius: float | None = None,
     form: Form = "euclidean",
-    draws: int = DRAWS,
+    draws: int | None = None,
     most_sets: int = MOST_SETS,
     seed: int = 0,
 ) -> Thickening:
@@ -108,6 +109,7 @@ def thickening_share(
 
     tokens      (..., d): they give the clusters of AC, over which shares are averaged, and the default radius
     radius      of the ball about 0; None: that of `ball_radius(tokens)`
+    draws       random directions in each flat; None: 131,072 in all flats of one order together, at least 64 in each
     form        "euclidean": within eps of a tie, in the norm of tokens; "logit": the keys of the tie differ by at most eps
     """
     if form not in FORMS:
@@ -160,7 +162,7 @@ class _Flats:
 
 
 def _flats_of(
-    products: Tensor, bias: Tensor, k: int, m: int, *, above: Iterable[int], draws: int, most: int, seed: int
+    products: Tensor, bias: Tensor, k: int, m: int, *, above: Iterable[int], draws: int | None, most: int, seed: int
 ) -> _Flats:
     """Return the flats of order m, with the share of each on which the number of experts above the tie is in `above`."""
     source, experts = torch.Generator().manual_seed(seed), len(products)
@@ -175,6 +177,7 @@ def _flats_of(
     members, matrices, index = members[kept], matrices[kept], index[kept]
     offsets = bias[members[:, 1:]] - bias[members[:, :1]]
     delta = project(products.unsqueeze(0), index, bias.expand(len(members), -1), members).distances
+    draws = max(FEWEST_DRAWS, MOST_DRAWS // max(1, len(members))) if draws is None else draws
     hits = _draw_ties(products, members, above, draws, source)
     return _Flats(members, matrices, offsets, delta, hits.double() / draws, draws, scale)
 
@@ -194,19 +197,14 @@ def _shares(flats: _Flats, m: int, dim: int, eps: Tensor, radius: float, form: F
     if not len(flats.members):
         return _Sums(nothing, nothing, nothing, torch.zeros_like(eps), torch.zeros((), dtype=torch.float64))
     log_density, weight = flats.density.log(), math.log(flats.scale)
-    laws, exacts, bounds, errors = [], [], [], []
-    for width in eps:
-        if form == "euclidean":
-            each = log_share_within(m, dim, flats.delta, float(width), radius)
-            law = log_law(m, dim, width, radius).expand(len(flats.members))
-        else:
-            each = log_share_spread(m, dim, flats.matrices, flats.offsets, float(width), radius)
-            law = log_law(m, dim, width, radius, flats.log_det)
-        laws.append((law + log_density).logsumexp(0) + weight)
-        exacts.append((each + log_density).logsumexp(0) + weight)
-        bounds.append(each.logsumexp(0) + weight)
-        errors.append(_relative_error(each, flats.density, flats.draws, flats.scale > 1))
-    law, exact, bound, error = (torch.stack(each) for each in (laws, exacts, bounds, errors))
+    if form == "euclidean":
+        laws = log_law(m, dim, eps, radius).unsqueeze(1)
+        shares = torch.stack([log_share_within(m, dim, flats.delta, float(width), radius) for width in eps])
+    else:
+        laws = log_law(m, dim, eps.unsqueeze(1), radius, flats.log_det)
+        shares = log_share_spread(m, dim, flats.matrices, flats.offsets, eps, radius)
+    law, exact, bound = ((each + weight).logsumexp(1) for each in (laws + log_density, shares + log_density, shares))
+    error = torch.stack([_relative_error(each, flats.density, flats.draws, flats.scale > 1) for each in shares])
     return _Sums(law, exact, bound, error, flats.density.mean())
 
 
@@ -270,7 +268,7 @@ def slice_densities(
 
 @torch.no_grad()
 def extra_experts_law(
-    weight: Tensor, k: int, eps: Tensor, radius: float, *, m: int = 1, draws: int = DRAWS, seed: int = 0
+    weight: Tensor, k: int, eps: Tensor, radius: float, *, m: int = 1, draws: int | None = None, seed: int = 0
 ) -> Tensor:
     """Return (n,): the asymptotic share of a ball where `smooth` with the strip `eps (n,)` uses at least m extra experts.
 
