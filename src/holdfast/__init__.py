@@ -1,6 +1,7 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
 from holdfast.attacks import register_attack as register_attack
+from holdfast import geometry as geometry
 from holdfast.auditing.layer_certificates import certify_model as certify
 from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
@@ -48,6 +49,7 @@ __all__ = [
     "certify",
     "compare",
     "create_router",
+    "geometry",
     "list_routers",
     "load",
     "load_plugin",
