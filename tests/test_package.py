@@ -32,6 +32,7 @@ PUBLIC = {
     "load",
     "plan",
     "register",
+    "register_family",
     "reroute",
     "restore",
     "router_loss_scale",

@@ -5,6 +5,7 @@ from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
 from holdfast.hub import calibrate as calibrate
 from holdfast.hub import load as load
+from holdfast.hub import register_family as register_family
 from holdfast.hub import reroute as reroute
 from holdfast.hub import restore as restore
 from holdfast.hub import router_loss_scale as router_loss_scale
@@ -48,6 +49,7 @@ __all__ = [
     "load",
     "plan",
     "register",
+    "register_family",
     "reroute",
     "restore",
     "router_loss_scale",

@@ -18,7 +18,7 @@ from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import LARGE, is_inside, read_json, write_atomically
 from holdfast.hub import load, save
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import NATIVE
+from holdfast.hub.specs import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.replacing import recover_folder
 from holdfast.routing.plugins import plugins_of, require_plugins
