@@ -36,6 +36,7 @@ PUBLIC = {
     "register",
     "register_attack",
     "register_dataset",
+    "register_family",
     "register_metric",
     "reroute",
     "restore",

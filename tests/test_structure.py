@@ -9,6 +9,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 LONGEST = 450  # lines of a file
 MOST_HUB_FILES = 14
+MOST_FAMILY_FILES = 8
 
 
 def imported(source: Path) -> dict[str, set[str]]:
@@ -54,4 +55,7 @@ def test_no_file_is_longer_than_a_reader_can_hold(file: Path) -> None:
 
 
 def test_the_hub_has_few_files() -> None:
-    assert len(list((SOURCE / "holdfast" / "hub").glob("*.py"))) <= MOST_HUB_FILES
+    hub = SOURCE / "holdfast" / "hub"
+    assert len(list(hub.glob("*.py"))) <= MOST_HUB_FILES
+    packages = {path.parent.name: len(list(path.parent.glob("*.py"))) for path in hub.glob("*/__init__.py")}
+    assert packages == {"families": MOST_FAMILY_FILES}  # what is known about families, and nothing else

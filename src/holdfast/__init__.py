@@ -1,13 +1,14 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
-from holdfast.attacks import register_attack as register_attack
 from holdfast import geometry as geometry
+from holdfast.attacks import register_attack as register_attack
 from holdfast.auditing.layer_certificates import certify_model as certify
 from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
 from holdfast.data import register_dataset as register_dataset
 from holdfast.hub import calibrate as calibrate
 from holdfast.hub import load as load
+from holdfast.hub import register_family as register_family
 from holdfast.hub import reroute as reroute
 from holdfast.hub import restore as restore
 from holdfast.hub import router_loss_scale as router_loss_scale
@@ -57,6 +58,7 @@ __all__ = [
     "register",
     "register_attack",
     "register_dataset",
+    "register_family",
     "register_metric",
     "reroute",
     "restore",

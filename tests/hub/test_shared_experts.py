@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import describe, read_specs
 from holdfast.hub.replacements import SparseLayer
+from holdfast.hub.specs import describe, read_specs
 from holdfast.train.recipe import load_recipe
 
 FAMILIES = sorted(CONFIGS)

@@ -180,7 +180,8 @@ def test_reroute_refuses_soft_layers_in_both_directions(router: str) -> None:
 
 def test_an_moe_folder_whose_config_names_a_soft_layer_is_refused(tmp_path: Path) -> None:
     from holdfast.hub.install import install_specs
-    from holdfast.hub.layers import LayerSpec, moe_layers
+    from holdfast.hub.layers import moe_layers
+    from holdfast.hub.specs import LayerSpec
 
     model = tiny("mixtral")
     name = moe_layers(model)[0].name

@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import family_models
 import pytest
 import torch
 from counting import products
+from tiers import quick_or_slow
 from tiny import EXTRA, tiny
-from tiny_dense import inputs, tiny_dense
+from tiny_dense import CONFIGS, inputs, tiny_dense
 
 import holdfast
+from holdfast.planning.meta_model import RECOGNISED, UNSUPPORTED
 from holdfast.planning.model_shape import Setting, measure_shape
 from holdfast.planning.resources import forward_flops, training_flops
 
@@ -166,6 +169,30 @@ def test_the_forward_of_moe_families(model_type: str, router: str) -> None:
     holdfast.reroute(model, router)
     expected = forward_flops(measure_shape(model, square()), square()).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("model_type", quick_or_slow(RECOGNISED, ("afmoe", "mistral4")))
+def test_the_forward_of_recognised_families(model_type: str) -> None:
+    folder = {family_models.model_type(name): name for name in family_models.MOE_MODELS}[model_type]
+    if not family_models.is_installed(folder):
+        pytest.skip("this transformers does not have it")
+    model = eager(family_models.tiny_moe(folder))
+    model.set_experts_implementation("eager")
+    holdfast.reroute(model, "native")
+    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    assert count_forward(model, {"input_ids": batch()["input_ids"]}) == pytest.approx(expected, rel=1e-12)
+
+
+OTHER_DENSE = sorted({*family_models.DENSE_MODELS} - {*UNSUPPORTED, *CONFIGS})
+
+
+@pytest.mark.parametrize("model_type", quick_or_slow(OTHER_DENSE, ("gptj", "opt")))
+def test_the_forward_of_other_dense_families(model_type: str) -> None:
+    model = holdfast.sparsify(eager(family_models.tiny_dense(model_type)), experts=4, k=2, router="symphony")
+    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    with torch.no_grad():
+        counted = products(lambda: model(input_ids=batch()["input_ids"]))
+    assert counted == pytest.approx(expected, rel=1e-12)
 
 
 def test_smooth_uses_its_budget_on_average() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast import Context, Routing
-from holdfast.hub.layers import LayerInfo, LayerSpec, build_routers, linked_in_order
+from holdfast.hub.specs import LayerInfo, LayerSpec, build_routers, linked_in_order
 from holdfast.kernels.clusters.naive import optimal_scales, quartile_ranges
 from holdfast.routing import Clustered, Frozen, Linear, Previous
 from holdfast.routing.clustering import feature_scales

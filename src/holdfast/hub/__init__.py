@@ -12,6 +12,10 @@ from holdfast.hub.engines import shard_experts as shard_experts
 from holdfast.hub.engines import trainer_callback as trainer_callback
 from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
 from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
+from holdfast.hub.families import DenseFamily as DenseFamily
+from holdfast.hub.families import GateRule as GateRule
+from holdfast.hub.families import MoEFamily as MoEFamily
+from holdfast.hub.families import register_family as register_family
 from holdfast.hub.tracing import RouterCall as RouterCall
 from holdfast.hub.tracing import Routes as Routes
 from holdfast.hub.tracing import has_routers as has_routers

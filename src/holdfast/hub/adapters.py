@@ -40,6 +40,13 @@ def without_mixin(kind: Any) -> Any:
     return kind.__bases__[1]
 
 
+def original_class(kind: Any) -> Any:
+    """Return the class of another library that a class of `with_mixin` was made from; any other class is returned."""
+    while vars(kind).get("__reduce_ex__") is _reduce:
+        kind = without_mixin(kind)
+    return kind
+
+
 def _reduce(thing: Any, protocol: Any) -> tuple[Any, ...]:
     """Support copies and pickles: the class has the name of its base and is not found by it, so it is made again."""
     made = type(thing)

@@ -60,6 +60,7 @@ class LayerModules:
     projection_path: str  # of the attention's output projection, in the layer
     windowed: bool = False  # attention runs in windows of an image (Swin): its queries and masks do not have the shape (B,N)
     recurrent: bool = False  # `attention` is a recurrent module, with a state instead of a KV cache
+    declared_causal: bool | None = None  # None: the attention says it
 
     @property
     def projection(self) -> nn.Module:
@@ -69,6 +70,8 @@ class LayerModules:
     @property
     def causal(self) -> bool:
         """Whether no token attends to a later one."""
+        if self.declared_causal is not None:
+            return self.declared_causal
         return self.recurrent or bool(getattr(self.attention, "is_causal", False))
 
 
@@ -102,6 +105,7 @@ class _ForwardState:
     """What has been captured so far in the current forward."""
 
     shape: torch.Size | None = None  # (B,N)
+    attended: torch.Size | None = None  # (B,N) of the attention's input
     attention: CapturedAttention = field(default_factory=CapturedAttention)
     routed: Previous | None = None  # the layer's own tokens and routing, for the next MoE layer
 
@@ -334,18 +338,26 @@ class ContextCapture:
             )
 
     def _capture_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._current.state.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else None
+        state = self._current.state
+        # Some layers flatten tokens to (T,d) after the attention.
+        same = state.attended is not None and inputs[0].shape[:-1].numel() == state.attended.numel()
+        state.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else state.attended if same else None
 
     def _capture_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Capture the mask and the KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
+        hidden = inputs[0] if inputs else options.get("hidden_states")
+        self._current.state.attended = hidden.shape[:-1] if isinstance(hidden, Tensor) and hidden.dim() == 3 else None
         needs_mask = self.sequence_aware or self.sees_batch or self.is_training or self.collector.wants_router_logits
         if needs_mask or self.breaks_causality:
-            mask = options.get("attention_mask", inputs[1] if len(inputs) > 1 else None)
+            named = options.get("attention_mask", options.get("mask"))  # T5's name
+            mask = inputs[1] if named is None and len(inputs) > 1 else named
             if self.sequence_aware:
                 _require_separate_sequences(mask, options)
-            kv_cache = options.get("past_key_values")
+            kv_cache = options.get("past_key_values", options.get("layer_past"))
             kv_cache = getattr(kv_cache, "self_attention_cache", kv_cache)
-            has_state = self.layer_modules.recurrent and _has_recurrent_state(attention, options.get("cache_params"))
+            states = options.get("cache_params", kv_cache)
+            has_state = self.layer_modules.recurrent and _has_recurrent_state(attention, states)
+            kv_cache = None if self.layer_modules.recurrent else kv_cache
             self._current.state.attention = CapturedAttention(mask, kv_cache, has_state)
             if self.static_rows and kv_cache is not None and has_static_length(self._cache_layer(kv_cache)):
                 prepare_static_rows(self._cache_layer(kv_cache))

@@ -14,7 +14,7 @@ from torch import nn
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import active_module
-from holdfast.hub.families import DenseFamily, dense_family, dense_weights, find_submodule, initial_std, layers_of
+from holdfast.hub.families import DenseLayer, dense_family, dense_layers, dense_weights, find_submodule, initial_std
 from holdfast.hub.folder_files import unmark_dequantised
 from holdfast.hub.install import (
     hooks_of,
@@ -25,19 +25,11 @@ from holdfast.hub.install import (
     set_gate_trainable,
     specs_of,
 )
-from holdfast.hub.layers import (
-    NATIVE,
-    NOT_A_ROUTER,
-    LayerSpec,
-    MoELayerRef,
-    loss_coefficients,
-    moe_layers,
-    reads,
-    require_modalities,
-)
+from holdfast.hub.layers import MoELayerRef, moe_layers, require_modalities
 from holdfast.hub.model_classes import install_hooks_and_classes
-from holdfast.hub.replacements import UNREADABLE_GATE, SparseLayer, uninstall_gate
-from holdfast.kernels.quantised import as_float, is_quantised
+from holdfast.hub.replacements import SparseLayer, gate_weight, uninstall_gate
+from holdfast.hub.specs import NATIVE, NOT_A_ROUTER, LayerSpec, loss_coefficients, reads
+from holdfast.kernels.quantised import is_quantised
 from holdfast.layers.losses import Losses
 from holdfast.layers.upcycling import fill_experts, fill_shared
 from holdfast.routing import Router
@@ -238,7 +230,7 @@ def _loss_coefficients(model: Any, losses: Losses | None, layers: int) -> dict[s
 def _require_finite_gate(moe_layer: MoELayerRef) -> None:
     if moe_layer.family is None:
         return
-    weight = as_float(moe_layer.gate, moe_layer.family.weight, UNREADABLE_GATE)
+    weight = gate_weight(moe_layer.gate, moe_layer.family.weight)
     if not weight.is_meta and not bool(weight.isfinite().all()):
         raise ValueError(
             f"{moe_layer.name}.{moe_layer.family.gate}: its weights contain NaN or infinity; the checkpoint is broken."
@@ -297,27 +289,26 @@ def sparsify(
         raise ValueError(f"hidden is {hidden}; an expert is at least 1 wide.")
     if any(isinstance(module, SparseLayer) for module in model.modules()):
         raise ValueError("this model is already sparse; change its routers with holdfast.reroute.")
-    family = dense_family(model)
-    found = list(layers_of(family, model))
+    found = list(dense_layers(model).values())
     if not found:
-        raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
-    _require_all_layers(family, model, [block for _, block in found])
+        raise ValueError(f"this {dense_family(model).model_type} model has no feed-forward network to sparsify.")
+    _require_all_layers(model, found)
     chosen = [found[index] for index in choose_layers(layers, len(found))]
-    for name, block in chosen:
-        _require_sparsifiable(family, name, block, hidden, init)
+    for dense in chosen:
+        _require_sparsifiable(dense, hidden, init)
     copied = init == "copy"
     # The sum over copies equals the dense network only with weights that sum to 1.
     weights = "softmax" if copied else None
     terms = loss_coefficients(losses)
     plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, terms, copied, experts, hidden, weights, shared)
-    targets = {f"{name}.{family.place}".lstrip("."): block for name, block in chosen}
-    dense = {name: dense_weights(family, block) if init == "copy" else None for name, block in targets.items()}
+    targets = {dense.name: dense for dense in chosen}
+    weights_of = {name: dense_weights(dense) if init == "copy" else None for name, dense in targets.items()}
     specs = sparse_specs(list(targets), routers, plain)
-    for name, sparse in make_sparse(family, targets, specs).items():
-        std = initial_std(targets[name], family)
+    for name, sparse in make_sparse(targets, specs).items():
+        std = initial_std(targets[name].config)
         if sparse.shared is not None:
-            fill_shared(sparse.shared, dense[name], std)
-        fill_experts(sparse.experts, dense.pop(name), noise, std)
+            fill_shared(sparse.shared, weights_of[name], std)
+        fill_experts(sparse.experts, weights_of.pop(name), noise, std)
     install_hooks_and_classes(model, moe_layers(model), specs)
     mark_modified(model)
     return model
@@ -334,9 +325,9 @@ def sparse_specs(names: Sequence[str], routers: list[LayerRouter], plain: LayerS
     return specs
 
 
-def _require_all_layers(family: DenseFamily, model: nn.Module, found: list[nn.Module]) -> None:
+def _require_all_layers(model: nn.Module, found: list[DenseLayer]) -> None:
     """Raise ValueError if a layer beside those found has a feed-forward network that the family's row does not describe."""
-    known = {id(layer) for layer in found}
+    known, family = {id(dense.layer) for dense in found}, found[0].family
     for name, stack in model.named_modules():
         layers = list(stack.named_children()) if isinstance(stack, nn.ModuleList) else []
         if any(id(layer) in known for _, layer in layers):
@@ -348,12 +339,16 @@ def _require_all_layers(family: DenseFamily, model: nn.Module, found: list[nn.Mo
                     )
 
 
-def _require_sparsifiable(family: DenseFamily, name: str, layer: nn.Module, hidden: int | None, init: str) -> None:
-    config = layer.get_submodule(family.attention).config
+def _require_sparsifiable(dense: DenseLayer, hidden: int | None, init: str) -> None:
+    name, config, dropout = dense.name, dense.config, dense.family.zero_dropout
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("config.chunk_size_feed_forward cuts sequences before the feed-forward network; set it to 0 first.")
-    _require_dense(family, name, layer)
-    weights = dense_weights(family, layer)
+    if dropout is not None and getattr(config, dropout):
+        raise ValueError(
+            f"config.{dropout} is {getattr(config, dropout)}; experts have no dropout inside, so load the model with 0."
+        )
+    _require_dense(dense)
+    weights = dense_weights(dense)
     for weight in weights.values():
         if weight.is_meta:
             raise ValueError(f"{name}: its weights are not in memory (offloaded); load the model without offloading first.")
@@ -366,14 +361,14 @@ def _require_sparsifiable(family: DenseFamily, name: str, layer: nn.Module, hidd
         )
 
 
-def _require_dense(family: DenseFamily, name: str, layer: nn.Module) -> None:
-    for path in (*family.up, family.down):
-        linear: Any = layer.get_submodule(path)
+def _require_dense(dense: DenseLayer) -> None:
+    for path in (*dense.family.up, dense.family.down):
+        linear: Any = dense.layer.get_submodule(path)
         weight = getattr(linear, "weight", None)
         if weight is None or is_quantised(weight) or hasattr(linear, "qweight"):
             raise ValueError(
-                f"{name}: its feed-forward weights are quantised ({type(linear).__name__}), and experts are copied from "
-                "unquantised weights; sparsify the model before quantising it."
+                f"{dense.name}: its feed-forward weights are quantised ({type(linear).__name__}), and experts are copied "
+                "from unquantised weights; sparsify the model before quantising it."
             )
 
 

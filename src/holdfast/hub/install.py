@@ -18,27 +18,15 @@ from torch import nn
 
 from holdfast.hub.context import NOT_CAUSAL, ContextCapture
 from holdfast.hub.families import (
-    DenseFamily,
-    dense_family,
+    DenseLayer,
+    dense_layers,
     device_and_dtype,
-    layers_of,
     linear_shape,
     new_experts,
     routing_from_gate,
     text_config,
 )
-from holdfast.hub.layers import (
-    NATIVE,
-    LayerInfo,
-    LayerSpec,
-    MoELayerRef,
-    build_routers,
-    layer_infos,
-    linked_in_order,
-    moe_layers,
-    require_modalities,
-    vocabulary_of,
-)
+from holdfast.hub.layers import MoELayerRef, layer_infos, moe_layers, require_modalities, vocabulary_of
 from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import (
     GateScore,
@@ -49,6 +37,7 @@ from holdfast.hub.replacements import (
     install_gate,
     use_holdfast_experts,
 )
+from holdfast.hub.specs import NATIVE, LayerInfo, LayerSpec, build_routers, linked_in_order
 from holdfast.layers import Experts, name_layers
 from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.layers.upcycling import new_shared
@@ -65,10 +54,9 @@ def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoEL
     for router in {spec.router for spec in specs.values()}:
         require_modalities(model, router)
     if any(spec.experts is not None for spec in specs.values()):
-        family = dense_family(model)
-        layers = {f"{name}.{family.place}".lstrip("."): layer for name, layer in layers_of(family, model)}
+        layers = dense_layers(model)
         _require_present(specs, layers)
-        make_sparse(family, {name: layers[name] for name in specs}, specs)
+        make_sparse({name: layers[name] for name in specs}, specs)
         return moe_layers(model)
     found = moe_layers(model)
     _require_present(specs, {moe_layer.name: moe_layer for moe_layer in found})
@@ -97,10 +85,9 @@ def reroute_layers(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> 
 def host_of(moe_layer: MoELayerRef, spec: LayerSpec) -> HostModel:
     """Return what a new router takes over from the layer: its scores, its rule for weights and their scale."""
     if moe_layer.family is not None:
-        family, gate = moe_layer.family, moe_layer.gate
-        score = GateScore(gate, weight=family.weight, bias=family.bias)
-        scale = 1.0 if family.scale is None else float(getattr(gate, family.scale))
-        return HostModel(True, score, family.rule(gate), scale)
+        family, block = moe_layer.family, moe_layer.block
+        score = GateScore(moe_layer.gate, weight=family.weight, bias=family.bias)
+        return HostModel(True, score, family.rule_of(block), family.scale_of(block))
     router = moe_layer.router
     assert router is not None
     return HostModel(True, router.score.reusable_score, spec.rule())
@@ -143,7 +130,7 @@ def _install_router(moe_layer: MoELayerRef, spec: LayerSpec, host: HostModel, ro
     if router is not None:
         router = _mark_initialised(router.to(**device_and_dtype(weight, gate)).train(gate.training))
     losses = spec.loss_terms() if router is None else None
-    install_gate(gate, router, family.rule(gate), losses, family.usual_order)
+    install_gate(gate, router, family.rule_of(moe_layer.block), losses, family.usual_order)
     # A router with a score of its own leaves the gate's weights unused, and parameters without a gradient stop DDP.
     is_used = router is None or router.score.reusable_score is host.score
     if is_used == hasattr(gate, "was_trained"):
@@ -153,53 +140,48 @@ def _install_router(moe_layer: MoELayerRef, spec: LayerSpec, host: HostModel, ro
 def set_gate_trainable(gate: Any, trainable: bool) -> None:
     """Freeze a gate's own weights while they are unused, or make those trainable again that were."""
     if not trainable:
-        gate.was_trained = [name for name, parameter in gate.named_parameters(recurse=False) if parameter.requires_grad]
+        own = (pair for pair in gate.named_parameters() if not pair[0].startswith("holdfast."))  # the router is inside
+        gate.was_trained = [name for name, parameter in own if parameter.requires_grad]
     for name in gate.was_trained:
         gate.get_parameter(name).requires_grad_(trainable)
     if trainable:
         del gate.was_trained
 
 
-def make_sparse(
-    family: DenseFamily, layers: Mapping[str, nn.Module], specs: Mapping[str, LayerSpec]
-) -> dict[str, SparseLayer]:
+def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]) -> dict[str, SparseLayer]:
     """Replace the feed-forward networks of `layers` by experts, whose weights the caller sets; keys are module names."""
     infos = []
-    for name, layer in layers.items():
-        config: Any = layer.get_submodule(family.attention).config
-        dim, _ = linear_shape(layer.get_submodule(family.down))
-        heads = None if family.windowed else int(config.num_attention_heads)
-        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary_of(config)))
+    for name, dense in layers.items():
+        family, (dim, _) = dense.family, linear_shape(dense.down)
+        heads = None if family.windowed else int(dense.config.num_attention_heads)
+        vocabulary = vocabulary_of(dense.config) if family.reads_token_ids else None
+        uncaptured = family.own_attention
+        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary, uncaptured=uncaptured))
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
-    _refuse_in_causal_layers(family, layers, routers)
-    experts = {
-        name: new_experts(family, layer, specs[name].experts or 0, specs[name].hidden) for name, layer in layers.items()
-    }
+    _refuse_in_causal_layers(layers, routers)
+    experts = {name: new_experts(dense, specs[name].experts or 0, specs[name].hidden) for name, dense in layers.items()}
     made = {}
-    for name, layer in layers.items():
+    for name, dense in layers.items():
         router = routers[name]
         if router is None:
             raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
         shared = new_shared(experts[name], specs[name].shared)
-        made[name] = _install_sparse(family, layer, router, experts[name], shared)
+        made[name] = _install_sparse(dense, router, experts[name], shared)
     return made
 
 
-def _refuse_in_causal_layers(
-    family: DenseFamily, layers: Mapping[str, nn.Module], routers: Mapping[str, Router | None]
-) -> None:
+def _refuse_in_causal_layers(layers: Mapping[str, DenseLayer], routers: Mapping[str, Router | None]) -> None:
     """Raise ValueError if a router refuses causal models and the attention before its layer is causal."""
-    for name, layer in layers.items():
+    for name, dense in layers.items():
         router = routers[name]
-        is_causal = bool(getattr(layer.get_submodule(family.attention), "is_causal", False))
+        is_causal = dense.family.is_causal(dense.attention)
         if router is not None and is_causal and router.select.refuses_causal:
             raise ValueError(f"{name}: {not_causal(LAYER_NAMES[router.select.layer_kind])}")
 
 
-def _install_sparse(
-    family: DenseFamily, layer: nn.Module, router: Router, experts: Experts, shared: nn.Module | None
-) -> SparseLayer:
+def _install_sparse(dense: DenseLayer, router: Router, experts: Experts, shared: nn.Module | None) -> SparseLayer:
+    family, layer = dense.family, dense.layer
     dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
     router = router.to(**device_and_dtype(experts.down_proj))
     sparse = _mark_initialised(SparseLayer(router, experts, dropout, shared).train(layer.training))
@@ -311,7 +293,7 @@ class NativeGateBalance:
 
     def __init__(self, moe_layer: MoELayerRef, collector: LossCollector) -> None:
         assert moe_layer.family is not None
-        self.rule, self.k = moe_layer.family.rule(moe_layer.gate), int(moe_layer.gate.top_k)
+        self.rule, self.k = moe_layer.family.rule_of(moe_layer.block), int(moe_layer.gate.top_k)
         self.collector = collector
         self.context_capture = ContextCapture(None, moe_layer.layer_modules, collector, None, self.k)
         self.handle = moe_layer.gate.register_forward_hook(self)

@@ -31,7 +31,8 @@ from holdfast.hub.folder_files import (
     write_manifest,
 )
 from holdfast.hub.install import initialise, install_hooks, install_specs, require_runnable
-from holdfast.hub.layers import LayerSpec, MoELayerRef, describe, moe_layers, names_in_base, names_in_model, read_specs
+from holdfast.hub.layers import MoELayerRef, moe_layers
+from holdfast.hub.specs import LayerSpec, describe, names_in_base, names_in_model, read_specs
 from holdfast.layers import name_layers
 from holdfast.model_size import require_sane_size
 
@@ -288,7 +289,8 @@ def register_models(config: Any) -> None:
         mapping = getattr(auto, "_model_mapping", None)
         if isinstance(auto, type) and mapping is not None and without_mixin(config) in mapping:
             kind: Any = mapping[without_mixin(config)]
-            if isinstance(kind, type):
+            # A few classes of transformers declare the config of another class, and its Auto classes refuse those.
+            if isinstance(kind, type) and issubclass(config, getattr(kind, "config_class", None) or object):
                 auto.register(config, modified_class(kind), exist_ok=True)  # type: ignore[attr-defined]
                 if mapping[config] is not modified_class(kind):
                     raise ValueError(f"this transformers did not register {kind.__name__} with {auto.__name__}.")

@@ -68,13 +68,14 @@ class ReroutedGate:
     training: bool
     usual_order: bool  # returns (logits, weights, indices); otherwise the reverse
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, *extra: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """`extra` and `named` are for the family's own gate, such as a bias that its block has; the rule reads it there."""
         if self.holdfast is None and self.context_capture.is_idle:
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
+            return super().forward(hidden_states, *extra, **named)  # type: ignore[misc, no-any-return]
         tokens = self.context_capture.as_sequences(hidden_states)
         context = self.context_capture.build_context(tokens)
         if self.holdfast is None:
-            output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states)  # type: ignore[misc]
+            output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states, *extra, **named)  # type: ignore[misc]
             return self._record_native_routing(tokens, context, output)
         return self._route_with_holdfast(self.holdfast, tokens, context)
 
@@ -129,6 +130,16 @@ def _set_class(gate: nn.Module, kind: type) -> None:
         gate._old_forward = types.MethodType(kind.forward, gate)  # type: ignore[attr-defined, assignment]
 
 
+def gate_weight(gate: Any, path: str) -> Tensor:
+    """Return the weight or bias at `path` in a gate as numbers. Raise ValueError if they cannot be read."""
+    owner, _, name = path.rpartition(".")
+    module = gate.get_submodule(owner)
+    if hasattr(module, "base_layer"):
+        raise ValueError(f"PEFT has put an adapter on {owner} of a gate, which a router cannot read; leave gates out of it.")
+    # `get_parameter` would fail while a PEFT adapter adds to the weight: then the weight is not a parameter.
+    return as_float(module, name, UNREADABLE_GATE)
+
+
 class GateScore(LinearScore):
     """logits = x W^T (+ b), where W and b are the weights of a family's gate.
 
@@ -145,12 +156,11 @@ class GateScore(LinearScore):
 
     @property
     def matrix(self) -> Tensor:
-        # `get_parameter` would fail while a PEFT adapter adds to the weight: then the weight is not a parameter.
-        return as_float(self.__dict__["gate"], self.weight_name, UNREADABLE_GATE)
+        return gate_weight(self.__dict__["gate"], self.weight_name)
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.bias_name is None else getattr(self.__dict__["gate"], self.bias_name).float()
+        return None if self.bias_name is None else gate_weight(self.__dict__["gate"], self.bias_name).float()
 
     def finish(self, projected: Tensor) -> Tensor:
         return projected if self.bias is None else projected + self.bias
@@ -182,6 +192,8 @@ class SparseLayer(nn.Module):
         capture = self.context_capture
         router = active_module(self.router)
         capture.attach_router(router)
+        shape = hidden_states.shape
+        hidden_states = hidden_states if hidden_states.dim() == 3 else capture.as_sequences(hidden_states)
         context = capture.build_context(hidden_states)
         routing = self.router(hidden_states, context)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
@@ -190,6 +202,7 @@ class SparseLayer(nn.Module):
         run = LAYERS[router.select.layer_kind].run
         out = run(self.experts, tokens, routing, weights, context.token_mask, most_rows)
         out = out if self.shared is None else out + self.shared(tokens)
+        out = out if len(shape) == 3 else out.reshape(shape)
         return out if self.dropout is None else self.dropout(out)
 
 

@@ -24,6 +24,7 @@ from holdfast.routing import Context, Router, Routing
 from holdfast.routing.attention_masks import token_mask_of
 from holdfast.routing.rules import Rule
 
+NO_HOOKS = "the call did not run the model's hooks; call model(...) instead of model.forward(...)"
 Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding)
 
 
@@ -36,16 +37,14 @@ class Step:
         self.shape: tuple[int, int] | None = None  # (B,N); None if the model's input does not show it
         self._padding: Tensor | None = None
         self._padding_known = False
+        self._unknown_because = NO_HOOKS
         self._routings: dict[int, Routing] = {}
 
     @property
     def token_mask(self) -> Tensor | None:
         """(B,N) bool, True where the token is real; None if all are."""
         if not self._padding_known:
-            raise ValueError(
-                "padding is unknown because the call did not run the model's hooks; call model(...) instead of "
-                "model.forward(...)."
-            )
+            raise ValueError(f"padding is unknown because {self._unknown_because}.")
         return self._padding
 
     def __len__(self) -> int:
@@ -135,9 +134,8 @@ def routing_modules(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]
         elif moe_layer.router is not None:
             found.append((f"{moe_layer.name}.{moe_layer.family.gate}", moe_layer.router, None))
         else:
-            found.append(
-                (f"{moe_layer.name}.{moe_layer.family.gate}", moe_layer.gate, moe_layer.family.rule(moe_layer.gate))
-            )
+            rule = moe_layer.family.rule_of(moe_layer.block)
+            found.append((f"{moe_layer.name}.{moe_layer.family.gate}", moe_layer.gate, rule))
     return found
 
 
@@ -160,6 +158,12 @@ class _Recorder:
         tokens = arguments[0] if tokens is None and arguments else tokens
         mask = options.get("attention_mask")
         mask = arguments[1] if mask is None and len(arguments) > 1 else mask
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            step._unknown_because = "the encoder and the decoder of this model have different tokens"
+            return
+        if tokens is None and isinstance(mask, Tensor):
+            step._unknown_because = "the mask is not of tokens but of what the model makes tokens from"
+            return
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             step.shape = (tokens.shape[0], tokens.shape[1])
             step._padding = token_mask_of(mask, *step.shape, _tokens_before(options))

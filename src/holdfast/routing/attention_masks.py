@@ -52,7 +52,9 @@ def token_mask_of(
 
 def allowed_by(mask: Tensor) -> Tensor:
     """Return a mask as bool, True where attention is allowed. Other masks are added to the attention's scores."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if mask.dtype == torch.bool:
+        return mask
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
 
 
 def separates_neighbours(mask: Tensor, real: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from typing import Any
 
 from holdfast.hub import reroute, sparsify
 from holdfast.hub.convert import choose_layers, set_losses
-from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, DenseFamily, find_submodule, mixer_of
+from holdfast.hub.families import DENSE_FAMILIES, dense_family, find_submodule, mixer_of, moe_family
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import LayerSpec, layer_infos, moe_layers
+from holdfast.hub.layers import is_moe, layer_infos, moe_layers
+from holdfast.hub.specs import LayerSpec
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
 from holdfast.train.recipe import Recipe, RouterChoice, SparsePart
@@ -21,7 +22,7 @@ def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
     """Give the model the router, in place; return whether the model was dense and has new experts now."""
     sparse, losses = recipe.sparse, recipe.router_losses()
     k = sparse.k if choice.k is None else choice.k
-    if has_experts(model):
+    if is_moe(model):
         _require_no_contradiction(sparse, model, recipe.model.checkpoint)
         if _has_router(model, choice, k):
             set_losses(model, losses)
@@ -48,11 +49,6 @@ def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
         router_options=choice.options,
     )
     return True
-
-
-def has_experts(model: Any) -> bool:
-    """Return whether the model is a mixture of experts, of its family or by Holdfast."""
-    return bool(specs_of(model)) or model.config.get_text_config().model_type in MOE_FAMILIES
 
 
 def starts_with_copies(recipe: Recipe) -> bool:
@@ -102,12 +98,15 @@ def _leave_out(name: str, value: str = "null") -> str:
 
 def _chosen(sparse: SparsePart, model: Any) -> list[str]:
     """Return the names of the layers that `sparse.layers` chooses among all transformer layers of the model."""
-    model_type = model.config.model_type
-    family = DENSE_FAMILIES[model_type] if model_type in DENSE_FAMILIES else MOE_FAMILIES[model_type]
-    place = family.place if isinstance(family, DenseFamily) else family.block
-    names = [
-        f"{name}.{place}"
-        for name, module in model.named_modules()
-        if mixer_of(family, module) is not None and find_submodule(module, place) is not None
-    ]
-    return [names[index] for index in choose_layers(sparse.layers, len(names))]
+    names: dict[str, None] = {}  # an ordered set: rows of one family may share a place
+    if model.config.model_type in DENSE_FAMILIES:
+        for name, module in model.named_modules():
+            for row in dense_family(model).rows:
+                if all(find_submodule(module, path) is not None for path in (row.attention, row.projection, row.place)):
+                    names[f"{name}.{row.place}"] = None
+    else:
+        family = moe_family(model)
+        for name, module in model.named_modules():
+            if mixer_of(family, module) is not None and find_submodule(module, family.block) is not None:
+                names[f"{name}.{family.block}"] = None
+    return [list(names)[index] for index in choose_layers(sparse.layers, len(names))]

@@ -14,7 +14,7 @@ from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import NATIVE
+from holdfast.hub.specs import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.plugins import plugins_of
 from holdfast.routing.layer_names import preset_names

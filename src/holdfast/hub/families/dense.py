@@ -1,0 +1,341 @@
+"""The dense families: one row each, and how the weights of a feed-forward network become those of an expert."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.layers import Experts
+from holdfast.layers.experts import ACTIVATIONS, Activation
+
+OUR_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
+
+
+@dataclass(frozen=True)
+class DenseFamily:
+    """The paths of a layer's feed-forward network, and how its weights become those of an expert.
+
+    The module `place` is replaced by a `SparseLayer`, `bypassed` modules by the identity; `dropout` remains.
+    """
+
+    model_type: str
+    place: str
+    up: tuple[str, ...]  # stacked: gate first, where there is one
+    down: str
+    attention: str
+    projection: str
+    gated: bool
+    activation: str = "hidden_act"  # in the config
+    dropout: str | None = None
+    bypassed: tuple[str, ...] = ()
+    windowed: bool = False
+    activation_module: str | None = None  # in the layer, for an activation that the config does not name
+    inner_dropout: str | None = None  # the module between the two linear maps
+    zero_dropout: str | None = None  # in the config: a dropout between the linear maps that is not a module
+    own_attention: bool = False  # it is not one of transformers' attention functions, or adds a bias: it is not captured
+    causal: bool | None = None  # None: the attention says whether no token attends to a later one
+    reads_token_ids: bool = True  # the layers' tokens are those of the model's input_ids
+    others: tuple["DenseFamily", ...] = ()  # rows of other layers of the family: of a decoder, or gated ones
+    since: str = "5.17"
+
+    @property
+    def rows(self) -> tuple["DenseFamily", ...]:
+        """Return the row and those of other layers of the family."""
+        return (self, *self.others)
+
+    def is_causal(self, attention: Any) -> bool:
+        """Whether no token attends to a later one."""
+        return bool(getattr(attention, "is_causal", False)) if self.causal is None else self.causal
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A transformer layer with a feed-forward network that `sparsify` can replace."""
+
+    name: str  # of the module that is replaced
+    layer: nn.Module
+    family: DenseFamily  # the row that fits this layer
+    config: Any  # of the model's part that the layer belongs to
+
+    @property
+    def attention(self) -> Any:
+        return self.layer.get_submodule(self.family.attention)
+
+    @property
+    def down(self) -> Any:
+        return self.layer.get_submodule(self.family.down)
+
+
+_GATED: dict[str, Any] = {
+    "place": "mlp",
+    "up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": "mlp.down_proj",
+    "attention": "self_attn",
+    "projection": "self_attn.o_proj",
+    "gated": True,
+}
+_ENCODER: dict[str, Any] = {"place": "mlp", "up": ("mlp.fc1",), "down": "mlp.fc2", "gated": False}
+_BERT: dict[str, Any] = {
+    "place": "intermediate",
+    "up": ("intermediate.dense",),
+    "down": "output.dense",
+    "attention": "attention.self",
+    "projection": "attention.output.dense",
+    "gated": False,
+    "bypassed": ("output.dense",),
+}
+_FOUR_H: dict[str, Any] = {"up": ("mlp.dense_h_to_4h",), "down": "mlp.dense_4h_to_h", "gated": False}
+_IN_LAYER: dict[str, Any] = {  # the linear maps are modules of the layer itself
+    "place": "fc1",
+    "up": ("fc1",),
+    "down": "fc2",
+    "attention": "self_attn",
+    "projection": "self_attn.out_proj",
+    "gated": False,
+    "activation": "activation_function",
+    "bypassed": ("activation_fn", "fc2"),
+}
+
+
+def _t5(layer: int, gated: bool) -> dict[str, Any]:
+    """Return the entries of a T5 layer, whose feed-forward network is the last of two (encoder) or three modules."""
+    place = f"layer.{layer}.DenseReluDense"
+    return {
+        "place": place,
+        "up": (f"{place}.wi_0", f"{place}.wi_1") if gated else (f"{place}.wi",),
+        "down": f"{place}.wo",
+        "attention": "layer.0.SelfAttention",
+        "projection": "layer.0.SelfAttention.o",
+        "gated": gated,
+        "activation": "dense_act_fn",
+        "inner_dropout": f"{place}.dropout",
+        "own_attention": True,
+        "reads_token_ids": False,
+    }
+
+
+DENSE_FAMILIES = {
+    family.model_type: family
+    for family in (
+        DenseFamily("llama", **_GATED),
+        DenseFamily("qwen3", **_GATED),
+        DenseFamily("llava", **_GATED),  # with a Llama
+        DenseFamily("mistral", **_GATED),
+        DenseFamily("qwen2", **_GATED),
+        DenseFamily("gemma", **_GATED),
+        DenseFamily("gemma2", **_GATED, activation="hidden_activation"),
+        DenseFamily("gemma3_text", **_GATED, activation="hidden_activation"),
+        DenseFamily("olmo2", **_GATED),
+        DenseFamily("smollm3", **_GATED),
+        DenseFamily("granite", **_GATED),
+        DenseFamily("cohere", **_GATED),
+        DenseFamily("stablelm", **_GATED),
+        DenseFamily("phi3", **{**_GATED, "up": ("mlp.gate_up_proj",)}),
+        DenseFamily("phi", attention="self_attn", projection="self_attn.dense", **_ENCODER),
+        DenseFamily(
+            "gpt2", "mlp", ("mlp.c_fc",), "mlp.c_proj", "attn", "attn.c_proj", False, "activation_function", "mlp.dropout"
+        ),
+        DenseFamily("gpt_neox", "mlp", attention="attention", projection="attention.dense", **_FOUR_H),
+        DenseFamily(
+            "gptj",
+            "mlp",
+            ("mlp.fc_in",),
+            "mlp.fc_out",
+            "attn",
+            "attn.out_proj",
+            False,
+            "activation_function",
+            "mlp.dropout",
+            own_attention=True,
+            causal=True,
+        ),
+        DenseFamily(
+            "falcon",
+            "mlp",
+            attention="self_attention",
+            projection="self_attention.dense",
+            activation="activation",
+            own_attention=True,
+            causal=True,
+            **_FOUR_H,
+        ),
+        DenseFamily(
+            "bloom",
+            "mlp.dense_h_to_4h",
+            attention="self_attention",
+            projection="self_attention.dense",
+            activation_module="mlp.gelu_impl",
+            bypassed=("mlp.gelu_impl", "mlp.dense_4h_to_h"),
+            own_attention=True,
+            causal=True,
+            **_FOUR_H,
+        ),
+        DenseFamily("opt", **_IN_LAYER),
+        DenseFamily("bert", **_BERT),
+        DenseFamily("roberta", **_BERT),
+        DenseFamily("xlm-roberta", **_BERT),
+        DenseFamily("electra", **_BERT),
+        DenseFamily("deberta-v2", **_BERT, own_attention=True, causal=False),
+        DenseFamily(
+            "mpnet",
+            **{**_BERT, "attention": "attention.attn", "projection": "attention.attn.o"},
+            own_attention=True,
+            causal=False,
+        ),
+        DenseFamily(
+            "distilbert",
+            "ffn",
+            ("ffn.lin1",),
+            "ffn.lin2",
+            "attention",
+            "attention.out_lin",
+            False,
+            "activation",
+            "ffn.dropout",
+        ),
+        DenseFamily(
+            "modernbert",
+            "mlp",
+            ("mlp.Wi",),
+            "mlp.Wo",
+            "attn",
+            "attn.Wo",
+            True,
+            "hidden_activation",
+            inner_dropout="mlp.drop",
+        ),
+        DenseFamily(
+            "t5",
+            **_t5(1, gated=False),
+            others=(
+                DenseFamily("t5", **_t5(2, gated=False)),
+                DenseFamily("t5", **_t5(1, gated=True)),
+                DenseFamily("t5", **_t5(2, gated=True)),
+            ),
+        ),
+        DenseFamily("bart", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
+        DenseFamily("whisper", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
+        DenseFamily(
+            "wav2vec2",
+            "feed_forward",
+            ("feed_forward.intermediate_dense",),
+            "feed_forward.output_dense",
+            "attention",
+            "attention.out_proj",
+            False,
+            dropout="feed_forward.output_dropout",
+            inner_dropout="feed_forward.intermediate_dropout",
+            reads_token_ids=False,
+        ),
+        DenseFamily("vit", attention="attention", projection="attention.o_proj", **_ENCODER),
+        DenseFamily("deit", attention="attention", projection="attention.o_proj", **_ENCODER),
+        DenseFamily(
+            "dinov2",
+            attention="attention",
+            projection="attention.o_proj",
+            **_ENCODER,
+            others=(
+                DenseFamily(
+                    "dinov2",
+                    **{**_GATED, "attention": "attention", "projection": "attention.o_proj"},
+                    activation_module="mlp.act_fn",
+                ),
+                DenseFamily(  # of older versions of transformers
+                    "dinov2", attention="attention.attention", projection="attention.output.dense", **_ENCODER
+                ),
+            ),
+        ),
+        DenseFamily("swin", attention="attention", projection="attention.o_proj", windowed=True, **_ENCODER),
+        DenseFamily("swinv2", **_BERT, windowed=True),
+        DenseFamily("siglip", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        DenseFamily("siglip_text_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        DenseFamily("siglip_vision_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        DenseFamily("clip", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        DenseFamily("clip_text_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        DenseFamily("clip_vision_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+    )
+}
+
+
+class DroppedActivation(nn.Module):
+    """An activation with dropout after it, for families that drop units of the feed-forward network in training."""
+
+    def __init__(self, activation: Activation, dropout: float) -> None:
+        super().__init__()
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        dropped: Tensor = self.dropout(self.activation(hidden))
+        return dropped
+
+
+def new_experts(dense: DenseLayer, experts: int, hidden: int | None) -> Experts:
+    """Return experts in the form of the dense network of a layer; `hidden` is their width, None: that of the network."""
+    dim, inner = linear_shape(dense.down)
+    return Experts(
+        dim,
+        hidden or inner,
+        experts,
+        activation=activation_of(dense),
+        gated=dense.family.gated,
+        bias=getattr(dense.down, "bias", None) is not None,
+        **device_and_dtype(dense.down.weight),
+    )
+
+
+def activation_of(dense: DenseLayer) -> str | Activation:
+    """Return the activation of a layer: our name for it if there is a fused kernel, else the model's own function."""
+    from transformers.activations import ACT2FN
+
+    family = dense.family
+    if family.activation_module is not None:
+        own: Activation = dense.layer.get_submodule(family.activation_module)
+        return own
+    name = getattr(dense.config, family.activation)
+    name = OUR_ACTIVATIONS.get(name, name)
+    known: str | Activation = name if name in ACTIVATIONS else ACT2FN[name]
+    inner: Any = None if family.inner_dropout is None else dense.layer.get_submodule(family.inner_dropout)
+    dropout = 0.0 if inner is None else float(inner.p)
+    if not dropout:
+        return known
+    return DroppedActivation(ACTIVATIONS[known] if isinstance(known, str) else known, dropout)
+
+
+def linear_shape(linear: Any) -> tuple[int, int]:
+    """Return (out, in) of a linear map; GPT-2's layers store their weight transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    out, inner = linear.weight.shape
+    return (inner, out) if isinstance(linear, Conv1D) else (out, inner)
+
+
+def device_and_dtype(weight: torch.Tensor, module: nn.Module | None = None) -> dict[str, Any]:
+    """Return device and dtype of a weight; for one that accelerate has offloaded, the device that computes with it."""
+    device = weight.device
+    if device.type == "meta" and module is not None and hasattr(module, "_hf_hook"):
+        device = torch.device(getattr(module._hf_hook, "execution_device", None) or "cpu")
+    return {"device": device, "dtype": weight.dtype} if weight.is_floating_point() else {"device": device}
+
+
+@torch.no_grad()
+def dense_weights(dense: DenseLayer) -> dict[str, Tensor]:
+    """Return the dense network's weights with the names and shapes of one expert."""
+    from transformers.pytorch_utils import Conv1D
+
+    family = dense.family
+    up_name = "gate_up_proj" if family.gated else "up_proj"
+    weights = {}
+    for name, paths in ((up_name, family.up), ("down_proj", (family.down,))):
+        linears: list[Any] = [dense.layer.get_submodule(path) for path in paths]
+        matrices = [linear.weight.t() if isinstance(linear, Conv1D) else linear.weight for linear in linears]
+        weights[name] = torch.cat([matrix.detach() for matrix in matrices])
+        biases: list[Any] = [getattr(linear, "bias", None) for linear in linears]
+        if biases[0] is not None:
+            weights[f"{name}_bias"] = torch.cat([bias.detach() for bias in biases])
+    return weights
+
+
+def initial_std(config: Any) -> float:
+    """Return the standard deviation of the model's initial weights."""
+    return float(getattr(config, "initializer_range", 0.02))

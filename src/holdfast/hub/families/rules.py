@@ -1,0 +1,194 @@
+"""How the gates of model families rank and weight experts, if it is not a softmax over the selected experts."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.select import TINY, top
+from holdfast.routing import Routing
+from holdfast.routing.conditions import HIGHEST_OF_GROUP, keep_best, keep_best_in_groups
+from holdfast.routing.declarations import SIGMOID, SOFTMAX, Conditions, GateFunction, NoCertificate
+from holdfast.routing.parts import normalise
+from holdfast.routing.rules import Rule, Scores
+from holdfast.routing.selection import Softmax, faded_gates
+
+GROUPS, GROUPS_KEPT = "num_group", "topk_group"  # attributes of gates with groups of experts
+
+
+class BestGates(Rule):
+    """The k largest gates, plus a correction bias if the family has one, within the best groups of experts if it has groups.
+
+    Weights are the gates without the bias, divided by their sum if `renormalise`. Groups are selected by a top-k of their
+    own, by the sum of their `counted` largest keys: `smooth` makes the selection within groups continuous, not that of
+    groups.
+    """
+
+    ordered = False  # ranked with the bias, weighted without
+
+    def __init__(
+        self,
+        gate: GateFunction,
+        *,
+        owner: Any = None,
+        bias: str | None = None,
+        groups: int = 1,
+        groups_kept: int = 1,
+        counted: int = HIGHEST_OF_GROUP,
+        renormalise: bool = True,
+    ) -> None:
+        """`bias` is the name of the bias in the module `owner`. It is looked up at every use: offloading replaces it."""
+        self.gate, self.owner, self.bias_name = gate, owner, bias
+        self.groups, self.groups_kept, self.counted = groups, groups_kept, counted
+        self.renormalise = renormalise
+        # Levels are logits, as for a softmax, or gates between 0 and 1.
+        self.strip = Rule.strip if bias is None else 0.02
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BestGates":
+        """Copy the rule with the copy of its owner; if the owner is not copied, share it."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__, owner=memo.get(id(self.owner), self.owner))
+        return copied
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.bias_name is None else getattr(self.owner, self.bias_name)
+
+    def ranks(self, scores: Scores) -> Tensor:
+        return self._in_best_groups(scores, scores.key)
+
+    def levels(self, scores: Scores) -> Tensor:
+        return self._in_best_groups(scores, scores.logits)
+
+    def _in_best_groups(self, scores: Scores, unbiased: Tensor) -> Tensor:
+        """Return gates plus bias, or `unbiased` without a bias; -inf for experts of other groups."""
+        bias = self.bias
+        choice = scores.gates if bias is None else scores.gates + bias.float()
+        keys = unbiased if bias is None else choice
+        if self.groups_kept >= self.groups:
+            return keys
+        grouped = choice.unflatten(-1, (self.groups, -1))
+        worth = grouped.topk(min(self.counted, grouped.shape[-1]), dim=-1).values.sum(-1)
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, top(worth, self.groups_kept), True)
+        return keys.unflatten(-1, (self.groups, -1)).where(kept.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        gates = faded_gates(scores, experts, in_use, fade)
+        return normalise(gates) if self.renormalise else gates
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        has_groups = self.groups_kept < self.groups
+        if self.bias_name is None and not has_groups:
+            return keep_best(scores.key, k, scores.compares)
+        if self.gate.name != SIGMOID.name or (has_groups and self.counted != HIGHEST_OF_GROUP):
+            return None
+        bias = None if self.bias is None else self.bias.detach().to(scores.gates)
+        keys = scores.gates if bias is None else scores.gates + bias
+        if not has_groups:
+            return keep_best(keys, k, "gates", bias)
+        in_groups = self.groups_kept * (keys.shape[-1] // self.groups)
+        if k > in_groups:
+            raise NoCertificate(
+                f"no certificate is known for {self.name}: it selects {k} experts, and its groups have {in_groups}"
+            )
+        return keep_best_in_groups(keys, k, self.groups, self.groups_kept, "gates", bias)
+
+
+class GroupedSigmoid(BestGates):
+    """DeepSeek-V3: gates are sigmoids; the k largest gates plus a correction bias, within the best groups of experts."""
+
+    def __init__(self, gate: Any) -> None:
+        super().__init__(
+            SIGMOID,
+            owner=gate,
+            bias="e_score_correction_bias",
+            groups=int(gate.num_group),
+            groups_kept=int(gate.topk_group),
+            renormalise=bool(gate.norm_topk_prob),
+        )
+
+
+@dataclass(frozen=True)
+class GateRule:
+    """A rule of the common kinds, as a function of a gate, and of the block if that has the bias.
+
+    Gates are a softmax or sigmoids of the logits. The k largest are selected; `bias` is the name of a bias that is added
+    only for that. If the experts are `grouped`, by the gate's `num_group` and `topk_group`, the best groups are first.
+    """
+
+    gates: Literal["softmax", "sigmoid"]
+    renormalise: bool
+    bias: str | None = None
+    grouped: bool = False
+    counted: int = 2  # experts whose keys are the value of a group
+
+    def __call__(self, gate: Any, block: Any = None) -> Rule:
+        groups = int(getattr(gate, GROUPS)) if self.grouped else 1
+        kept = int(getattr(gate, GROUPS_KEPT)) if self.grouped else 1
+        if self.gates == "softmax" and self.bias is None and kept >= groups:
+            return Softmax(self.renormalise)
+        return BestGates(
+            SOFTMAX if self.gates == "softmax" else SIGMOID,
+            owner=gate if block is None else block,
+            bias=self.bias,
+            groups=groups,
+            groups_kept=kept,
+            counted=self.counted,
+            renormalise=self.renormalise,
+        )
+
+
+class SparseMixer(Rule):
+    """Phi-MoE in evaluation: an expert's weight is its softmax share among the experts close to it and not yet selected.
+
+    "Close" is a logit within 2 * tolerance, relative. Weights are near 1 each and need not sum to 1. In training the family
+    samples; a rerouted model does not.
+    """
+
+    ordered = False
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance  # relative, as in the family: a shift of all logits changes the weights
+
+    def levels(self, scores: Scores) -> Tensor:
+        if not scores.informed:
+            return scores.logits
+        assert scores.raw is not None  # the logarithm of informed gates, shifted back to the scale of the logits
+        return scores.logits + torch.logsumexp(scores.raw, dim=-1, keepdim=True)
+
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        levels = self.levels(scores).gather(-1, experts)
+        left, weights = self.levels(scores), []
+        for slot in range(k):
+            best = levels[..., slot : slot + 1]
+            largest = left.abs().maximum(best).clamp_min(TINY)  # logits that are all 0 are near each other
+            near = ((best - left) / largest).detach() <= 2 * self.tolerance
+            # Not -inf: of an unused slot, which reads expert 0, nothing may be near, and the gradient would be NaN.
+            close = left.where(near, torch.finfo(left.dtype).min)
+            weights.append(torch.softmax(close, dim=-1).gather(-1, experts[..., slot : slot + 1]))
+            left = left.scatter(-1, experts[..., slot : slot + 1], -torch.inf)
+        # An expert in a strip below the k-th is weighted as if it were the k-th.
+        strip = weights[-1] * (levels - levels[..., k - 1 : k]).exp()
+        chosen = torch.cat([*weights, strip[..., k:]], dim=-1)
+        chosen = chosen if fade is None else chosen * fade.exp()
+        return chosen.where(in_use, 0.0)
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        return keep_best(scores.key, k, scores.compares)
+
+
+def routing_from_gate(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Routing:
+    """Return the output of a family's gate as a `Routing`: float32, slots sorted by weight, ties by the lower index."""
+    logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
+    logits, weights = logits.flatten(0, -2).float(), weights.flatten(0, -2).float()
+    experts = experts.flatten(0, -2).long()
+    by_index = experts.argsort(dim=-1)
+    experts, weights = experts.gather(1, by_index), weights.gather(1, by_index)
+    order = weights.argsort(dim=-1, descending=True, stable=True)
+    return Routing(logits, rule.gate(logits), experts.gather(1, order), weights.gather(1, order))
+
+
+def detached_routing(routing: Routing) -> Routing:
+    """Return the routing without its autograd graph and its losses."""
+    return routing.map_tokens(Tensor.detach)
