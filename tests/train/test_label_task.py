@@ -409,6 +409,7 @@ def test_a_dense_classifier_that_transformers_saved_is_evaluated(foreign: Path, 
     assert main(["attack", str(foreign), "words", "--rate", "0.3", "--source", str(reviews)]) == 0
 
 
+@pytest.mark.slow
 def test_a_sparsified_classifier_is_evaluated_attacked_and_audited(
     foreign: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

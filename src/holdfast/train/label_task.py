@@ -65,6 +65,8 @@ class LabelTask(Task):
     test_only   all rows of a single file are the test split: the model is not trained
     """
 
+    has_held_out_figure = True
+
     def __init__(
         self,
         recipe: Recipe,
