@@ -75,7 +75,7 @@ class Row(_StoredModel):
     cost: Cost | None = None
     cost_difference: Difference | None = Field(None, alias="cost, difference")
     equal_compute: EqualCompute | None = Field(None, alias="equal compute")
-    changed: Number = None  # share of predictions that the attack changes
+    changed: Number = Field(None, alias="predictions changed")  # share of predictions that the attack changes
 
 
 class Load(_StoredModel):
@@ -125,7 +125,7 @@ class Score(_StoredModel):
 class AttackResult(_StoredModel):
     figure: Number
     cost: Cost | None = None
-    changed: Number = None  # share of predictions
+    changed: Number = Field(None, alias="predictions_changed")  # share of predictions
 
 
 class LayerSnapshots(_StoredModel):

@@ -265,7 +265,7 @@ class LabelTask(Task):
         paired = {"paired": None if change is None else _as_figure(change.summary())}
         if self.text_set.is_regression:
             return {"mean_change": float(np.abs(after - before).mean()), **paired}
-        return {"changed": float((after != before).mean()), **paired}
+        return {"predictions_changed": float((after != before).mean()), **paired}
 
     def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
         """Swap words for others ("words") or for the papers' token ("generic"), or misspell them ("typos")."""
@@ -279,7 +279,7 @@ class LabelTask(Task):
         attacked, after = self._scored(model, self.encoded(rows, attack.texts), "test")
         attacked |= self._changes(before, after)
         names = [name for name in LABEL_METRICS if name in clean]
-        changed = attacked.get("changed", attacked.get("mean_change"))
+        changed = attacked.get("predictions_changed", attacked.get("mean_change"))
         what = "mean change of a prediction" if self.text_set.is_regression else "share of predictions that change"
         paired = attacked["paired"]
         return {
