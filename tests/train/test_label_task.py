@@ -81,7 +81,7 @@ def test_a_small_model_learns_easy_reviews_and_is_scored(trained: Path, reviews:
     assert clean["figure"] <= 20 and clean["figure"] == pytest.approx(100 * (1 - clean["accuracy"]))
     assert clean["majority"]["figure"] >= 30 and clean["majority"]["below"]["low"] > 0
     assert clean["interval"]["low"] <= clean["figure"] <= clean["interval"]["high"]
-    assert 0 <= score["attacked"]["changed"] <= 1 and "typos" in score["trials"]
+    assert 0 <= score["attacked"]["predictions_changed"] <= 1 and "typos" in score["trials"]
     assert score["attacked"]["paired"]["mean"] == pytest.approx(score["attacked"]["figure"] - clean["figure"])
     log = [json.loads(line) for line in (trained / "training" / "log.jsonl").read_text().splitlines()]
     assert any("eval_figure" in line for line in log)
@@ -266,10 +266,10 @@ def test_attacks_report_the_share_of_predictions_that_change(trained: Path, revi
         clean, attacked = (dict(zip(found["columns"], row, strict=True)) for row in found["rows"])
         summary = found["summary"]
         assert clean["error, %"] == summary["clean"]["figure"] and attacked["error, %"] == summary[kind]["figure"]
-        assert attacked["share of predictions that change"] == summary[kind]["changed"]
+        assert attacked["share of predictions that change"] == summary[kind]["predictions_changed"]
     assert found["summary"]["attack"]["changed"] > 0
     nothing = attack_text(model, task, "words", rate=0.0, seed=0)["summary"]["words"]
-    assert nothing["changed"] == 0 and nothing["paired"]["mean"] == 0
+    assert nothing["predictions_changed"] == 0 and nothing["paired"]["mean"] == 0
 
 
 def test_the_attack_on_routes_skips_padding(trained: Path, reviews: Path) -> None:
@@ -290,7 +290,7 @@ def test_every_command_works_on_a_comparison_of_classifiers(reviews: Path, tmp_p
     page = (out / "report.html").read_text()
     assert "predictions that the attack changes" in page and "classified wrongly" in page
     rows = json.loads((out / "results.json").read_text())["rows"]
-    assert all("changed" in row and "cost" not in row for row in rows)
+    assert all("predictions changed" in row and "cost" not in row for row in rows)
     where = ["--source", str(reviews)]
     assert main(["evaluate", cell, *where, "--out", str(tmp_path / "scores.json")]) == 0
     assert json.loads((tmp_path / "scores.json").read_text())["measure"]["name"] == "error, %"
@@ -409,6 +409,7 @@ def test_a_dense_classifier_that_transformers_saved_is_evaluated(foreign: Path, 
     assert main(["attack", str(foreign), "words", "--rate", "0.3", "--source", str(reviews)]) == 0
 
 
+@pytest.mark.slow
 def test_a_sparsified_classifier_is_evaluated_attacked_and_audited(
     foreign: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,9 @@ import transformers
 import holdfast
 from holdfast.data import PixelScaling
 from holdfast.hub.install import specs_of
+from holdfast.hub.layers import is_moe
 from holdfast.routing import Router
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, load_trained, make_task, parse_routers
-from holdfast.train.put_router import has_experts
 from holdfast.train.recipe import ModelPart, parse_router
 from holdfast.train.start import _say_once, checkpoint_identity, padding_token, start_model, start_scaling, start_tokenizer
 from holdfast.train.training import SingleRun
@@ -94,7 +94,7 @@ def test_a_dense_checkpoint_becomes_copies_that_compute_what_it_computed(folders
     ids = torch.arange(2, 50).view(3, 16)
     for router in ("smoe", "symphony", "xmoe"):
         model = built(recipe, router).eval()
-        assert has_experts(model) and len(specs_of(model)) == 2
+        assert is_moe(model) and len(specs_of(model)) == 2
         torch.testing.assert_close(model(input_ids=ids).logits, dense(input_ids=ids).logits, atol=1e-5, rtol=1e-4)
     random = built(recipe_from(folders["llama"], words, {"sparse.experts": 4, "sparse.init": "random"})).eval()
     assert not torch.allclose(random(input_ids=ids).logits, dense(input_ids=ids).logits, atol=1e-2)

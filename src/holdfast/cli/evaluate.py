@@ -71,7 +71,7 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
         "of untouched words": "figure_of_kept",
         "bits per byte": "bits_per_byte",
         **{metric.name: name for name, metric in LABEL_METRICS.items()},
-        "predictions changed": "changed",
+        "predictions changed": "predictions_changed",
         "mean change of a prediction": "mean_change",
     }
     shown = {name: key for name, key in columns.items() if key is None or any(key in score for score in scores.values())}

@@ -85,7 +85,7 @@ class Row(_StoredModel):
     cost: Cost | None = None
     cost_difference: Difference | None = Field(None, alias="cost, difference")
     equal_compute: EqualCompute | None = Field(None, alias="equal compute")
-    changed: Number = None  # share of predictions that the attack changes
+    changed: Number = Field(None, alias="predictions changed")  # share of predictions that the attack changes
     metrics: dict[str, MetricRow] = {}
     settings: dict[str, Any] = {}  # of a sweep: keys of the recipe and their values
 
@@ -146,7 +146,7 @@ class Score(_StoredModel):
 class AttackResult(_StoredModel):
     figure: Number
     cost: Cost | None = None
-    changed: Number = None  # share of predictions
+    changed: Number = Field(None, alias="predictions_changed")  # share of predictions
 
 
 class LayerSnapshots(_StoredModel):

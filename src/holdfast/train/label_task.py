@@ -67,6 +67,8 @@ class LabelTask(Task):
     test_only   all rows of a single file are the test split: the model is not trained
     """
 
+    has_held_out_figure = True
+
     def __init__(
         self,
         recipe: Recipe,
@@ -268,7 +270,7 @@ class LabelTask(Task):
         paired = {"paired": None if change is None else _as_figure(change.summary())}
         if self.text_set.is_regression:
             return {"mean_change": float(np.abs(after - before).mean()), **paired}
-        return {"changed": float((after != before).mean()), **paired}
+        return {"predictions_changed": float((after != before).mean()), **paired}
 
     def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
         with without_attack_warnings():
@@ -278,7 +280,7 @@ class LabelTask(Task):
         attacked, after = self._scored(model, self.encoded(rows, attack.texts), "test")
         attacked |= self._changes(before, after)
         names = [name for name in LABEL_METRICS if name in clean]
-        changed = attacked.get("changed", attacked.get("mean_change"))
+        changed = attacked.get("predictions_changed", attacked.get("mean_change"))
         what = "mean change of a prediction" if self.text_set.is_regression else "share of predictions that change"
         paired = attacked["paired"]
         return {

@@ -18,7 +18,7 @@ METRICS = {  # key of a row: the keys of its value in a result
     "attacked, kept": ("attacked", "figure_of_kept"),
     "clean, bits per byte": ("clean", "bits_per_byte"),
     "attacked, bits per byte": ("attacked", "bits_per_byte"),
-    "changed": ("attacked", "changed"),
+    "predictions changed": ("attacked", "predictions_changed"),
 }
 
 
