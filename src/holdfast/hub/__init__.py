@@ -13,7 +13,7 @@ from holdfast.hub.engines import trainer_callback as trainer_callback
 from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
 from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
 from holdfast.hub.tracing import RouterCall as RouterCall
-from holdfast.hub.tracing import Routes as Routes
+from holdfast.hub.tracing import Trace as Trace
 from holdfast.hub.tracing import has_routers as has_routers
 from holdfast.hub.tracing import router_calls as router_calls
 from holdfast.hub.tracing import trace as trace

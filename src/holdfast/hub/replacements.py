@@ -24,27 +24,30 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.adapters import active_module, with_mixin, without_mixin
-from holdfast.hub.families import routing_from_gate
+from holdfast.hub.adapters import USE_SIMILARITY, active_module, with_adapters, with_mixin, without_mixin
+from holdfast.hub.families import moe_family, routing_from_gate
+from holdfast.kernels.backward import is_recomputing
 from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
-from holdfast.routing import Router
+from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import Order, Values
 from holdfast.routing.parts import LinearScore
 from holdfast.routing.records import Context, Projection
-from holdfast.routing.rules import Rule
+from holdfast.routing.replaying import checked_slots
+from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.scores import weights_loaded
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
+ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
 UNREADABLE_GATE = "a router cannot compute scores from them; exclude gates from quantisation"
-USE_SIMILARITY = "use 'similarity', which reads no weights"
 
 
 class PerThread(threading.local):
@@ -67,12 +70,14 @@ class ReroutedGate:
     losses: Any
     training: bool
     usual_order: bool  # returns (logits, weights, indices); otherwise the reverse
+    native_scale: float  # what the family's own gate multiplies its weights by, set by `RouteReplay`
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.holdfast is None and self.context_capture.is_idle:
+        capture = self.context_capture
+        if self.holdfast is None and capture.is_idle and not capture.needs_record:
             return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        tokens = self.context_capture.as_sequences(hidden_states)
-        context = self.context_capture.build_context(tokens)
+        tokens = capture.as_sequences(hidden_states)
+        context = capture.build_context(tokens)
         if self.holdfast is None:
             output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states)  # type: ignore[misc]
             return self._record_native_routing(tokens, context, output)
@@ -95,16 +100,35 @@ class ReroutedGate:
     def _record_native_routing(
         self, tokens: Tensor, context: Context, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Record the routing of the family's own gate, if it is needed, and attach this layer's losses to its weights."""
+        """Record the routing of the family's own gate, if it is needed, and attach this layer's losses to its weights.
+
+        With recorded routes, replace its experts by them. A token whose recorded set is its live set keeps what it has.
+        """
         capture = self.context_capture
         has_losses = self.training and self.losses is not None and capture.collector.learning_enabled
-        if not (capture.is_read_by_next or has_losses or capture.collector.wants_router_logits):
+        wants_logits = capture.collector.wants_router_logits
+        if not (capture.is_read_by_next or has_losses or wants_logits or capture.needs_record):
             return output
         routing = routing_from_gate(output, self.rule)
+        logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
+        if context.replayed is not None:
+            routing, is_live = self._replay(routing, context.replayed)
+            weights = weights.where(is_live, routing.weights.view(weights.shape).to(weights.dtype))
+            experts = experts.where(is_live, routing.experts.view(experts.shape).to(experts.dtype))
         if has_losses:
             routing = replace(routing, losses=self.losses(routing, context.token_mask))
-        weights = capture.record_routing(tokens, routing, context, self.losses, output[1])
-        return output[0], weights, output[2]
+        weights = capture.record_routing(tokens, routing, context, self.losses, weights)
+        return (logits, weights, experts) if output[0].is_floating_point() else (experts, weights, logits)
+
+    def _replay(self, live: Routing, replayed: Tensor) -> tuple[Routing, Tensor]:
+        """Return the routing with the recorded experts, weighted by the family's rule, and (T,1) bool: tokens to keep."""
+        shape, (experts, k) = torch.Size((1, len(live.gates))), (live.gates.shape[-1], live.experts.shape[-1])
+        slots = checked_slots(replayed.to(live.gates.device), shape, experts, k, "a native gate").squeeze(0)
+        slots = slots.where((slots >= 0).all(-1, keepdim=True), live.experts)
+        scores, selection = Scores.from_routing(live, informed=False), Selection.from_routing(live, self.native_scale)
+        weights = self.rule.held_weights(slots.unsqueeze(0), scores, selection).squeeze(0)
+        changed = replace(live, experts=slots, weights=weights)
+        return changed, (changed.chosen == live.chosen).all(-1, keepdim=True)
 
 
 def install_gate(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
@@ -118,7 +142,7 @@ def uninstall_gate(gate: nn.Module) -> None:
     """Give a gate its own class back and remove everything that `install_gate` put on it."""
     if isinstance(gate, ReroutedGate):
         _set_class(gate, without_mixin(type(gate)))
-        for name in ("holdfast", "rule", "losses", "context_capture", "usual_order"):
+        for name in ("holdfast", "rule", "losses", "context_capture", "usual_order", "native_scale"):
             if hasattr(gate, name):
                 delattr(gate, name)
 
@@ -186,11 +210,92 @@ class SparseLayer(nn.Module):
         routing = self.router(hidden_states, context)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
         tokens = context.zero_unusable(hidden_states)
-        most_rows = router.select.most_rows(routing.experts.shape[0])
+        most_rows = None if context.replayed is not None else router.select.most_rows(routing.experts.shape[0])
         run = LAYERS[router.select.layer_kind].run
         out = run(self.experts, tokens, routing, weights, context.token_mask, most_rows)
         out = out if self.shared is None else out + self.shared(tokens)
         return out if self.dropout is None else self.dropout(out)
+
+
+class _CurrentRoutes(PerThread):
+    routes: Tensor | None = None  # (B,N,L,K), the recorded routes of the current forward
+    running = 0  # how many forwards run: that of the model, and that of its base inside it
+
+
+class RouteReplay:
+    """Hooks around a model's forward that take `routed_experts`, the recorded routes (B,N,L,K), off its arguments.
+
+    A recomputation by activation checkpointing reads those of the last forward that may have a backward.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._current = _CurrentRoutes()
+        self._latest: Tensor | None = None
+        self.next_routes: Any = None  # what `holdfast.replay` gives to the next forward
+        self._captures = count()
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, ReroutedGate | SparseLayer)]
+        gates = [layer for layer in layers if isinstance(layer, ReroutedGate)]
+        self.layers, scale = len(layers), moe_family(model).scale if gates else None
+        for gate in gates:
+            gate.native_scale = 1.0 if scale is None else float(getattr(gate, scale))
+        base = getattr(model, "base_model", model)  # may be called directly, or by the model
+        self._handles = []
+        for called in [model] if base is model else [model, base]:
+            begin = called.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+            self._handles += [begin, called.register_forward_hook(self._end_forward, always_call=True)]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def next_layer(self) -> int:
+        """Return the place in recorded routes of the next layer: captures are made in the order of the layers."""
+        return next(self._captures)
+
+    @property
+    def routes(self) -> Tensor | None:
+        """The routes (B,N,L,K) of the current forward, or of the one that a backward recomputes; None if all is live."""
+        if self._current.running:
+            return self._current.routes
+        return self._latest if torch.compiler.is_compiling() or is_recomputing() else None
+
+    def _begin_forward(
+        self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._current.running += 1
+        if self._current.running > 1:  # the base model, called by the model
+            return inputs, options
+        given, self.next_routes = self.next_routes, None
+        if ROUTED_EXPERTS in options:
+            given = options[ROUTED_EXPERTS]
+            options = {name: value for name, value in options.items() if name != ROUTED_EXPERTS}
+        self._current.routes = None if given is None else self._checked(model, given)
+        if torch.is_grad_enabled() or not model.training:
+            self._latest = self._current.routes
+        return inputs, options
+
+    def _checked(self, model: nn.Module, given: Any) -> Tensor:
+        """Return what the caller gave as a tensor (B,N,L,K). Raise ValueError if it is none, or has other layers."""
+        if hasattr(given, "require_model"):  # a `Routes`, which knows what model it is of
+            given.require_model(model)
+            given = given.experts
+        if not isinstance(given, Tensor) or given.dim() != 4:
+            found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"{ROUTED_EXPERTS} is {found}; expected a tensor (B, N, L, K) or a holdfast.Routes.")
+        if given.shape[2] != self.layers:
+            raise ValueError(
+                f"{ROUTED_EXPERTS} has {given.shape[2]} layers, but {self.layers} layers of this model can replay; layers that "
+                'were not rerouted can after holdfast.reroute(model, "native"), which changes no number.'
+            )
+        return given
+
+    def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        self._current.running -= 1
+        if self._current.running == 0:
+            self._current.routes = None
+            if not model.training:  # in training, this forward may run between another one and its backward
+                self._latest = None
 
 
 class _ThreadOverride(PerThread):
@@ -334,7 +439,7 @@ def as_linear(module: Any) -> nn.Linear | Projection:
         weight = weight.t() if _is_transposed(base) else weight
         if base is module:
             return Projection(weight, base.bias)
-        return _with_adapters(module, weight, base.bias)
+        return with_adapters(module, weight, base.bias)
 
 
 def _is_transposed(base: nn.Module) -> bool:
@@ -342,52 +447,3 @@ def _is_transposed(base: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(base, Conv1D)
-
-
-def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
-    """Return the base layer's `weight (d,in)` and bias with the active adapters applied."""
-    if module.disable_adapters or module.merged:
-        return Projection(weight, bias)
-    if not hasattr(module, "lora_A"):
-        raise _unreadable_adapter(_adapter_kind(module))
-    adapted = weight
-    for name in module.active_adapters:
-        if name in module.lora_A:
-            adapted = adapted + _adapter_delta(module, name, weight)
-            added = getattr(module.lora_B[name], "bias", None)  # LoraConfig(lora_bias=True)
-            if added is not None:
-                added = added * module.scaling[name]
-                bias = added if bias is None else bias + added
-    return Projection(adapted, bias)
-
-
-def _adapter_delta(module: Any, name: str, weight: Tensor) -> Tensor:
-    """Return what one adapter adds to `weight (d,in)`.
-
-    LoRA adds its delta D. DoRA (section 4.3 of its paper) replaces W by m (W + D) / |W + D|, where |.| is the length of each
-    row and m a learned length per row; no gradient flows through |W + D|.
-    """
-    delta: Tensor = module.get_delta_weight(name)
-    if getattr(module, "fan_in_fan_out", False):
-        delta = delta.t()
-    variant = getattr(module, "lora_variant", {}).get(name)
-    if variant is None:
-        return delta
-    if type(variant).__name__ != "DoraLinearVariant":
-        raise _unreadable_adapter(type(variant).__name__.removesuffix("LinearVariant"))
-    length = torch.linalg.vector_norm(weight + delta, dim=1).detach()
-    factor = (module.lora_magnitude_vector[name].weight / length).unsqueeze(1)
-    return (factor - 1) * weight + factor * delta
-
-
-def _adapter_kind(module: Any) -> str:
-    """Return the name of the PEFT method: the name of the package in `peft.tuners`, or else of the class."""
-    packages = type(module).__module__.split(".")
-    return packages[2] if packages[:2] == ["peft", "tuners"] and len(packages) > 2 else type(module).__name__
-
-
-def _unreadable_adapter(kind: str) -> ValueError:
-    return ValueError(
-        f"the attention router cannot read an adapter of kind {kind} on the output projection; merge it (merge_adapter), "
-        f"leave that layer out of target_modules, or {USE_SIMILARITY}."
-    )

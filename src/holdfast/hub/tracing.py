@@ -61,7 +61,7 @@ class Step:
         return (self[layer] for layer in range(len(self)))
 
 
-class Routes:
+class Trace:
     """The `Routing` of each MoE layer in the last forward: `routes[i]`, of the layer `routes.names[i]`.
 
     `routes.steps` has a `Step` for each forward that was kept, in order; `routes` itself shows the last one.
@@ -87,7 +87,7 @@ class Routes:
 
 
 @contextmanager
-def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each | None = None) -> Iterator[Routes]:
+def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each | None = None) -> Iterator[Trace]:
     """Inside the `with`, record the detached `Routing` of each MoE layer in every forward of `model`, and its padding.
 
     keep    "last" keeps the last forward only. "all" keeps every forward in `routes.steps`: of `generate()`, the prompt (or
@@ -145,7 +145,7 @@ class _Recorder:
     """The hooks of a trace."""
 
     def __init__(self, names: Sequence[str], all_steps: bool, each: Each | None) -> None:
-        self.routes, self._all_steps, self._each = Routes(names), all_steps, each
+        self.routes, self._all_steps, self._each = Trace(names), all_steps, each
         self._running: nn.Module | None = None  # the model whose forward runs
         self._recorded: set[int] = set()  # layers, in the last step
 
