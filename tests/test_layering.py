@@ -26,6 +26,7 @@ LAYERS = [
     "routing",
     "layers",
     "hub",
+    "replaying",
     "planning",
     "data",
     "attacks",

@@ -20,6 +20,9 @@ from holdfast.layers import MoE as MoE
 from holdfast.layers import SoftMoE as SoftMoE
 from holdfast.layers.losses import Losses as Losses
 from holdfast.planning import plan as plan
+from holdfast.replaying import Routes as Routes
+from holdfast.replaying import record as record
+from holdfast.replaying import replay as replay
 from holdfast.routing import Context as Context
 from holdfast.routing import Router as Router
 from holdfast.routing import Routing as Routing
@@ -37,6 +40,7 @@ __all__ = [
     "Losses",
     "MoE",
     "Router",
+    "Routes",
     "Routing",
     "SoftMoE",
     "audit",
@@ -47,7 +51,9 @@ __all__ = [
     "list_routers",
     "load",
     "plan",
+    "record",
     "register",
+    "replay",
     "reroute",
     "restore",
     "router_loss_scale",

@@ -4,6 +4,8 @@ A router's state (an expert graph, a strip's width) is in buffers, and PEFT save
 it calls `adapter_state_dict` of modules of the class `AuxiliaryTrainingWrapper`. A changed model gets one such module,
 `router_state`, as soon as PEFT puts an adapter on it.
 
+`as_linear` reads the weights of a layer with its adapters, for the attention router.
+
 `with_mixin` is used all over this package: it gives an object a subclass of its class that has the same name.
 """
 
@@ -17,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.routing import Router
 from holdfast.routing.records import Projection
+from holdfast.routing.scores import weights_loaded
 from holdfast.routing.state import StatefulPart
 
 State = dict[str, Tensor]
@@ -367,7 +371,35 @@ def _require_fitting(given: State, own: State) -> None:
             )
 
 
-def with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
+def as_linear(module: Any) -> nn.Linear | Projection:
+    """Return the output projection of an attention as weight and bias of a linear map, in the layout of `nn.Linear`.
+
+    The weight is the one that the layer's forward uses: loaded through accelerate's hooks if it is offloaded, dequantised if
+    it is quantised, and with the active LoRA or DoRA adapters of PEFT. Raise ValueError if it cannot be read.
+    """
+    if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
+        return module
+    with weights_loaded(module):
+        base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        weight = as_float(base, "weight", f"the attention router cannot read them; {USE_SIMILARITY}")
+        if weight.is_meta:
+            raise ValueError(
+                f"the output projection's weights, which the attention router reads, are not in memory; {USE_SIMILARITY}."
+            )
+        weight = weight.t() if _is_transposed(base) else weight
+        if base is module:
+            return Projection(weight, base.bias)
+        return _with_adapters(module, weight, base.bias)
+
+
+def _is_transposed(base: nn.Module) -> bool:
+    """Whether a layer stores its weight as (in, out), as the layers of GPT-2 do."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(base, Conv1D)
+
+
+def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
     """Return the base layer's `weight (d,in)` and bias with the active adapters applied."""
     if module.disable_adapters or module.merged:
         return Projection(weight, bias)

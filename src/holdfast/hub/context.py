@@ -33,9 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.hub.adapters import as_linear
 from holdfast.hub.families import detached_routing, modality_of
 from holdfast.hub.losses import LossCollector
-from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
+from holdfast.hub.replacements import ATTENTION, PerThread, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
 from holdfast.routing.attention_masks import (

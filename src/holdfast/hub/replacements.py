@@ -30,19 +30,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.adapters import USE_SIMILARITY, active_module, with_adapters, with_mixin, without_mixin
+from holdfast.hub.adapters import active_module, with_mixin, without_mixin
 from holdfast.hub.families import moe_family, routing_from_gate
 from holdfast.kernels.backward import is_recomputing
-from holdfast.kernels.quantised import as_float, is_quantised
+from holdfast.kernels.quantised import as_float
 from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
 from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import Order, Values
 from holdfast.routing.parts import LinearScore
-from holdfast.routing.records import Context, Projection
+from holdfast.routing.records import Context
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
-from holdfast.routing.scores import weights_loaded
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
@@ -219,7 +218,7 @@ class SparseLayer(nn.Module):
 
 class _CurrentRoutes(PerThread):
     routes: Tensor | None = None  # (B,N,L,K), the recorded routes of the current forward
-    running = 0  # how many forwards run: that of the model, and that of its base inside it
+    in_model = in_base = False  # which forwards run: the model's, its base's by itself
 
 
 class RouteReplay:
@@ -231,18 +230,21 @@ class RouteReplay:
     def __init__(self, model: Any) -> None:
         self._current = _CurrentRoutes()
         self._latest: Tensor | None = None
-        self.next_routes: Any = None  # what `holdfast.replay` gives to the next forward
+        self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
         self._captures = count()
         layers: list[Any] = [module for module in model.modules() if isinstance(module, ReroutedGate | SparseLayer)]
         gates = [layer for layer in layers if isinstance(layer, ReroutedGate)]
         self.layers, scale = len(layers), moe_family(model).scale if gates else None
         for gate in gates:
             gate.native_scale = 1.0 if scale is None else float(getattr(gate, scale))
-        base = getattr(model, "base_model", model)  # may be called directly, or by the model
-        self._handles = []
-        for called in [model] if base is model else [model, base]:
-            begin = called.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-            self._handles += [begin, called.register_forward_hook(self._end_forward, always_call=True)]
+        base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
+        self._handles = [
+            model.register_forward_pre_hook(self._begin_forward, **own),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ]
+        if base is not model:  # it may be called directly, or by the model
+            self._handles.append(base.register_forward_pre_hook(self._begin_base, **own))
+            self._handles.append(base.register_forward_hook(self._end_base, always_call=True))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -253,23 +255,38 @@ class RouteReplay:
         """Return the place in recorded routes of the next layer: captures are made in the order of the layers."""
         return next(self._captures)
 
+    @contextmanager
+    def once(self, routes: Any) -> Iterator[None]:
+        """Inside the `with`, one forward gets these routes, and a second one raises ValueError."""
+        self._next = [routes]
+        try:
+            yield
+        finally:
+            self._next = None
+
     @property
     def routes(self) -> Tensor | None:
         """The routes (B,N,L,K) of the current forward, or of the one that a backward recomputes; None if all is live."""
-        if self._current.running:
+        if self._current.in_model or self._current.in_base:
             return self._current.routes
         return self._latest if torch.compiler.is_compiling() or is_recomputing() else None
 
-    def _begin_forward(
-        self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._current.running += 1
-        if self._current.running > 1:  # the base model, called by the model
-            return inputs, options
-        given, self.next_routes = self.next_routes, None
-        if ROUTED_EXPERTS in options:
-            given = options[ROUTED_EXPERTS]
-            options = {name: value for name, value in options.items() if name != ROUTED_EXPERTS}
+    def _begin_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        self._current.in_model = True
+        return self._take_routes(model, inputs, options)
+
+    def _begin_base(self, base: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._current.in_model:
+            return None
+        self._current.in_base = True
+        return self._take_routes(base, inputs, options)
+
+    def _take_routes(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        given, options = options.get(ROUTED_EXPERTS), {name: options[name] for name in options if name != ROUTED_EXPERTS}
+        if self._next is not None:
+            if given is not None or not self._next:
+                raise ValueError(f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone.")
+            given = self._next.pop()
         self._current.routes = None if given is None else self._checked(model, given)
         if torch.is_grad_enabled() or not model.training:
             self._latest = self._current.routes
@@ -285,17 +302,20 @@ class RouteReplay:
             raise ValueError(f"{ROUTED_EXPERTS} is {found}; expected a tensor (B, N, L, K) or a holdfast.Routes.")
         if given.shape[2] != self.layers:
             raise ValueError(
-                f"{ROUTED_EXPERTS} has {given.shape[2]} layers, but {self.layers} layers of this model can replay; layers that "
+                f"{ROUTED_EXPERTS} has {given.shape[2]} layers, but {self.layers} of this model can replay; layers that "
                 'were not rerouted can after holdfast.reroute(model, "native"), which changes no number.'
             )
         return given
 
     def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-        self._current.running -= 1
-        if self._current.running == 0:
-            self._current.routes = None
-            if not model.training:  # in training, this forward may run between another one and its backward
-                self._latest = None
+        self._current.in_model, self._current.routes = False, None
+        if not model.training:  # in training, this forward may run between another one and its backward
+            self._latest = None
+
+    def _end_base(self, base: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        if self._current.in_base:
+            self._current.in_base = False
+            self._end_forward(base, inputs, outputs)
 
 
 class _ThreadOverride(PerThread):
@@ -419,31 +439,3 @@ def _is_swiglu(module: Any) -> bool:
         and getattr(type(module), "_apply_gate", None) is default
         and type(module.act_fn) is SiLUActivation
     )
-
-
-def as_linear(module: Any) -> nn.Linear | Projection:
-    """Return the output projection of an attention as weight and bias of a linear map, in the layout of `nn.Linear`.
-
-    The weight is the one that the layer's forward uses: loaded through accelerate's hooks if it is offloaded, dequantised if
-    it is quantised, and with the active LoRA or DoRA adapters of PEFT. Raise ValueError if it cannot be read.
-    """
-    if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
-        return module
-    with weights_loaded(module):
-        base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-        weight = as_float(base, "weight", f"the attention router cannot read them; {USE_SIMILARITY}")
-        if weight.is_meta:
-            raise ValueError(
-                f"the output projection's weights, which the attention router reads, are not in memory; {USE_SIMILARITY}."
-            )
-        weight = weight.t() if _is_transposed(base) else weight
-        if base is module:
-            return Projection(weight, base.bias)
-        return with_adapters(module, weight, base.bias)
-
-
-def _is_transposed(base: nn.Module) -> bool:
-    """Whether a layer stores its weight as (in, out), as the layers of GPT-2 do."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(base, Conv1D)

@@ -162,7 +162,7 @@ class _Recorder:
         mask = arguments[1] if mask is None and len(arguments) > 1 else mask
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             step.shape = (tokens.shape[0], tokens.shape[1])
-            step._padding = token_mask_of(mask, *step.shape, _tokens_before(options))
+            step._padding = token_mask_of(mask, *step.shape, tokens_before(options))
         step._padding_known = True
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -195,7 +195,7 @@ class _Recorder:
         return step
 
 
-def _tokens_before(options: dict[str, Any]) -> int | None:
+def tokens_before(options: dict[str, Any]) -> int | None:
     """Return how many tokens a KV cache has before a forward; None if it is not known."""
     positions, past = options.get("cache_position"), options.get("past_key_values")
     if isinstance(positions, Tensor):

@@ -37,13 +37,13 @@ def checked_slots(replayed: Tensor, shape: torch.Size, experts: int, k: int | No
     if k is not None and replayed.shape[-1] < k:
         raise ValueError(f"{layer}: the record has {replayed.shape[-1]} slots, but the router selects k = {k} experts.")
     slots = replayed.reshape(*shape, replayed.shape[-1]).long()
-    _require_values(slots, experts, k, layer)
+    require_values(slots, experts, k, layer)
     order = (slots == experts).to(torch.uint8).argsort(dim=-1, stable=True)
     slots = slots.gather(-1, order)
     return slots if k is None else slots[..., :k]
 
 
-def _require_values(slots: Tensor, experts: int, k: int | None, layer: str) -> None:
+def require_values(slots: Tensor, experts: int, k: int | None, layer: str) -> None:
     """Raise ValueError if `slots (B,N,K)` are not a record of a layer with this many experts."""
     recorded, none = (slots >= 0).all(-1), (slots == NO_RECORD).all(-1)
     used = (slots >= 0) & (slots < experts)

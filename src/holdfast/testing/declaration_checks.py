@@ -185,8 +185,8 @@ def replay(subject: RouterUnderTest) -> None:
             try:
                 subject.route(tokens, own, training)
             except ValueError:
-                raise NotApplicable("its layer has no selected sets to replay") from None
-            raise AssertionError("a layer without selected sets replays routes")
+                continue
+            raise AssertionError("a layer in which every token uses all experts replays routes")
         again = subject.route(tokens, own, training)
         for name in ("experts", "weights", "gates"):
             assert torch.equal(getattr(again, name), getattr(live, name)), f"replay of its own routes changes its {name}"
