@@ -216,9 +216,15 @@ class SparseLayer(nn.Module):
         return out if self.dropout is None else self.dropout(out)
 
 
-class _CurrentRoutes(PerThread):
-    routes: Tensor | None = None  # (B,N,L,K), the recorded routes of the current forward
-    in_model = in_base = False  # which forwards run: the model's, its base's by itself
+class _ReplayedForward:
+    def __init__(self) -> None:
+        self.routes: Tensor | None = None  # (B,N,L,K), the recorded routes
+        self.in_model = self.in_base = False  # which forwards run: the model's, its base's by itself
+
+
+class _ReplayedForwards(PerThread):
+    def __init__(self) -> None:
+        self.current = _ReplayedForward()  # a compiler does not see changes of this thread's own attributes
 
 
 class RouteReplay:
@@ -228,7 +234,7 @@ class RouteReplay:
     """
 
     def __init__(self, model: Any) -> None:
-        self._current = _CurrentRoutes()
+        self._forwards = _ReplayedForwards()
         self._latest: Tensor | None = None
         self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
         self._captures = count()
@@ -238,10 +244,8 @@ class RouteReplay:
         for gate in gates:
             gate.native_scale = 1.0 if scale is None else float(getattr(gate, scale))
         base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
-        self._handles = [
-            model.register_forward_pre_hook(self._begin_forward, **own),
-            model.register_forward_hook(self._end_forward, always_call=True),
-        ]
+        self._handles = [model.register_forward_pre_hook(self._begin_forward, **own)]
+        self._handles.append(model.register_forward_hook(self._end_forward, always_call=True))
         if base is not model:  # it may be called directly, or by the model
             self._handles.append(base.register_forward_pre_hook(self._begin_base, **own))
             self._handles.append(base.register_forward_hook(self._end_base, always_call=True))
@@ -263,6 +267,10 @@ class RouteReplay:
             yield
         finally:
             self._next = None
+
+    @property
+    def _current(self) -> _ReplayedForward:
+        return self._forwards.current
 
     @property
     def routes(self) -> Tensor | None:
@@ -288,8 +296,6 @@ class RouteReplay:
                 raise ValueError(f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone.")
             given = self._next.pop()
         self._current.routes = None if given is None else self._checked(model, given)
-        if torch.is_grad_enabled() or not model.training:
-            self._latest = self._current.routes
         return inputs, options
 
     def _checked(self, model: nn.Module, given: Any) -> Tensor:
@@ -308,9 +314,12 @@ class RouteReplay:
         return given
 
     def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-        self._current.in_model, self._current.routes = False, None
-        if not model.training:  # in training, this forward may run between another one and its backward
+        # A forward in training without gradients may run between another one and its backward; so may one that has raised.
+        if not model.training:
             self._latest = None
+        elif outputs is not None and torch.is_grad_enabled():
+            self._latest = self._current.routes
+        self._current.in_model, self._current.routes = False, None
 
     def _end_base(self, base: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
         if self._current.in_base:
