@@ -1,6 +1,7 @@
 """Replay in models: own routes change nothing, foreign routes are what a loop computes, gradients included."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from foreign_routes import BATCH, IDS, MASK, assert_same_step, gradients, looped
 from router_names import IN_TEXT_MODELS
 from tiny import MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
+from transformers import Trainer, TrainingArguments
 
 import holdfast
 from holdfast.hub.families import MOE_FAMILIES
@@ -228,6 +230,41 @@ def test_adapters_of_a_replaying_model_train(model_type: str) -> None:
         loss = adapted(**BATCH).loss
     loss.backward()
     assert all(weight.grad is not None for name, weight in adapted.named_parameters() if weight.requires_grad)
+
+
+@pytest.mark.slow
+def test_a_trainer_shuffles_and_splits_routes_with_their_tokens(tmp_path: Path) -> None:
+    """The first token id of a sequence names its row: every forward must route it as this row's record says."""
+    model, rows = holdfast.reroute(tiny("mixtral"), "native"), 8
+    ids = torch.randint(20, 64, (rows, 6), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = torch.arange(rows) + 3
+    routes, seen = random_routes(3, shape=(rows, 6)), []
+
+    def compare(layer: int, routing: holdfast.Routing, token_mask: Any) -> None:
+        seen.append(routing.chosen)
+
+    data = [{"input_ids": ids[row], "labels": ids[row], "routed_experts": routes[row]} for row in range(rows)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        learning_rate=0.0,
+    )
+    given: list[Any] = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    with holdfast.trace(model, each=compare):
+        Trainer(model=model, args=arguments, train_dataset=data).train()
+    handle.remove()
+    assert len(given) == 4 and len(seen) == 12
+    for batch, layers in zip(given, [seen[start : start + 3] for start in range(0, 12, 3)], strict=True):
+        for layer, chosen in enumerate(layers):
+            wanted = routes[batch[:, 0] - 3, :, layer].flatten(0, 1)
+            assert torch.equal(chosen, torch.zeros(12, 8, dtype=torch.bool).scatter(1, wanted, True))
 
 
 @pytest.mark.slow

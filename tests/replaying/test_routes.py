@@ -166,30 +166,23 @@ def test_saved_routes_come_back_with_their_model(tmp_path: Path) -> None:
         assert torch.equal(model(input_ids=IDS, attention_mask=MASK).logits, logits)
 
 
+def described(**changes: Any) -> str:
+    values = {"model_type": "", "places": [0], "all_layers": 1, "experts": [8], "k": [2]}
+    return json.dumps({**values, **changes})
+
+
 @pytest.mark.parametrize(
     "notes",
     [
         {},
-        {"holdfast_routes": "9"},
+        {"holdfast_routes": "9", "of": described()},
         {"holdfast_routes": "1"},
         {"holdfast_routes": "1", "of": "[" * 100_000},
         {"holdfast_routes": "1", "of": "[]"},
-        {
-            "holdfast_routes": "1",
-            "of": json.dumps({"model_type": 3, "places": [0], "all_layers": 1, "experts": [8], "k": [2]}),
-        },
-        {
-            "holdfast_routes": "1",
-            "of": json.dumps({"model_type": "", "places": [0], "all_layers": 1, "experts": [0], "k": [2]}),
-        },
-        {
-            "holdfast_routes": "1",
-            "of": json.dumps({"model_type": "", "places": [0], "all_layers": 1, "experts": [8], "k": []}),
-        },
-        {
-            "holdfast_routes": "1",
-            "of": json.dumps({"model_type": "", "places": [0], "all_layers": 1, "experts": [2], "k": [2]}),
-        },
+        {"holdfast_routes": "1", "of": described(model_type=3)},
+        {"holdfast_routes": "1", "of": described(experts=[0])},
+        {"holdfast_routes": "1", "of": described(k=[])},
+        {"holdfast_routes": "1", "of": described(experts=[2])},
     ],
     ids=range(9),
 )

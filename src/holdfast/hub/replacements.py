@@ -24,7 +24,6 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class ReroutedGate:
         routing = routing_from_gate(output, self.rule)
         logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
         if context.replayed is not None:
-            routing, is_live = self._replay(routing, context.replayed)
+            routing, is_live = self._replay(routing, context.replayed, weights.shape[:-1])
             weights = weights.where(is_live, routing.weights.view(weights.shape).to(weights.dtype))
             experts = experts.where(is_live, routing.experts.view(experts.shape).to(experts.dtype))
         if has_losses:
@@ -119,15 +118,15 @@ class ReroutedGate:
         weights = capture.record_routing(tokens, routing, context, self.losses, weights)
         return (logits, weights, experts) if output[0].is_floating_point() else (experts, weights, logits)
 
-    def _replay(self, live: Routing, replayed: Tensor) -> tuple[Routing, Tensor]:
-        """Return the routing with the recorded experts, weighted by the family's rule, and (T,1) bool: tokens to keep."""
+    def _replay(self, live: Routing, replayed: Tensor, tokens: torch.Size) -> tuple[Routing, Tensor]:
+        """Return the routing with the recorded experts, weighted by the family's rule, and (*tokens,1): tokens to keep."""
         shape, (experts, k) = torch.Size((1, len(live.gates))), (live.gates.shape[-1], live.experts.shape[-1])
         slots = checked_slots(replayed.to(live.gates.device), shape, experts, k, "a native gate").squeeze(0)
         slots = slots.where((slots >= 0).all(-1, keepdim=True), live.experts)
         scores, selection = Scores.from_routing(live, informed=False), Selection.from_routing(live, self.native_scale)
         weights = self.rule.held_weights(slots.unsqueeze(0), scores, selection).squeeze(0)
         changed = replace(live, experts=slots, weights=weights)
-        return changed, (changed.chosen == live.chosen).all(-1, keepdim=True)
+        return changed, (changed.chosen == live.chosen).all(-1).view(*tokens, 1)
 
 
 def install_gate(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
@@ -237,7 +236,7 @@ class RouteReplay:
         self._forwards = _ReplayedForwards()
         self._latest: Tensor | None = None
         self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
-        self._captures = count()
+        self._captures = 0  # how many layers asked for their place
         layers: list[Any] = [module for module in model.modules() if isinstance(module, ReroutedGate | SparseLayer)]
         gates = [layer for layer in layers if isinstance(layer, ReroutedGate)]
         self.layers, scale = len(layers), moe_family(model).scale if gates else None
@@ -257,7 +256,8 @@ class RouteReplay:
 
     def next_layer(self) -> int:
         """Return the place in recorded routes of the next layer: captures are made in the order of the layers."""
-        return next(self._captures)
+        self._captures += 1
+        return self._captures - 1
 
     @contextmanager
     def once(self, routes: Any) -> Iterator[None]:
