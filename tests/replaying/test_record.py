@@ -7,6 +7,7 @@ import pytest
 import torch
 from foreign_routes import IDS, MASK
 from router_names import IN_TEXT_MODELS
+from tiers import quick_or_slow
 from tiny import tiny
 
 import holdfast
@@ -29,13 +30,13 @@ def assert_recorded(model: Any, **options: Any) -> None:
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("model_type", MOE_FAMILIES)
+@pytest.mark.parametrize("model_type", quick_or_slow(MOE_FAMILIES, ("olmoe", "deepseek_v3", "granitemoehybrid")))
 def test_routes_of_generated_text_are_those_of_one_forward(model_type: str) -> None:
     assert_recorded(tiny(model_type))
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("router", IN_TEXT_MODELS)
+@pytest.mark.parametrize("router", quick_or_slow(IN_TEXT_MODELS, ("smooth", "similarity", "ac", "top-p")))
 def test_every_cacheable_router_is_recorded(router: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

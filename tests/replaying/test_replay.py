@@ -8,6 +8,7 @@ import pytest
 import torch
 from foreign_routes import BATCH, IDS, MASK, assert_same_step, gradients, looped, own_routes, random_routes, step
 from router_names import IN_TEXT_MODELS
+from tiers import quick_or_slow
 from tiny import MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
 from transformers import Trainer, TrainingArguments
@@ -23,7 +24,9 @@ def layers_of(model_type: str) -> int:
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("model_type", MOE_FAMILIES)
+@pytest.mark.parametrize(
+    "model_type", quick_or_slow(MOE_FAMILIES, ("mixtral", "deepseek_v3", "phimoe", "gpt_oss", "qwen3_next"))
+)
 def test_a_native_model_that_replays_its_own_routes_computes_the_same_bits(model_type: str) -> None:
     model = holdfast.reroute(tiny(model_type), "native")
     logits, routes = own_routes(model)
@@ -35,7 +38,7 @@ def test_a_native_model_that_replays_its_own_routes_computes_the_same_bits(model
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("router", IN_TEXT_MODELS)
+@pytest.mark.parametrize("router", quick_or_slow(IN_TEXT_MODELS, ("smooth", "ac", "capacity", "remoe", "hash", "attention")))
 def test_every_router_that_replays_its_own_routes_computes_the_same_bits(router: str) -> None:
     model = holdfast.reroute(tiny("mixtral"), router)
     logits, routes = own_routes(model)
