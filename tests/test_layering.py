@@ -27,6 +27,7 @@ LAYERS = [
     "routing",
     "layers",
     "hub",
+    "replaying",
     "planning",
     "data",
     "attacks",

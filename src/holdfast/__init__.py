@@ -26,6 +26,9 @@ from holdfast.layers.losses import Losses as Losses
 from holdfast.metrics import register_metric as register_metric
 from holdfast.planning import plan as plan
 from holdfast.plugins import load_plugin as load_plugin
+from holdfast.replaying import Routes as Routes
+from holdfast.replaying import record as record
+from holdfast.replaying import replay as replay
 from holdfast.routing import Context as Context
 from holdfast.routing import Router as Router
 from holdfast.routing import Routing as Routing
@@ -43,6 +46,7 @@ __all__ = [
     "Losses",
     "MoE",
     "Router",
+    "Routes",
     "Routing",
     "SoftMoE",
     "audit",
@@ -55,11 +59,13 @@ __all__ = [
     "load",
     "load_plugin",
     "plan",
+    "record",
     "register",
     "register_attack",
     "register_dataset",
     "register_family",
     "register_metric",
+    "replay",
     "reroute",
     "restore",
     "router_loss_scale",

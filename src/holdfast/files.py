@@ -136,12 +136,12 @@ PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # the temporary names that `write_a
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows does not have it
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, and create its folder if there is none."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a text (as UTF-8) or bytes to `path` atomically, and create its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        _write(partial, os.O_EXCL, text)
+        _write(partial, os.O_EXCL, content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -159,10 +159,10 @@ def remove_partial(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, flags: int, text: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | NO_FOLLOW | flags, 0o666)
-    with open(file, "w", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
+def _write(path: Path, flags: int, content: str | bytes) -> None:
+    flags |= os.O_WRONLY | os.O_CREAT | NO_FOLLOW | getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags, 0o666), "wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
 
 
 def require_no_links(path: Path, root: Path) -> None:

@@ -242,6 +242,11 @@ class HoldsTooMuch(TopK):
         return 1.01 * super().held_weights(experts, scores, live)
 
 
+class ReplaysTooMuch(TopK):
+    def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return 1.01 * super().replayed_weights(experts, scores, live)
+
+
 class HoldsConstants(TopK):
     """Right on the live set, and without a gradient elsewhere."""
 
@@ -381,6 +386,7 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "exactly the live weights"),
     "holds constants": (lambda: with_select(HoldsConstants(DIM, EXPERTS, 2)), "held weights", "no gradient"),
     "holds evenly": (lambda: with_select(HoldsEvenly(DIM, EXPERTS, 2)), "held weights", "change by"),
+    "replays too much": (lambda: with_select(ReplaysTooMuch(DIM, EXPERTS, 2)), "replay", "changes its weights"),
     "certifies too much": (
         lambda: with_select(ForgetsAnExpert(DIM, EXPERTS, 2)),
         "declared certificate",

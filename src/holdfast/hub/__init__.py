@@ -17,7 +17,7 @@ from holdfast.hub.families import GateRule as GateRule
 from holdfast.hub.families import MoEFamily as MoEFamily
 from holdfast.hub.families import register_family as register_family
 from holdfast.hub.tracing import RouterCall as RouterCall
-from holdfast.hub.tracing import Routes as Routes
+from holdfast.hub.tracing import Trace as Trace
 from holdfast.hub.tracing import has_routers as has_routers
 from holdfast.hub.tracing import router_calls as router_calls
 from holdfast.hub.tracing import trace as trace

@@ -33,12 +33,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.hub.adapters import as_linear
 from holdfast.hub.families import detached_routing, modality_of
 from holdfast.hub.losses import LossCollector
-from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
+from holdfast.hub.replacements import ATTENTION, PerThread, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
-from holdfast.routing.attention_masks import separates_neighbours, token_mask_of, window_mask
+from holdfast.routing.attention_masks import (
+    require_separate_sequences,
+    separates_neighbours,
+    token_mask_of,
+    window_mask,
+)
 from holdfast.routing.cache import has_static_length, prepare_static_rows, router_cache_of, static_router_cache_of
 from holdfast.routing.state import StatefulPart
 
@@ -168,6 +174,7 @@ class ContextCapture:
         # A KV cache stores this number with its router rows. After a change to the model the number differs, so that rows of
         # the earlier router are not used.
         self.router_number = next(_router_numbers)
+        self.replay_layer = collector.replay.next_layer()
         self._current = _CurrentForward()
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
@@ -232,6 +239,17 @@ class ContextCapture:
         return self._current.state.routed
 
     @property
+    def replayed(self) -> Tensor | None:
+        """The recorded routes (B,N,K) of this layer in the current forward; None if it is live."""
+        routes = self.collector.replay.routes
+        return None if routes is None or self.replay_layer >= routes.shape[2] else routes[:, :, self.replay_layer]
+
+    @property
+    def needs_record(self) -> bool:
+        """Whether routes are replayed in this forward, or a backward will replay those of an earlier one."""
+        return self.collector.replay.routes is not None or self._is_pending
+
+    @property
     def is_training(self) -> bool:
         """Whether the router is in training mode; the rest of the model may be in another mode."""
         return (self.layer_modules.block if self.router is None else self.router).training
@@ -239,7 +257,7 @@ class ContextCapture:
     def most_rows(self, tokens: int) -> int | None:
         """Return how many slots of the layer's tokens have an expert at most; None if all may, or these are other tokens."""
         shape = self._current.state.shape
-        if self.router is None or (shape is not None and shape.numel() != tokens):
+        if self.router is None or self.replayed is not None or (shape is not None and shape.numel() != tokens):
             return None
         return self.router.select.most_rows(tokens)
 
@@ -264,7 +282,7 @@ class ContextCapture:
             warnings.warn(NOT_CAUSAL_IN_TRAINING, stacklevel=2)
         needs_padding = self.is_training or self.sequence_aware or self.sees_batch or self.collector.wants_router_logits
         if self.layer_modules.windowed or not needs_padding:
-            return Context(previous=previous, token_ids=ids, modality=modality)
+            return Context(previous=previous, token_ids=ids, modality=modality, replayed=self.replayed)
         if captured.mask is not None and not isinstance(captured.mask, Tensor):
             raise ValueError(
                 f"attention uses a {type(captured.mask).__name__} as its mask, from which a router cannot read padding; "
@@ -276,7 +294,7 @@ class ContextCapture:
             self._require_one_sequence_in_a_row(captured.mask, token_mask)
         visible = self._visible_tokens(captured, earlier, tokens)
         attention, causal = self._attention_context(captured, visible), self.layer_modules.causal
-        return Context(causal, token_mask, attention, previous, earlier.rows, ids, modality, visible)
+        return Context(causal, token_mask, attention, previous, earlier.rows, ids, modality, visible, self.replayed)
 
     def record_routing(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
@@ -301,7 +319,7 @@ class ContextCapture:
     def _will_be_recomputed(self) -> bool:
         """Whether a backward will run this layer again, and the result depends on state or on the previous routing."""
         return (
-            self._recomputation_reads_state
+            (self._recomputation_reads_state or self.needs_record)
             and self.is_training
             and self.collector.may_have_backward
             and not torch.compiler.is_compiling()
@@ -309,17 +327,23 @@ class ContextCapture:
             and not is_recomputing()
         )
 
+    @property
+    def _is_pending(self) -> bool:
+        """Whether an earlier forward waits for a backward that will run this layer again."""
+        last = self._current.pending
+        pending = None if last is None else last()
+        return pending is not None and not pending.done
+
     def _require_one_forward(self) -> None:
         """Raise ValueError at a second forward before the backward of the first.
 
-        The recomputation of the first forward would read the router state and the previous layer's routing of the second.
+        The recomputation of the first would read router state, previous routing and recorded routes of the second.
         """
-        last = self._current.pending
-        pending = None if last is None else last()
-        if pending is not None and not pending.done:
+        if self._is_pending:
             raise ValueError(
                 "gradient checkpointing with this router allows one forward before each backward, and this is the second: "
-                "switch gradient checkpointing off, put the batches into one forward, or choose a router without state."
+                "switch gradient checkpointing off, put the batches into one forward, or use a router without state and no "
+                "recorded routes."
             )
 
     def _require_one_sequence_in_a_row(self, mask: Tensor, real: Tensor) -> None:
@@ -352,7 +376,7 @@ class ContextCapture:
             named = options.get("attention_mask", options.get("mask"))  # T5's name
             mask = inputs[1] if named is None and len(inputs) > 1 else named
             if self.sequence_aware:
-                _require_separate_sequences(mask, options)
+                require_separate_sequences(mask, options)
             kv_cache = options.get("past_key_values", options.get("layer_past"))
             kv_cache = getattr(kv_cache, "self_attention_cache", kv_cache)
             states = options.get("cache_params", kv_cache)
@@ -424,20 +448,6 @@ class ContextCapture:
             key, value = key[:, :, : visible.keys], value[:, :, : visible.keys]
         projection = as_linear(self.layer_modules.projection) if self.reads_projection else None
         return Attention(query, key, value, projection, output, visible.mask, captured.scale)
-
-
-def _require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError if a row has several sequences and no mask from which a router can separate them."""
-    if options.get("cache") is not None:
-        raise ValueError(
-            "continuous batching (generate_batch) puts sequences into one row and their tokens into pages, where a "
-            "sequence-aware router cannot separate the sequences; use generate."
-        )
-    if options.get("cu_seq_lens_q") is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
-        raise ValueError(
-            "sequences are packed into one row without a mask between them, where a sequence-aware router cannot "
-            'separate the sequences; set the model\'s attention to "sdpa" or "eager".'
-        )
 
 
 def _has_recurrent_state(mixer: Any, cache: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import as_token_ids, image_tokens, text_config
-from holdfast.hub.replacements import PerThread
+from holdfast.hub.replacements import PerThread, RouteReplay
 from holdfast.kernels.backward import is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
@@ -155,6 +155,7 @@ class LossCollector:
         self._latest_ids: Tensor | None = None
         self.on_forward_end: list[Callable[[], None]] = []  # called when the data of a forward are no longer needed
         prepare_output_classes(model)
+        self.replay = RouteReplay(model)
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
             model.register_forward_hook(self._end_forward, with_kwargs=True, always_call=True),
@@ -165,6 +166,7 @@ class LossCollector:
 
     def remove(self) -> None:
         """Remove the hooks."""
+        self.replay.remove()
         for handle in self._handles:
             handle.remove()
 

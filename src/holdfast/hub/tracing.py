@@ -60,7 +60,7 @@ class Step:
         return (self[layer] for layer in range(len(self)))
 
 
-class Routes:
+class Trace:
     """The `Routing` of each MoE layer in the last forward: `routes[i]`, of the layer `routes.names[i]`.
 
     `routes.steps` has a `Step` for each forward that was kept, in order; `routes` itself shows the last one.
@@ -86,7 +86,7 @@ class Routes:
 
 
 @contextmanager
-def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each | None = None) -> Iterator[Routes]:
+def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each | None = None) -> Iterator[Trace]:
     """Inside the `with`, record the detached `Routing` of each MoE layer in every forward of `model`, and its padding.
 
     keep    "last" keeps the last forward only. "all" keeps every forward in `routes.steps`: of `generate()`, the prompt (or
@@ -143,7 +143,7 @@ class _Recorder:
     """The hooks of a trace."""
 
     def __init__(self, names: Sequence[str], all_steps: bool, each: Each | None) -> None:
-        self.routes, self._all_steps, self._each = Routes(names), all_steps, each
+        self.routes, self._all_steps, self._each = Trace(names), all_steps, each
         self._running: nn.Module | None = None  # the model whose forward runs
         self._recorded: set[int] = set()  # layers, in the last step
 
@@ -166,7 +166,7 @@ class _Recorder:
             return
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             step.shape = (tokens.shape[0], tokens.shape[1])
-            step._padding = token_mask_of(mask, *step.shape, _tokens_before(options))
+            step._padding = token_mask_of(mask, *step.shape, tokens_before(options))
         step._padding_known = True
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -199,7 +199,7 @@ class _Recorder:
         return step
 
 
-def _tokens_before(options: dict[str, Any]) -> int | None:
+def tokens_before(options: dict[str, Any]) -> int | None:
     """Return how many tokens a KV cache has before a forward; None if it is not known."""
     positions, past = options.get("cache_position"), options.get("past_key_values")
     if isinstance(positions, Tensor):

@@ -46,7 +46,8 @@ class RoutedLayer(nn.Module, ABC):
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
         real = None if context is None else context.token_mask
-        most_rows = self.router.select.most_rows(routing.experts.shape[0])
+        replays = context is not None and context.replayed is not None
+        most_rows = None if replays else self.router.select.most_rows(routing.experts.shape[0])
         out = self.run(self.experts, tokens, routing, routing.weights, real, most_rows)
         if self.shared is not None:
             out = out + self.shared(tokens)

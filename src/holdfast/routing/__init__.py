@@ -9,6 +9,7 @@ balanced.py, assignment.py, capacity.py             the selectors that look at t
 fixed.py, sparsemax.py, hierarchy.py, modality.py   fixed experts, and other gates
 state.py            parts that update state without gradients
 cache.py            what earlier tokens stored while decoding
+replaying.py        recorded experts with live weights
 registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
 """

@@ -3,6 +3,8 @@
 B sequences, N current tokens, M keys; a mask is bool, or numbers that are added to the attention's scores
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,3 +66,17 @@ def separates_neighbours(mask: Tensor, real: Tensor) -> Tensor:
     before = places.where(real, 0).cummax(1).values[:, :-1]
     seen = allowed_by(mask[:, 0]).expand(len(real), -1, -1)[:, 1:].gather(2, before.unsqueeze(-1)).squeeze(-1)
     return (real[:, 1:] & real.gather(1, before) & ~seen).any()
+
+
+def require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError if a row has several sequences and no mask from which a router can separate them."""
+    if options.get("cache") is not None:
+        raise ValueError(
+            "continuous batching (generate_batch) puts sequences into one row and their tokens into pages, where a "
+            "sequence-aware router cannot separate the sequences; use generate."
+        )
+    if options.get("cu_seq_lens_q") is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        raise ValueError(
+            "sequences are packed into one row without a mask between them, where a sequence-aware router cannot "
+            'separate the sequences; set the model\'s attention to "sdpa" or "eager".'
+        )

@@ -123,6 +123,9 @@ class Capacity(Selector):
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return self.base.held_weights(experts, scores, live)
 
+    def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        return self.base.replayed_weights(experts, scores, live)
+
     def conditions(self, scores: Scores) -> Conditions:
         raise NoCertificate("no certificate is known for a capacity limit: other tokens of the batch change the selection")
 

@@ -333,6 +333,10 @@ class Selector(Part):
         too. `live.weights_if_same_set` does both. The result is differentiable in the scores.
         """
 
+    def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """Return (B,N,K): the weights of replayed sets, in the same form as `held_weights`, which they are by default."""
+        return self.held_weights(experts, scores, live)
+
     @abstractmethod
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         """Return the experts and weights of each token, and the loss terms of this part."""

@@ -25,7 +25,7 @@ class Routing:
 
     logits: Tensor  # (T,E) float32, the scores before the gate function
     gates: Tensor  # (T,E) float32, what the selector read; non-negative, need not sum to 1
-    experts: Tensor  # (T,K) int64, sorted by weight, descending; E marks an unused slot
+    experts: Tensor  # (T,K) int64, sorted by weight, descending, or as recorded if replayed; E marks an unused slot
     weights: Tensor  # (T,K) float32, 0 in unused slots
     losses: Mapping[str, Tensor] = field(
         default_factory=dict
@@ -133,6 +133,8 @@ class Context:
     token_ids: Tensor | None = None  # (B,N), for hash and distilled routers
     modality: Tensor | None = None  # (B,N) int64, the modality of each token, for routers with a score for each
     visible: VisibleTokens | None = None  # for parts that read "attention.mask"; None: `attention` has it, or all tokens
+    # (B,N,K) integers, the experts of each token in an earlier run, to use again (holdfast.routing.replaying)
+    replayed: Tensor | None = None
 
     @property
     def visible_tokens(self) -> VisibleTokens | None:

@@ -23,6 +23,7 @@ from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.launching import is_exporting, wait_for_side_stream
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing
+from holdfast.routing.replaying import checked_slots, replay_selection
 from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.state import StatefulPart
 
@@ -188,6 +189,8 @@ class Router(nn.Module):
             if self.training and self.learning and self.select.noise is not None:
                 scores = self.select.with_noise(self.select.noise, scores, tokens)
             selection = self.select(scores, tokens, context)
+            if context.replayed is not None:
+                selection = self._replay(context.replayed, selection, scores)
             weights = selection.weights if self.scale == 1 else selection.weights * self.scale
             routing = Routing(
                 logits=_detach_unusable(logits, usable).flatten(0, 1),
@@ -206,6 +209,16 @@ class Router(nn.Module):
                 routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
         wait_for_side_stream(tokens)
         return routing
+
+    def _replay(self, replayed: Tensor, live: Selection, scores: Scores) -> Selection:
+        """Return `live` with the recorded experts `replayed (B,N,K)`. Raise ValueError if this router cannot replay them."""
+        if self.select.layer_kind != "moe":
+            raise ValueError(
+                f"{self.layer}: every token of a SoftMoE or SMEAR layer uses all experts; it cannot replay routes."
+            )
+        k = None if self.select.ragged else live.experts.shape[-1]
+        slots = checked_slots(replayed.to(live.gates.device), live.gates.shape[:2], self.experts, k, self.layer)
+        return replay_selection(self.select, live, scores, slots)
 
     def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None) -> Scores:
         """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""

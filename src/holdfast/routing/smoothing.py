@@ -149,6 +149,13 @@ class SmoothTopK(Selector, StatefulPart):
         """
         return self._held_in_strip(experts, live).where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
 
+    def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """Return the weights that the rule gives the whole set: a recorded expert has not faded, whatever the live strip is.
+
+        With a softmax rule this is the softmax of the live logits over the set, and every expert of it gets a gradient.
+        """
+        return self.rule.held_weights(experts, scores, live)
+
     def _held_in_strip(self, experts: Tensor, live: Selection) -> Tensor:
         remaining = live.weights_of(experts)
         if not self.rule.renormalise:

@@ -30,6 +30,7 @@ CHECKS: dict[str, Callable[[RouterUnderTest], str | None]] = {
     "declared fixed sets": declaration_checks.fixed_sets,
     "declared number of experts": declaration_checks.active_experts,
     "held weights": declaration_checks.held_weights,
+    "replay": declaration_checks.replay,
     "declared certificate": declaration_checks.certificate,
     "save and load": learning_checks.save_and_load,
     "evaluation keeps state": learning_checks.evaluation_keeps_state,

@@ -18,7 +18,7 @@ from holdfast.certificates import NoCertificate, certify
 from holdfast.kernels import fp32_linear, grouped, token_mixing  # noqa: F401  (they define the operators)
 from holdfast.routing import Context, Part, Router, RouterCache, Routing
 from holdfast.routing.declarations import Cost, LayerSizes
-from holdfast.testing.router_under_test import HEADS, STEEP, WIDTH, NotApplicable, RouterUnderTest, objective
+from holdfast.testing.router_under_test import HEADS, STEEP, WIDTH, NotApplicable, RouterUnderTest, objective, state_of
 
 Shape = torch.Size
 LENGTH = 17
@@ -169,6 +169,44 @@ def active_experts(subject: RouterUnderTest) -> None:
         assert bool((used == declared.inference).all()), (
             f"it declares {declared.inference:g} experts per token, but a token uses {most}"
         )
+
+
+def replay(subject: RouterUnderTest) -> None:
+    """Check that a router that replays its own routes returns what it returned, and that foreign sets are used as recorded.
+
+    Tokens without a record are live. Gradients are finite, and state is what it would be without a record.
+    """
+    tokens = subject.tokens()
+    context = subject.context(tokens)
+    for training in (True, False):
+        live = subject.route(tokens, context, training)
+        own = replace(context, replayed=live.experts.view(*tokens.shape[:2], -1).to(torch.int16))
+        if subject.prototype.select.layer_kind != "moe":
+            try:
+                subject.route(tokens, own, training)
+            except ValueError:
+                continue
+            raise AssertionError("a layer in which every token uses all experts replays routes")
+        again = subject.route(tokens, own, training)
+        for name in ("experts", "weights", "gates"):
+            assert torch.equal(getattr(again, name), getattr(live, name)), f"replay of its own routes changes its {name}"
+        moved = (tokens + 0.5 * subject.tokens(seed=3)).requires_grad_()
+        foreign = live.experts.view(*tokens.shape[:2], -1).clone()
+        foreign[0] = -1
+        first, second = subject.build().train(training), subject.build().train(training)
+        torch.manual_seed(1)
+        alone = first(moved, subject.context(moved))
+        torch.manual_seed(1)
+        replayed = second(moved, replace(subject.context(moved), replayed=foreign))
+        count = tokens.shape[1]
+        assert torch.equal(replayed.chosen[count:], live.chosen[count:]), "the recorded sets are not used"
+        assert torch.equal(replayed.weights[:count, : alone.weights.shape[1]], alone.weights[:count]), (
+            "a token without a record is not routed live"
+        )
+        gradient = torch.autograd.grad(objective(replayed), moved, allow_unused=True)[0]
+        assert gradient is None or bool(gradient.isfinite().all()), "replay gives a gradient that is not finite"
+        for name, state in state_of(first).items():
+            assert torch.equal(state, state_of(second)[name]), f"replay changes what the router learns ({name})"
 
 
 def held_weights(subject: RouterUnderTest) -> None:

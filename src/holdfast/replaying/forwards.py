@@ -1,0 +1,174 @@
+"""`replay` recorded routes in one forward of a model, and `record` them while a model generates text."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.hub.install import hooks_of
+from holdfast.hub.tracing import Trace, tokens_before, trace
+from holdfast.replaying.routed_model import RoutedModel, unwrapped
+from holdfast.replaying.routes import Routes, join_layers
+from holdfast.routing.replaying import NO_RECORD
+
+
+@contextmanager
+def replay(model: nn.Module, routes: Routes | Tensor) -> Iterator[None]:
+    """Inside the `with`, the next forward of `model` uses the recorded experts, with live weights and gradients.
+
+    routes   a `Routes`, or its tensor (B,N,L,K), of exactly the batch of that forward
+
+    The same as `model(..., routed_experts=routes)`, which is the better form in a training loop. The backward may run after
+    the `with`. The model must be one that `reroute`, `sparsify` or `load` returned; `holdfast.reroute(model, "native")`
+    makes it so without a change of any number.
+    """
+    hooks = hooks_of(unwrapped(model))
+    if hooks is None:
+        raise ValueError(
+            'this model has no hooks that take routes: call holdfast.reroute(model, "native") once, which changes no '
+            "number, or reroute it to another router."
+        )
+    checked = routes if isinstance(routes, Routes) else Routes.from_tensor(routes, model)
+    checked.require_model(model)
+    with hooks.collector.replay.once(checked):
+        yield
+
+
+@final
+class _Rollout:
+    """The token ids and routes of a batch of sequences that grows at its end."""
+
+    def __init__(self) -> None:
+        self.ids: list[Tensor] = []  # (B,n) each
+        self.routes: list[Tensor] = []  # (B,n,L,K) each
+
+    @property
+    def length(self) -> int:
+        return sum(ids.shape[1] for ids in self.ids)
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids[0]) if self.ids else 0
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens: a cache was cropped, because guessed tokens were rejected."""
+        while self.length > length:
+            keep = self.ids[-1].shape[1] - (self.length - length)
+            last, routes = self.ids.pop(), self.routes.pop()
+            if keep > 0:
+                self.ids.append(last[:, :keep])
+                self.routes.append(routes[:, :keep])
+
+
+@final
+class Recorder:
+    """The routes of every forward inside a `holdfast.record`."""
+
+    def __init__(self, trace: Trace, of: RoutedModel, pad: int | None) -> None:
+        self._trace, self._of, self._pad = trace, of, pad
+        self._rollouts: list[_Rollout] = []
+        self._begun: tuple[Tensor | None, int] = (None, 0)  # token ids of the current forward, and how many came before
+
+    def clear(self) -> None:
+        """Forget all that was recorded."""
+        self._rollouts.clear()
+
+    def routes(self, sequences: Any, *, attention_mask: Tensor | None = None) -> Routes:
+        """Return the routes of `sequences (B,N)`, token ids as `generate` returned them, one record at each of their tokens.
+
+        attention_mask   (B,N): tokens where it is 0 get no record. Without it, left padding and the padding after sequences
+                         that ended early get none
+
+        The last token of a batch has no record: `generate` has not computed anything for it. Raise ValueError if these
+        sequences were not recorded, row by row.
+        """
+        given = getattr(sequences, "sequences", sequences)
+        if not isinstance(given, Tensor) or given.dim() != 2:
+            raise ValueError("give the token ids (B, N) that generate returned, prompt included.")
+        rollout = self._find(given)
+        slots = max(routes.shape[-1] for routes in rollout.routes)
+        joined = torch.cat([_widened(routes, slots, self._of) for routes in rollout.routes], dim=1)[:, : given.shape[1]]
+        missing = given.shape[1] - joined.shape[1]
+        joined = torch.nn.functional.pad(joined, (0, 0, 0, 0, 0, missing), value=NO_RECORD)
+        real = _before_trailing(given, self._pad) if attention_mask is None else attention_mask != 0
+        return Routes.from_tensor(joined.where(real[..., None, None].to(joined.device), NO_RECORD), self._of)
+
+    def _find(self, sequences: Tensor) -> _Rollout:
+        """Return the last rollout of these token ids."""
+        rows, length = sequences.shape
+        for rollout in reversed(self._rollouts):
+            if rollout.rows == rows and length - 1 <= rollout.length:
+                seen = torch.cat(rollout.ids, dim=1)[:, :length]
+                if torch.equal(seen, sequences[:, : seen.shape[1]].to(seen.device)):
+                    return rollout
+        raise ValueError(
+            f"no forward over these {rows} x {length} tokens was recorded, row by row. (A beam search moves sequences "
+            "between rows; compiled forwards and continuous batching are not seen: generate greedily or by sampling.)"
+        )
+
+    def _begin(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        ids = options.get("input_ids", inputs[0] if inputs else None)
+        is_ids = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
+        self._begun = (ids if is_ids else None, tokens_before(options) or 0)
+
+    def _end(self, model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        (ids, before), self._begun = self._begun, (None, 0)
+        if ids is None or self._trace.steps[-1].shape != tuple(ids.shape):
+            return
+        rollout = self._rollouts[-1] if self._rollouts else _Rollout()
+        if before == 0 or rollout.rows != len(ids) or rollout.length < before:
+            if before != 0:  # its first tokens were computed outside of the `with`
+                return
+            rollout = _Rollout()
+            self._rollouts.append(rollout)
+        rollout.crop(before)
+        step = self._trace.steps[-1]
+        assert step.shape is not None
+        rollout.ids.append(ids.detach().clone())
+        rollout.routes.append(join_layers(list(step), step.shape, step.token_mask).to(torch.int16))
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recorder]:
+    """Inside the `with`, record the routes of every forward of `model`, in `generate` too.
+
+        with holdfast.record(model) as recorder:
+            sequences = model.generate(**prompts)
+        routes = recorder.routes(sequences)
+
+    Works for every model that `holdfast.trace` supports, changed or not. Several calls of `generate` may be recorded:
+    `routes` finds the one that a batch of sequences came from.
+    """
+    inner = unwrapped(model)
+    generation = getattr(inner, "generation_config", None)
+    pad = getattr(generation, "pad_token_id", None)
+    pad = getattr(inner.config, "pad_token_id", None) if pad is None else pad
+    with trace(inner) as traced:
+        recorder = Recorder(traced, RoutedModel.from_model(inner), pad if isinstance(pad, int) else None)
+        handles = [
+            inner.register_forward_pre_hook(recorder._begin, with_kwargs=True),
+            inner.register_forward_hook(recorder._end),
+        ]
+        try:
+            yield recorder
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _widened(routes: Tensor, slots: int, of: RoutedModel) -> Tensor:
+    """Return `routes (B,n,L,K)` with unused slots added, or -1 where a token has no record."""
+    missing = slots - routes.shape[-1]
+    unused = (
+        torch.tensor(of.experts, dtype=routes.dtype, device=routes.device).view(-1, 1).expand(*routes.shape[:-1], missing)
+    )
+    return torch.cat([routes, unused.where((routes >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1)
+
+
+def _before_trailing(sequences: Tensor, pad: int | None) -> Tensor:
+    """Return (B,N) bool: False for the run of padding tokens at the end of each row."""
+    if pad is None:
+        return torch.ones_like(sequences, dtype=torch.bool)
+    return (sequences != pad).flip(-1).cumsum(-1).flip(-1) > 0
