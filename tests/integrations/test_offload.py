@@ -12,7 +12,7 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
-from holdfast.hub.adapters import as_linear
+from holdfast.hub.replacements import as_linear
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate offloads")
 

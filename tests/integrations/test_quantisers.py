@@ -12,7 +12,7 @@ from tiny_dense import tiny_dense
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.hub.adapters import as_linear
+from holdfast.hub.replacements import as_linear
 
 IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 WIDTH = {"hidden_size": 64}  # bitsandbytes' blocks of 4-bit weights are 64 wide

@@ -4,8 +4,6 @@ A router's state (an expert graph, a strip's width) is in buffers, and PEFT save
 it calls `adapter_state_dict` of modules of the class `AuxiliaryTrainingWrapper`. A changed model gets one such module,
 `router_state`, as soon as PEFT puts an adapter on it.
 
-`as_linear` reads the weights of a layer with its adapters, for the attention router.
-
 `with_mixin` is used all over this package: it gives an object a subclass of its class that has the same name.
 """
 
@@ -19,16 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.routing import Router
-from holdfast.routing.records import Projection
-from holdfast.routing.scores import weights_loaded
 from holdfast.routing.state import StatefulPart
 
 State = dict[str, Tensor]
 
 ROUTER_STATE = "router_state"  # the name of the module
-USE_SIMILARITY = "use 'similarity', which reads no weights"
 COPIES = ("modules_to_save", "original_module")  # PEFT saves these copies of modules itself, with the routers inside
 _classes: dict[tuple[Any, Any], Any] = {}
 
@@ -376,80 +370,3 @@ def _require_fitting(given: State, own: State) -> None:
                 f"this adapter was trained with other routers than the model has ({name} does not fit); give the model the "
                 "routers of the adapter's own base (reroute, or holdfast.load of its folder) before loading it."
             )
-
-
-def as_linear(module: Any) -> nn.Linear | Projection:
-    """Return the output projection of an attention as weight and bias of a linear map, in the layout of `nn.Linear`.
-
-    The weight is the one that the layer's forward uses: loaded through accelerate's hooks if it is offloaded, dequantised if
-    it is quantised, and with the active LoRA or DoRA adapters of PEFT. Raise ValueError if it cannot be read.
-    """
-    if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
-        return module
-    with weights_loaded(module):
-        base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-        weight = as_float(base, "weight", f"the attention router cannot read them; {USE_SIMILARITY}")
-        if weight.is_meta:
-            raise ValueError(
-                f"the output projection's weights, which the attention router reads, are not in memory; {USE_SIMILARITY}."
-            )
-        weight = weight.t() if _is_transposed(base) else weight
-        if base is module:
-            return Projection(weight, base.bias)
-        return _with_adapters(module, weight, base.bias)
-
-
-def _is_transposed(base: nn.Module) -> bool:
-    """Whether a layer stores its weight as (in, out), as the layers of GPT-2 do."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(base, Conv1D)
-
-
-def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
-    """Return the base layer's `weight (d,in)` and bias with the active adapters applied."""
-    if module.disable_adapters or module.merged:
-        return Projection(weight, bias)
-    if not hasattr(module, "lora_A"):
-        raise _unreadable_adapter(_adapter_kind(module))
-    adapted = weight
-    for name in module.active_adapters:
-        if name in module.lora_A:
-            adapted = adapted + _adapter_delta(module, name, weight)
-            added = getattr(module.lora_B[name], "bias", None)  # LoraConfig(lora_bias=True)
-            if added is not None:
-                added = added * module.scaling[name]
-                bias = added if bias is None else bias + added
-    return Projection(adapted, bias)
-
-
-def _adapter_delta(module: Any, name: str, weight: Tensor) -> Tensor:
-    """Return what one adapter adds to `weight (d,in)`.
-
-    LoRA adds its delta D. DoRA (section 4.3 of its paper) replaces W by m (W + D) / |W + D|, where |.| is the length of each
-    row and m a learned length per row; no gradient flows through |W + D|.
-    """
-    delta: Tensor = module.get_delta_weight(name)
-    if getattr(module, "fan_in_fan_out", False):
-        delta = delta.t()
-    variant = getattr(module, "lora_variant", {}).get(name)
-    if variant is None:
-        return delta
-    if type(variant).__name__ != "DoraLinearVariant":
-        raise _unreadable_adapter(type(variant).__name__.removesuffix("LinearVariant"))
-    length = torch.linalg.vector_norm(weight + delta, dim=1).detach()
-    factor = (module.lora_magnitude_vector[name].weight / length).unsqueeze(1)
-    return (factor - 1) * weight + factor * delta
-
-
-def _adapter_kind(module: Any) -> str:
-    """Return the name of the PEFT method: the name of the package in `peft.tuners`, or else of the class."""
-    packages = type(module).__module__.split(".")
-    return packages[2] if packages[:2] == ["peft", "tuners"] and len(packages) > 2 else type(module).__name__
-
-
-def _unreadable_adapter(kind: str) -> ValueError:
-    return ValueError(
-        f"the attention router cannot read an adapter of kind {kind} on the output projection; merge it (merge_adapter), "
-        f"leave that layer out of target_modules, or {USE_SIMILARITY}."
-    )

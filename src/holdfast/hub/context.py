@@ -33,19 +33,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.adapters import as_linear
 from holdfast.hub.families import detached_routing, modality_of
 from holdfast.hub.losses import LossCollector
-from holdfast.hub.replacements import ATTENTION, PerThread, override_config, restore_config
+from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
 from holdfast.routing.attention_masks import (
+    require_one_sequence_in_a_row,
     require_separate_sequences,
-    separates_neighbours,
     token_mask_of,
     window_mask,
 )
-from holdfast.routing.cache import has_static_length, prepare_static_rows, router_cache_of, static_router_cache_of
+from holdfast.routing.cache import (
+    has_recurrent_state,
+    has_static_length,
+    prepare_static_rows,
+    router_cache_of,
+    static_router_cache_of,
+)
 from holdfast.routing.state import StatefulPart
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
@@ -355,11 +360,7 @@ class ContextCapture:
         if not is_square or torch.compiler.is_compiling() or (mask.device.type != "cpu" and self._mask_was_read):
             return
         self._mask_was_read = True
-        if bool(separates_neighbours(mask, real)):
-            raise ValueError(
-                "the attention mask packs several sequences into one row, and a SoftMoE or SMEAR layer would mix them; put "
-                "each sequence into a row of its own."
-            )
+        require_one_sequence_in_a_row(mask, real)
 
     def _capture_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         state = self._current.state
@@ -380,7 +381,7 @@ class ContextCapture:
             kv_cache = options.get("past_key_values", options.get("layer_past"))
             kv_cache = getattr(kv_cache, "self_attention_cache", kv_cache)
             states = options.get("cache_params", kv_cache)
-            has_state = self.layer_modules.recurrent and _has_recurrent_state(attention, states)
+            has_state = self.layer_modules.recurrent and has_recurrent_state(attention, states)
             kv_cache = None if self.layer_modules.recurrent else kv_cache
             self._current.state.attention = CapturedAttention(mask, kv_cache, has_state)
             if self.static_rows and kv_cache is not None and has_static_length(self._cache_layer(kv_cache)):
@@ -448,11 +449,3 @@ class ContextCapture:
             key, value = key[:, :, : visible.keys], value[:, :, : visible.keys]
         projection = as_linear(self.layer_modules.projection) if self.reads_projection else None
         return Attention(query, key, value, projection, output, visible.mask, captured.scale)
-
-
-def _has_recurrent_state(mixer: Any, cache: Any) -> bool:
-    """Whether a recurrent layer has a state of earlier tokens. In transformers 5.22 each of its states has a flag."""
-    if cache is None:
-        return False
-    flags = cache.layers[mixer.layer_idx].has_previous_state
-    return any(flags.values()) if isinstance(flags, dict) else bool(flags)

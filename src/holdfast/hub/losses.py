@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import as_token_ids, image_tokens, text_config
-from holdfast.hub.replacements import PerThread, RouteReplay
+from holdfast.hub.replacements import PerThread
+from holdfast.hub.replay import RouteReplay
 from holdfast.kernels.backward import is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing

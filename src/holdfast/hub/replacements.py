@@ -16,6 +16,8 @@ feed-forward network.
 In transformers, attention and experts modules look up their function by a name in their config (`_attn_implementation`,
 `_experts_implementation`). To make a module use Holdfast's function, we give it a `ConfigView`, in which only that name
 differs. The model's own config is not changed.
+
+`as_linear` reads the weights of a layer with its adapters, for the attention router.
 """
 
 import sys
@@ -30,22 +32,22 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.adapters import active_module, with_mixin, without_mixin
-from holdfast.hub.families import moe_family, routing_from_gate
-from holdfast.kernels.backward import is_recomputing
-from holdfast.kernels.quantised import as_float
+from holdfast.hub.families import routing_from_gate
+from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
 from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import Order, Values
 from holdfast.routing.parts import LinearScore
-from holdfast.routing.records import Context
+from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
+from holdfast.routing.scores import weights_loaded
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
-ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
 UNREADABLE_GATE = "a router cannot compute scores from them; exclude gates from quantisation"
+USE_SIMILARITY = "use 'similarity', which reads no weights"
 
 
 class PerThread(threading.local):
@@ -228,118 +230,6 @@ class SparseLayer(nn.Module):
         return out if self.dropout is None else self.dropout(out)
 
 
-class _ReplayedForward:
-    def __init__(self) -> None:
-        self.routes: Tensor | None = None  # (B,N,L,K), the recorded routes
-        self.in_model = self.in_base = False  # which forwards run: the model's, its base's by itself
-
-
-class _ReplayedForwards(PerThread):
-    def __init__(self) -> None:
-        self.current = _ReplayedForward()  # a compiler does not see changes of this thread's own attributes
-
-
-class RouteReplay:
-    """Hooks around a model's forward that take `routed_experts`, the recorded routes (B,N,L,K), off its arguments.
-
-    A recomputation by activation checkpointing reads those of the last forward that may have a backward.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._forwards = _ReplayedForwards()
-        self._latest: Tensor | None = None
-        self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
-        self._captures = 0  # how many layers asked for their place
-        layers: list[Any] = [module for module in model.modules() if isinstance(module, ReroutedGate | SparseLayer)]
-        gates = [layer for layer in layers if isinstance(layer, ReroutedGate)]
-        self.layers, scale = len(layers), moe_family(model).scale if gates else None
-        for gate in gates:
-            gate.native_scale = 1.0 if scale is None else float(getattr(gate, scale))
-        base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
-        self._handles = [model.register_forward_pre_hook(self._begin_forward, **own)]
-        self._handles.append(model.register_forward_hook(self._end_forward, always_call=True))
-        if base is not model:  # it may be called directly, or by the model
-            self._handles.append(base.register_forward_pre_hook(self._begin_base, **own))
-            self._handles.append(base.register_forward_hook(self._end_base, always_call=True))
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def next_layer(self) -> int:
-        """Return the place in recorded routes of the next layer: captures are made in the order of the layers."""
-        self._captures += 1
-        return self._captures - 1
-
-    @contextmanager
-    def once(self, routes: Any) -> Iterator[None]:
-        """Inside the `with`, one forward gets these routes, and a second one raises ValueError."""
-        self._next = [routes]
-        try:
-            yield
-        finally:
-            self._next = None
-
-    @property
-    def _current(self) -> _ReplayedForward:
-        return self._forwards.current
-
-    @property
-    def routes(self) -> Tensor | None:
-        """The routes (B,N,L,K) of the current forward, or of the one that a backward recomputes; None if all is live."""
-        if self._current.in_model or self._current.in_base:
-            return self._current.routes
-        return self._latest if torch.compiler.is_compiling() or is_recomputing() else None
-
-    def _begin_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        self._current.in_model = True
-        return self._take_routes(model, inputs, options)
-
-    def _begin_base(self, base: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self._current.in_model:
-            return None
-        self._current.in_base = True
-        return self._take_routes(base, inputs, options)
-
-    def _take_routes(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        given, options = options.get(ROUTED_EXPERTS), {name: options[name] for name in options if name != ROUTED_EXPERTS}
-        if self._next is not None:
-            if given is not None or not self._next:
-                raise ValueError(f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone.")
-            given = self._next.pop()
-        self._current.routes = None if given is None else self._checked(model, given)
-        return inputs, options
-
-    def _checked(self, model: nn.Module, given: Any) -> Tensor:
-        """Return what the caller gave as a tensor (B,N,L,K). Raise ValueError if it is none, or has other layers."""
-        if hasattr(given, "require_model"):  # a `Routes`, which knows what model it is of
-            given.require_model(model)
-            given = given.experts
-        if not isinstance(given, Tensor) or given.dim() != 4:
-            found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            raise ValueError(f"{ROUTED_EXPERTS} is {found}; expected a tensor (B, N, L, K) or a holdfast.Routes.")
-        if given.shape[2] != self.layers:
-            raise ValueError(
-                f"{ROUTED_EXPERTS} has {given.shape[2]} layers, but {self.layers} of this model can replay; layers that "
-                'were not rerouted can after holdfast.reroute(model, "native"), which changes no number.'
-            )
-        return given
-
-    def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-        # A forward in training without gradients may run between another one and its backward; so may one that has raised.
-        if not model.training:
-            self._latest = None
-        elif outputs is not None and torch.is_grad_enabled():
-            self._latest = self._current.routes
-        self._current.in_model, self._current.routes = False, None
-
-    def _end_base(self, base: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-        if self._current.in_base:
-            self._current.in_base = False
-            self._end_forward(base, inputs, outputs)
-
-
 class _ThreadOverride(PerThread):
     """Whether this thread sees Holdfast's implementation name."""
 
@@ -460,4 +350,81 @@ def _is_swiglu(module: Any) -> bool:
         and default is not None
         and getattr(type(module), "_apply_gate", None) is default
         and type(module.act_fn) is SiLUActivation
+    )
+
+
+def as_linear(module: Any) -> nn.Linear | Projection:
+    """Return the output projection of an attention as weight and bias of a linear map, in the layout of `nn.Linear`.
+
+    The weight is the one that the layer's forward uses: loaded through accelerate's hooks if it is offloaded, dequantised if
+    it is quantised, and with the active LoRA or DoRA adapters of PEFT. Raise ValueError if it cannot be read.
+    """
+    if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
+        return module
+    with weights_loaded(module):
+        base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        weight = as_float(base, "weight", f"the attention router cannot read them; {USE_SIMILARITY}")
+        if weight.is_meta:
+            raise ValueError(
+                f"the output projection's weights, which the attention router reads, are not in memory; {USE_SIMILARITY}."
+            )
+        weight = weight.t() if _is_transposed(base) else weight
+        if base is module:
+            return Projection(weight, base.bias)
+        return _with_adapters(module, weight, base.bias)
+
+
+def _is_transposed(base: nn.Module) -> bool:
+    """Whether a layer stores its weight as (in, out), as the layers of GPT-2 do."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(base, Conv1D)
+
+
+def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
+    """Return the base layer's `weight (d,in)` and bias with the active adapters applied."""
+    if module.disable_adapters or module.merged:
+        return Projection(weight, bias)
+    if not hasattr(module, "lora_A"):
+        raise _unreadable_adapter(_adapter_kind(module))
+    adapted = weight
+    for name in module.active_adapters:
+        if name in module.lora_A:
+            adapted = adapted + _adapter_delta(module, name, weight)
+            added = getattr(module.lora_B[name], "bias", None)  # LoraConfig(lora_bias=True)
+            if added is not None:
+                added = added * module.scaling[name]
+                bias = added if bias is None else bias + added
+    return Projection(adapted, bias)
+
+
+def _adapter_delta(module: Any, name: str, weight: Tensor) -> Tensor:
+    """Return what one adapter adds to `weight (d,in)`.
+
+    LoRA adds its delta D. DoRA (section 4.3 of its paper) replaces W by m (W + D) / |W + D|, where |.| is the length of each
+    row and m a learned length per row; no gradient flows through |W + D|.
+    """
+    delta: Tensor = module.get_delta_weight(name)
+    if getattr(module, "fan_in_fan_out", False):
+        delta = delta.t()
+    variant = getattr(module, "lora_variant", {}).get(name)
+    if variant is None:
+        return delta
+    if type(variant).__name__ != "DoraLinearVariant":
+        raise _unreadable_adapter(type(variant).__name__.removesuffix("LinearVariant"))
+    length = torch.linalg.vector_norm(weight + delta, dim=1).detach()
+    factor = (module.lora_magnitude_vector[name].weight / length).unsqueeze(1)
+    return (factor - 1) * weight + factor * delta
+
+
+def _adapter_kind(module: Any) -> str:
+    """Return the name of the PEFT method: the name of the package in `peft.tuners`, or else of the class."""
+    packages = type(module).__module__.split(".")
+    return packages[2] if packages[:2] == ["peft", "tuners"] and len(packages) > 2 else type(module).__name__
+
+
+def _unreadable_adapter(kind: str) -> ValueError:
+    return ValueError(
+        f"the attention router cannot read an adapter of kind {kind} on the output projection; merge it (merge_adapter), "
+        f"leave that layer out of target_modules, or {USE_SIMILARITY}."
     )

@@ -80,3 +80,12 @@ def require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
             "sequences are packed into one row without a mask between them, where a sequence-aware router cannot "
             'separate the sequences; set the model\'s attention to "sdpa" or "eager".'
         )
+
+
+def require_one_sequence_in_a_row(mask: Tensor, real: Tensor) -> None:
+    """Raise ValueError if a mask `(B,1,N,N)` separates a real token from the real token before it."""
+    if bool(separates_neighbours(mask, real)):
+        raise ValueError(
+            "the attention mask packs several sequences into one row, and a SoftMoE or SMEAR layer would mix them; put "
+            "each sequence into a row of its own."
+        )

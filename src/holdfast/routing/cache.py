@@ -273,3 +273,11 @@ def _with_static_rows(kind: Any) -> type:
 
     WithStaticRows.__name__, WithStaticRows.__module__ = kind.__name__, kind.__module__
     return WithStaticRows
+
+
+def has_recurrent_state(mixer: Any, cache: Any) -> bool:
+    """Whether a recurrent layer has a state of earlier tokens. In transformers 5.22 each of its states has a flag."""
+    if cache is None:
+        return False
+    flags = cache.layers[mixer.layer_idx].has_previous_state
+    return any(flags.values()) if isinstance(flags, dict) else bool(flags)

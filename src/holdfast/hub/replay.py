@@ -1,0 +1,126 @@
+"""Recorded routes in a model's forward: take `routed_experts` off its arguments, and give each layer its part."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.hub.families import moe_family
+from holdfast.hub.replacements import PerThread, ReroutedGate, SparseLayer
+from holdfast.kernels.backward import is_recomputing
+
+ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
+
+
+class _ReplayedForward:
+    def __init__(self) -> None:
+        self.routes: Tensor | None = None  # (B,N,L,K), the recorded routes
+        self.in_model = self.in_base = False  # which forwards run: the model's, its base's by itself
+
+
+class _ReplayedForwards(PerThread):
+    def __init__(self) -> None:
+        self.current = _ReplayedForward()  # a compiler does not see changes of this thread's own attributes
+
+
+class RouteReplay:
+    """Hooks around a model's forward that take `routed_experts`, the recorded routes (B,N,L,K), off its arguments.
+
+    A recomputation by activation checkpointing reads those of the last forward that may have a backward.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._forwards = _ReplayedForwards()
+        self._latest: Tensor | None = None
+        self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
+        self._captures = 0  # how many layers asked for their place
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, ReroutedGate | SparseLayer)]
+        gates = [layer for layer in layers if isinstance(layer, ReroutedGate)]
+        self.layers, scale = len(layers), moe_family(model).scale if gates else None
+        for gate in gates:
+            gate.native_scale = 1.0 if scale is None else float(getattr(gate, scale))
+        base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
+        self._handles = [model.register_forward_pre_hook(self._begin_forward, **own)]
+        self._handles.append(model.register_forward_hook(self._end_forward, always_call=True))
+        if base is not model:  # it may be called directly, or by the model
+            self._handles.append(base.register_forward_pre_hook(self._begin_base, **own))
+            self._handles.append(base.register_forward_hook(self._end_base, always_call=True))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def next_layer(self) -> int:
+        """Return the place in recorded routes of the next layer: captures are made in the order of the layers."""
+        self._captures += 1
+        return self._captures - 1
+
+    @contextmanager
+    def once(self, routes: Any) -> Iterator[None]:
+        """Inside the `with`, one forward gets these routes, and a second one raises ValueError."""
+        self._next = [routes]
+        try:
+            yield
+        finally:
+            self._next = None
+
+    @property
+    def _current(self) -> _ReplayedForward:
+        return self._forwards.current
+
+    @property
+    def routes(self) -> Tensor | None:
+        """The routes (B,N,L,K) of the current forward, or of the one that a backward recomputes; None if all is live."""
+        if self._current.in_model or self._current.in_base:
+            return self._current.routes
+        return self._latest if torch.compiler.is_compiling() or is_recomputing() else None
+
+    def _begin_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        self._current.in_model = True
+        return self._take_routes(model, inputs, options)
+
+    def _begin_base(self, base: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._current.in_model:
+            return None
+        self._current.in_base = True
+        return self._take_routes(base, inputs, options)
+
+    def _take_routes(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        given, options = options.get(ROUTED_EXPERTS), {name: options[name] for name in options if name != ROUTED_EXPERTS}
+        if self._next is not None:
+            if given is not None or not self._next:
+                raise ValueError(f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone.")
+            given = self._next.pop()
+        self._current.routes = None if given is None else self._checked(model, given)
+        return inputs, options
+
+    def _checked(self, model: nn.Module, given: Any) -> Tensor:
+        """Return what the caller gave as a tensor (B,N,L,K). Raise ValueError if it is none, or has other layers."""
+        if hasattr(given, "require_model"):  # a `Routes`, which knows what model it is of
+            given.require_model(model)
+            given = given.experts
+        if not isinstance(given, Tensor) or given.dim() != 4:
+            found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"{ROUTED_EXPERTS} is {found}; expected a tensor (B, N, L, K) or a holdfast.Routes.")
+        if given.shape[2] != self.layers:
+            raise ValueError(
+                f"{ROUTED_EXPERTS} has {given.shape[2]} layers, but {self.layers} of this model can replay; layers that "
+                'were not rerouted can after holdfast.reroute(model, "native"), which changes no number.'
+            )
+        return given
+
+    def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        # A forward in training without gradients may run between another one and its backward; so may one that has raised.
+        if not model.training:
+            self._latest = None
+        elif outputs is not None and torch.is_grad_enabled():
+            self._latest = self._current.routes
+        self._current.in_model, self._current.routes = False, None
+
+    def _end_base(self, base: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        if self._current.in_base:
+            self._current.in_base = False
+            self._end_forward(base, inputs, outputs)
