@@ -30,6 +30,7 @@ PUBLIC = {
     "create_router",
     "list_routers",
     "load",
+    "measure_geometry",
     "plan",
     "register",
     "reroute",
@@ -53,7 +54,7 @@ def test_instruments_are_functions_beside_packages_of_other_names() -> None:
     import holdfast.certificates
     import holdfast.planning
 
-    for function in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.plan):
+    for function in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.measure_geometry, holdfast.plan):
         assert inspect.isfunction(function) and "Example:" in (function.__doc__ or "")
 
 

@@ -1,5 +1,6 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast.auditing.geometry_run import measure_geometry as measure_geometry
 from holdfast.auditing.layer_certificates import certify_model as certify
 from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
@@ -46,6 +47,7 @@ __all__ = [
     "create_router",
     "list_routers",
     "load",
+    "measure_geometry",
     "plan",
     "register",
     "reroute",

@@ -93,16 +93,20 @@ def test_order_two_points_are_those_of_all_triples(experts: int, k: int, seed: i
     for triple in combinations(range(experts), 3):
         i, j, e = triple
         matrix = torch.stack([keys.slopes[i] - keys.slopes[j], keys.slopes[i] - keys.slopes[e]])
-        point = torch.linalg.solve(matrix, torch.stack([keys.offsets[j] - keys.offsets[i], keys.offsets[e] - keys.offsets[i]]))
+        point = torch.linalg.solve(
+            matrix, torch.stack([keys.offsets[j] - keys.offsets[i], keys.offsets[e] - keys.offsets[i]])
+        )
         values = keys.at(point)
         above = sum(float(values[other]) > float(values[i]) for other in range(experts) if other not in triple)
         if (low < point).all() and (point < high).all() and k - 2 <= above <= k - 1:
             wanted[triple] = point
     ties = slice_ties(keys, low, high)
-    found = {tuple(triple): point for triple, point in zip(ties.triples.tolist(), ties.points, strict=True)}
+    found: dict[tuple[int, ...], Tensor] = {
+        tuple(triple): point for triple, point in zip(ties.triples.tolist(), ties.points, strict=True)
+    }
     assert found.keys() == wanted.keys()
-    for triple, point in wanted.items():
-        torch.testing.assert_close(found[triple], point, atol=1e-8, rtol=1e-8)
+    for known, point in wanted.items():
+        torch.testing.assert_close(found[known], point, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["smoe", "smooth[eps=0.3]"])
@@ -112,7 +116,7 @@ def test_the_sets_of_a_grid_are_those_of_the_router(name: str) -> None:
     router = holdfast.create_router(name, dim=12, experts=10, k=2).eval()
     tokens = torch.randn(3, 12).double()
     plane = plane_through(*tokens)
-    keys = PlaneKeys.of(plane, router.score.weight, None, 2)
+    keys = PlaneKeys.of(plane, router.score.get_parameter("weight"), None, 2)
     places = grid(*box(), 60)
     with torch.no_grad():
         routing = router(plane.points(places).float().reshape(1, -1, 12))

@@ -116,7 +116,7 @@ class Baseline:
         limit = self.at_risk[-1]["relative"] if len(self.at_risk) == self.keep else math.inf
         for place in worst:
             if float(relative[place]) < limit:
-                where = {"batch": batch.number, "layer": layer, **_where(batch, int(real[place]), encoder)}
+                where = {"batch": batch.number, "layer": layer, **where_in_batch(batch, int(real[place]), encoder)}
                 leaves, enters = pair[place].tolist()
                 size = {"relative": float(relative[place]), "radius": float(radius[place])}
                 self.at_risk.append({**where, **size, "leaves": leaves, "enters": enters})
@@ -190,7 +190,7 @@ def _risk(entry: dict[str, Any]) -> tuple[float, int, int, int]:
     return entry["relative"], entry["layer"], entry["batch"], entry["place"]
 
 
-def _where(batch: AuditBatch, row: int, encoder: TextEncoder | None) -> dict[str, Any]:
+def where_in_batch(batch: AuditBatch, row: int, encoder: TextEncoder | None) -> dict[str, Any]:
     """Return the position of a token and the tokens around it, decoded if there is a tokenizer."""
     ids = batch.ids
     if ids is None or row >= ids.numel():

@@ -67,7 +67,9 @@ class PlaneKeys:
         """Restrict the keys W x + b to a plane; `weight (E,d)`, `bias (E,)`."""
         weight = weight.detach().double()
         if not 0 < k < len(weight):
-            raise ValueError(f"k is {k} of {len(weight)} experts; there are ties at the threshold only for k from 1 to E - 1.")
+            raise ValueError(
+                f"k is {k} of {len(weight)} experts; there are ties at the threshold only for k from 1 to E - 1."
+            )
         offsets = weight @ plane.origin + (0 if bias is None else bias.detach().double())
         return cls(weight @ plane.basis.t(), offsets, k)
 
