@@ -44,7 +44,19 @@ STRANGERS = {"attacks", "metrics", "certificates"}  # these import records and p
 NOT_FOR_STRANGERS = {"hub", "layers"}
 
 # These read the declarations of a part and never its class.
-INSTRUMENTS = {"auditing", "certificates", "planning", "metrics", "hub", "attacks", "testing", "train", "cli", "report"}
+INSTRUMENTS = {
+    "auditing",
+    "certificates",
+    "geometry",
+    "planning",
+    "metrics",
+    "hub",
+    "attacks",
+    "testing",
+    "train",
+    "cli",
+    "report",
+}
 
 
 def imports(file: Path) -> Iterator[str]:

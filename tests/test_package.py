@@ -28,6 +28,7 @@ PUBLIC = {
     "certify",
     "compare",
     "create_router",
+    "geometry",
     "list_routers",
     "load",
     "measure_geometry",

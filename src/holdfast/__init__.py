@@ -1,5 +1,6 @@
 """Holdfast: mixture-of-experts routing that holds."""
 
+from holdfast import geometry as geometry
 from holdfast.auditing.geometry_run import measure_geometry as measure_geometry
 from holdfast.auditing.layer_certificates import certify_model as certify
 from holdfast.auditing.run import audit as audit
@@ -45,6 +46,7 @@ __all__ = [
     "certify",
     "compare",
     "create_router",
+    "geometry",
     "list_routers",
     "load",
     "measure_geometry",

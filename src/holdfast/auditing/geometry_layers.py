@@ -1,7 +1,7 @@
 """What `measure_geometry` collects about one MoE layer, batch by batch: ties, hitting times, jumps and pictures.
 
-Distances are shares of each token's norm, and the noise of a random walk is scaled by it: at time 1, a walk has added noise of
-`noise` times the norm of the token, as the perturbation `noise` of an audit does at once.
+Distances are shares of each token's norm, and the noise of a random walk is scaled by it: at time 1, a walk has added noise
+of `noise` times the norm of the token, as the perturbation `noise` of an audit does at once.
 
 T tokens, E experts, M orders, n times or widths
 """

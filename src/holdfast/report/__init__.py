@@ -1,4 +1,4 @@
-"""HTML reports of stored comparisons, audits and geometry reports: each is one file, rendered from JSON, not from a model."""
+"""HTML reports of stored comparisons, audits and geometry reports: each is one file, rendered from JSON, not a model."""
 
 from holdfast.report.audit_page import render_audit, write_audit
 from holdfast.report.comparison_page import render, write_report

@@ -278,7 +278,7 @@ def hitting(geometry: Geometry) -> Plot:
     level = f"{float(noise):.3g}" if isinstance(noise, int | float) else "the noise level"
     caption = (
         f"The share of random walks from tokens that have reached a boundary. At time 1 a walk has added noise of {level} "
-        "of the token's norm, at time 4 twice as much. Bars: 95% intervals of the simulation, one walk of each token counted."
+        "of the token's norm, at time 4 twice as much. Bars: 95% intervals, with one walk of each token counted."
     )
     return Plot("hitting", "When noise reaches a boundary", caption, data, layout)
 

@@ -1,0 +1,243 @@
+"""`nearest_ties`: how far a token is from the nearest tie of each order, and which experts tie there.
+
+A point has order m (Definition 3.2 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts")
+if m + 1 experts have the same key, at the threshold between the k best and the others. All points of order m or more are a
+closed set, a union of pieces of flats. Its nearest point lies inside a piece, so it is the projection of the token onto the
+flat of that piece:
+
+    distance to order m = min over the sets T of at least m + 1 experts whose projection is at the threshold of dist(x, F_T)
+
+Sets of m + 1 experts alone are not enough, nor are those that follow each other in the ranking of the token: both give an
+upper bound only. All 2^E sets are too many, but few can be the nearest. Starting from the upper bound r of sets that follow
+each other, the search visits only sets that can be nearer:
+
+    dist(x, F_T) grows with T, so a set is visited only if all its pairs, and all its first experts, are nearer than r
+    an expert at rank p is at the threshold only if enough experts between it and the threshold have met it, at distance <= r
+
+For m = 1 the nearest tie is the nearest pair, the certificate's exact radius.
+
+T tokens, E experts, M orders, N visited sets
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from holdfast.geometry.affine import AffineKeys, affine_keys
+from holdfast.geometry.flats import at_threshold, keys_at, project
+from holdfast.routing.declarations import Order
+
+MOST_SETS = 100_000  # of a token that are visited for one order; beyond, the nearest of them is an upper bound
+MOST_ELEMENTS = 2**22  # of the largest tensor
+PIECE = 2**14  # sets that are extended together
+EQUAL = 1 + 1e-12  # two distances within this factor are equal
+
+
+@final
+@dataclass(frozen=True)
+class Ties:
+    """The nearest ties of each token, by order."""
+
+    orders: tuple[int, ...]
+    distances: Tensor  # (T,M) float64, l2; infinite if there is no tie of this order
+    sets: Tensor  # (T,M,E) bool: the experts that tie at the nearest point
+    exact: Tensor  # (T,M) bool: True: this is the nearest; False: more than MOST_SETS sets, and this is an upper bound
+
+    def share_within(self, eps: Tensor) -> Tensor:
+        """Return (n,M): the share of tokens within each of `eps (n,)` of each order."""
+        eps = torch.as_tensor(eps, dtype=self.distances.dtype, device=self.distances.device).reshape(-1)
+        return (self.distances.unsqueeze(0) <= eps.view(-1, 1, 1)).double().mean(1)
+
+
+@torch.no_grad()
+def nearest_ties(order: Order, tokens: Tensor, k: int, orders: Sequence[int] = (1, 2, 3)) -> Ties:
+    """Return the distances of `tokens (..., d)` to the nearest ties of some `orders`, in l2; tokens are flattened to (T,d).
+
+    order   what `Score.order(tokens, context)` declares for the same tokens; `affine_order` returns it with k, or refuses
+    k       how many experts a token selects. With k = E there is no tie, and distances are infinite
+    """
+    keys = affine_keys(order, tokens)
+    check_k(k, keys.experts)
+    orders = tuple(orders)
+    if not orders or any(not isinstance(m, int) or m < 1 for m in orders):
+        raise ValueError(f"orders are {orders}; expected whole numbers from 1.")
+    products = keys.products()
+    step = max(1, MOST_ELEMENTS // keys.experts**2)
+    parts = [
+        [_nearest(products, part, k, m) for m in orders]
+        for part in (keys.rows(slice(start, start + step)) for start in range(0, max(1, len(keys.points)), step))
+    ]
+    joined = [torch.cat([torch.stack([found[n] for found in part], dim=1) for part in parts]) for n in range(3)]
+    return Ties(orders, *joined)
+
+
+def check_k(k: int, experts: int) -> None:
+    if not 1 <= k <= experts:
+        raise ValueError(f"k is {k}; it must be between 1 and the number of experts, {experts}.")
+
+
+@torch.no_grad()
+def tie_points(order: Order, tokens: Tensor, sets: Tensor) -> Tensor:
+    """Return (T,d) float64: the projections of `tokens (..., d)` onto the flats of the `sets (T,E)` bool.
+
+    A token whose set has fewer than two experts stays where it is; one whose flat is empty becomes NaN.
+    """
+    keys = affine_keys(order, tokens)
+    products, logits = keys.products(), keys.logits
+    moves = torch.zeros_like(logits)
+    sizes = sets.sum(1)
+    for size in sizes.unique().tolist():
+        rows = (sizes == size).nonzero().squeeze(1)
+        if size < 2:
+            continue
+        members = sets[rows].nonzero()[:, 1].view(-1, size)
+        found = project(products, keys.index[rows], logits[rows], members)
+        found_moves = found.multipliers.where(found.distances.isfinite().unsqueeze(1), torch.nan)
+        moves[rows] = torch.zeros_like(logits[rows]).scatter(1, members, found_moves)
+    points = keys.points + (moves @ keys.weight) * keys.factors[keys.index]
+    width = tokens.shape[-1]
+    if points.shape[1] == width:
+        return points
+    return points.unflatten(1, (-1, width)).sum(1)  # a token has zeros outside the columns of its block
+
+
+def _nearest(products: Tensor, keys: AffineKeys, k: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the distance (T,) to order m, the set (T,E) and whether it is exact (T,)."""
+    logits = keys.logits
+    if k == keys.experts or m >= keys.experts:
+        none = torch.zeros_like(logits, dtype=torch.bool)
+        return logits.new_full((len(logits),), torch.inf), none, torch.ones_like(none[:, 0])
+    pairs = pair_distances(products, keys.index, logits)
+    if m == 1:
+        return _nearest_pair(logits, pairs, k)
+    search = _Search(products, keys.index, logits, pairs, k, m)
+    search.start_from_consecutive()
+    search.run()
+    return search.best, search.sets, search.exact
+
+
+def pair_distances(products: Tensor, index: Tensor, logits: Tensor) -> Tensor:
+    """Return (T,E,E): the distance to the tie of two experts; infinite where they never tie, and on the diagonal."""
+    own = products.diagonal(dim1=1, dim2=2)
+    spans = (own.unsqueeze(2) + own.unsqueeze(1) - 2 * products).clamp_min(0).sqrt()
+    spans = spans.where(spans > 1e-7 * own.amax(1).view(-1, 1, 1).sqrt(), 0.0)[index]
+    gaps = (logits.unsqueeze(2) - logits.unsqueeze(1)).abs()
+    distances = (gaps / spans).where(spans > 0, torch.where(gaps > 0, torch.inf, 0.0))
+    return distances + torch.diag(distances.new_full((logits.shape[1],), torch.inf)).nan_to_num(nan=0.0, posinf=torch.inf)
+
+
+def ranks_of(logits: Tensor) -> Tensor:
+    """Return (T,E): the rank of each expert, 0 for the largest key; ties to the lower index."""
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    return torch.empty_like(order).scatter(1, order, torch.arange(logits.shape[1]).expand_as(order))
+
+
+def _nearest_pair(logits: Tensor, pairs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = ranks_of(logits) < k
+    across = chosen.unsqueeze(2) & ~chosen.unsqueeze(1)
+    distances, which = pairs.where(across, torch.inf).flatten(1).min(1)
+    experts = logits.shape[1]
+    members = torch.stack([which // experts, which % experts], dim=1)
+    sets = torch.zeros_like(chosen).scatter(1, members, True) & distances.isfinite().unsqueeze(1)
+    return distances, sets, torch.ones_like(sets[:, 0])
+
+
+@final
+class _Search:
+    """The search for the nearest tie of order m of some tokens; see above."""
+
+    def __init__(self, products: Tensor, index: Tensor, logits: Tensor, pairs: Tensor, k: int, m: int) -> None:
+        self.products, self.index, self.logits, self.pairs, self.k, self.m = products, index, logits, pairs, k, m
+        self.scale = logits.abs().amax(1)
+        self.best = logits.new_full((len(logits),), torch.inf)
+        self.sets = torch.zeros_like(logits, dtype=torch.bool)
+        self.exact = torch.ones_like(self.sets[:, 0])
+        self.visited = torch.zeros_like(self.index)
+
+    def visit(self, rows: Tensor, members: Tensor) -> Tensor:
+        """Measure sets of tokens `rows (N,)`; return (N,) bool: which of them a larger set may have to replace."""
+        index, logits = self.index[rows], self.logits[rows]
+        found = project(self.products, index, logits, members)
+        near = found.distances <= self.best[rows] * EQUAL
+        near &= found.distances.isfinite()
+        if members.shape[1] <= self.m:
+            return near
+        near_rows = near.nonzero().squeeze(1)
+        part = [each[near_rows] for each in (rows, index, logits, members, found.distances, found.multipliers)]
+        rows, index, logits, members, distances, multipliers = part
+        keys = keys_at(self.products, index, logits, members, found._replace(distances=distances, multipliers=multipliers))
+        is_tie = at_threshold(keys, members, self.k, self.scale[rows])
+        self._keep(rows[is_tie], members[is_tie], distances[is_tie])
+        near[near_rows] = ~is_tie
+        return near
+
+    def _keep(self, rows: Tensor, members: Tensor, distances: Tensor) -> None:
+        before = self.best.clone()
+        self.best = before.scatter_reduce(0, rows, distances, "amin")
+        better = (distances == self.best[rows]) & (distances < before[rows])
+        rows, members = rows[better], members[better]
+        self.sets[rows] = torch.zeros_like(self.sets[rows]).scatter(1, members, True)
+
+    def start_from_consecutive(self) -> None:
+        """Find an upper bound: the smallest sets that follow each other in the ranking, around the threshold."""
+        experts, ranked = self.logits.shape[1], self.logits.argsort(dim=1, descending=True, stable=True)
+        for size in range(self.m + 1, experts + 1):
+            left = self.best.isinf().nonzero().squeeze(1)
+            if not len(left):
+                break
+            for first in range(max(0, self.k - size + 1), min(self.k - 1, experts - size) + 1):
+                self.visit(left, ranked[left, first : first + size].sort(1).values)
+
+    def candidates(self) -> Tensor:
+        """Return (T,E) bool: the experts that can be at the threshold, and tie with m others, within the best distance."""
+        ranks, experts = ranks_of(self.logits), self.logits.shape[1]
+        ahead = ranks.unsqueeze(1) < ranks.unsqueeze(2)  # (T,i,j): j is ahead of i
+        below = ranks >= self.k
+        # An expert below the threshold must meet all but k - 1 of those ahead of it; one above must meet k - rank others.
+        passed = self.pairs.where(torch.where(below.unsqueeze(2), ahead, ~ahead), torch.inf).sort(2).values
+        needed = torch.where(below, ranks - self.k, self.k - 1 - ranks)
+        reach = passed.gather(2, needed.unsqueeze(2)).squeeze(2)
+        ties = self.pairs.kthvalue(min(self.m, experts - 1), dim=2).values
+        return reach.maximum(ties) <= self.best.unsqueeze(1) * EQUAL
+
+    def run(self) -> None:
+        """Visit all sets that can be nearer than the best."""
+        experts = self.logits.shape[1]
+        possible = self.candidates()
+        near = (self.pairs <= self.best.view(-1, 1, 1) * EQUAL) & possible.unsqueeze(1) & possible.unsqueeze(2)
+        near &= torch.ones(experts, experts, dtype=torch.bool).triu(1)  # the experts of a set are in increasing order
+        rows, first = possible.nonzero(as_tuple=True)
+        stack = [_Sets(rows, first.unsqueeze(1), near[rows, first])]
+        while stack:
+            sets = stack.pop()
+            if len(sets.rows) > PIECE:
+                stack.append(_Sets(*(each[PIECE:] for each in sets)))
+                sets = _Sets(*(each[:PIECE] for each in sets))
+            larger = self._extend(sets, near)
+            if len(larger.rows):
+                stack.append(larger)
+
+    def _extend(self, sets: "_Sets", near: Tensor) -> "_Sets":
+        """Add each allowed expert to each set, visit the new sets and return those that are to be extended again."""
+        parent, added = sets.allowed.nonzero(as_tuple=True)
+        rows, members = sets.rows[parent], torch.cat([sets.members[parent], added.unsqueeze(1)], dim=1)
+        self.visited.scatter_add_(0, rows, torch.ones_like(rows))
+        over = self.visited > MOST_SETS
+        self.exact &= ~over
+        left = ~over[rows]
+        if members.shape[1] > 2:  # pairs were measured before
+            visits = [self.visit(*part) for part in zip(rows.split(PIECE), members.split(PIECE), strict=True)]
+            left &= torch.cat(visits)
+        rows, members, parent, added = rows[left], members[left], parent[left], added[left]
+        return _Sets(rows, members, sets.allowed[parent] & near[rows, added])
+
+
+class _Sets(NamedTuple):
+    """Sets of experts that are to be extended."""
+
+    rows: Tensor  # (N,): the token of each set
+    members: Tensor  # (N,s): its experts, in increasing order
+    allowed: Tensor  # (N,E) bool: the experts that may be added, all of them after the last
