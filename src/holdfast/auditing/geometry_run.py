@@ -64,6 +64,9 @@ class GeometrySettings:
         for name in ("walks", "walking", "pictures"):
             check_size(name, getattr(self, name), 0 if name == "pictures" else 1)
         check_seed(self.seed)
+        for name, least in (("batch", 1), ("length", 2), ("tokens", 1)):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name), least)
 
     @property
     def options(self) -> GeometryOptions:

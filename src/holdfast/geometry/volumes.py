@@ -22,7 +22,8 @@ N flats
 """
 
 import math
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +36,12 @@ FORMS: tuple[Form, ...] = ("euclidean", "logit")
 NODES = 160  # of an integral over rho
 CUBE_NODES = 8  # of an integral over each side of a cube
 NEGLIGIBLE = 60.0  # exp(-this) of the largest value is left out of an integral
+
+
+@cache
+def gauss_nodes(count: int) -> tuple[Any, Any]:
+    """Return the nodes and weights of Gauss and Legendre; computing them takes longer than an integral."""
+    return np.polynomial.legendre.leggauss(count)
 
 
 def log_ball(dim: int) -> float:
@@ -73,7 +80,7 @@ def _log_integral(m: int, dim: int, radius: float, low: Tensor, high: Tensor, ca
     rest = (1 - (base / radius).square()).clamp_min(0) * math.exp(-2 * (NEGLIGIBLE + m) / max(1, dim - m))
     far = radius * (1 - rest).clamp_min(0).sqrt()
     high = high.minimum(far)
-    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(NODES))
+    nodes, weights = (torch.from_numpy(each) for each in gauss_nodes(NODES))
     angle = math.pi / 2 * (nodes + 1)  # a cosine removes the square roots at both ends
     width = (high - low).unsqueeze(1)
     rho = low.unsqueeze(1) + width * (1 - angle.cos()) / 2
@@ -116,7 +123,7 @@ def log_share_spread(m: int, dim: int, gram: Tensor, offsets: Tensor, eps: float
     offsets     (N,m): the same differences of the biases
     """
     check_dimensions(m, dim)
-    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(CUBE_NODES))
+    nodes, weights = (torch.from_numpy(each) for each in gauss_nodes(CUBE_NODES))
     cube = torch.cartesian_prod(*[(nodes + 1) / 2] * m).view(-1, m)
     log_weights = torch.cartesian_prod(*[(weights / 2).log()] * m).view(-1, m).sum(1)
     pieces = []
