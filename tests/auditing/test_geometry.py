@@ -264,3 +264,23 @@ def test_damaged_reports_are_refused_with_one_sentence(report: GeometryReport, t
         path.write_text(content)
         with pytest.raises(ValueError, match=says):
             GeometryReport.load(path)
+
+
+def test_an_audit_has_the_shares_of_some_tokens_and_one_slice() -> None:
+    """The first batch has 45 real tokens, fewer than an audit takes at most."""
+    model = sparse("symphony@2|smoe")
+    torch.manual_seed(0)
+    model.model.layers[2].mlp.router.inform[0].get_buffer("graph").copy_(torch.rand(8, 8))
+    report = holdfast.audit(model, list(batches()), perturb=["none"])
+    found = [layer["boundaries"] for layer in report.layers]
+    for place in (0, 1):
+        layer = observed(model, place)
+        (_, order), *_ = layer.groups()
+        relative = nearest_ties(order, layer.tokens, 2, (1, 2)).distances / layer.lengths.unsqueeze(1)
+        for number, near in enumerate(found[place]["orders"]):
+            wanted = [float((relative[:, number] <= width).double().mean()) for width in found[place]["widths"]]
+            assert near["shares"] == pytest.approx(wanted) and found[place]["tokens"] == 45
+    assert "gates" in found[2]["skipped"]
+    assert [bool(each.get("slice")) for each in found].count(True) == 1
+    worst = max((0, 1), key=lambda place: found[place]["orders"][0]["shares"][2])
+    assert found[worst]["slice"]["lines"] and "row" not in found[worst]["slice"]

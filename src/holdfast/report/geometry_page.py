@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.report.audit_page import Table, number, share
 from holdfast.report.page_shell import decimal, flattened, render_template, write_page
 from holdfast.report.plot_data import Plot, Trace, curve_of, escaped, trace
-from holdfast.report.slice_plots import slice_plot, token_name
+from holdfast.report.slice_plots import cells_caption, slice_plot, slices_of, token_name
 from holdfast.report.stored_geometry import Geometry, Jump, Measured, parse_geometry, read_geometry
 
 OWN = "the model's own router"
@@ -115,30 +115,14 @@ def slice_plots(geometry: Geometry) -> list[Plot]:
         for panel in (0, 1):
             if panel == 1 and other is None:
                 continue
-            said = (
-                f"{what} Each colour is the set of experts that inputs at this place use; the output of the layer jumps "
-                "where the colour changes."
-                if panel == 0
-                else other_caption(geometry)
-            )
+            slices = slices_of(geometry.measured, kind)
+            said = what if panel == 0 else f"The same plane with {other}."
+            said = f"{said} {cells_caption(slices, panel)}"
             name = OWN if panel == 0 else str(other)
-            plot = slice_plot(geometry.measured, kind, panel, f"{title}: {name}", said)
+            plot = slice_plot(f"slice-{kind}-{panel}", slices, panel, f"{title}: {name}", said)
             if plot.data:
                 plots.append(plot)
     return plots
-
-
-def other_caption(geometry: Geometry) -> str:
-    """Return what is seen in a slice with the router of the what-if."""
-    assert geometry.what_if is not None
-    router, jump = geometry.what_if.router, geometry.what_if.jump
-    said = f"The same plane with {router}."
-    if jump.before and jump.after is not None and jump.after < 0.01 * jump.before:
-        said = (
-            f"The same plane with {router}: in the shaded strips it runs experts beyond the k best and fades them in and "
-            "out, so that the output does not jump."
-        )
-    return said
 
 
 def curve_plots(geometry: Geometry) -> list[Plot]:

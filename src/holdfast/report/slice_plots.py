@@ -17,13 +17,27 @@ MOST_NAMED = 6  # experts of a set that are written on a cell
 MOST_EXTRA = 3  # experts beyond k that have a shade of their own
 
 
-def slice_plot(layers: Sequence[Measured], kind: str, panel: int, title: str, caption: str) -> Plot:
-    """Draw one slice of each layer that has it: those of `kind`, as routed by the model (panel 0) or the what-if (1)."""
-    data: list[Trace] = []
-    for layer in layers:
-        for found in layer.pictures.slices if layer.pictures else []:
-            if found.kind == kind and panel < len(found.panels):
-                data += _traces(found, panel, str(layer.layer))
+def slices_of(layers: Sequence[Measured], kind: str) -> list[tuple[str | None, Slice]]:
+    """Return the slices of a kind, with the layer of each."""
+    drawn = [(str(layer.layer), layer.pictures.slices) for layer in layers if layer.pictures]
+    return [(layer, found) for layer, slices in drawn for found in slices if found.kind == kind]
+
+
+def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) -> str:
+    """Return a sentence that says what is seen: hard boundaries, or strips in which experts fade in and out."""
+    if any(panel < len(found.panels) and found.panels[panel].extra is not None for _, found in slices):
+        return (
+            "Each colour is the set of the k best experts at this place; in the shaded strips the router runs more experts "
+            "and fades them in and out, so that the output does not jump."
+        )
+    return (
+        "Each colour is a set of experts that inputs at this place use; the layer's output jumps where the colour changes."
+    )
+
+
+def slice_plot(name: str, slices: Sequence[tuple[str | None, Slice]], panel: int, title: str, caption: str) -> Plot:
+    """Draw a slice for each layer, as routed by the model (panel 0) or the what-if (1); layer None: shown for all layers."""
+    data = [part for layer, found in slices if panel < len(found.panels) for part in _traces(found, panel, layer)]
     axis = {"zeroline": False, "showgrid": False, "constrain": "domain", "nticks": 6}
     layout: dict[str, Any] = {
         "xaxis": {**axis, "title": {"text": "shares of the token's norm"}},
@@ -31,15 +45,16 @@ def slice_plot(layers: Sequence[Measured], kind: str, panel: int, title: str, ca
         "height": 470,
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
     }
-    return Plot(f"slice-{kind}-{panel}", title, caption, data, layout)
+    return Plot(name, title, caption, data, layout)
 
 
-def _traces(found: Slice, panel: int, layer: str) -> list[Trace]:
+def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
     size = len(found.cells)
     steps = [(high - low) / size for low, high in zip(found.low, found.high, strict=True)]
     grid = {"x0": found.low[0] + steps[0] / 2, "dx": steps[0], "y0": found.low[1] + steps[1] / 2, "dy": steps[1]}
+    own = {} if layer is None else {"layer": layer}
     names = [set_name(experts) for experts in found.sets]
-    cells = {"fill": "cells", "colours": cell_colours(found.cells, len(found.sets)), "names": names, "layer": layer}
+    cells = {"fill": "cells", "colours": cell_colours(found.cells, len(found.sets)), "names": names, **own}
     traces: list[Trace] = [
         {"type": "heatmap", "meta": cells, "z": found.cells, **grid, "showscale": False, "zsmooth": False}
     ]
@@ -47,7 +62,7 @@ def _traces(found: Slice, panel: int, layer: str) -> list[Trace]:
     if extra is not None:
         shown = [[min(count, MOST_EXTRA) or None for count in row] for row in extra]
         look = {"showscale": False, "hoverinfo": "skip", "hoverongaps": False, "zmin": 0, "zmax": MOST_EXTRA}
-        traces.append({"type": "heatmap", "meta": {"fill": "strip", "layer": layer}, "z": shown, **grid, **look})
+        traces.append({"type": "heatmap", "meta": {"fill": "strip", **own}, "z": shown, **grid, **look})
         for count in range(1, 1 + max(count or 0 for row in shown for count in row)):
             meta = {"ink": "strip", "share": count / MOST_EXTRA}
             more = " or more" if count == MOST_EXTRA else ""
@@ -76,7 +91,7 @@ def _traces(found: Slice, panel: int, layer: str) -> list[Trace]:
     return traces
 
 
-def _inked(x: Sequence[Any], y: Sequence[Any], layer: str, meta: dict[str, Any], **style: Any) -> Trace:
+def _inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, meta: dict[str, Any], **style: Any) -> Trace:
     made = trace(0, x, y, layer=layer, **{"hovertemplate": "%{text}<extra></extra>", **style})
     if "hoverinfo" in style:
         del made["hovertemplate"]
