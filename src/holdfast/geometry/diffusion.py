@@ -206,22 +206,42 @@ class _Walking:
         """Halve the steps until one pair alone meets in them; return the times of the exits and the orders there."""
         start, end, time, length, met = (each.clone() for each in step)
         for _ in range(MOST_ROUNDS):
-            several = (met.flatten(1).sum(1) > 1) | (length > self.shortest[walks])
-            rows = several.nonzero().squeeze(1)
+            rows = (met.flatten(1).sum(1) > 1).nonzero().squeeze(1)
             if not len(rows):
                 break
             squared, half = self.squared[walks[rows]], length[rows] / 2
             middle = (start[rows] + end[rows]) / 2 + (half / 2).sqrt().unsqueeze(1) * self.noise(walks[rows])
             first = self.met(start[rows], middle, half, squared)
             second = self.met(middle, end[rows], half, squared)
-            in_first, in_second = first.flatten(1).any(1), second.flatten(1).any(1)
-            one, two = rows[in_first], rows[~in_first & in_second]
-            # Neither: this middle does not fit to an exit in the step. Draw another one in the next round.
+            # In neither half: this middle does not belong to a walk that exits. Draw another one in the next round.
+            in_first = first.flatten(1).any(1)
+            in_second = second.flatten(1).any(1) & ~in_first
+            one, two = rows[in_first], rows[in_second]
             end[one], met[one], length[one] = middle[in_first], first[in_first], half[in_first]
-            later = ~in_first & in_second
-            start[two], met[two], length[two] = middle[later], second[later], half[later]
-            time[two] += half[later]
-        return time + length, order_of(met)
+            start[two], met[two], length[two] = middle[in_second], second[in_second], half[in_second]
+            time[two] += half[in_second]
+        pair = met.flatten(1).double().argmax(1, keepdim=True)
+        before, after, squared = (
+            each.flatten(1).gather(1, pair).squeeze(1) for each in (self.gaps(start), self.gaps(end), self.squared[walks])
+        )
+        return time + self._meeting_time(before, after.abs(), squared, length), order_of(met)
+
+    def _meeting_time(self, before: Tensor, after: Tensor, squared: Tensor, length: Tensor) -> Tensor:
+        """Draw when a bridge of this length, from `before` to -`after`, is at 0 for the first time.
+
+        A bridge that meets 0 and ends at `after` is the mirror image of one that ends at -`after`. In the time
+        s = t length / (length - t) it is a Brownian motion with a drift, whose first passage is inverse Gaussian with
+        mean before length / after and shape before^2 / squared.
+        """
+        shape = (before.square() / squared).clamp_min(torch.finfo(torch.float64).tiny)
+        inverse = after / (before * length).clamp_min(torch.finfo(torch.float64).tiny)  # of the mean, which may be infinite
+        normal = torch.randn(len(shape), generator=self.source, dtype=torch.float64).square().clamp_min(1e-30)
+        # The smaller root of Michael, Schucany and Haas, without cancellation.
+        ratio = normal / (2 * shape)
+        smaller = 1 / (inverse + ratio + (ratio * (2 * inverse + ratio)).sqrt())
+        keep = torch.rand(len(shape), generator=self.source, dtype=torch.float64) * (1 + smaller * inverse) <= 1
+        passage = smaller.where(keep, 1 / (inverse.square() * smaller))
+        return length / (1 + length / passage)
 
 
 def order_of(met: Tensor) -> Tensor:

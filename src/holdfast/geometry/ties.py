@@ -67,8 +67,8 @@ def nearest_ties(order: Order, tokens: Tensor, k: int, orders: Sequence[int] = (
     products = keys.products()
     step = max(1, MOST_ELEMENTS // keys.experts**2)
     parts = [
-        [_nearest(products, part, k, m) for m in orders]
-        for part in (keys.rows(slice(start, start + step)) for start in range(0, max(1, len(keys.points)), step))
+        _nearest(products, keys.rows(slice(start, start + step)), k, orders)
+        for start in range(0, max(1, len(keys.points)), step)
     ]
     joined = [torch.cat([torch.stack([found[n] for found in part], dim=1) for part in parts]) for n in range(3)]
     return Ties(orders, *joined)
@@ -104,29 +104,38 @@ def tie_points(order: Order, tokens: Tensor, sets: Tensor) -> Tensor:
     return points.unflatten(1, (-1, width)).sum(1)  # a token has zeros outside the columns of its block
 
 
-def _nearest(products: Tensor, keys: AffineKeys, k: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distance (T,) to order m, the set (T,E) and whether it is exact (T,)."""
+def _nearest(products: Tensor, keys: AffineKeys, k: int, orders: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return, for each order, the distance (T,), the set (T,E) and whether it is exact (T,)."""
     logits = keys.logits
-    if k == keys.experts or m >= keys.experts:
-        none = torch.zeros_like(logits, dtype=torch.bool)
-        return logits.new_full((len(logits),), torch.inf), none, torch.ones_like(none[:, 0])
+    nothing = torch.zeros_like(logits, dtype=torch.bool)
+    no_tie = logits.new_full((len(logits),), torch.inf), nothing, torch.ones_like(nothing[:, 0])
+    if k == keys.experts:
+        return [no_tie for _ in orders]
     pairs = pair_distances(products, keys.index, logits)
-    if m == 1:
-        return _nearest_pair(logits, pairs, k)
-    search = _Search(products, keys.index, logits, pairs, k, m)
-    search.start_from_consecutive()
-    search.run()
-    return search.best, search.sets, search.exact
+    found = []
+    for m in orders:
+        if m == 1:
+            found.append(_nearest_pair(logits, pairs, k))
+        elif m < keys.experts:
+            search = _Search(products, keys.index, logits, pairs, k, m)
+            search.start_from_consecutive()
+            search.run()
+            found.append((search.best, search.sets, search.exact))
+        else:
+            found.append(no_tie)
+    return found
 
 
 def pair_distances(products: Tensor, index: Tensor, logits: Tensor) -> Tensor:
     """Return (T,E,E): the distance to the tie of two experts; infinite where they never tie, and on the diagonal."""
     own = products.diagonal(dim1=1, dim2=2)
     spans = (own.unsqueeze(2) + own.unsqueeze(1) - 2 * products).clamp_min(0).sqrt()
-    spans = spans.where(spans > 1e-7 * own.amax(1).view(-1, 1, 1).sqrt(), 0.0)[index]
-    gaps = (logits.unsqueeze(2) - logits.unsqueeze(1)).abs()
-    distances = (gaps / spans).where(spans > 0, torch.where(gaps > 0, torch.inf, 0.0))
-    return distances + torch.diag(distances.new_full((logits.shape[1],), torch.inf)).nan_to_num(nan=0.0, posinf=torch.inf)
+    spans = spans.where(spans > 1e-7 * own.amax(1).view(-1, 1, 1).sqrt(), 0.0)
+    gaps = (logits.unsqueeze(2) - logits.unsqueeze(1)).abs_()
+    # 0 / 0: experts with equal weights that tie everywhere.
+    distances = gaps.div_(spans if len(spans) == 1 else spans[index]).nan_to_num_(nan=0.0, posinf=torch.inf)
+    distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    return distances
 
 
 def ranks_of(logits: Tensor) -> Tensor:
@@ -191,23 +200,24 @@ class _Search:
             for first in range(max(0, self.k - size + 1), min(self.k - 1, experts - size) + 1):
                 self.visit(left, ranked[left, first : first + size].sort(1).values)
 
-    def candidates(self) -> Tensor:
-        """Return (T,E) bool: the experts that can be at the threshold, and tie with m others, within the best distance."""
-        ranks, experts = ranks_of(self.logits), self.logits.shape[1]
+    def candidates(self, near: Tensor) -> Tensor:
+        """Return (T,E) bool: the experts that can be at the threshold, and tie with m others, within the best distance.
+
+        near    (T,E,E) bool: the pairs whose tie is within the best distance
+        """
+        ranks = ranks_of(self.logits)
         ahead = ranks.unsqueeze(1) < ranks.unsqueeze(2)  # (T,i,j): j is ahead of i
-        below = ranks >= self.k
+        meets, meets_ahead = near.sum(2), (near & ahead).sum(2)
         # An expert below the threshold must meet all but k - 1 of those ahead of it; one above must meet k - rank others.
-        passed = self.pairs.where(torch.where(below.unsqueeze(2), ahead, ~ahead), torch.inf).sort(2).values
-        needed = torch.where(below, ranks - self.k, self.k - 1 - ranks)
-        reach = passed.gather(2, needed.unsqueeze(2)).squeeze(2)
-        ties = self.pairs.kthvalue(min(self.m, experts - 1), dim=2).values
-        return reach.maximum(ties) <= self.best.unsqueeze(1) * EQUAL
+        reached = torch.where(ranks >= self.k, meets_ahead > ranks - self.k, meets - meets_ahead >= self.k - ranks)
+        return reached & (meets >= self.m)
 
     def run(self) -> None:
         """Visit all sets that can be nearer than the best."""
         experts = self.logits.shape[1]
-        possible = self.candidates()
-        near = (self.pairs <= self.best.view(-1, 1, 1) * EQUAL) & possible.unsqueeze(1) & possible.unsqueeze(2)
+        near = self.pairs <= self.best.view(-1, 1, 1) * EQUAL
+        possible = self.candidates(near)
+        near &= possible.unsqueeze(1) & possible.unsqueeze(2)
         near &= torch.ones(experts, experts, dtype=torch.bool).triu(1)  # the experts of a set are in increasing order
         rows, first = possible.nonzero(as_tuple=True)
         stack = [_Sets(rows, first.unsqueeze(1), near[rows, first])]
