@@ -20,7 +20,14 @@ from holdfast.auditing.geometry_layers import TIMES, WIDTHS, hitting_sums
 from holdfast.auditing.geometry_run import what_if_routers
 from holdfast.auditing.model_and_data import AuditedModel, audit_batches, evaluation_mode
 from holdfast.auditing.token_geometry import LayerTokens, nearest_jumps, nearest_two, slice_around, slice_through
-from holdfast.geometry import NoGeometry, hitting_bounds, nearest_ties
+from holdfast.geometry import (
+    NoGeometry,
+    co_selection_widths,
+    hitting_bounds,
+    mixed_entropies,
+    nearest_ties,
+    similarity_weights,
+)
 from holdfast.metrics import jump
 from holdfast.routing.declarations import Order
 
@@ -284,3 +291,20 @@ def test_an_audit_has_the_shares_of_some_tokens_and_one_slice() -> None:
     assert [bool(each.get("slice")) for each in found].count(True) == 1
     worst = max((0, 1), key=lambda place: found[place]["orders"][0]["shares"][2])
     assert found[worst]["slice"]["lines"] and "row" not in found[worst]["slice"]
+
+
+def test_statements_of_the_papers_are_those_of_direct_calls(report: GeometryReport) -> None:
+    layer, found = observed(sparse(), 0), report.layers[0]["theory"]
+    assert set(found) == {"co_selection", "entropy", "clusters", "slopes", "tsne"}
+    gates = torch.softmax(layer.keys.logits[:17], dim=-1)  # the first sequence has 17 tokens and no padding
+    wanted = mixed_entropies(gates, similarity_weights(layer.tokens[:17]))
+    assert found["entropy"]["informed"] == pytest.approx(float(wanted.informed.mean()))
+    assert found["entropy"]["informed"] <= found["entropy"]["bound"]
+    assert "previous" in found["clusters"]["skipped"]
+    slopes = found["slopes"]
+    assert slopes["softmax"]["largest"] <= 0.5 and slopes["top-k"]["largest"] is None and slopes["smooth"]["jump"] == 0
+    assert slopes["top-k"]["jump"] > 0 and slopes["smooth"]["largest"] > 0.5
+    widths = co_selection_widths(layer.route(layer.tokens, torch.arange(45)).chosen)
+    assert found["co_selection"]["half_width"] == pytest.approx(float(widths.half_widths[widths.counts > 0].median()))
+    assert len(found["tsne"]["experts"]) == 45
+    assert report.layers[1]["theory"] == {}  # only layers with pictures have it

@@ -84,6 +84,25 @@ def measured(number: int = 0, **changed: Any) -> dict[str, Any]:
                 "largest": [[0.5, 0.5, 0.5], [0.5, 0.1, 0.01]],
             },
         },
+        "theory": {
+            "co_selection": {
+                "half_width": 0.042,
+                "alpha": 0.05,
+                "noise": [0.01, 0.1],
+                "mean": [0.001, 0.0058],
+                "largest": [0.01, 0.0315],
+                "beyond": [0.0, 0.0077],
+            },
+            "entropy": {"own": 1.93, "informed": 1.99, "bound": 4.74, "mixing": 2.8},
+            "clusters": {"skipped": "there is no previous MoE layer."},
+            "slopes": {
+                "strip": 0.1,
+                "softmax": {"at_token": 0.2, "jump": 0.0, "largest": 0.231},
+                "top-k": {"at_token": 0.3, "jump": 0.546, "largest": None},
+                "smooth": {"at_token": 0.3, "jump": 0.0, "largest": 70.6},
+            },
+            "tsne": {"x": [0.1, 0.2, -0.3], "y": [1.0, 0.5, -0.5], "experts": [0, 2, 2]},
+        },
         "what_if": {"extra": [0.2131, 0.02, 0.001], "extra_law": [0.3, 0.03, 0.003]},
         **changed,
     }
@@ -100,7 +119,7 @@ STORED: dict[str, Any] = {
     "layers": [
         measured(0),
         {"layer": 1, "name": "model.layers.1.mlp", "router": "Linear ReLU", "skipped": "its ties are not flats."},
-        measured(2, pictures={}),
+        measured(2, pictures={}, theory={}),
     ],
     "what_if": {
         "router": "smooth",

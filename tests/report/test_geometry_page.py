@@ -39,6 +39,12 @@ def page() -> Tags:
         "jumps by 150.00% of its norm where expert 1 replaces 3, 0.032 of the token's norm away; with smooth by 0.05%",
         "row 7 of batch 0",
         "its ties are not flats.",
+        "An entry of one batch is within 0.042 of its mean, with probability 0.95.",
+        "by 0.0058 on average and by 0.0315 at most; 0.77% of them",
+        "at most 4.74 nats",
+        "there is no previous MoE layer.",
+        "top-k infinite (weights jump by 0.546), smooth 70.6 with a strip of 0.1",
+        "30.00%",  # extra experts, by the law
         "What if: the router smooth",
         "2.345",
         "Layers with pictures: 0.",
@@ -106,6 +112,7 @@ def test_curves_are_those_of_the_stored_numbers() -> None:
     assert token["x"] == [-0.02] and token["name"] == "the token “night”"
     assert plots["difference"].data[1]["y"] == [50.0, 10.0, 1.0]
     assert {trace["meta"]["layer"] for trace in plots["ties"].data} == {"0", "2"}
+    assert [(trace["name"], trace["x"]) for trace in plots["tsne"].data] == [("expert 0", [0.1]), ("expert 2", [0.2, -0.3])]
 
 
 def test_everything_is_escaped() -> None:
@@ -169,6 +176,8 @@ def test_one_layer_needs_no_picker() -> None:
         (("layers", 0, "pictures", "slices", 0, "low"), ["a", 1], "low"),
         (("layers", 0, "pictures", "normal", "change"), [[0.1]], "change for each position"),
         (("layers", 0, "jumps", "routers"), [], "routers"),
+        (("layers", 0, "theory", "tsne", "experts"), [1], "an expert for each token"),
+        (("layers", 0, "theory", "entropy"), {}, "entropy"),
         (("layers", 1, "name"), None, "name"),
     ],
 )

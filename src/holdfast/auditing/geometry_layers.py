@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.auditing.baseline import where_in_batch
+from holdfast.auditing.geometry_theory import measure_theory
 from holdfast.auditing.model_and_data import AuditBatch, TextEncoder
 from holdfast.auditing.token_geometry import (
     LayerTokens,
@@ -56,6 +57,7 @@ class LayerGeometry:
     jumps: list[Tensor] = field(default_factory=list)  # (routers,T), relative to the output
     largest: list[dict[str, Any]] = field(default_factory=list)
     pictures: dict[str, Any] = field(default_factory=dict)
+    theory: dict[str, Any] = field(default_factory=dict)  # of the first batch
     laws: dict[str, Any] = field(default_factory=dict)  # of the first batch
     about: dict[str, Any] = field(default_factory=dict)  # width, experts, k
 
@@ -67,7 +69,7 @@ class LayerGeometry:
         self.walks, self.walked = self.walks + other.walks, self.walked + other.walked
         self.largest = heapq.nlargest(LARGEST, [*self.largest, *other.largest], key=_size)
         self.pictures, self.about = self.pictures or other.pictures, self.about or other.about
-        self.laws = self.laws or other.laws
+        self.laws, self.theory = self.laws or other.laws, self.theory or other.theory
 
     def result(self) -> dict[str, Any]:
         """Return the entries of the layer in the report."""
@@ -83,6 +85,7 @@ class LayerGeometry:
             "hitting": self._hitting(),
             "jumps": self._jumps(),
             "pictures": self.pictures,
+            "theory": self.theory,
         }
 
     def _ties(self, distances: Tensor) -> dict[str, Any]:
@@ -143,12 +146,14 @@ def measure_batch(
     router: Router | None,
     walked: int,
     pictures: bool,
+    before: Tensor | None = None,
 ) -> LayerGeometry:
     """Measure the tokens of one layer in one batch.
 
     router      that of the what-if
     walked      how many tokens of earlier batches have walked
-    pictures    whether to draw this layer
+    pictures    whether to draw this layer, and to put the papers' statements beside it
+    before      (T,): the first experts at the previous MoE layer
     """
     about = {"width": tokens.tokens.shape[1], "experts": tokens.experts, "k": tokens.k}
     found = LayerGeometry(layer, about=about, lengths=[tokens.lengths.cpu()])
@@ -169,6 +174,8 @@ def measure_batch(
     _add_jumps(found, tokens, flips, batch, encoder, router)
     if pictures:
         found.pictures = draw_pictures(tokens, flips, batch, encoder, router)
+        length = int(tokens.rows.max()) + 1 if batch.ids is None else batch.ids.shape[1]
+        found.theory = measure_theory(tokens, length, before, _strip(router), options.seed)
     return found
 
 
@@ -186,12 +193,18 @@ def laws_of_ball(tokens: LayerTokens, router: Router | None, seed: int) -> dict[
     widths = norm * torch.tensor(WIDTHS, dtype=torch.float64)
     found = thickening_share(order, rows, tokens.k, widths, orders=ORDERS, most_sets=MOST_SETS, seed=seed)
     laws: dict[str, Any] = {"law": found.exact.clamp_max(1).tolist(), "asymptotic": found.law.tolist()}
-    strip = None if router is None else router.select.snapshot().get("width")
-    if router is not None and strip is not None and float(strip) > 0 and _has_logits(tokens, router):
-        eps = strip.detach().double().reshape(1).cpu()
+    strip = _strip(router)
+    if router is not None and strip is not None and _has_logits(tokens, router):
+        eps = torch.tensor([strip], dtype=torch.float64)
         extra = [extra_experts_law(weight, tokens.k, eps, found.radius, m=m, seed=seed) for m in ORDERS]
         laws["extra"] = [min(1.0, float(each)) for each in extra]
     return laws
+
+
+def _strip(router: Router | None) -> float | None:
+    """Return the width of the strip of a router, in logits; None if it has none."""
+    width = None if router is None else router.select.snapshot().get("width")
+    return float(width) if width is not None and float(width) > 0 else None
 
 
 def _most_frequent(tokens: LayerTokens) -> tuple[int, Tensor]:

@@ -228,9 +228,10 @@ class _Run:
         except NoGeometry as reason:
             return LayerGeometry(layer, reason=str(reason))
         pictures = batch.number == 0 and layer in spread(len(self.layers), self.settings.pictures)
-        self._tell(self.tokens, f"layer {layer}: ties, walks and jumps{', pictures' if pictures else ''}")
+        self._tell(self.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
         options, router = self.settings.options, self.routers[layer]
-        return measure_batch(tokens, layer, batch, self.encoder, options, router, known.walked, pictures)
+        before = observed.layers[layer - 1].routing.experts[:, 0][tokens.rows] if layer else None
+        return measure_batch(tokens, layer, batch, self.encoder, options, router, known.walked, pictures, before)
 
     def _tell(self, done: int, what: str) -> None:
         if self.progress is not None:

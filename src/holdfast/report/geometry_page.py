@@ -14,6 +14,7 @@ from holdfast.report.page_shell import decimal, flattened, render_template, writ
 from holdfast.report.plot_data import Plot, Trace, curve_of, escaped, trace
 from holdfast.report.slice_plots import cells_caption, slice_plot, slices_of, token_name
 from holdfast.report.stored_geometry import Geometry, Jump, Measured, parse_geometry, read_geometry
+from holdfast.report.theory_table import theory_table, tsne
 
 OWN = "the model's own router"
 NEAR = 0.01  # of a token's norm: the distance that sentences are about
@@ -67,6 +68,7 @@ def render_geometry(stored: Mapping[str, Any]) -> str:
         what_if=None if geometry.what_if is None else what_if_table(geometry),
         router=other_router(geometry),
         jumps=[jump_row(layer, jump, geometry) for layer in geometry.measured for jump in layer.jumps.largest],
+        theory={str(layer.layer): theory_table(layer.theory) for layer in geometry.measured if layer.theory},
         how=how(geometry),
     )
 
@@ -126,7 +128,7 @@ def slice_plots(geometry: Geometry) -> list[Plot]:
 
 
 def curve_plots(geometry: Geometry) -> list[Plot]:
-    return [along_normal(geometry), largest_difference(geometry), ties(geometry), hitting(geometry)]
+    return [along_normal(geometry), largest_difference(geometry), ties(geometry), hitting(geometry), tsne(geometry)]
 
 
 def routers_of(geometry: Geometry) -> list[str]:
@@ -289,9 +291,14 @@ def layers_table(geometry: Geometry) -> Table:
                 "mean jump": share(own.mean),
                 **({f"mean jump, {other}": share(after[0].mean if after else None)} if other else {}),
                 **({f"extra experts, {other}": share(layer.what_if.extra[0] if layer.what_if else None)} if other else {}),
+                **({"extra experts, law": share(_extra_law(layer))} if other else {}),
             }
         )
     return Table([str(layer.layer) for layer in geometry.measured], rows)
+
+
+def _extra_law(layer: Measured) -> float | None:
+    return None if layer.what_if is None or not layer.what_if.extra_law else layer.what_if.extra_law[0]
 
 
 def _before(layer: Measured, time: float) -> float | None:

@@ -156,6 +156,81 @@ class Extra(_StoredModel):
     extra_law: list[Number] | None = None
 
 
+class Skipped(_StoredModel):
+    skipped: str
+
+
+class GraphPrecision(_StoredModel):
+    half_width: Number
+    alpha: float
+    noise: list[float] = Field(min_length=1)
+    mean: list[Number] = Field(min_length=1)
+    largest: list[Number] = Field(min_length=1)
+    beyond: list[Number] = Field(min_length=1)
+
+
+class Entropies(_StoredModel):
+    own: Number
+    informed: Number
+    bound: Number
+
+
+class Space(_StoredModel):
+    distance: Number
+    predicted: Number
+    measured: Number
+    condition: Number
+
+
+class Clusters(_StoredModel):
+    clusters: int
+    noise: float
+    plain: Space
+    scaled: Space
+
+
+class Slope(_StoredModel):
+    at_token: Number
+    jump: Number
+    largest: Number
+
+
+class Slopes(_StoredModel):
+    strip: float
+    softmax: Slope
+    top_k: Slope = Field(alias="top-k")
+    smooth: Slope
+
+
+class Tsne(_StoredModel):
+    x: list[float]
+    y: list[float]
+    experts: list[NonNegativeInt]
+
+    @validator(mode="after")
+    def _fits(self) -> Self:
+        if not len(self.x) == len(self.y) == len(self.experts):
+            raise ValueError("needs two coordinates and an expert for each token")
+        return self
+
+
+def _is_skipped(found: Any) -> str:
+    return "skipped" if isinstance(found, Skipped) or (isinstance(found, dict) and "skipped" in found) else "found"
+
+
+_IfSkipped = Annotated[Skipped, Tag("skipped")]
+
+
+class Theory(_StoredModel):
+    """Statements of the papers beside measurement, each with the reason if it does not apply."""
+
+    co_selection: Annotated[_IfSkipped | Annotated[GraphPrecision, Tag("found")], Discriminator(_is_skipped)]
+    entropy: Annotated[_IfSkipped | Annotated[Entropies, Tag("found")], Discriminator(_is_skipped)]
+    clusters: Annotated[_IfSkipped | Annotated[Clusters, Tag("found")], Discriminator(_is_skipped)]
+    slopes: Annotated[_IfSkipped | Annotated[Slopes, Tag("found")], Discriminator(_is_skipped)]
+    tsne: Annotated[_IfSkipped | Annotated[Tsne, Tag("found")], Discriminator(_is_skipped)]
+
+
 class Norms(_StoredModel):
     mean: float
     std: float
@@ -175,13 +250,16 @@ class Measured(_StoredModel):
     hitting: Hitting | None
     jumps: Jumps
     pictures: Pictures | None
+    theory: Theory | None = None
     what_if: Extra | None = None
 
     @validator(mode="before")
     @classmethod
     def _without_pictures(cls, stored: Any) -> Any:
-        """A layer that was left out of the pictures has an empty entry."""
-        return {**stored, "pictures": stored.get("pictures") or None} if isinstance(stored, dict) else stored
+        """A layer that was left out of the pictures has empty entries."""
+        if not isinstance(stored, dict):
+            return stored
+        return {**stored, "pictures": stored.get("pictures") or None, "theory": stored.get("theory") or None}
 
 
 class Refused(_StoredModel):
