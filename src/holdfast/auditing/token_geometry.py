@@ -205,6 +205,7 @@ def _slice(
         "unit": unit,
         "low": (low / unit).tolist(),
         "high": (high / unit).tolist(),
+        "keys": torch.cat([keys.slopes * unit, keys.offsets.unsqueeze(1)], dim=1).tolist(),
         "sets": known.tolist(),
         "cells": cells.view(GRID, GRID).tolist(),
         "lines": [
