@@ -115,3 +115,12 @@ def test_wrong_arguments_are_refused() -> None:
             occupation_time(1, torch.zeros(1), eps, time)
         with pytest.raises(ValueError, match="expected positive numbers"):
             occupation_bound(1, torch.zeros(1), eps, time)
+
+
+def test_experts_with_equal_weights_are_left_out() -> None:
+    weight = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [0, 1.0, 0]], dtype=torch.float64)
+    for noise in (1.0, torch.ones(3)):
+        found = occupation_times(Order(weight), torch.ones(2, 3), 1, 1, 0.1, 1.0, noise=noise)
+        assert found.times.isfinite().all() and (found.times > 0).all()
+        none = occupation_times(Order(weight), torch.ones(2, 3), 1, 2, 0.1, 1.0, noise=noise)
+        assert (none.times == 0).all()

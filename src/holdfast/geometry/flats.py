@@ -30,6 +30,12 @@ def gram(products: Tensor, index: Tensor, members: Tensor) -> Tensor:
     return among[:, 1:, 1:] - among[:, 1:, :1] - among[:, :1, 1:] + among[:, :1, :1]
 
 
+def independent(matrix: Tensor) -> Tensor:
+    """Return (N,) bool: where the differences of the weights are independent, for `matrix (N,m,m)` = A_T A_T^T."""
+    values = torch.linalg.eigvalsh(matrix)
+    return values[:, 0] > DEPENDENT * values[:, -1]
+
+
 def project(products: Tensor, index: Tensor, logits: Tensor, members: Tensor) -> Projection:
     """Project tokens with the keys `logits (N,E)` onto the flats of the sets `members (N,s)`, s >= 2."""
     values = logits.gather(1, members)

@@ -28,15 +28,15 @@ from torch import Tensor
 
 from holdfast.errors import require_extra
 from holdfast.geometry.affine import Noise, affine_keys
-from holdfast.geometry.flats import gram, project
+from holdfast.geometry.flats import gram, independent, project
 from holdfast.geometry.thickening import MOST_SETS, sets_of
 from holdfast.geometry.ties import check_k
 from holdfast.geometry.volumes import log_ball
 from holdfast.routing.declarations import Order
 
-TIME_NODES = 128
-CHI_NODES = 48
-FARTHEST = 14.0  # in standard deviations: before a walk has moved that far, a probability is 0 or 1
+TIME_NODES = 96
+CHI_NODES = 40
+FARTHEST = 8.0  # in standard deviations: before a walk has moved that far, a probability is 0 or 1
 WIDEST = 8.5  # in standard deviations: beyond, the density of a component is negligible
 ROWS = 2**10  # flats whose integrals are computed together
 
@@ -84,17 +84,18 @@ def occupation_time(m: int, delta: Tensor, eps: float, time: float, sigma: float
     delta = delta.double()
     if sigma == 0:
         return torch.where(delta <= eps, time, 0.0).double()
-    # Before `first` the walk has not moved: it is within eps, or it is not.
+    # Before `first` the walk has not moved: it is within eps, or it is not. Some walks do not move far enough at all.
     first = ((delta - eps) / (FARTHEST * sigma)).square().clamp(1e-10 * time, time)
+    found = torch.where(delta < eps, first, 0.0)
+    moving = (first < time).nonzero().squeeze(1)
     nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(TIME_NODES))
-    found = []
-    for start, begin in zip(delta.split(ROWS), first.split(ROWS), strict=True):
-        length = (time / begin).log().unsqueeze(1)
-        instants = begin.unsqueeze(1) * (length * (nodes + 1) / 2).exp()
-        within = probability_within(m, start.unsqueeze(1), eps, sigma * instants.sqrt())
-        later = (within * instants * length / 2 * weights).sum(1)
-        found.append(begin.where(start < eps, 0.0) + later)
-    return torch.cat(found).clamp_max(time) if found else delta.clone()
+    for rows in moving.split(ROWS):
+        begin = first[rows].unsqueeze(1)
+        length = (time / begin).log()
+        instants = begin * (length * (nodes + 1) / 2).exp()
+        within = probability_within(m, delta[rows].unsqueeze(1), eps, sigma * instants.sqrt())
+        found[rows] += (within * instants * length / 2 * weights).sum(1)
+    return found.clamp_max(time)
 
 
 def occupation_bound(
@@ -163,15 +164,21 @@ def occupation_times(
     members = sets_of(keys.experts, m + 1, most_sets, torch.Generator().manual_seed(seed))
     scale = math.comb(keys.experts, m + 1) / len(members)
     products, noisy = keys.products(), keys.products(noise)
+    # Dependent differences: the flat is empty, or it is that of a smaller set.
+    numbers = torch.arange(len(products)).unsqueeze(1)
+    apart = [independent(gram(products, number.expand(len(members)), members)) for number in numbers]
+    members = members[torch.stack(apart).all(0)]
+    across = None
+    if not exact:
+        rows = numbers.expand(-1, len(members))
+        across = [_noise_across(gram(products, row, members), gram(noisy, row, members)) for row in rows]
     found = []
     for logits, number in zip(keys.logits, keys.index, strict=True):
-        index = number.expand(len(members))
-        delta = project(products, index, logits.expand(len(members), -1), members).distances
-        if exact:
+        delta = project(products, number.expand(len(members)), logits.expand(len(members), -1), members).distances
+        if across is None:
             each = occupation_time(m, delta, eps, time, 1.0 if noise is None else float(noise))
         else:
-            log_det, largest = _noise_across(gram(products, index, members), gram(noisy, index, members))
-            each = occupation_bound(m, delta, eps, time, log_det, largest)
+            each = occupation_bound(m, delta, eps, time, *across[int(number)])
         found.append(each.sum() * scale)
     times = torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
     return OccupationTimes(m, eps, time, times, exact, sampled=scale > 1)

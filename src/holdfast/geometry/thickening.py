@@ -26,7 +26,7 @@ from torch import Tensor
 
 from holdfast.errors import require_extra, unknown_name
 from holdfast.geometry.affine import AffineKeys, affine_keys
-from holdfast.geometry.flats import Projection, gram, keys_at, project
+from holdfast.geometry.flats import Projection, gram, independent, keys_at, project
 from holdfast.geometry.ties import check_k
 from holdfast.geometry.volumes import FORMS, Form, log_law, log_share_spread, log_share_within
 from holdfast.routing.declarations import Order
@@ -159,10 +159,14 @@ def _of_order(
     source = torch.Generator().manual_seed(seed)
     products, bias = keys.products_of(number).cpu(), keys.bias.cpu()
     members = sets_of(keys.experts, m + 1, most_sets, source)
-    hits = _draw_ties(products, members, range(max(0, k - m), k), draws, source)
     weight = math.log(math.comb(keys.experts, m + 1) / len(members))
+    # Dependent differences: the flat is empty, or it is that of a smaller set.
+    members = members[independent(gram(products.unsqueeze(0), torch.zeros(len(members), dtype=torch.int64), members))]
+    if not len(members):
+        return nothing, nothing, nothing, torch.zeros_like(eps), torch.zeros((), dtype=torch.float64)
     index = torch.zeros(len(members), dtype=torch.int64)
     matrices = gram(products.unsqueeze(0), index, members)
+    hits = _draw_ties(products, members, range(max(0, k - m), k), draws, source)
     log_det = torch.linalg.slogdet(matrices).logabsdet
     offsets = bias[members[:, 1:]] - bias[members[:, :1]]
     delta = project(products.unsqueeze(0), index, bias.expand(len(members), -1), members).distances
@@ -256,10 +260,14 @@ def extra_experts_law(
     keys = affine_keys(Order(weight), torch.zeros(1, weight.shape[1], dtype=weight.dtype))
     products, experts, dim = keys.products_of(0), keys.experts, weight.shape[1]
     members = sets_of(experts, m + 1, MOST_SETS, source)
+    scale = math.comb(experts, m + 1) / len(members)
+    members = members[independent(gram(products.unsqueeze(0), torch.zeros(len(members), dtype=torch.int64), members))]
+    if not len(members):
+        return torch.zeros_like(torch.as_tensor(eps, dtype=torch.float64).reshape(-1))
     density = _draw_ties(products, members, range(k - 1, k), draws, source).double() / draws
     log_det = torch.linalg.slogdet(
         gram(products.unsqueeze(0), torch.zeros(len(members), dtype=torch.int64), members)
     ).logabsdet
     widths = torch.as_tensor(eps, dtype=torch.float64).reshape(-1)
     laws = log_law(m, dim, widths.unsqueeze(1), radius, log_det.unsqueeze(0))
-    return (laws + density.log()).logsumexp(1).exp() * math.comb(experts, m + 1) / len(members)
+    return (laws + density.log()).logsumexp(1).exp() * scale

@@ -5,11 +5,14 @@ if m + 1 experts have the same key, at the threshold between the k best and the 
 closed set, a union of pieces of flats. Its nearest point lies inside a piece, so it is the projection of the token onto the
 flat of that piece:
 
-    distance to order m = min over the sets T of at least m + 1 experts whose projection is at the threshold of dist(x, F_T)
+    distance to order m = min over the sets T of m + 1 experts whose projection is at the threshold of dist(x, F_T)
 
-Sets of m + 1 experts alone are not enough, nor are those that follow each other in the ranking of the token: both give an
-upper bound only. All 2^E sets are too many, but few can be the nearest. Starting from the upper bound r of sets that follow
-each other, the search visits only sets that can be nearer:
+Larger sets are never nearer. At a tie of more experts the token has moved by the sum of c_i w_i over T; the c_i sum to 0, so
+some are positive and some negative. So one expert at least can leave the tie upwards, and one downwards, while the token
+moves less; one of the two leaves the others at the threshold.
+
+Sets of experts that follow each other in the ranking of the token are not enough: they give an upper bound. All sets are too
+many, but few can be the nearest. Starting from the upper bound r, the search visits only sets that can be nearer:
 
     dist(x, F_T) grows with T, so a set is visited only if all its pairs, and all its first experts, are nearer than r
     an expert at rank p is at the threshold only if enough experts between it and the threshold have met it, at distance <= r
@@ -27,7 +30,7 @@ import torch
 from torch import Tensor
 
 from holdfast.geometry.affine import AffineKeys, affine_keys
-from holdfast.geometry.flats import at_threshold, keys_at, project
+from holdfast.geometry.flats import Projection, at_threshold, keys_at, project
 from holdfast.routing.declarations import Order
 
 MOST_SETS = 100_000  # of a token that are visited for one order; beyond, the nearest of them is an upper bound
@@ -167,21 +170,18 @@ class _Search:
         self.visited = torch.zeros_like(self.index)
 
     def visit(self, rows: Tensor, members: Tensor) -> Tensor:
-        """Measure sets of tokens `rows (N,)`; return (N,) bool: which of them a larger set may have to replace."""
+        """Measure sets of tokens `rows (N,)`, and keep the nearest ties; return (N,) bool: which sets may be extended."""
         index, logits = self.index[rows], self.logits[rows]
         found = project(self.products, index, logits, members)
-        near = found.distances <= self.best[rows] * EQUAL
-        near &= found.distances.isfinite()
+        near = (found.distances <= self.best[rows] * EQUAL) & found.distances.isfinite()
         if members.shape[1] <= self.m:
             return near
-        near_rows = near.nonzero().squeeze(1)
-        part = [each[near_rows] for each in (rows, index, logits, members, found.distances, found.multipliers)]
-        rows, index, logits, members, distances, multipliers = part
-        keys = keys_at(self.products, index, logits, members, found._replace(distances=distances, multipliers=multipliers))
+        rows, index, logits, members = rows[near], index[near], logits[near], members[near]
+        found = Projection(*(each[near] for each in found))
+        keys = keys_at(self.products, index, logits, members, found)
         is_tie = at_threshold(keys, members, self.k, self.scale[rows])
-        self._keep(rows[is_tie], members[is_tie], distances[is_tie])
-        near[near_rows] = ~is_tie
-        return near
+        self._keep(rows[is_tie], members[is_tie], found.distances[is_tie])
+        return torch.zeros_like(near)
 
     def _keep(self, rows: Tensor, members: Tensor, distances: Tensor) -> None:
         before = self.best.clone()

@@ -27,8 +27,8 @@ def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) ->
     """Return a sentence that says what is seen: hard boundaries, or strips in which experts fade in and out."""
     if any(panel < len(found.panels) and found.panels[panel].extra is not None for _, found in slices):
         return (
-            "Inputs in one cell have the same k best experts, whose numbers are in it; in the shaded strips the router runs more experts "
-            "and fades them in and out, so that the output does not jump."
+            "Inputs in one cell have the same k best experts, whose numbers are in it; in the shaded strips the router runs "
+            "more experts and fades them in and out, so that the output does not jump."
         )
     return "Inputs in one cell use the same experts, whose numbers are in it; the layer's output jumps from cell to cell."
 
