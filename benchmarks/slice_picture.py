@@ -109,7 +109,7 @@ def picture(stored: dict[str, Any]) -> str:
         _text(
             20,
             50,
-            f"A plane through three tokens in layer {stored['layer']}. Inputs in one cell use the same {stored['k']} experts.",
+            f"A plane through three tokens, layer {stored['layer']}. Inputs in one cell use the same {stored['k']} experts.",
             "small",
         ),
         _text(LEFT[0], TOP - 10, "top-k: the output jumps at every line"),

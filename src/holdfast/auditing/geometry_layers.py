@@ -36,6 +36,7 @@ ORDERS = (1, 2, 3)
 WIDTHS = tuple(10.0 ** (-power / 4) for power in range(16, -1, -1))  # eps, in shares of a token's norm
 TIMES = tuple(10.0 ** (power / 4) for power in range(-8, 9))
 LARGEST = 10  # jumps that are listed
+DRAWS = 64  # directions in each flat, for the law of extra experts
 MOST_SETS = 500  # of experts in the law of a ball; beyond, the sum over sets is estimated
 
 
@@ -196,7 +197,7 @@ def laws_of_ball(tokens: LayerTokens, router: Router | None, seed: int) -> dict[
     strip = _strip(router)
     if router is not None and strip is not None and _has_logits(tokens, router):
         eps = torch.tensor([strip], dtype=torch.float64)
-        extra = [extra_experts_law(weight, tokens.k, eps, found.radius, m=m, seed=seed) for m in ORDERS]
+        extra = [extra_experts_law(weight, tokens.k, eps, found.radius, m=m, draws=DRAWS, seed=seed) for m in ORDERS]
         laws["extra"] = [min(1.0, float(each)) for each in extra]
     return laws
 
