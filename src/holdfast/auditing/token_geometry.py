@@ -37,7 +37,10 @@ STARTS = 128  # places on the normal at which differences are measured
 @final
 @dataclass(frozen=True)
 class LayerTokens:
-    """The real tokens of one MoE layer in one forward, with all that is needed to route points near them."""
+    """The real tokens of one MoE layer in one forward, with all that is needed to route points near them.
+
+    Its tensors are on the CPU; `route` and `run` use the device of the model.
+    """
 
     site: MoELayerRef
     call: RouterCall
@@ -60,8 +63,18 @@ class LayerTokens:
         else:
             order, k = affine_order(subject, flat)
         keys = affine_keys(order, flat).rows(rows)
-        found = (flat[rows], record.tokens[rows], record.routed[rows], rows)
-        return cls(audited.moe_layers[layer], call, *found, keys, k, record.weights)
+        keys = AffineKeys(*(each.cpu() for each in (keys.points, keys.weight, keys.bias, keys.factors, keys.index)))
+        return cls(
+            audited.moe_layers[layer],
+            call,
+            tokens=flat[rows].cpu(),
+            inputs=record.tokens[rows].cpu(),
+            output=record.routed[rows].cpu(),
+            rows=rows.cpu(),
+            keys=keys,
+            k=k,
+            weights=record.weights,
+        )
 
     @property
     def experts(self) -> int:
@@ -84,22 +97,25 @@ class LayerTokens:
 
     def route(self, points: Tensor, of: Tensor, router: Router | None = None) -> Routing:
         """Route points (M,d), each in the context of the token `of (M,)`; by another router if there is one."""
-        points = points.to(self.tokens.dtype)
+        points = points.to(self.call.tokens)
         if router is not None:
-            return router(points.float().unsqueeze(0), Context())  # type: ignore[no-any-return]
-        if not isinstance(self.call.route, Router):
-            return route_again(self.call, points if self.call.tokens.dim() == 2 else points.unsqueeze(0))
-        context = None if self.call.context is None else _context_at(self.call.context, self.rows[of])
-        return route_again(replace(self.call, context=context), points.unsqueeze(0))
+            found: Routing = router(points.float().unsqueeze(0), Context())
+        elif isinstance(self.call.route, Router):
+            context = None if self.call.context is None else _context_at(self.call.context, self.rows[of])
+            found = route_again(replace(self.call, context=context), points.unsqueeze(0))
+        else:
+            found = route_again(self.call, points if self.call.tokens.dim() == 2 else points.unsqueeze(0))
+        return found.map_tokens(lambda values: values.cpu())
 
     def run(self, points: Tensor, of: Tensor, router: Router | None = None) -> Tensor:
         """Return the weighted sum (M,d) of the experts' outputs at points (M,d), in float64."""
         routing = self.route(points, of, router)
-        inputs = points.to(self.inputs.dtype) if self.shared_inputs else self.inputs[of]
+        inputs = points.to(self.inputs) if self.shared_inputs else self.inputs[of]
+        inputs = inputs.to(self.call.tokens.device)
         used = routing.experts < routing.gates.shape[1]  # native experts do not know unused slots, whose weight is 0
         experts, weights = routing.experts.where(used, 0), routing.weights.where(used, 0.0).to(self.weights)
         ran: Tensor = self.site.experts(inputs, experts.to(inputs.device), weights.to(inputs.device))
-        return ran.reshape(len(points), -1).double()
+        return ran.reshape(len(points), -1).cpu().double()
 
     def groups(self) -> Iterator[tuple[Tensor, Order]]:
         """Yield the tokens that share one order of experts, as rows, with that order."""
