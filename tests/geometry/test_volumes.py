@@ -8,7 +8,14 @@ import torch
 from tiers import quick_or_slow
 from torch import Tensor
 
-from holdfast.geometry import ball_radius, extra_experts_law, nearest_ties, slice_densities, thickening_share
+from holdfast.geometry import (
+    ball_radius,
+    extra_experts_law,
+    nearest_ties,
+    slice_densities,
+    slice_density_bounds,
+    thickening_share,
+)
 from holdfast.geometry.volumes import log_ball, log_law, log_share_spread, log_share_within
 from holdfast.routing.declarations import Order
 
@@ -55,7 +62,7 @@ def test_logit_shares_equal_monte_carlo(dim: int) -> None:
         bias = 0.2 * torch.randn(m + 1, generator=source, dtype=torch.float64)
         keys = points @ weight.t() + bias
         rows, offsets = weight[1:] - weight[:1], bias[1:] - bias[:1]
-        share = log_share_spread(m, dim, (rows @ rows.t()).unsqueeze(0), offsets.unsqueeze(0), 0.6, RADIUS)
+        share = log_share_spread(m, dim, (rows @ rows.t()).unsqueeze(0), offsets.unsqueeze(0), torch.tensor([0.6]), RADIUS)
         require_share(keys.amax(1) - keys.amin(1) <= 0.6, float(share))
 
 
@@ -79,7 +86,7 @@ def test_the_law_of_logits_is_reached_as_the_ball_grows(m: int) -> None:
     radii, rows = (10.0, 100.0, 1000.0), torch.eye(m, dtype=torch.float64).unsqueeze(0) * 1.5
     offsets = torch.full((1, m), 0.5, dtype=torch.float64)
     log_det = torch.linalg.slogdet(rows).logabsdet
-    exact = [log_share_spread(m, 8, rows, offsets, 0.5, radius) for radius in radii]
+    exact = [log_share_spread(m, 8, rows, offsets, torch.tensor([0.5]), radius) for radius in radii]
     errors_of_the_law(exact, [log_law(m, 8, torch.tensor(0.5), radius, log_det) for radius in radii])
 
 
@@ -93,9 +100,8 @@ def test_thousands_of_dimensions_do_not_overflow() -> None:
         assert float(found[1] - found[0]) == pytest.approx(-0.5, abs=0.01)
         assert float(found[2] - found[0]) == pytest.approx(-2.0, abs=0.01)
     assert math.isfinite(log_ball(100_000))
-    spread = log_share_spread(
-        3, dim, torch.eye(3, dtype=torch.float64).unsqueeze(0), torch.zeros(1, 3, dtype=torch.float64), 0.1, radius
-    )
+    unit, nothing = torch.eye(3, dtype=torch.float64).unsqueeze(0), torch.zeros(1, 3, dtype=torch.float64)
+    spread = log_share_spread(3, dim, unit, nothing, torch.tensor([0.1]), radius)
     assert float(spread) == pytest.approx(float(log_law(3, dim, torch.tensor(0.1), radius, torch.zeros(1))), abs=0.02)
 
 
@@ -160,6 +166,22 @@ def test_slice_densities_of_exchangeable_experts_are_known() -> None:
     rough = [slice_densities(torch.eye(3, 5), 1, 1, draws=200, seed=seed) for seed in range(40)]
     covered = torch.stack([(one.low <= 0.5) & (one.high >= 0.5) for one in rough]).double().mean()
     assert 0.9 < covered < 1  # of 120 intervals of 95%
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_slice_densities_are_between_the_papers_bounds(m: int) -> None:
+    weight = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = slice_densities(weight, 2, m, draws=4000)
+    for members, low, high in zip(found.members.tolist(), found.low.tolist(), found.high.tolist(), strict=True):
+        least, most = slice_density_bounds(weight, 2, members)
+        assert 0 < least <= high and low <= most <= 1
+
+
+def test_one_slice_of_orthogonal_weights_has_a_known_bound() -> None:
+    """One other expert: the slice is a half, and the cap about its middle is that half."""
+    least, most = slice_density_bounds(torch.eye(3, 5), 1, [0, 1])
+    assert least == pytest.approx(0.5) and most == 0.5
+    assert slice_density_bounds(torch.eye(3, 5), 1, [0, 1, 2]) == (1.0, 1.0)
 
 
 def test_ratios_of_orders_fall_with_eps_over_the_radius() -> None:

@@ -36,6 +36,7 @@ from holdfast.geometry.thickening import Thickening as Thickening
 from holdfast.geometry.thickening import ball_radius as ball_radius
 from holdfast.geometry.thickening import extra_experts_law as extra_experts_law
 from holdfast.geometry.thickening import slice_densities as slice_densities
+from holdfast.geometry.thickening import slice_density_bounds as slice_density_bounds
 from holdfast.geometry.thickening import thickening_share as thickening_share
 from holdfast.geometry.ties import Ties as Ties
 from holdfast.geometry.ties import nearest_ties as nearest_ties

@@ -87,7 +87,7 @@ def times_noise(rows: Tensor, noise: Noise) -> Tensor:
 
 
 def affine_keys(order: Order, tokens: Tensor) -> AffineKeys:
-    """Return the keys that `order` declares, at `tokens (..., d)`."""
+    """Return the keys that `order` declares, at `tokens (..., d)`, on the CPU: the work on sets of experts is done there."""
     if not tokens.isfinite().all():
         raise ValueError("the tokens contain NaN or infinite numbers; leave them out.")
     planes = score_geometry("the score", order, None, tokens.detach(), "l2").planes
@@ -96,7 +96,7 @@ def affine_keys(order: Order, tokens: Tensor) -> AffineKeys:
         index = torch.zeros(len(planes.points), dtype=torch.int64, device=planes.points.device)
     else:
         factors, index = planes.scales.distinct
-    return AffineKeys(planes.points, planes.weight, planes.bias, factors, index)
+    return AffineKeys(*(each.cpu() for each in (planes.points, planes.weight, planes.bias, factors, index)))
 
 
 @torch.no_grad()

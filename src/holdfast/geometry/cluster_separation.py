@@ -54,7 +54,7 @@ def cluster_separation(tokens: Tensor, clusters: Tensor, *, noise: float = 0.0, 
 
     noise   standard deviation, in every feature, of the noise that is added to tokens before they are assigned
     """
-    tokens, clusters = tokens.detach().double(), clusters.reshape(-1)
+    tokens, clusters = tokens.detach().cpu().double(), clusters.cpu().reshape(-1)
     if tokens.dim() != 2 or len(clusters) != len(tokens):
         raise ValueError(
             f"tokens have shape {tuple(tokens.shape)} and clusters {tuple(clusters.shape)}; expected (T, d), (T,)."
@@ -97,7 +97,7 @@ def tsne_coordinates(tokens: Tensor, *, most: int = 2000, perplexity: float = 30
     require_extra("t-SNE of router inputs", "sklearn")
     from sklearn.manifold import TSNE
 
-    rows = tokens.detach().float().reshape(-1, tokens.shape[-1])
+    rows = tokens.detach().cpu().float().reshape(-1, tokens.shape[-1])
     kept = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:most].sort().values
     if len(kept) < 4:
         raise ValueError(f"t-SNE needs at least 4 tokens, and there are {len(kept)}.")

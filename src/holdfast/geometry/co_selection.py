@@ -72,7 +72,7 @@ def graph_under_noise(
     """
     clean = co_selection_widths(chosen(tokens), alpha)
     source = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(tokens.shape, generator=source, dtype=torch.float64)
+    drawn = torch.randn(tokens.shape, generator=source, dtype=torch.float64).to(tokens.device)
     direction = drawn / drawn.norm(dim=1, keepdim=True) * tokens.double().norm(dim=1, keepdim=True)
     used = clean.counts > 0
     changes = []

@@ -78,7 +78,7 @@ def gate_slopes(weights: GateWeights, logits: Tensor, k: int, *, reach: float | 
     )
     jump = narrow.where((narrow > wide / 2) & (narrow > STEP), 0.0)
     length = distance.clamp_min(STEP) if reach is None else torch.full_like(distance, reach)
-    along = torch.linspace(-1, 1, LINE, dtype=torch.float64).view(1, -1, 1) * length.view(-1, 1, 1)
+    along = torch.linspace(-1, 1, LINE, dtype=torch.float64, device=logits.device).view(1, -1, 1) * length.view(-1, 1, 1)
     line = weights((tie.unsqueeze(1) + along * direction.unsqueeze(1)).flatten(0, 1)).view(len(logits), LINE, -1)
     slopes = line.diff(dim=1).norm(dim=2) / (2 * length / (LINE - 1)).unsqueeze(1)
     largest = slopes.amax(1).maximum(at_token).where(jump == 0, torch.inf)

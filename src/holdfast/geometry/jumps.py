@@ -45,7 +45,7 @@ def nearest_boundaries(order: Order, tokens: Tensor, k: int) -> FlipPoints:
     if not ties.distances.isfinite().all():
         raise ValueError("some token has no tie: all its experts are selected, or their weights are equal.")
     points = tie_points(order, tokens, ties.sets[:, 0])
-    rows = tokens.detach().double().reshape(-1, tokens.shape[-1])
+    rows = tokens.detach().cpu().double().reshape(-1, tokens.shape[-1])
     moves = points - rows
     still = ties.distances[:, 0] <= 1e-9 * rows.norm(dim=1)  # such a token moves nowhere, which gives no normal
     if still.any():
@@ -53,7 +53,9 @@ def nearest_boundaries(order: Order, tokens: Tensor, k: int) -> FlipPoints:
     first, second = ties.sets[:, 0].nonzero()[:, 1].view(-1, 2).unbind(1)
     ahead = _is_ahead(order, tokens, first, second)
     leaving, entering = first.where(ahead, second), second.where(ahead, first)
-    return FlipPoints(points, torch.nn.functional.normalize(moves, dim=1), ties.distances[:, 0], leaving, entering)
+    normals = torch.nn.functional.normalize(moves, dim=1)
+    found = (points, normals, ties.distances[:, 0], leaving, entering)
+    return FlipPoints(*(each.to(tokens.device) for each in found))
 
 
 def _is_ahead(order: Order, tokens: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ def along_normals(
         raise ValueError(f"reach is {reach} and points {points}; expected a positive length and at least 3 points.")
     at = nearest_boundaries(order, tokens, k)
     lengths = tokens.detach().double().norm(dim=1).view(-1, 1, 1)
-    offsets = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    offsets = torch.linspace(-reach, reach, points, dtype=torch.float64, device=tokens.device)
     if points % 2:  # the tie itself belongs to no side: stay just before it
         offsets[points // 2] = -1e-3 * reach / points
     lines = at.points.unsqueeze(1) + offsets.view(1, -1, 1) * lengths * at.normals.unsqueeze(1)

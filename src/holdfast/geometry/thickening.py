@@ -8,7 +8,7 @@ Analysis of Discontinuities in Sparse Mixture-of-Experts"). With the share s_T o
     law         the same with the asymptotic s_T. It falls as (eps / R)^m: the ratio of two orders is
                 law_m' / law_m = (omega_m' omega_{d-m'} sum rho) / (omega_m omega_{d-m} sum rho) (eps / R)^(m' - m)
 
-The slice density rho_T is the probability that m - k <= -a <= -1, a the number of other experts above the tie, in a random
+The slice density rho_T is the probability that k - m <= a <= k - 1, a the number of other experts above the tie, in a random
 direction of F_T; it is estimated by random draws, and so is the sum over T where there are many sets. "exact" is exact for
 routers without bias, up to overlaps of the neighbourhoods of two flats; with a bias, rho_T is that of large balls.
 
@@ -19,13 +19,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from holdfast.errors import require_extra, unknown_name
-from holdfast.geometry.affine import AffineKeys, affine_keys
+from holdfast.geometry.affine import affine_keys
 from holdfast.geometry.flats import Projection, gram, independent, keys_at, project
 from holdfast.geometry.ties import check_k
 from holdfast.geometry.volumes import FORMS, Form, log_law, log_share_spread, log_share_within
@@ -33,7 +33,8 @@ from holdfast.routing.declarations import Order
 
 MOST_SETS = 2000  # of experts; beyond, the sum over all sets is estimated from as many random ones
 MOST_FACTORS = 16  # distinct factors of AC; beyond, the most frequent ones
-DRAWS = 256  # directions in each flat
+FEWEST_DRAWS = 64  # directions in each flat
+MOST_DRAWS = 2**17  # directions in all flats of one order, if they are not given
 ROWS = 2**15  # directions that are drawn together
 CONFIDENCE = 1.959964  # of an interval of 95%
 
@@ -100,7 +101,7 @@ def thickening_share(
     orders: Sequence[int] = (1, 2, 3),
     radius: float | None = None,
     form: Form = "euclidean",
-    draws: int = DRAWS,
+    draws: int | None = None,
     most_sets: int = MOST_SETS,
     seed: int = 0,
 ) -> Thickening:
@@ -108,6 +109,7 @@ def thickening_share(
 
     tokens      (..., d): they give the clusters of AC, over which shares are averaged, and the default radius
     radius      of the ball about 0; None: that of `ball_radius(tokens)`
+    draws       random directions in each flat; None: 131,072 in all flats of one order together, at least 64 in each
     form        "euclidean": within eps of a tie, in the norm of tokens; "logit": the keys of the tie differ by at most eps
     """
     if form not in FORMS:
@@ -124,67 +126,86 @@ def thickening_share(
     frequent = frequent[counts[frequent] > 0] if counts.any() else frequent[:1]
     share = counts[frequent].double().clamp_min(1e-300)
     log_share = (share / share.sum()).log()
-    found = [
-        [_of_order(keys, int(number), tokens.shape[-1], k, m, widths, size, form, draws, most_sets, seed) for m in orders]
-        for number in frequent
-    ]
-    merged = []
-    for place in range(3):
-        stacked = torch.stack([torch.stack([one[place] for one in row], dim=1) for row in found])  # (U,n,M)
-        merged.append((stacked + log_share.view(-1, 1, 1)).logsumexp(0))
-    error = torch.stack([torch.stack([one[3] for one in row], dim=1) for row in found]).amax(0)
-    density = torch.stack([torch.stack([one[4] for one in row]) for row in found]).mean(0)
+    dim = tokens.shape[-1]
+    found = []
+    for number in frequent.tolist():
+        products = keys.products_of(number)
+        flats = [
+            _flats_of(products, keys.bias, k, m, above=range(max(0, k - m), k), draws=draws, most=most_sets, seed=seed)
+            for m in orders
+        ]
+        found.append([_shares(each, min(m, dim), dim, widths, size, form) for m, each in zip(orders, flats, strict=True)])
+    # (U,n,M) each: averaged over the distinct factors
+    stacked = [torch.stack([torch.stack([one[place] for one in row], dim=1) for row in found]) for place in range(4)]
+    law, exact, bound = ((each + log_share.view(-1, 1, 1)).logsumexp(0) for each in stacked[:3])
+    density = torch.stack([torch.stack([one.density for one in row]) for row in found]).mean(0)
     sampled = tuple(math.comb(keys.experts, m + 1) > most_sets for m in orders)
-    law, exact, bound = merged
-    return Thickening(widths, orders, size, form, law, exact, bound, error, density, sampled)
+    return Thickening(widths, orders, size, form, law, exact, bound, stacked[3].amax(0), density, sampled)
 
 
-def _of_order(
-    keys: AffineKeys,
-    number: int,
-    dim: int,
-    k: int,
-    m: int,
-    eps: Tensor,
-    radius: float,
-    form: Form,
-    draws: int,
-    most_sets: int,
-    seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return log law, log exact, log bound, relative error (n,) and the mean density, for the factors `number`."""
-    nothing = torch.full_like(eps, -torch.inf)
-    if k == keys.experts or m >= keys.experts or m > dim:
-        return nothing, nothing, nothing, torch.zeros_like(eps), torch.zeros((), dtype=torch.float64)
-    source = torch.Generator().manual_seed(seed)
-    products, bias = keys.products_of(number).cpu(), keys.bias.cpu()
-    members = sets_of(keys.experts, m + 1, most_sets, source)
-    weight = math.log(math.comb(keys.experts, m + 1) / len(members))
-    # Dependent differences: the flat is empty, or it is that of a smaller set.
-    members = members[independent(gram(products.unsqueeze(0), torch.zeros(len(members), dtype=torch.int64), members))]
-    if not len(members):
-        return nothing, nothing, nothing, torch.zeros_like(eps), torch.zeros((), dtype=torch.float64)
+@final
+@dataclass(frozen=True)
+class _Flats:
+    """The flats of some sets of m + 1 experts with independent differences of weights."""
+
+    members: Tensor  # (N,m+1)
+    matrices: Tensor  # (N,m,m): A_T A_T^T
+    offsets: Tensor  # (N,m): the differences of the biases
+    delta: Tensor  # (N,): distances from 0
+    density: Tensor  # (N,): slice densities
+    draws: int
+    scale: float  # the number of all sets divided by that of the sets that were drawn
+
+    @property
+    def log_det(self) -> Tensor:
+        return torch.linalg.slogdet(self.matrices).logabsdet
+
+
+def _flats_of(
+    products: Tensor, bias: Tensor, k: int, m: int, *, above: Iterable[int], draws: int | None, most: int, seed: int
+) -> _Flats:
+    """Return the flats of order m, with the share of each on which the number of experts above the tie is in `above`."""
+    source, experts = torch.Generator().manual_seed(seed), len(products)
+    members, scale = torch.zeros(0, m + 1, dtype=torch.int64), 1.0
+    if k < experts and m < experts:
+        members = sets_of(experts, m + 1, most, source)
+        scale = math.comb(experts, m + 1) / len(members)
     index = torch.zeros(len(members), dtype=torch.int64)
     matrices = gram(products.unsqueeze(0), index, members)
-    hits = _draw_ties(products, members, range(max(0, k - m), k), draws, source)
-    log_det = torch.linalg.slogdet(matrices).logabsdet
+    # Dependent differences: the flat is empty, or it is that of a smaller set.
+    kept = independent(matrices)
+    members, matrices, index = members[kept], matrices[kept], index[kept]
     offsets = bias[members[:, 1:]] - bias[members[:, :1]]
     delta = project(products.unsqueeze(0), index, bias.expand(len(members), -1), members).distances
-    density = hits.double() / draws
-    log_density = density.log()
-    laws, exacts, bounds, errors = [], [], [], []
-    for width in eps:
-        if form == "euclidean":
-            each = log_share_within(m, dim, delta, float(width), radius)
-            law = log_law(m, dim, width, radius).expand(len(members))
-        else:
-            each = log_share_spread(m, dim, matrices, offsets, float(width), radius)
-            law = log_law(m, dim, width, radius, log_det)
-        laws.append((law + log_density).logsumexp(0) + weight)
-        exacts.append((each + log_density).logsumexp(0) + weight)
-        bounds.append(each.logsumexp(0) + weight)
-        errors.append(_relative_error(each, density, draws, weight > 0))
-    return torch.stack(laws), torch.stack(exacts), torch.stack(bounds), torch.stack(errors), density.mean()
+    draws = max(FEWEST_DRAWS, MOST_DRAWS // max(1, len(members))) if draws is None else draws
+    hits = _draw_ties(products, members, above, draws, source)
+    return _Flats(members, matrices, offsets, delta, hits.double() / draws, draws, scale)
+
+
+class _Sums(NamedTuple):
+    """Sums over the flats of one order: logarithms and the relative error (n,), and the mean slice density."""
+
+    law: Tensor
+    exact: Tensor
+    bound: Tensor
+    error: Tensor
+    density: Tensor
+
+
+def _shares(flats: _Flats, m: int, dim: int, eps: Tensor, radius: float, form: Form) -> _Sums:
+    nothing = torch.full_like(eps, -torch.inf)
+    if not len(flats.members):
+        return _Sums(nothing, nothing, nothing, torch.zeros_like(eps), torch.zeros((), dtype=torch.float64))
+    log_density, weight = flats.density.log(), math.log(flats.scale)
+    if form == "euclidean":
+        laws = log_law(m, dim, eps, radius).unsqueeze(1)
+        shares = torch.stack([log_share_within(m, dim, flats.delta, float(width), radius) for width in eps])
+    else:
+        laws = log_law(m, dim, eps.unsqueeze(1), radius, flats.log_det)
+        shares = log_share_spread(m, dim, flats.matrices, flats.offsets, eps, radius)
+    law, exact, bound = ((each + weight).logsumexp(1) for each in (laws + log_density, shares + log_density, shares))
+    error = torch.stack([_relative_error(each, flats.density, flats.draws, flats.scale > 1) for each in shares])
+    return _Sums(law, exact, bound, error, flats.density.mean())
 
 
 def _relative_error(log_shares: Tensor, density: Tensor, draws: int, sampled: bool) -> Tensor:
@@ -247,7 +268,7 @@ def slice_densities(
 
 @torch.no_grad()
 def extra_experts_law(
-    weight: Tensor, k: int, eps: Tensor, radius: float, *, m: int = 1, draws: int = DRAWS, seed: int = 0
+    weight: Tensor, k: int, eps: Tensor, radius: float, *, m: int = 1, draws: int | None = None, seed: int = 0
 ) -> Tensor:
     """Return (n,): the asymptotic share of a ball where `smooth` with the strip `eps (n,)` uses at least m extra experts.
 
@@ -256,18 +277,42 @@ def extra_experts_law(
     with rho_T the share of the flat with exactly k - 1 experts above.
     """
     check_k(k, len(weight))
-    source = torch.Generator().manual_seed(seed)
     keys = affine_keys(Order(weight), torch.zeros(1, weight.shape[1], dtype=weight.dtype))
-    products, experts, dim = keys.products_of(0), keys.experts, weight.shape[1]
-    members = sets_of(experts, m + 1, MOST_SETS, source)
-    scale = math.comb(experts, m + 1) / len(members)
-    members = members[independent(gram(products.unsqueeze(0), torch.zeros(len(members), dtype=torch.int64), members))]
-    if not len(members):
-        return torch.zeros_like(torch.as_tensor(eps, dtype=torch.float64).reshape(-1))
-    density = _draw_ties(products, members, range(k - 1, k), draws, source).double() / draws
-    log_det = torch.linalg.slogdet(
-        gram(products.unsqueeze(0), torch.zeros(len(members), dtype=torch.int64), members)
-    ).logabsdet
+    flats = _flats_of(keys.products_of(0), keys.bias, k, m, above=range(k - 1, k), draws=draws, most=MOST_SETS, seed=seed)
     widths = torch.as_tensor(eps, dtype=torch.float64).reshape(-1)
-    laws = log_law(m, dim, widths.unsqueeze(1), radius, log_det.unsqueeze(0))
-    return (laws + density.log()).logsumexp(1).exp() * scale
+    laws = log_law(m, weight.shape[1], widths.unsqueeze(1), radius, flats.log_det.unsqueeze(0))
+    return (laws + flats.density.log()).logsumexp(1).exp() * flats.scale
+
+
+@torch.no_grad()
+def slice_density_bounds(weight: Tensor, k: int, members: Sequence[int]) -> tuple[float, float]:
+    """Return bounds of the slice density of the flat of `members`, for `weight (E,d)` (Lemma A.16 of the paper).
+
+    A slice has given experts above the tie and the others below. It contains a cap about a direction in which none of them
+    ties, and it is contained in a half: I_{sin^2 theta}((n - 1) / 2, 1 / 2) / 2 <= share <= 1/2, theta the angle of the cap,
+    n = d - m, I the regularised incomplete beta function. The density of the flat is the sum over its slices, and may
+    exceed 1/2. The lower bound falls exponentially with the width: in hundreds of dimensions it says nothing.
+    """
+    require_extra("the bounds of a slice density", "scipy")
+    from scipy.special import betainc
+
+    check_k(k, len(weight))
+    rows, m = weight.double(), len(members) - 1
+    others = [expert for expert in range(len(rows)) if expert not in members]
+    first = rows[members[0]]
+    inside = torch.linalg.svd(rows[list(members[1:])] - first).Vh[m:]  # an orthonormal basis of the flat's directions
+    forms = torch.nn.functional.normalize((rows[others] - first) @ inside.t(), dim=1)
+    low, slices = 0.0, 0
+    for count in range(max(0, k - m), min(k - 1, len(others)) + 1):
+        for above in combinations(range(len(others)), count):
+            signs = torch.full((len(others), 1), -1.0, dtype=torch.float64)
+            signs[list(above)] = 1.0
+            slices += 1
+            direction = torch.linalg.pinv(signs * forms).sum(1)  # the same margin for all, 1 if there is such a direction
+            margin = float((signs * forms @ direction).min()) if others else 0.0
+            if margin > 0.5:
+                squared = min(1.0, margin**2 / float(direction.square().sum()))
+                low += float(betainc((len(inside) - 1) / 2, 0.5, squared)) / 2
+    if not others:  # all experts tie, at the threshold
+        return 1.0, 1.0
+    return low, min(1.0, slices / 2)

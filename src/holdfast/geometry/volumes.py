@@ -22,8 +22,7 @@ N flats
 """
 
 import math
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,14 +33,8 @@ from holdfast.errors import require_extra
 Form = Literal["euclidean", "logit"]
 FORMS: tuple[Form, ...] = ("euclidean", "logit")
 NODES = 160  # of an integral over rho
-CUBE_NODES = 8  # of an integral over each side of a cube
+CUBE_NODES = {1: 16, 2: 10, 3: 6}  # of an integral over each side of a cube, by its dimension; 4 beyond
 NEGLIGIBLE = 60.0  # exp(-this) of the largest value is left out of an integral
-
-
-@cache
-def gauss_nodes(count: int) -> tuple[Any, Any]:
-    """Return the nodes and weights of Gauss and Legendre; computing them takes longer than an integral."""
-    return np.polynomial.legendre.leggauss(count)
 
 
 def log_ball(dim: int) -> float:
@@ -61,10 +54,10 @@ def log_law(m: int, dim: int, eps: Tensor, radius: float, log_det: Tensor | None
 def log_share_within(m: int, dim: int, delta: Tensor, eps: float, radius: float) -> Tensor:
     """Return (N,): the logarithm of the share of a ball within eps of flats at distances `delta (N,)`, exactly."""
     check_dimensions(m, dim)
-    delta = delta.double()
+    delta, index = delta.double().unique(return_inverse=True)  # without a bias, all flats contain 0
     whole = _log_integral(m, dim, radius, torch.zeros_like(delta), (eps - delta).clamp(0, radius), None)
     shell = _log_integral(m, dim, radius, (delta - eps).abs(), (delta + eps).clamp_max(radius), (delta, eps))
-    return torch.logaddexp(whole.where(delta < eps, -torch.inf), shell).clamp_max(0.0)
+    return torch.logaddexp(whole.where(delta < eps, -torch.inf), shell).clamp_max(0.0)[index]
 
 
 def check_dimensions(m: int, dim: int) -> None:
@@ -80,7 +73,7 @@ def _log_integral(m: int, dim: int, radius: float, low: Tensor, high: Tensor, ca
     rest = (1 - (base / radius).square()).clamp_min(0) * math.exp(-2 * (NEGLIGIBLE + m) / max(1, dim - m))
     far = radius * (1 - rest).clamp_min(0).sqrt()
     high = high.minimum(far)
-    nodes, weights = (torch.from_numpy(each) for each in gauss_nodes(NODES))
+    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(NODES))
     angle = math.pi / 2 * (nodes + 1)  # a cosine removes the square roots at both ends
     width = (high - low).unsqueeze(1)
     rho = low.unsqueeze(1) + width * (1 - angle.cos()) / 2
@@ -116,26 +109,29 @@ def _log_cap(m: int, rho: Tensor, delta: Tensor, eps: float) -> Tensor:
     return half.where(beyond <= 1, 1 - half).log()
 
 
-def log_share_spread(m: int, dim: int, gram: Tensor, offsets: Tensor, eps: float, radius: float) -> Tensor:
-    """Return (N,): the logarithm of the share of a ball where the keys of m + 1 experts differ by at most eps.
+def log_share_spread(m: int, dim: int, gram: Tensor, offsets: Tensor, eps: Tensor, radius: float) -> Tensor:
+    """Return (n,N): the logarithm of the share of a ball where the keys of m + 1 experts differ by at most `eps (n,)`.
 
     gram        (N,m,m): A A^T, A the differences of the weights to those of the first expert
     offsets     (N,m): the same differences of the biases
     """
     check_dimensions(m, dim)
-    nodes, weights = (torch.from_numpy(each) for each in gauss_nodes(CUBE_NODES))
+    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(CUBE_NODES.get(m, 4)))
     cube = torch.cartesian_prod(*[(nodes + 1) / 2] * m).view(-1, m)
-    log_weights = torch.cartesian_prod(*[(weights / 2).log()] * m).view(-1, m).sum(1)
+    log_weights = torch.cartesian_prod(*[(weights / 2).log()] * m).view(-1, m).sum(1).repeat(m + 1) - math.log(m + 1)
     pieces = []
     for smallest in range(m + 1):
-        keys = torch.cat([cube[:, :smallest], torch.zeros_like(cube[:, :1]), cube[:, smallest:]], dim=1) * eps
+        keys = torch.cat([cube[:, :smallest], torch.zeros_like(cube[:, :1]), cube[:, smallest:]], dim=1)
         pieces.append(keys[:, 1:] - keys[:, :1])
-    differences = torch.cat(pieces)  # (m + 1) cubes
-    points = differences.unsqueeze(0) - offsets.unsqueeze(1)
     factor = torch.linalg.cholesky(gram)
-    across = torch.linalg.solve_triangular(factor, points.mT, upper=False)
-    log_values = (dim - m) / 2 * (1 - (across / radius).square().sum(1)).clamp_min(0).log()
-    log_values = log_values.nan_to_num(nan=-torch.inf)  # outside the ball, where dim = m
     log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-    mean = (log_values + log_weights.repeat(m + 1)).logsumexp(1) - math.log(m + 1)
-    return log_law(m, dim, torch.tensor(eps), radius, log_det) + mean
+    # A point at the differences eps c is across the flat by factor^-1 (eps c - offset).
+    points = torch.linalg.solve_triangular(factor, torch.cat(pieces).t().expand(len(gram), -1, -1), upper=False) / radius
+    start = torch.linalg.solve_triangular(factor, offsets.unsqueeze(2), upper=False) / radius
+    squared, crossed, fixed = points.square().sum(1), (points * start).sum(1), start.square().sum(1)
+    shares = []
+    for width in eps.double():
+        inside = (1 - (width.square() * squared - 2 * width * crossed + fixed)).clamp_min(0)
+        log_values = ((dim - m) / 2 * inside.log()).nan_to_num(nan=-torch.inf)  # outside the ball, where dim = m
+        shares.append(log_law(m, dim, width, radius, log_det) + (log_values + log_weights).logsumexp(1))
+    return torch.stack(shares)
