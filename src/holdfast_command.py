@@ -17,8 +17,9 @@ COMMANDS = {
     "attack": "attack a saved model with a budget of your choice",
     "audit": "measure how much of a model depends on near-ties",
     "certify": "print radii up to which no perturbation flips a token",
+    "geometry": "draw where routing jumps, and how near a model's tokens are to it",
     "plan": "count what a model with each router would cost, from its config",
-    "report": "render the HTML report of a finished comparison again",
+    "report": "render the HTML report of a comparison, audit or geometry again",
     "routers": "list the routers, and show how each one routes text",
     "run": "run another program with Holdfast imported",
 }

@@ -33,6 +33,7 @@ PUBLIC = {
     "list_routers",
     "load",
     "load_plugin",
+    "measure_geometry",
     "plan",
     "record",
     "register",
@@ -62,7 +63,7 @@ def test_instruments_are_functions_beside_packages_of_other_names() -> None:
     import holdfast.certificates
     import holdfast.planning
 
-    for function in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.plan):
+    for function in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.measure_geometry, holdfast.plan):
         assert inspect.isfunction(function) and "Example:" in (function.__doc__ or "")
 
 

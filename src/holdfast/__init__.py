@@ -2,6 +2,7 @@
 
 from holdfast import geometry as geometry
 from holdfast.attacks import register_attack as register_attack
+from holdfast.auditing.geometry_run import measure_geometry as measure_geometry
 from holdfast.auditing.layer_certificates import certify_model as certify
 from holdfast.auditing.run import audit as audit
 from holdfast.comparing import compare as compare
@@ -58,6 +59,7 @@ __all__ = [
     "list_routers",
     "load",
     "load_plugin",
+    "measure_geometry",
     "plan",
     "record",
     "register",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 from report.audited import at_risk, perturbed, stored_audit
+from report.geometries import piece
 from report.tags import Tags
 from wording import mentions
 
@@ -103,6 +104,22 @@ def test_the_heat_map_is_of_the_flips_of_each_perturbation_and_layer() -> None:
     assert heat["x"] == [0, 1] and heat["y"] == ["none", "noise.0.01"]
     assert heat["z"] == [[-5.0, -5.0], [pytest.approx(-2), pytest.approx(-1)]]
     assert heat["text"][1] == ["noise.0.01, layer 0: 1%", "noise.0.01, layer 1: 10%"]
+
+
+def test_tokens_near_ties_and_a_slice_are_drawn_where_they_are_stored() -> None:
+    stored = stored_audit()
+    assert plots_of(stored).keys() == {"flips", "radii", "undecided", "load"}  # of an older audit
+    near = {"tokens": 256, "widths": [0.001, 0.01], "exact": True}
+    near["orders"] = [{"order": 1, "shares": [0.01, 0.12]}, {"order": 2, "shares": [0.0, 0.005]}]
+    stored["layers"][0]["boundaries"] = {**near, "slice": piece("boundaries")}
+    stored["layers"][1]["boundaries"] = {"skipped": "its ties are not flats."}
+    plots = plots_of(stored)
+    assert [trace["y"] for trace in plots["near-ties"].data] == [[12.0], [0.5]] and "256 tokens" in plots[
+        "near-ties"
+    ].caption
+    assert plots["slice"].title == "A slice through layer 0" and plots["slice"].data[0]["z"] == piece("boundaries")["cells"]
+    assert not plots["slice"].layered  # the same slice for every layer that is chosen
+    Tags(render_audit(stored))
 
 
 def test_the_least_change_is_no_zero_and_a_layer_without_tokens_is_a_gap() -> None:

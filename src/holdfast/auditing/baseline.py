@@ -10,6 +10,7 @@ from torch import Tensor
 from holdfast.auditing.forwards import Observation
 from holdfast.auditing.layer_certificates import DTYPES, Undecided, certify_layer, flips_when_rounded, undecided_tokens
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder
+from holdfast.auditing.near_boundaries import near_boundaries
 from holdfast.certificates import Certificates
 from holdfast.metrics import RoutingReport
 from holdfast.metrics.accumulator import Accumulator
@@ -67,6 +68,7 @@ class Baseline:
         self.loss = Mean()
         self.at_risk: list[dict[str, Any]] = []
         self.view: View | None = None
+        self.boundaries: list[dict[str, Any]] = []  # by layer, of the first batch
 
     def update(self, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None) -> None:
         if batch.number == 0 and encoder is not None:
@@ -77,10 +79,19 @@ class Baseline:
                 self._certify(layer, observed, batch, encoder)
             except ValueError as reason:  # no certificate is known for this router
                 self.refusals[layer] = str(reason)
+        if batch.number == 0:
+            self.boundaries = near_boundaries(self.audited, observed)
+            self._name_tokens(batch, encoder)
         if observed.predictions is not None:
             self.loss.update(observed.predictions.nll[observed.predictions.labels != IGNORED])
 
+    def _name_tokens(self, batch: AuditBatch, encoder: TextEncoder | None) -> None:
+        """Add the text of the token in the slice."""
+        for found in (found["slice"] for found in self.boundaries if found.get("slice")):
+            found["tokens"][0]["text"] = where_in_batch(batch, found.pop("row"), encoder)["text"]
+
     def merge(self, other: Self) -> Self:
+        self.boundaries = self.boundaries or other.boundaries
         self.routing.merge(other.routing)
         for radii, others in zip(self.radii, other.radii, strict=True):
             radii.merge(others)
@@ -116,7 +127,7 @@ class Baseline:
         limit = self.at_risk[-1]["relative"] if len(self.at_risk) == self.keep else math.inf
         for place in worst:
             if float(relative[place]) < limit:
-                where = {"batch": batch.number, "layer": layer, **_where(batch, int(real[place]), encoder)}
+                where = {"batch": batch.number, "layer": layer, **where_in_batch(batch, int(real[place]), encoder)}
                 leaves, enters = pair[place].tolist()
                 size = {"relative": float(relative[place]), "radius": float(radius[place])}
                 self.at_risk.append({**where, **size, "leaves": leaves, "enters": enters})
@@ -127,6 +138,7 @@ class Baseline:
         for entry in found["layers"]:
             layer = entry["layer"]
             entry["entropy_share"] = entry["entropy"] / math.log(entry["experts"]) if entry["experts"] > 1 else 0.0
+            entry["boundaries"] = self.boundaries[layer] if self.boundaries else {"skipped": "no token was measured."}
             entry["co_selection"]["groups"] = count_groups(entry["co_selection"]["counts"])
             if layer in self.refusals or not self.radii[layer].tokens:
                 entry["radius"] = entry["undecided"] = {"skipped": self.refusals.get(layer, "no token was certified.")}
@@ -190,7 +202,7 @@ def _risk(entry: dict[str, Any]) -> tuple[float, int, int, int]:
     return entry["relative"], entry["layer"], entry["batch"], entry["place"]
 
 
-def _where(batch: AuditBatch, row: int, encoder: TextEncoder | None) -> dict[str, Any]:
+def where_in_batch(batch: AuditBatch, row: int, encoder: TextEncoder | None) -> dict[str, Any]:
     """Return the position of a token and the tokens around it, decoded if there is a tokenizer."""
     ids = batch.ids
     if ids is None or row >= ids.numel():

@@ -334,10 +334,7 @@ def what_if(
     settings  those of `audit`
     """
     audited = AuditedModel(model)
-    if any(site.family is not None and isinstance(site.gate, ReroutedGate) for site in audited.moe_layers) or any(
-        site.family is None and site.block.__dict__.get("former") is not None for site in audited.moe_layers
-    ):
-        raise ValueError("this model is already rerouted; call holdfast.restore(model) first.")
+    require_not_rerouted(audited)
     routers_by_layer(resolve_layers(router, options, native=True), len(audited.moe_layers))  # a mistake ends it here
     inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
     before = audit(model, inputs, **settings) if before is None else before
@@ -350,6 +347,14 @@ def what_if(
     if before.data["checksum"] != after.data["checksum"]:
         raise ValueError("the two audits used different data: the first was interrupted, or used other inputs.")
     return WhatIf(router, before, after)
+
+
+def require_not_rerouted(audited: AuditedModel) -> None:
+    """Raise ValueError if the model is rerouted: it could not be restored to its present state after a what-if."""
+    if any(site.family is not None and isinstance(site.gate, ReroutedGate) for site in audited.moe_layers) or any(
+        site.family is None and site.block.__dict__.get("former") is not None for site in audited.moe_layers
+    ):
+        raise ValueError("this model is already rerouted; call holdfast.restore(model) first.")
 
 
 def _pair(before: Any, after: Any) -> dict[str, Any]:

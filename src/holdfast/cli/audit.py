@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, bar, check_files, require_free, show, slim_table
+from holdfast.cli.common import Loading, PluginFiles, bar, check_files, plain_text, require_free, show, slim_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,9 +50,9 @@ def print_differences(before: AuditReport, after: AuditReport) -> None:
         print("The two audits used different data: differences may come from the data, not from the model.")
     names = " and ".join(str(report.model.get("name") or "a model") for report in (before, after))
     shown = slim_table("", "number", "first", "second")
-    shown.title = _plain(names)
+    shown.title = plain_text(names)
     for name, one, two in found:
-        shown.add_row(_plain(name), _number(one), _number(two))
+        shown.add_row(plain_text(name), _number(one), _number(two))
     if found:
         show(shown)
     else:
@@ -126,7 +126,7 @@ def _print_tokens(report: AuditReport) -> None:
     for entry in known:
         # As Python writes strings, and not as markup: a text may contain anything.
         cells = (repr(entry["text"]), repr(entry["context"]), entry["layer"], _number(entry["relative"]))
-        shown.add_row(*(_plain(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
+        shown.add_row(*(plain_text(cell) for cell in (*cells, entry["leaves"], entry["enters"])))
     show(shown)
 
 
@@ -144,12 +144,6 @@ def _print_findings(report: AuditReport) -> None:
         print(f"{number:3}. {finding.severity}: {finding}.{others}")
     if len(alike) > len(shown):
         print(f"     and {len(alike) - len(shown)} more kinds.")
-
-
-def _plain(cell: object) -> Any:
-    from rich.text import Text
-
-    return Text(str(cell))
 
 
 def _share(value: float | None) -> str:

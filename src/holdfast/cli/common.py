@@ -21,6 +21,7 @@ from holdfast.locking import Lock, locked
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
+    from rich.text import Text
 
     from holdfast.train import Task
 
@@ -60,6 +61,13 @@ def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
     for place, column in enumerate(columns):
         table.add_column(column, no_wrap=place == 0)
     return table
+
+
+def plain_text(cell: object) -> Text:
+    """Return a cell of a table as text without markup, because it may contain anything."""
+    from rich.text import Text
+
+    return Text(str(cell))
 
 
 def screen() -> Console:

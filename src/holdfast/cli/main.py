@@ -11,6 +11,7 @@ from holdfast.cli.certify import Certify
 from holdfast.cli.common import one_line, release_files
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
+from holdfast.cli.geometry import Geometry
 from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
@@ -18,7 +19,7 @@ from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
 from holdfast.plugins import failure_in_plugin
 
-Command = Attack | Audit | Certify | Compare | Evaluate | Plan | Report | Routers | Run | Train
+Command = Attack | Audit | Certify | Compare | Evaluate | Geometry | Plan | Report | Routers | Run | Train
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "attack": Attack,
     "audit": Audit,
     "certify": Certify,
+    "geometry": Geometry,
     "plan": Plan,
     "report": Report,
     "routers": Routers,

@@ -10,8 +10,7 @@ A family's gate receives tokens (T,d) and nothing else. A `ContextCapture` per M
     the attention's output projection  the attention's output, for routers that read attention itself
 
 `build_context` makes the router's `Context` from what was captured. `record_routing` gets the router's result, attaches
-losses to the expert weights (losses.py), and keeps the routing for the next MoE layer, if that layer's router reads it
-(`ac`).
+losses to the expert weights (losses.py), and keeps the routing for the next MoE layer if its router reads it (`ac`).
 
 With activation checkpointing the hooks run again in the recomputation, so the router reads the same context as before. Only
 the routing of the previous MoE layer cannot be captured again: it is kept until the next forward that may have a backward.

@@ -1,7 +1,17 @@
-"""HTML reports of stored comparisons and audits, each one file with plots, rendered from JSON and never from a model."""
+"""HTML reports of stored comparisons, audits and geometry reports: each is one file, rendered from JSON, not a model."""
 
 from holdfast.report.audit_page import render_audit, write_audit
 from holdfast.report.comparison_page import render, write_report
+from holdfast.report.geometry_page import render_geometry, write_geometry
 from holdfast.report.stored_comparison import Results, read_results
 
-__all__ = ["Results", "read_results", "render", "render_audit", "write_audit", "write_report"]
+__all__ = [
+    "Results",
+    "read_results",
+    "render",
+    "render_audit",
+    "render_geometry",
+    "write_audit",
+    "write_geometry",
+    "write_report",
+]

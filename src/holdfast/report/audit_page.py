@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from holdfast.report.boundary_plots import boundary_slice, near_ties
 from holdfast.report.page_shell import decimal, flattened, listed, render_template, with_text_colour, write_page
 from holdfast.report.plot_data import (
     ALL_LAYERS,
@@ -47,7 +48,9 @@ LOW = 1e-3  # a perturbation of this relative size is too small to notice
 
 def audit_plots(audit: Audit) -> list[Plot]:
     """Return the plots that have data."""
-    return [plot for plot in (make(audit) for make in (flips, radii, undecided, load)) if plot.data]
+    return [
+        plot for plot in (make(audit) for make in (flips, radii, undecided, load, near_ties, boundary_slice)) if plot.data
+    ]
 
 
 def flips(audit: Audit) -> Plot:

@@ -14,8 +14,8 @@ from holdfast.report.stored_comparison import NAME
 
 PAGE = Path(__file__).parent / "page"  # templates, style and scripts
 SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one uses the others
-AUDIT = "audit.json"
-STORED = {NAME: "stored results", AUDIT: "a stored audit"}
+AUDIT, GEOMETRY = "audit.json", "geometry.json"
+STORED = {NAME: "stored results", AUDIT: "a stored audit", GEOMETRY: "a stored geometry report"}
 
 # Okabe and Ito's colours for the colour-blind, darkened or lightened for contrast with the background.
 THEMES: dict[str, dict[str, Any]] = {
@@ -26,6 +26,8 @@ THEMES: dict[str, dict[str, Any]] = {
         "muted": "#59636e",
         "line": "#d5dae0",
         "heat": ["#f4f5f7", "#5aaee8", "#08306b"],
+        "cells": ["#a9d4f0", "#f9cf9c", "#a5dfc8", "#f0c1dc", "#f6ea9a", "#d3d7dc", "#c9c0f0", "#f5b3a2"],
+        "strip": "#1b1f24",
         "routers": ["#0072b2", "#c44e00", "#00815e", "#b0558a", "#9a6a00", "#2f8fc4", "#5d5d5d", "#7a6f00"],
     },
     "dark": {
@@ -35,6 +37,8 @@ THEMES: dict[str, dict[str, Any]] = {
         "muted": "#a3acb7",
         "line": "#3a424c",
         "heat": ["#1f242a", "#2a78b5", "#d8efff"],
+        "cells": ["#1d4b6b", "#6b4218", "#14503f", "#5f3350", "#57511a", "#3f464e", "#413a70", "#6e3226"],
+        "strip": "#e8eaed",
         "routers": ["#5aaee8", "#ff8f4a", "#2fc79a", "#e59bc8", "#f0b73c", "#9fdcff", "#b5b5b5", "#e6dc62"],
     },
 }

@@ -21,6 +21,7 @@ from pydantic import (
 from holdfast.files import LARGEST, read_bytes
 from holdfast.report.page_shell import AUDIT
 from holdfast.report.stored_comparison import Number
+from holdfast.report.stored_geometry import Slice
 
 if TYPE_CHECKING:
     from holdfast.auditing import Finding
@@ -95,6 +96,26 @@ class CoSelection(_StoredModel):
     groups: int
 
 
+class NearOrder(_StoredModel):
+    order: PositiveInt
+    shares: list[float]
+
+
+class Boundaries(_StoredModel):
+    """How many of some tokens are near ties, and for one layer a slice."""
+
+    tokens: PositiveInt
+    widths: list[float] = Field(min_length=1)
+    orders: list[NearOrder]
+    slice: Slice | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if any(len(order.shares) != len(self.widths) for order in self.orders):
+            raise ValueError("needs a share for each width in every order")
+        return self
+
+
 class Layer(_StoredModel):
     layer: NonNegativeInt
     tokens: int
@@ -108,6 +129,7 @@ class Layer(_StoredModel):
     dropped: Dropped | None = None  # None: experts are not limited
     radius: Annotated[_IfSkipped | Annotated[Radii, Tag("found")], Discriminator(_kind)]
     undecided: Annotated[_IfSkipped | Annotated[dict[str, Undecided], Tag("found")], Discriminator(_kind)]
+    boundaries: Annotated[_IfSkipped | Annotated[Boundaries, Tag("found")], Discriminator(_kind)] | None = None
 
 
 class Output(_StoredModel):

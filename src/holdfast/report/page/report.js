@@ -8,14 +8,35 @@
   const touch = matchMedia("(pointer: coarse)").matches;
   const PAPER = 660; // pixels between the margins of a printed page
   const hidden = new Set();
-  let layer = "all";
+  let layer = figures.layer ?? "all";
   let graphRouter = graphs[0]?.router;
   let printing = false;
 
   const shown = ({ router, layer: own }) => !hidden.has(router) && (own === undefined || own === layer);
 
+  const alpha = (share) => Math.round(176 * share).toString(16).padStart(2, "0");
+
+  // The cells of a slice have one colour for each set of experts; the strip of smooth darkens them (lightens, in the dark).
+  function filled(trace, theme) {
+    const { fill, colours, names } = trace.meta;
+    if (fill === "strip") return { ...trace, colorscale: [0, 1].map((share) => [share, theme.strip + alpha(share)]) };
+    if (fill !== "cells") return { ...trace, colorscale: heatScale(theme) };
+    const count = colours.length;
+    const steps = colours.flatMap((colour, place) => [place, place + 1].map((edge) => [edge / count, theme.cells[colour]]));
+    const text = trace.z.map((row) => row.map((cell) => names[cell]));
+    return { ...trace, colorscale: steps, zmin: -0.5, zmax: count - 0.5, text, hovertemplate: "experts %{text}<extra></extra>" };
+  }
+
+  const inkOf = ({ ink, share }, theme) => ({ ring: theme.ground, strip: `${theme.strip}${alpha(share)}` })[ink] ?? theme.ink;
+
   function coloured(trace, theme) {
-    if (trace.type === "heatmap") return { ...trace, visible: shown(trace.meta), colorscale: heatScale(theme) };
+    if (trace.type === "heatmap") return { ...filled(trace, theme), visible: shown(trace.meta) };
+    if (trace.meta.ink) {
+      const marker = { ...trace.marker, color: inkOf(trace.meta, theme), line: { ...trace.marker?.line, color: theme.ink } };
+      const line = { ...trace.line, color: theme.ink };
+      const textfont = { ...trace.textfont, color: theme.ink };
+      return { ...trace, visible: shown(trace.meta), marker, line, textfont, showlegend: "name" in trace };
+    }
     const color = theme.routers[trace.meta.router % theme.routers.length];
     const marker = { ...trace.marker, color, line: { ...trace.marker?.line, color } };
     const copy = { ...trace, visible: shown(trace.meta), marker, line: { ...trace.line, color }, showlegend: "name" in trace };

@@ -1,0 +1,289 @@
+"""One MoE layer around its own tokens: where ties are, and what the layer returns at other points of token space.
+
+`LayerTokens` has the tokens of a layer in one forward, and routes or runs any points near them: a router that reads more
+than its token (AC reads the cluster) gets the context of the token that a point belongs to. From it come slices
+(`slice_around`, `slice_through`), the output along the normal through a boundary (`output_along_normal`) and the jumps at
+boundaries (`nearest_jumps`).
+
+T tokens of the layer, d width, E experts, M points
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from holdfast.auditing.forwards import Observation
+from holdfast.auditing.layer_certificates import route_again
+from holdfast.auditing.model_and_data import AuditedModel
+from holdfast.geometry.affine import AffineKeys, affine_keys, affine_order
+from holdfast.geometry.slices import Plane, PlaneKeys, grid, plane_through, slice_ties
+from holdfast.hub import RouterCall
+from holdfast.hub.layers import MoELayerRef
+from holdfast.metrics.jump import FlipPoints, Jumps, jumps, nearest_flip
+from holdfast.routing import Context, Router, Routing
+from holdfast.routing.declarations import Order
+from holdfast.routing.records import Previous
+
+GRID = 128  # points on each side of a slice
+ALONG = 240  # points of the output along a normal; even, so that none lies on the boundary itself
+STEPS = tuple(10.0 ** (-power / 2) for power in range(2, 9))  # of the largest differences, relative to the token's norm
+STARTS = 128  # places on the normal at which differences are measured
+
+
+@final
+@dataclass(frozen=True)
+class LayerTokens:
+    """The real tokens of one MoE layer in one forward, with all that is needed to route points near them.
+
+    Its tensors are on the CPU; `route` and `run` use the device of the model.
+    """
+
+    site: MoELayerRef
+    call: RouterCall
+    tokens: Tensor  # (T,d): inputs of the router
+    inputs: Tensor  # (T,d): inputs of the experts; in most families the same
+    output: Tensor  # (T,d): weighted sum of the experts' outputs
+    rows: Tensor  # (T,): places of the tokens in the batch
+    keys: AffineKeys
+    k: int
+    weights: torch.dtype  # of gate weights, as the experts get them
+
+    @classmethod
+    def of(cls, audited: AuditedModel, layer: int, observed: Observation) -> "LayerTokens":
+        """Return the tokens of one layer; raise NoGeometry with the reason if its keys are not affine."""
+        call, record, rows = observed.router_calls[layer], observed.layers[layer], observed.real(layer)
+        flat = call.tokens.reshape(-1, call.tokens.shape[-1])
+        subject = audited.certified(layer)
+        if isinstance(subject, Router):
+            order, k = affine_order(subject, call.tokens, call.context)
+        else:
+            order, k = affine_order(subject, flat)
+        keys = affine_keys(order, flat).rows(rows)
+        keys = AffineKeys(*(each.cpu() for each in (keys.points, keys.weight, keys.bias, keys.factors, keys.index)))
+        return cls(
+            audited.moe_layers[layer],
+            call,
+            tokens=flat[rows].cpu(),
+            inputs=record.tokens[rows].cpu(),
+            output=record.routed[rows].cpu(),
+            rows=rows.cpu(),
+            keys=keys,
+            k=k,
+            weights=record.weights,
+        )
+
+    @property
+    def experts(self) -> int:
+        return self.keys.experts
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The norms (T,) of the tokens."""
+        return self.tokens.double().norm(dim=-1)
+
+    @cached_property
+    def shared_inputs(self) -> bool:
+        """Whether the experts read what the router reads, so that a point moves both."""
+        return self.inputs.shape == self.tokens.shape and torch.equal(self.inputs, self.tokens)
+
+    def key_weights(self, group: int) -> Tensor:
+        """Return the weights (E,d) of the keys of tokens with the factors `group`."""
+        weights = self.keys.weights(group)
+        return weights.view(len(weights), -1, self.tokens.shape[1]).sum(1)  # of several blocks, all but one are 0
+
+    def route(self, points: Tensor, of: Tensor, router: Router | None = None) -> Routing:
+        """Route points (M,d), each in the context of the token `of (M,)`; by another router if there is one."""
+        points = points.to(self.call.tokens)
+        if router is not None:
+            found: Routing = router(points.float().unsqueeze(0), Context())
+        elif isinstance(self.call.route, Router):
+            context = None if self.call.context is None else _context_at(self.call.context, self.rows[of])
+            found = route_again(replace(self.call, context=context), points.unsqueeze(0))
+        else:
+            found = route_again(self.call, points if self.call.tokens.dim() == 2 else points.unsqueeze(0))
+        return found.map_tokens(lambda values: values.cpu())
+
+    def run(self, points: Tensor, of: Tensor, router: Router | None = None) -> Tensor:
+        """Return the weighted sum (M,d) of the experts' outputs at points (M,d), in float64."""
+        routing = self.route(points, of, router)
+        inputs = points.to(self.inputs) if self.shared_inputs else self.inputs[of]
+        inputs = inputs.to(self.call.tokens.device)
+        used = routing.experts < routing.gates.shape[1]  # native experts do not know unused slots, whose weight is 0
+        experts, weights = routing.experts.where(used, 0), routing.weights.where(used, 0.0).to(self.weights)
+        ran: Tensor = self.site.experts(inputs, experts.to(inputs.device), weights.to(inputs.device))
+        return ran.reshape(len(points), -1).cpu().double()
+
+    def groups(self) -> Iterator[tuple[Tensor, Order]]:
+        """Yield the tokens that share one order of experts, as rows, with that order."""
+        for group in self.keys.index.unique().tolist():
+            rows = (self.keys.index == group).nonzero().flatten()
+            yield rows, Order(self.key_weights(group), self.keys.bias)
+
+    def flips(self) -> FlipPoints:
+        """Return the nearest boundary of every token."""
+        count, width = self.tokens.shape
+        new = self.tokens.double().new_zeros
+        found = FlipPoints(new(count, width), new(count, width), new(count), *(self.rows.new_zeros(count) for _ in range(2)))
+        for rows, order in self.groups():
+            part = nearest_flip(self.tokens[rows], order.matrix, self.k, order.bias)
+            for whole, some in zip(vars(found).values(), vars(part).values(), strict=True):
+                whole[rows] = some
+        return found
+
+
+def _context_at(context: Context, rows: Tensor) -> Context:
+    """Return what a router that reads one token at a time may read about these rows of the batch, as one sequence."""
+
+    def pick(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.reshape(-1)[rows].unsqueeze(0)
+
+    previous = context.previous
+    if previous is not None:
+        tokens = previous.tokens.reshape(-1, previous.tokens.shape[-1])[rows].unsqueeze(0)
+        previous = Previous(tokens, previous.routing.map_tokens(lambda values: values[rows]))
+    return Context(
+        causal=context.causal, previous=previous, token_ids=pick(context.token_ids), modality=pick(context.modality)
+    )
+
+
+def nearest_jumps(layer: LayerTokens, flips: FlipPoints, router: Router | None = None) -> Jumps:
+    """Return the jump of the layer's output at the nearest boundary of every token."""
+    every = torch.arange(len(layer.tokens), device=layer.tokens.device)
+    return jumps(lambda points: layer.run(points, every, router), flips, dtype=layer.tokens.dtype)
+
+
+def slice_through(layer: LayerTokens, tokens: tuple[int, int, int], router: Router | None = None) -> dict[str, Any]:
+    """Return the slice through three tokens, around all of them, with the keys of the first."""
+    plane = plane_through(*(layer.tokens[token] for token in tokens))
+    places = plane.coordinates(layer.tokens[list(tokens)])
+    low, high = places.amin(0), places.amax(0)
+    found = _slice(layer, plane, (low + high) / 2, float((high - low).max()) * 0.7, tokens[0], router)
+    return {"kind": "tokens", **found, "tokens": [_mark(layer, token, plane) for token in tokens]}
+
+
+def slice_around(layer: LayerTokens, token: int, router: Router | None = None) -> dict[str, Any]:
+    """Return the slice through a token and its projections onto its two nearest boundaries.
+
+    Raise ValueError if there are no two boundaries with different normals.
+    """
+    plane = plane_through(layer.tokens[token], *nearest_two(layer, token))
+    projections = plane.coordinates(torch.stack(nearest_two(layer, token)))
+    places = torch.cat([torch.zeros_like(projections[:1]), projections])
+    centre = places.mean(0)
+    size = 1.8 * float((places - centre).norm(dim=-1).max())
+    found = _slice(layer, plane, centre, size, token, router)
+    return {"kind": "boundaries", **found, "tokens": [_mark(layer, token, plane)]}
+
+
+def nearest_two(layer: LayerTokens, token: int) -> list[Tensor]:
+    """Return the projections (d,) of a token onto its nearest boundary, and onto the next one with another normal."""
+    weight, point = layer.key_weights(int(layer.keys.index[token])), layer.tokens[token].double()
+    logits = weight @ point + layer.keys.bias
+    order = logits.sort(descending=True, stable=True).indices
+    found: list[tuple[float, Tensor]] = []
+    for inside in order[: layer.k].tolist():
+        for outside in order[layer.k :].tolist():
+            normal = weight[outside] - weight[inside]
+            if float(normal.norm()) > 0:
+                found.append((float((logits[inside] - logits[outside]) / normal.norm()), normal / normal.norm()))
+    found.sort(key=lambda each: each[0])
+    if not found:
+        raise ValueError("all experts of this token have equal weights, so there is no boundary.")
+    distance, normal = found[0]
+    for other_distance, other in found[1:]:
+        if float((normal @ other).abs()) < 1 - 1e-6:
+            return [point + max(distance, 1e-9) * normal, point + max(other_distance, 1e-9) * other]
+    raise ValueError("all boundaries of this token are parallel, so there is no second one.")
+
+
+def _slice(
+    layer: LayerTokens, plane: Plane, centre: Tensor, size: float, token: int, router: Router | None
+) -> dict[str, Any]:
+    """Return the slice of a square: exact lines and points, and the sets on a grid, checked by routing every grid point.
+
+    Coordinates are divided by the norm of the token whose keys are used.
+    """
+    group = int(layer.keys.index[token])
+    keys = PlaneKeys.of(plane, layer.key_weights(group), layer.keys.bias, layer.k)
+    low, high, unit = centre - size, centre + size, float(layer.lengths[token])
+    ties, places = slice_ties(keys, low, high), grid(low, high, GRID)
+    sets = keys.sets(places).reshape(-1, layer.k)
+    known, cells = sets.unique(dim=0, return_inverse=True)
+    points, of = plane.points(places.reshape(-1, 2)), torch.full((GRID * GRID,), token)
+    own = layer.route(points, of)
+    member = torch.zeros(len(sets), layer.experts, dtype=torch.bool).scatter(1, sets, True)
+    panels = [_panel(layer, own)] + ([] if router is None else [_panel(layer, layer.route(points, of, router))])
+    return {
+        "unit": unit,
+        "low": (low / unit).tolist(),
+        "high": (high / unit).tolist(),
+        "keys": torch.cat([keys.slopes * unit, keys.offsets.unsqueeze(1)], dim=1).tolist(),
+        "sets": known.tolist(),
+        "cells": cells.view(GRID, GRID).tolist(),
+        "lines": [
+            [*(ends.flatten() / unit).tolist(), *pair] for ends, pair in zip(ties.lines, ties.pairs.tolist(), strict=True)
+        ],
+        "points": [
+            [*(point / unit).tolist(), *triple] for point, triple in zip(ties.points, ties.triples.tolist(), strict=True)
+        ],
+        "disagree": int((member & ~own.chosen.cpu()).any(1).sum()),
+        "panels": panels,
+    }
+
+
+def _panel(layer: LayerTokens, routing: Routing) -> dict[str, Any]:
+    """Return how many experts beyond k a router uses at each grid point; None if it never uses more."""
+    extra = (routing.used.sum(-1) - layer.k).clamp_min(0)
+    return {"extra": extra.view(GRID, GRID).tolist() if bool(extra.any()) else None}
+
+
+def _mark(layer: LayerTokens, token: int, plane: Plane) -> dict[str, Any]:
+    across, up = plane.coordinates(layer.tokens[token]).tolist()
+    return {"token": token, "x": across, "y": up}
+
+
+def output_along_normal(layer: LayerTokens, flips: FlipPoints, token: int, router: Router | None = None) -> dict[str, Any]:
+    """Return the layer's output on the normal through the nearest boundary of a token, for both routers.
+
+    `change` is the output minus that just before the boundary, along the direction of its own jump there (if it is
+    continuous, of its change over the whole way), as a share of the output's norm at the token. `largest` is the largest
+    difference between two points that are `steps` apart.
+    """
+    length, distance = float(layer.lengths[token]), float(flips.distances[token])
+    reach = max(2 * distance, 1e-3 * length)
+    positions = reach * ((torch.arange(ALONG, dtype=torch.float64) + 0.5) / ALONG * 2 - 1)
+    size = float(layer.output[token].double().norm()) or 1.0
+
+    def outputs(at: Tensor, by: Router | None) -> Tensor:
+        points = flips.points[token] + at.unsqueeze(1).to(flips.points) * flips.normals[token]
+        return layer.run(points, torch.full((len(at),), token), by)
+
+    curves = [outputs(positions, by) for by in ([None] if router is None else [None, router])]
+    before = curves[0][ALONG // 2 - 1]
+    jump = curves[0][ALONG // 2] - before
+    whole = curves[0][-1] - curves[0][0]
+    along = jump if float(jump.norm()) > 0.05 * float(whole.norm()) else whole
+    along = along / along.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    starts = reach * (torch.arange(STARTS, dtype=torch.float64) / (STARTS - 1) * 2 - 1)
+    largest = []
+    for by in [None] if router is None else [None, router]:
+        row = []
+        for step in STEPS:
+            first = torch.cat([starts, starts.new_tensor([-step * length / 2])])
+            apart = outputs(first + step * length, by) - outputs(first, by)
+            row.append(float(apart.norm(dim=-1).max()) / size)
+        largest.append(row)
+    return {
+        "token": token,
+        "distance": distance / length,
+        "leaves": int(flips.leaving[token]),
+        "enters": int(flips.entering[token]),
+        "positions": (positions / length).tolist(),
+        "change": [((curve - before) @ along / size).tolist() for curve in curves],
+        "steps": list(STEPS),
+        "largest": largest,
+    }

@@ -1,0 +1,168 @@
+"""Plots of slices through token space: cells in the colour of their selected set, order-1 lines and order-2 points.
+
+The page's script colours cells by the theme: a trace's `meta` has "fill": "cells" with the colour of each set and its name
+for the hover text, or "fill": "strip" for experts beyond k. Lines and marks with "ink" are in the colour of text.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.report.plot_data import Plot, Trace, escaped, trace
+from holdfast.report.stored_geometry import Measured, Slice
+
+COLOURS = 8  # of cells in each theme
+SMALLEST = 0.012  # share of the picture that a cell needs to have its name written on it
+LONGEST_NAME = 24  # characters of a token's text
+MOST_NAMED = 6  # experts of a set that are written on a cell
+MOST_EXTRA = 3  # experts beyond k that have a shade of their own
+
+
+def slices_of(layers: Sequence[Measured], kind: str) -> list[tuple[str | None, Slice]]:
+    """Return the slices of a kind, with the layer of each."""
+    drawn = [(str(layer.layer), layer.pictures.slices) for layer in layers if layer.pictures]
+    return [(layer, found) for layer, slices in drawn for found in slices if found.kind == kind]
+
+
+def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) -> str:
+    """Return a sentence that says what is seen: hard boundaries, or strips in which experts fade in and out."""
+    if any(panel < len(found.panels) and found.panels[panel].extra is not None for _, found in slices):
+        return (
+            "Inputs in one cell have the same k best experts, whose numbers are in it; in the shaded strips the router runs "
+            "more experts and fades them in and out, so that the output does not jump."
+        )
+    return "Inputs in one cell use the same experts, whose numbers are in it; the layer's output jumps from cell to cell."
+
+
+def slice_plot(name: str, slices: Sequence[tuple[str | None, Slice]], panel: int, title: str, caption: str) -> Plot:
+    """Draw a slice for each layer, as routed by the model (panel 0) or the what-if (1); layer None: shown for all layers."""
+    data = [part for layer, found in slices if panel < len(found.panels) for part in _traces(found, panel, layer)]
+    axis = {"zeroline": False, "showgrid": False, "constrain": "domain", "nticks": 6}
+    layout: dict[str, Any] = {
+        "xaxis": {**axis, "title": {"text": "shares of the token's norm"}},
+        "yaxis": {**axis, "scaleanchor": "x"},
+        "height": 470,
+        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+    }
+    return Plot(name, title, caption, data, layout)
+
+
+def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
+    size = len(found.cells)
+    steps = [(high - low) / size for low, high in zip(found.low, found.high, strict=True)]
+    grid = {"x0": found.low[0] + steps[0] / 2, "dx": steps[0], "y0": found.low[1] + steps[1] / 2, "dy": steps[1]}
+    own = {} if layer is None else {"layer": layer}
+    names = [set_name(experts) for experts in found.sets]
+    cells = {"fill": "cells", "colours": cell_colours(found.cells, len(found.sets)), "names": names, **own}
+    traces: list[Trace] = [
+        {"type": "heatmap", "meta": cells, "z": found.cells, **grid, "showscale": False, "zsmooth": False}
+    ]
+    extra = found.panels[panel].extra
+    if extra is not None:
+        shown = [[min(count, MOST_EXTRA) or None for count in row] for row in extra]
+        look = {"showscale": False, "hoverinfo": "skip", "hoverongaps": False, "zmin": 0, "zmax": MOST_EXTRA}
+        traces.append({"type": "heatmap", "meta": {"fill": "strip", **own}, "z": shown, **grid, **look})
+        for count in range(1, 1 + max(count or 0 for row in shown for count in row)):
+            meta = {"ink": "strip", "share": count / MOST_EXTRA}
+            more = " or more" if count == MOST_EXTRA else ""
+            mark = {"size": 12, "symbol": "square"}
+            traces.append(_inked([None], [None], layer, meta, mode="markers", marker=mark, name=f"+{count}{more} experts"))
+    dash = "solid" if extra is None else "dot"
+    across, up, texts = _lines(found)
+    ink = {"ink": "line"}
+    name = "2 experts tie (order 1)"
+    traces.append(_inked(across, up, layer, ink, mode="lines", line={"width": 1.6, "dash": dash}, name=name, text=texts))
+    if found.points:
+        x, y = [point[0] for point in found.points], [point[1] for point in found.points]
+        tied = [f"experts {set_name(point[2:])} tie" for point in found.points]
+        mark = {"size": 9, "symbol": "circle", "line": {"width": 2}}
+        traces.append(_inked(x, y, layer, {"ink": "ring"}, mode="markers", marker=mark, name="3 tie (order 2)", text=tied))
+    x, y, names = _centres(found)
+    traces.append(_inked(x, y, layer, ink, mode="text", text=names, hoverinfo="skip", textfont={"size": 12}))
+    x, y = [mark.x for mark in found.tokens], [mark.y for mark in found.tokens]
+    said = [token_name(mark.text) for mark in found.tokens]
+    traces.append(
+        _inked(
+            x, y, layer, {"ink": "full"}, mode="markers+text", name="tokens", text=said, textposition="top center",
+            marker={"size": 10, "symbol": "diamond"}, textfont={"size": 13},
+        )
+    )  # fmt: skip
+    return traces
+
+
+def _inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, meta: dict[str, Any], **style: Any) -> Trace:
+    made = trace(0, x, y, layer=layer, **{"hovertemplate": "%{text}<extra></extra>", **style})
+    if "hoverinfo" in style:
+        del made["hovertemplate"]
+    return {**made, "meta": {**made["meta"], **meta}}
+
+
+def _lines(found: Slice) -> tuple[list[float | None], list[float | None], list[str | None]]:
+    """Return all order-1 lines as one curve with gaps, and what to show at each of its points."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    texts: list[str | None] = []
+    for x0, y0, x1, y1, one, two in found.lines:
+        x += [x0, (x0 + x1) / 2, x1, None]
+        y += [y0, (y0 + y1) / 2, y1, None]
+        texts += [f"experts {one} and {two} tie"] * 3 + [None]
+    return x, y, texts
+
+
+def _centres(found: Slice) -> tuple[list[float], list[float], list[str]]:
+    """Return the middle of each large cell, which is convex, and its name."""
+    size, width = len(found.cells), found.high[0] - found.low[0]
+    sums = [[0, 0.0, 0.0] for _ in found.sets]
+    for row, line in enumerate(found.cells):
+        for column, cell in enumerate(line):
+            sums[cell][0] += 1
+            sums[cell][1] += column + 0.5
+            sums[cell][2] += row + 0.5
+    x, y, names = [], [], []
+    for (count, across, up), experts in zip(sums, found.sets, strict=True):
+        if count >= SMALLEST * size * size:
+            place = found.low[0] + width * across / count / size, found.low[1] + width * up / count / size
+            # The name of a token is above its mark: keep the name of the cell clear of both.
+            near = any(
+                abs(mark.x - place[0]) < 0.12 * width and -0.06 < (mark.y - place[1]) / width < 0.06 for mark in found.tokens
+            )
+            x.append(place[0])
+            y.append(place[1] - (0.1 * width if near else 0.0))
+            names.append(set_name(experts))
+    return x, y, names
+
+
+def set_name(experts: Sequence[int]) -> str:
+    """Return a set of experts as text, {3, 7}; a large set is cut."""
+    shown = ", ".join(map(str, experts[:MOST_NAMED]))
+    return f"{{{shown}, …}}" if len(experts) > MOST_NAMED else f"{{{shown}}}"
+
+
+def token_name(text: str | None) -> str:
+    """Return a token's text for a plot: escaped, on one line, not long; a word for one without text."""
+    if text is None:
+        return "token"
+    shown = "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
+    cut = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}…"
+    return f"“{escaped(cut)}”"
+
+
+def cell_colours(cells: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Return a colour for each cell, so that neighbours differ: largest cells first, the first colour that is free.
+
+    With more neighbours than colours, two cells may share one; the line between them still shows.
+    """
+    near: list[set[int]] = [set() for _ in range(count)]
+    area = [0] * count
+    for row, line in enumerate(cells):
+        for column, cell in enumerate(line):
+            area[cell] += 1
+            below = cells[row + 1][max(0, column - 1) : column + 2] if row + 1 < len(cells) else []
+            for other in (*line[column + 1 : column + 2], *below):
+                if other != cell:
+                    near[cell].add(other)
+                    near[other].add(cell)
+    colours = [-1] * count
+    for cell in sorted(range(count), key=lambda each: (-area[each], each)):
+        taken = {colours[other] for other in near[cell]}
+        colours[cell] = next((colour for colour in range(COLOURS) if colour not in taken), cell % COLOURS)
+    return colours

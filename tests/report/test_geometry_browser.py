@@ -1,0 +1,126 @@
+"""The page of a geometry report in headless Chromium, also for the model of `make demo`: does it draw, fit, stay quiet?"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.browsing import visit
+from report.geometries import measured, stored_geometry
+
+from holdfast.auditing import GeometryReport
+from holdfast.report import write_geometry
+from holdfast_command import main
+
+pytestmark = pytest.mark.slow  # starts a browser
+
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
+
+EVIL = '<img src=x onerror="alert(1)"></script>%{x}<b>'
+DRAWN = """
+return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [plot.dataset.plot,
+  plot.querySelectorAll(".heatmaplayer image, .scatterlayer .point, .scatterlayer .js-line").length]));
+"""
+SLICES = {"slice-boundaries-0", "slice-boundaries-1", "slice-tokens-0", "slice-tokens-1"}
+CURVES = {"along", "difference", "ties", "hitting", "tsne"}
+SCREENS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    stored = stored_geometry()
+    stored["layers"][0]["pictures"]["slices"][0]["tokens"][0]["text"] = EVIL
+    stored["layers"][0]["jumps"]["largest"][0] |= {"text": EVIL + "x" * 300}
+    stored["model"]["name"] = EVIL
+    stored["layers"].append(measured(3))
+    return write_geometry(stored, tmp_path_factory.mktemp("geometry") / "page.html")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train the cell that `make demo` audits, and measure it; under two minutes for 4,096 tokens."""
+    folder = tmp_path_factory.mktemp("demo")
+    trained = ["compare", "--routers", "smoe", "--seeds", "1", "--no-match-compute", "--out", str(folder / "demo")]
+    assert main(trained) == 0
+    started = time.process_time()  # of all threads: on an idle machine it takes no longer than that
+    assert main(["geometry", str(folder / "demo/cells/smoe-seed0"), "--out", str(folder / "out")]) == 0
+    assert time.process_time() - started < 120
+    report = GeometryReport.load(folder / "out" / "geometry.json")
+    assert report.data["tokens"] >= 4000 and len(report.measured) == len(report.layers) == 2
+    return folder / "out" / "geometry.html"
+
+
+@pytest.fixture(params=SCREENS, ids=[f"{width} {theme}" for width, theme in SCREENS])
+def screen(chromium: Any, request: pytest.FixtureRequest) -> Any:
+    width, theme = request.param
+    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = {"name": "prefers-color-scheme", "value": theme}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    chromium.get("about:blank")  # so that no test takes the page of the last one for its own
+    for kind in ("browser", "performance"):
+        chromium.get_log(kind)
+    return chromium
+
+
+def drawn(browser: Any) -> dict[str, int]:
+    WebDriverWait(browser, 20).until(lambda browser: all(browser.execute_script(DRAWN).values()))
+    found: dict[str, int] = browser.execute_script(DRAWN)
+    return found
+
+
+def check(browser: Any, page: Path, other: str) -> None:
+    """Everything is drawn inside the screen, for the first layer and for another one, and the console is silent."""
+    visit(browser, page)
+    assert set(drawn(browser)) == SLICES | CURVES
+    width = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert width[0] <= width[1]
+    edges = (
+        "return [...document.querySelectorAll('.plot .main-svg, .piece')].map((part) => part.getBoundingClientRect().right)"
+    )
+    assert max(browser.execute_script(edges)) <= width[1]
+    browser.find_element("css selector", f"#layer option[value='{other}']").click()
+    drawn(browser)
+    shown = "return document.getElementById('plot-ties')._fullData.filter((t) => t.visible).map((t) => t.meta.layer)"
+    assert set(browser.execute_script(shown)) == {other}
+    texts = "return [...document.querySelectorAll('#jumps li')].filter((li) => !li.hidden).map((li) => li.dataset.layer)"
+    assert set(browser.execute_script(texts)) == {other}
+    assert browser.find_elements("css selector", "img") == []
+    assert browser.get_log("browser") == []
+
+
+def test_a_page_by_hand_is_drawn_and_silent(screen: Any, by_hand: Path) -> None:
+    check(screen, by_hand, "3")
+
+
+def test_the_page_of_the_demos_model_is_drawn_and_silent(screen: Any, demo: Path) -> None:
+    check(screen, demo, "1")
+
+
+def test_cells_have_the_colours_of_the_theme_and_can_be_zoomed(screen: Any, by_hand: Path) -> None:
+    visit(screen, by_hand)
+    drawn(screen)
+    dark = screen.execute_script("return matchMedia('(prefers-color-scheme: dark)').matches")
+    asked = "return document.getElementById('plot-slice-tokens-0')._fullData[0].colorscale.map((step) => step[1])"
+    themes = "return JSON.parse(document.getElementById('figures').textContent).themes"
+    colours = set(screen.execute_script(themes)["dark" if dark else "light"]["cells"])
+    found = set(screen.execute_script(asked))
+    assert len(found) == 3 and found <= colours
+    hover = "return document.getElementById('plot-slice-tokens-0')._fullData[0].text[3]"
+    assert screen.execute_script(hover) == ["{1, 2}"] * 4
+    touch = screen.execute_script("return matchMedia('(pointer: coarse)').matches")
+    mode = "return document.getElementById('plot-slice-tokens-0')._fullLayout.dragmode"
+    assert screen.execute_script(mode) == (False if touch else "zoom")
+
+
+def test_nothing_but_the_file_is_asked_for_and_it_prints_light(screen: Any, by_hand: Path) -> None:
+    visit(screen, by_hand)
+    drawn(screen)
+    screen.execute_script("dispatchEvent(new Event('beforeprint'))")
+    layout = "const plot = document.getElementById('plot-ties')._fullLayout; return [plot.paper_bgcolor, plot.width]"
+    assert screen.execute_script(layout) == ["#ffffff", 660]
+    screen.execute_script("dispatchEvent(new Event('afterprint'))")
+    messages = [json.loads(entry["message"])["message"] for entry in screen.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == []

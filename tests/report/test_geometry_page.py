@@ -1,0 +1,204 @@
+"""The page of a geometry report without a browser: its numbers, what it draws, escapes and refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.geometries import measured, piece, stored_geometry
+from report.tags import Tags
+
+from holdfast.report import render_geometry, write_geometry
+from holdfast.report.geometry_page import curve_plots, slice_plots
+from holdfast.report.plot_data import Plot
+from holdfast.report.slice_plots import COLOURS, cell_colours, set_name, token_name
+from holdfast.report.stored_geometry import parse_geometry
+
+EVIL = "<img src=x onerror=alert(1)></script>%{x}"
+
+
+def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
+    geometry = parse_geometry(stored)
+    return {plot.name: plot for plot in [*slice_plots(geometry), *curve_plots(geometry)]}
+
+
+@pytest.fixture(scope="module")
+def page() -> Tags:
+    return Tags(render_geometry(stored_geometry()))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "tiny-mixtral",
+        "In layer 0, 14.00% of the tokens lie within 1% of their norm",
+        "jumps by 45.67% of its norm on average; with smooth, on the same weights, by 0.04%.",
+        "1.23%",  # within 1% of order 2
+        "5.23%",  # flipped before time 1
+        "21.31%",  # extra experts
+        "jumps by 150.00% of its norm where expert 1 replaces 3, 0.032 of the token's norm away; with smooth by 0.05%",
+        "row 7 of batch 0",
+        "its ties are not flats.",
+        "An entry of one batch is within 0.042 of its mean, with probability 0.95.",
+        "by 0.0058 on average and by 0.0315 at most; 0.77% of them",
+        "at most 4.74 nats",
+        "there is no previous MoE layer.",
+        "top-k infinite (weights jump by 0.546), smooth 70.6 with a strip of 0.1",
+        "30.00%",  # extra experts, by the law
+        "What if: the router smooth",
+        "2.345",
+        "Layers with pictures: 0.",
+        "f70d1419",
+        "2.13.7",
+    ],
+)
+def test_the_values_are_there(page: Tags, value: str) -> None:
+    assert value in page.text
+
+
+def test_slices_have_their_cells_lines_points_and_strips() -> None:
+    plots = plots_of(stored_geometry())
+    assert [name for name in plots if name.startswith("slice")] == [
+        "slice-boundaries-0",
+        "slice-boundaries-1",
+        "slice-tokens-0",
+        "slice-tokens-1",
+    ]
+    own, other = plots["slice-tokens-0"].data, plots["slice-tokens-1"].data
+    cells = own[0]
+    assert cells["z"] == piece("tokens")["cells"] and cells["meta"]["names"] == ["{0, 1}", "{0, 2}", "{1, 2}"]
+    assert cells["x0"] == pytest.approx(-0.075) and cells["dx"] == pytest.approx(0.05)
+    lines = next(trace for trace in own if trace.get("name", "").startswith("2 experts"))
+    assert lines["x"][:4] == [0.0, 0.0, 0.0, None] and lines["text"][0] == "experts 1 and 2 tie"
+    points = next(trace for trace in own if trace.get("name", "").startswith("3 tie"))
+    assert (points["x"], points["y"], points["text"]) == ([0.0], [0.0], ["experts {0, 1, 2} tie"])
+    assert not any(trace["meta"].get("fill") == "strip" for trace in own)
+    strip = next(trace for trace in other if trace["meta"].get("fill") == "strip")
+    assert strip["z"][0] == [None, 1, 1, None] and strip["z"][2][1] == 3
+    assert [trace["name"] for trace in other if trace["meta"].get("ink") == "strip"] == [
+        "+1 experts",
+        "+2 experts",
+        "+3 or more experts",
+    ]
+    assert all(trace["meta"]["layer"] == "0" for trace in own + other)  # the other layers have no pictures
+
+
+def test_neighbouring_cells_have_different_colours() -> None:
+    cells = [[row * 8 + column for column in range(8)] for row in range(8)]
+    colours = cell_colours(cells, 64)
+    assert max(colours) < COLOURS and len(set(colours)) == 4  # a board of squares that touch at corners needs four
+    for row in range(8):
+        for column in range(8):
+            for other in ((row + 1, column), (row, column + 1), (row + 1, column + 1), (row + 1, column - 1)):
+                if 0 <= other[0] < 8 and 0 <= other[1] < 8:
+                    assert colours[cells[row][column]] != colours[cells[other[0]][other[1]]]
+
+
+def test_more_neighbours_than_colours_share_one() -> None:
+    crowded = [list(range(20)), [20] * 20]
+    assert all(0 <= colour < COLOURS for colour in cell_colours(crowded, 21))
+
+
+def test_curves_are_those_of_the_stored_numbers() -> None:
+    plots = plots_of(stored_geometry())
+    order, law = plots["ties"].data[:2]
+    assert order["y"] == [2.0, pytest.approx(14.0), 90.0] and law["y"] == [1.0, 10.0, 95.0]
+    second, law = plots["ties"].data[2:4]
+    assert second["y"][0] is None and law["y"][0] is None  # a logarithmic axis has no 0
+    upper, lower, walks = plots["hitting"].data[:3]
+    assert upper["y"][1] == 6.0 and lower["y"][1] == 4.0 and walks["y"][1] == pytest.approx(5.23)
+    own, other, token = plots["along"].data
+    assert own["y"] == [0.0, 0.0, None, 50.0, 50.0] and None not in other["y"]  # the jump is a gap
+    assert token["x"] == [-0.02] and token["name"] == "the token “night”"
+    assert plots["difference"].data[1]["y"] == [50.0, 10.0, 1.0]
+    assert {trace["meta"]["layer"] for trace in plots["ties"].data} == {"0", "2"}
+    assert [(trace["name"], trace["x"]) for trace in plots["tsne"].data] == [("expert 0", [0.1]), ("expert 2", [0.2, -0.3])]
+
+
+def test_everything_is_escaped() -> None:
+    stored = stored_geometry()
+    stored["model"]["name"] = EVIL
+    stored["what_if"]["router"] = EVIL
+    stored["layers"][0]["jumps"]["largest"][0] |= {"text": EVIL, "before": EVIL}
+    stored["layers"][0]["pictures"]["slices"][0]["tokens"][0]["text"] = EVIL
+    stored["layers"][0]["pictures"]["token"]["text"] = EVIL
+    stored["layers"][1]["skipped"] = EVIL
+    html = render_geometry(stored)
+    page = Tags(html)
+    assert not any(tag == "img" for tag, _ in page.tags) and "<img" not in html.replace("\\u003cimg", "")
+    assert EVIL in page.text
+    for plot in plots_of(stored).values():
+        for trace in plot.data:
+            for said in [trace.get("name"), *(trace.get("text") or [])]:
+                assert said is None or ("<img" not in said and "%{x}" not in said)
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "a\nb\r\nc", ""])
+def test_a_token_is_named_on_one_short_line(text: str) -> None:
+    name = token_name(text)
+    assert len(name) <= 30 and "\n" not in name and "\r" not in name
+    assert token_name(None) == "token" and set_name(range(9)) == "{0, 1, 2, 3, 4, 5, …}"
+
+
+def test_a_report_without_a_what_if_or_without_layers_has_a_page() -> None:
+    stored = stored_geometry()
+    stored["what_if"] = None
+    for layer in (stored["layers"][0], stored["layers"][2]):
+        del layer["what_if"]
+        layer["jumps"]["routers"] = layer["jumps"]["routers"][:1]
+    for found in stored["layers"][0]["pictures"]["slices"]:
+        found["panels"] = found["panels"][:1]
+    page = Tags(render_geometry(stored))
+    assert "What if" not in page.text and "on average." in page.text
+    assert not any("slice-tokens-1" in str(attributes) for _, attributes in page.tags)
+    stored["layers"] = [stored["layers"][1]]
+    page = Tags(render_geometry(stored))
+    assert "No layer of this model has a known geometry" in page.text
+
+
+def test_one_layer_needs_no_picker() -> None:
+    stored = stored_geometry()
+    stored["layers"] = [measured(4)]
+    page = Tags(render_geometry(stored))
+    assert not any(attributes.get("id") == "layer" for _, attributes in page.tags)
+    assert "layer 4" in page.text
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("schema",), 2, "schema"),
+        (("layers",), [], "layers"),
+        (("layers", 0, "ties", "orders", 0, "shares"), [0.1], "share for each width"),
+        (("layers", 0, "hitting", "upper"), [0.1], "number for each time"),
+        (("layers", 0, "pictures", "slices", 0, "cells"), [[0, 1]], "square grids"),
+        (("layers", 0, "pictures", "slices", 0, "cells"), [[9] * 4] * 4, "without a set"),
+        (("layers", 0, "pictures", "slices", 0, "low"), ["a", 1], "low"),
+        (("layers", 0, "pictures", "normal", "change"), [[0.1]], "change for each position"),
+        (("layers", 0, "jumps", "routers"), [], "routers"),
+        (("layers", 0, "theory", "tsne", "experts"), [1], "an expert for each token"),
+        (("layers", 0, "theory", "entropy"), {}, "entropy"),
+        (("layers", 1, "name"), None, "name"),
+    ],
+)
+def test_a_damaged_report_gets_one_sentence(place: tuple[Any, ...], value: Any, says: str, tmp_path: Path) -> None:
+    stored = stored_geometry()
+    inner: Any = stored
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (tmp_path / "geometry.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=says) as error:
+        write_geometry(tmp_path, tmp_path / "page.html")
+    assert "measure the model again" in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_stored_report_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "geometry.json").write_text(json.dumps(stored_geometry()))
+    with pytest.raises(ValueError, match=r"name an \.html file"):
+        write_geometry(tmp_path / "geometry.json", tmp_path / "geometry.json", force=True)
+    with pytest.raises(ValueError, match="geometry report"):
+        write_geometry(stored_geometry(), tmp_path / "geometry.json", force=True)
+    with pytest.raises(ValueError, match="cannot be read"):
+        write_geometry(tmp_path / "nowhere", tmp_path / "page.html")
