@@ -15,10 +15,11 @@ from torch import Tensor
 
 import holdfast
 from holdfast.auditing import GeometryReport
+from holdfast.auditing.batches import audit_batches
 from holdfast.auditing.forwards import observe
 from holdfast.auditing.geometry_layers import TIMES, WIDTHS, hitting_sums
 from holdfast.auditing.geometry_run import what_if_routers
-from holdfast.auditing.model_and_data import AuditedModel, audit_batches, evaluation_mode
+from holdfast.auditing.model_and_data import AuditedModel, evaluation_mode
 from holdfast.auditing.token_geometry import LayerTokens, nearest_jumps, nearest_two, slice_around, slice_through
 from holdfast.geometry import (
     NoGeometry,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.attacks.threat import check_seed
 from holdfast.auditing.baseline import Mean
+from holdfast.auditing.batches import audit_batches
 from holdfast.auditing.forwards import Observation, observe
 from holdfast.auditing.geometry_layers import GeometryOptions, LayerGeometry, measure_batch, overall_jump
 from holdfast.auditing.geometry_report import GeometryReport
@@ -22,7 +23,6 @@ from holdfast.auditing.model_and_data import (
     AuditedModel,
     Checksum,
     TextEncoder,
-    audit_batches,
     check_size,
     evaluation_mode,
     resident,

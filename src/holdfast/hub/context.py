@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.families import detached_routing, modality_of
 from holdfast.hub.losses import LossCollector
-from holdfast.hub.replacements import ATTENTION, PerThread, as_linear, override_config, restore_config
+from holdfast.hub.replacements import ATTENTION, as_linear, override_config, restore_config
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
 from holdfast.routing.attention_masks import (
@@ -50,7 +50,7 @@ from holdfast.routing.cache import (
     router_cache_of,
     static_router_cache_of,
 )
-from holdfast.routing.state import StatefulPart
+from holdfast.routing.state import PerThread, StatefulPart
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
 NOT_CAUSAL_IN_TRAINING = (

@@ -130,7 +130,7 @@ def _install_router(moe_layer: MoELayerRef, spec: LayerSpec, host: HostModel, ro
     if router is not None:
         router = _mark_initialised(router.to(**device_and_dtype(weight, gate)).train(gate.training))
     losses = spec.loss_terms() if router is None else None
-    install_gate(gate, router, family.rule_of(moe_layer.block), losses, family.usual_order)
+    install_gate(gate, router, family.rule_of(moe_layer.block), losses, family)
     # A router with a score of its own leaves the gate's weights unused, and parameters without a gradient stop DDP.
     is_used = router is None or router.score.reusable_score is host.score
     if is_used == hasattr(gate, "was_trained"):

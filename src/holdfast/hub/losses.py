@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import as_token_ids, image_tokens, text_config
-from holdfast.hub.replacements import PerThread
-from holdfast.hub.replay import RouteReplay
+from holdfast.hub.replacements import replaying_layers
 from holdfast.kernels.backward import is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
-from holdfast.routing.state import mean_over_ranks
+from holdfast.routing.forward_routes import RouteReplay
+from holdfast.routing.state import PerThread, mean_over_ranks
 
 ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
 ROUTER_FIELDS = ("router_loss", "aux_loss", "router_logits")
@@ -156,7 +156,7 @@ class LossCollector:
         self._latest_ids: Tensor | None = None
         self.on_forward_end: list[Callable[[], None]] = []  # called when the data of a forward are no longer needed
         prepare_output_classes(model)
-        self.replay = RouteReplay(model)
+        self.replay = RouteReplay(model, replaying_layers(model))
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
             model.register_forward_hook(self._end_forward, with_kwargs=True, always_call=True),

@@ -21,7 +21,6 @@ differs. The model's own config is not changed.
 """
 
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,18 +42,12 @@ from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.scores import weights_loaded
+from holdfast.routing.state import PerThread
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
 UNREADABLE_GATE = "a router cannot compute scores from them; exclude gates from quantisation"
 USE_SIMILARITY = "use 'similarity', which reads no weights"
-
-
-class PerThread(threading.local):
-    """Attributes with separate values in every thread. A copy, and an object loaded from a pickle, has initial values."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
 
 class ReroutedGate:
@@ -70,7 +63,7 @@ class ReroutedGate:
     losses: Any
     training: bool
     usual_order: bool  # returns (logits, weights, indices); otherwise the reverse
-    native_scale: float  # what the family's own gate multiplies its weights by, set by `RouteReplay`
+    native_scale: float  # what the family's own gate multiplies its weights by
 
     def forward(self, hidden_states: Tensor, *extra: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         """`extra` and `named` are for the family's own gate, such as a bias that its block has; the rule reads it there."""
@@ -132,11 +125,17 @@ class ReroutedGate:
         return changed, (changed.chosen == live.chosen).all(-1).view(*tokens, 1)
 
 
-def install_gate(gate: nn.Module, router: Router | None, rule: Rule, losses: Any, usual_order: bool) -> None:
+def install_gate(gate: Any, router: Router | None, rule: Rule, losses: Any, family: MoEFamily) -> None:
     """Put a router into a family's gate; with `router=None` the gate still selects the experts by itself."""
     if not isinstance(gate, ReroutedGate):
         _set_class(gate, with_mixin(type(gate), ReroutedGate))
-    gate.holdfast, gate.rule, gate.losses, gate.usual_order = router, rule, losses, usual_order  # type: ignore[assignment]
+    gate.holdfast, gate.rule, gate.losses, gate.usual_order = router, rule, losses, family.usual_order
+    gate.native_scale = 1.0 if family.scale is None else float(getattr(gate, family.scale))
+
+
+def replaying_layers(model: nn.Module) -> int:
+    """Return how many layers of a changed model can replay recorded routes."""
+    return sum(isinstance(module, ReroutedGate | SparseLayer) for module in model.modules())
 
 
 def uninstall_gate(gate: nn.Module) -> None:

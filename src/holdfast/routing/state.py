@@ -10,8 +10,9 @@ Limit: if a layer runs forward twice before the first backward, the second forwa
 recomputation of the first then reads newer state. Do not use activation checkpointing for a stateful router in this case.
 """
 
+import threading
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed
@@ -156,3 +157,10 @@ def gather_over_ranks(rows: Tensor) -> tuple[Tensor, slice]:
 
 def several_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+class PerThread(threading.local):
+    """Attributes with separate values in every thread. A copy, and an object loaded from a pickle, has initial values."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.families import moe_family
-from holdfast.hub.replacements import PerThread, ReroutedGate, SparseLayer
 from holdfast.kernels.backward import is_recomputing
+from holdfast.routing.state import PerThread
 
 ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
 
@@ -31,16 +30,12 @@ class RouteReplay:
     A recomputation by activation checkpointing reads those of the last forward that may have a backward.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, layers: int) -> None:
+        self.layers = layers  # L: how many layers of the model can replay
         self._forwards = _ReplayedForwards()
         self._latest: Tensor | None = None
         self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
         self._captures = 0  # how many layers asked for their place
-        layers: list[Any] = [module for module in model.modules() if isinstance(module, ReroutedGate | SparseLayer)]
-        gates = [layer for layer in layers if isinstance(layer, ReroutedGate)]
-        self.layers, scale = len(layers), moe_family(model).scale if gates else None
-        for gate in gates:
-            gate.native_scale = 1.0 if scale is None else float(getattr(gate, scale))
         base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
         self._handles = [model.register_forward_pre_hook(self._begin_forward, **own)]
         self._handles.append(model.register_forward_hook(self._end_forward, always_call=True))
