@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.adapters import active_module, with_mixin, without_mixin
-from holdfast.hub.families import routing_from_gate
+from holdfast.hub.families import MoEFamily, routing_from_gate
 from holdfast.kernels.quantised import as_float, is_quantised
 from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
