@@ -133,7 +133,7 @@ def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_us
         (["--set", "training.steps=[1"], "YAML"),
         (["--set", "data.source=nothing.txt"], "nothing.txt"),
         (["--set", "sparse.k=99"], "k is 99"),
-        (["--set", "model.family=mamba"], "'mamba'"),
+        (["--set", "model.family=mamba"], "feed-forward networks of mamba"),
     ],
 )
 def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, command: Command, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) ->
         (["lama"], "'llama'"),
         (["{tmp}"], "config.json"),
         (["{tmp}/broken/config.json"], "JSON"),
-        (["{tmp}/other"], "'lama'"),
+        (["{tmp}/other"], "lama"),
         (["{tmp}/nameless"], "model_type"),
         (["llama"], "llama is dense"),
         (["llama", "--experts", "4", "--k", "5"], "k is 5"),

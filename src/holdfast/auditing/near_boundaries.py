@@ -61,10 +61,10 @@ def _shares(tokens: LayerTokens) -> dict[str, Any]:
 
 
 def _slice(tokens: LayerTokens) -> dict[str, Any] | None:
-    """Return a slice around the token whose distance to its nearest boundary is the median; None if it spans no plane."""
-    relative = tokens.flips().distances / tokens.lengths
-    central = int((relative - relative.median()).abs().argmin())
+    """Return a slice around the token whose distance to its nearest boundary is the median, or None."""
     try:
+        relative = tokens.flips().distances / tokens.lengths
+        central = int((relative - relative.median()).abs().argmin())
         found = slice_around(tokens, central)
     except ValueError:
         return None

@@ -299,6 +299,8 @@ class NativeGateBalance:
         self.handle = moe_layer.gate.register_forward_hook(self)
 
     def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if getattr(gate, "called_alone", False):
+            return
         context = self.context_capture.build_context(self.context_capture.as_sequences(inputs[0]))
         if self.collector.wants_router_logits:
             routing = routing_from_gate(output, self.rule)

@@ -249,11 +249,16 @@ def _capture_call(
         captured.append(RouterCall(name, module, tokens, context))
     else:
         assert rule is not None
-        captured.append(RouterCall(name, partial(_call_gate, module, rule), tokens, None))
+        captured.append(RouterCall(name, partial(_call_gate, module, rule, given[1:], named), tokens, None))
 
 
-def _call_gate(gate: nn.Module, rule: Rule, tokens: Tensor) -> Routing:
-    return routing_from_gate(gate(tokens), rule)
+def _call_gate(gate: Any, rule: Rule, others: tuple[Any, ...], named: dict[str, Any], tokens: Tensor) -> Routing:
+    """Call a family's own gate with other tokens, and otherwise as in the recorded call."""
+    gate.called_alone = True
+    try:
+        return routing_from_gate(gate(tokens, *others, **named), rule)
+    finally:
+        del gate.called_alone
 
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
