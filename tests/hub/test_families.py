@@ -1,14 +1,13 @@
 """Families without a row: recognised by their modules, with a rule that is measured on the gate, or declared by the user."""
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families_page import PAGE, listed
 from family_checks import Outcome, check_dense, check_moe, outcome
 from family_models import DENSE_MODELS, MOE_MODELS, dense_inputs, is_installed, model_type, tiny_dense, tiny_moe
 from tiers import quick_or_slow
@@ -23,20 +22,11 @@ from holdfast.hub.layers import moe_layers
 from holdfast.routing.rules import Scores
 from holdfast.version import versions
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "families.md").read_text()
 IS_VERSION_OF_PAGE = f"transformers {versions()['transformers']}:" in PAGE
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 ONE_OF_EACH_RULE = ["flex_olmo", "dots1", "mistral4", "lfm2_moe", "hunyuan_v1_moe"]
 ODD_DENSE = ["opt", "bloom", "t5", "wav2vec2"]
 needs_flex_olmo = pytest.mark.skipif(not is_installed("flex_olmo"), reason="this transformers has no FlexOlmo")
-
-
-def listed(part: str) -> tuple[list[str], list[str]]:
-    """Return the families that pass and those that are refused, in a part of docs/families.md."""
-    text = PAGE.partition(f"## {part}")[2].partition("\n## ")[0]
-    passed, _, refused = text.partition("| refused |")
-    rows = re.compile(r"^\| ([\w-]+) \|", re.M)
-    return [name for name in rows.findall(passed) if name != "family"], rows.findall(refused)
 
 
 def test_the_page_lists_every_family_and_enough_of_them_pass() -> None:

@@ -193,7 +193,7 @@ def held_weights(site: MoELayerRef, experts: Tensor, after: Routing) -> Tensor:
     assert site.family is not None
     scale = 1.0 if site.family.scale is None else float(getattr(site.gate, site.family.scale))
     selection = Selection.from_routing(after, scale)
-    rule, scores = site.family.rule(site.gate), Scores.from_routing(after, informed=False)
+    rule, scores = site.family.rule_of(site.block), Scores.from_routing(after, informed=False)
     return rule.held_weights(experts.unsqueeze(0), scores, selection).squeeze(0)
 
 

@@ -19,6 +19,7 @@ from holdfast.certificates import Gate
 from holdfast.data import Document, LabelledText, Tokenizer, Vocabulary
 from holdfast.data.tokenizers import is_bare
 from holdfast.hub.layers import MoELayerRef, moe_layers
+from holdfast.hub.replacements import gate_weight
 from holdfast.hub.tracing import require_known_tokens, routing_modules
 from holdfast.layers.moe import LAYER_NAMES
 from holdfast.metrics import Boundary, boundary_of, levels_of
@@ -136,7 +137,7 @@ class AuditedModel:
             if site.router is not None:
                 found[layer] = boundary_of(site.router)
             elif site.family is not None:
-                found[layer] = Boundary(levels=levels_of(site.family.rule(site.gate)))
+                found[layer] = Boundary(levels=levels_of(site.family.rule_of(site.block)))
         return found
 
     def certified(self, layer: int) -> Router | Gate:
@@ -146,8 +147,9 @@ class AuditedModel:
             return site.router
         assert site.family is not None
         gate, family = site.gate, site.family
-        bias = None if family.bias is None else getattr(gate, family.bias)
-        return Gate(getattr(gate, family.weight), int(gate.top_k), bias=bias, rule=family.rule(gate))
+        bias = None if family.bias is None else gate_weight(gate, family.bias)
+        rule = family.rule_of(site.block)
+        return Gate(gate_weight(gate, family.weight), int(gate.top_k), bias=bias, rule=rule)
 
     def scorers(self) -> list[nn.Module]:
         """Return the modules with the routers' weights."""
