@@ -62,6 +62,8 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Tiny
         ("data.vocabulary=100,200", "scored on the same test data under the same attack"),
         ("data.source=a,b", "scored on the same test data under the same attack"),
         ("attack.rate=0.1,0.2", "scored on the same test data under the same attack"),
+        ("model.checkpoint=a,b", "run a comparison for each checkpoint"),
+        ("training.steps=1,2 training.epochs=1,2", "the sweep cannot have training.steps=1, training.epochs=1"),
         ("task=text,pictures", "scored on the same test data under the same attack"),
         (f"training.steps={','.join(map(str, range(1, 2002)))}", "2,001 settings; at most 1,000 cells"),
     ],
@@ -110,6 +112,12 @@ def test_a_swept_cell_is_the_cell_of_a_comparison_with_these_values(tiny: Tiny, 
     model, task = holdfast_model(tmp_path / "swept" / "cells" / "smoe-sparse.k=3-training.steps=3-seed0", recipe)
     assert task.recipe.sparse.k == 3 and task.recipe.training.steps == 3
     assert model.config.holdfast is not None
+
+
+def test_swept_epochs_replace_the_steps_of_the_recipe(tiny: Tiny, tmp_path: Path) -> None:
+    comparison = swept(tiny(FEW), tmp_path / "swept", {"training.epochs": [1, 2]})
+    blocks = comparison.task.examples(0).order.count
+    assert [comparison.steps_of(cell) for cell in comparison.cells] == [-(-blocks // 2), blocks]  # batches of 2
 
 
 def holdfast_model(folder: Path, recipe: Recipe) -> tuple[Any, Task]:

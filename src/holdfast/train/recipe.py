@@ -222,6 +222,7 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
 def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Return a recipe with `changes` such as {"training.steps": 50}, checked as `load_recipe` checks them."""
     values = recipe.describe()
+    _drop_replaced(values, changes)
     for key, value in changes.items():
         _set(values, key, value)
     changed: Recipe = from_mapping(Recipe, values)

@@ -98,6 +98,8 @@ def _require_sweepable(recipe: Recipe, keys: Sequence[str]) -> None:
                 f"{key} cannot be swept: all settings are scored on the same test data under the same attack; run a "
                 "comparison for each value in a folder of its own."
             )
+        if key == "model.checkpoint":
+            raise ValueError(f"{key} cannot be swept; run a comparison for each checkpoint in a folder of its own.")
         if isinstance(_value_at(described, key), dict):
             raise ValueError(f"{key} cannot be swept: it is a section; name one of its keys.")
         if key.startswith("model.config."):
