@@ -207,7 +207,7 @@ def require_plugins(stored: Any, what: str, *, without: Iterable[str] = (), warn
     registries = {registry.plural: registry for registry in _registries}
     for entry in stored if isinstance(stored, list | tuple) else [stored]:
         if not _is_description(entry, registries.keys()):
-            raise ValueError("its list of plugins is damaged.")
+            raise ValueError(f"the list of plugins of {what} is damaged.")
         checksum = entry["checksum"]
         stamp = "" if checksum is None else f" (SHA-256 {checksum[:SHOWN]}...)"
         missing = {
@@ -230,7 +230,7 @@ def _is_description(entry: Any, kinds: Iterable[str]) -> bool:
         return False
     named = [entry[kind] for kind in kinds if kind in entry]
     is_complete = "checksum" in entry and isinstance(entry["checksum"], str | None) and bool(named)
-    return is_complete and all(isinstance(names, list) for names in named)
+    return is_complete and all(isinstance(names, list) and all(isinstance(one, str) for one in names) for names in named)
 
 
 def failure_in_plugin(problem: BaseException) -> str | None:

@@ -188,6 +188,14 @@ def no_folder() -> dict[str, Any]:
 Register = Callable[..., Callable[[Any], Any]]
 
 
+class NeedsAnArgument:
+    def __init__(self, size: int) -> None: ...
+
+    def update(self, losses: Any) -> None: ...
+
+    def result(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("register", "options", "function", "sentence"),
     [
@@ -199,6 +207,9 @@ Register = Callable[..., Callable[[Any], Any]]
         (holdfast.register_metric, {"of": "logit"}, lambda logits, labels: None, "did you mean 'logits'?"),
         (holdfast.register_metric, {"of": "logits", "better": "smaller"}, lambda logits, labels: None, "unknown direction"),
         (holdfast.register_metric, {"of": "logits"}, int, "needs the methods update and result"),
+        (holdfast.register_metric, {"of": "losses"}, lambda logits, labels: None, "it is called with losses"),
+        (holdfast.register_metric, {"of": "logits"}, lambda losses: None, "it is called with logits and labels"),
+        (holdfast.register_metric, {"of": "losses"}, NeedsAnArgument, "NeedsAnArgument must need no arguments"),
     ],
 )
 def test_a_wrong_registration_is_one_sentence(
@@ -281,7 +292,7 @@ PIXELS, LABELS = np.zeros((4, 1, 2, 2), dtype=np.uint8), np.array([0, 1, 0, 1])
 @pytest.mark.parametrize(
     ("pair", "sentence"),
     [
-        (3, "not a pair of pixels and labels"),
+        (3, "train is int; expected (pixels, labels)"),
         ((PIXELS[0], LABELS), "expected (N,C,H,W) and (N,)"),
         ((PIXELS, LABELS[:2]), "expected (N,C,H,W) and (N,)"),
         ((PIXELS[:0], LABELS[:0]), "with N above 0"),

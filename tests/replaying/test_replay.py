@@ -306,3 +306,25 @@ def test_bf16_routes_replayed_in_float32_leave_no_other_set() -> None:
         gaps.append((exact[:, :-1].gather(-1, targets) - rounded[:, :-1].gather(-1, targets)).abs().mean())
     assert differing[0] > 0 and differing[1] == 0
     assert gaps[1] < 0.8 * gaps[0]
+
+
+def test_the_base_model_replays_routes_too() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "smoe")
+    _, routes = own_routes(model)
+    with torch.no_grad():
+        live = model.model(input_ids=IDS, attention_mask=MASK).last_hidden_state
+        again = model.model(input_ids=IDS, attention_mask=MASK, routed_experts=routes).last_hidden_state
+    assert torch.equal(again, live)
+
+
+def test_the_layers_that_were_not_rerouted_can_replay_after_what_the_error_says() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "similarity@0,2")
+    with torch.no_grad(), holdfast.trace(model) as found:
+        live = model(input_ids=IDS, attention_mask=MASK).logits
+    routes = holdfast.Routes.from_trace(found, model)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r'holdfast.reroute\(model, "native@1"\)'):
+            model(input_ids=IDS, attention_mask=MASK, routed_experts=routes)
+        holdfast.reroute(model, "native@1")
+        again = model(input_ids=IDS, attention_mask=MASK, routed_experts=routes).logits
+    assert torch.equal(again, live)

@@ -1,9 +1,11 @@
 """Labelled texts with datasets, attacks and metrics of plugins, and in sweeps."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +48,11 @@ def test_a_dataset_of_labelled_texts_is_rows_or_rows_with_pairs() -> None:
             split: [("a", text, number / 2) for number, (text, _) in enumerate(rows)] for split, rows in SPLITS.items()
         }
     )
+    numpy_labels = {
+        split: [(text, np.int64(place % 2)) for place, (text, _) in enumerate(rows)] for split, rows in SPLITS.items()
+    }
+    holdfast.register_dataset("numpy", task="labels", about="")(lambda folder: numpy_labels)
+    assert text_set("numpy").classes == ("0", "1")
     pairs = text_set("pairs")
     assert pairs.is_regression and pairs.has_pairs and pairs.texts("test")[1].label == 0.5
 
@@ -61,6 +68,7 @@ def test_a_dataset_of_labelled_texts_is_rows_or_rows_with_pairs() -> None:
         ("text", "has no rows"),
         ([("a", "b", "good"), ("a", "bad")], "rows with a second text and rows without"),
         ([("a", "new")], "the label 'new'"),
+        (None, "test is NoneType; expected"),
     ],
 )
 def test_a_wrong_split_is_one_sentence(rows: Any, sentence: str) -> None:
@@ -99,8 +107,18 @@ def test_attacks_and_metrics_of_plugins_score_a_classifier() -> None:
 def test_metrics_of_classes_are_refused_for_numbers() -> None:
     numbers = {split: [(text, number / 2) for number, (text, _) in enumerate(rows)] for split, rows in SPLITS.items()}
     register(numbers)
-    with pytest.raises(ValueError, match="moods has numbers"):
+    with pytest.raises(ValueError, match="labels of moods are numbers"):
         make_task(load_recipe("labels-tiny", {**SMALL, "metrics": ["accuracy"]}))
+    task = make_task(load_recipe("labels-tiny", SMALL))
+    task.recipe = replace(task.recipe, metrics=["accuracy"])  # as `holdfast evaluate --metrics` does
+    with pytest.raises(ValueError, match="labels of moods are numbers"):
+        task.score(build_model(task, "smoe", {}, seed=0))
+
+
+@pytest.mark.parametrize("key", ["train_tokens", "test_bytes"])
+def test_limits_of_language_models_are_refused_for_labels(key: str) -> None:
+    with pytest.raises(ValueError, match=f"data.{key} is for language models"):
+        load_recipe("labels-tiny", {f"data.{key}": 50})
 
 
 @pytest.mark.slow

@@ -478,3 +478,24 @@ def test_a_saved_classifier_keeps_its_tokeniser_and_classes(foreign: Path, revie
     assert torch.equal(task.training.tokens, again.training.tokens)
     rows = again.text_set.texts("test")
     assert predict(model.eval(), task.encoded(rows))[0].tolist() == predict(loaded.model, again.encoded(rows))[0].tolist()
+
+
+def test_a_model_is_not_scored_on_the_rows_that_it_was_trained_on(
+    trained: Path, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the file is now and however it is written; all rows of another file are the test."""
+    copied = tmp_path / "copied.csv"
+    copied.write_bytes(reviews.read_bytes())
+    monkeypatch.chdir(reviews.parent)
+    found = load_trained(trained)
+    for source in (str(reviews), reviews.name, str(copied)):
+        task = found.task(source=source)
+        assert isinstance(task, LabelTask) and len(task.text_set.texts("test")) < 80
+    copied.write_text(reviews.read_text() + "another film was fine,good\n")
+    task = found.task(source=str(copied))
+    assert isinstance(task, LabelTask) and len(task.text_set.texts("test")) == 161
+
+
+def test_a_length_beyond_the_positions_of_a_classifier_is_one_sentence(trained: Path, reviews: Path) -> None:
+    with pytest.raises(ValueError, match="length is 4096, but the model's positions end at"):
+        load_model_and_task(str(trained), source=str(reviews), length=4096)

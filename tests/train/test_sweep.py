@@ -120,6 +120,13 @@ def test_swept_epochs_replace_the_steps_of_the_recipe(tiny: Tiny, tmp_path: Path
     assert [comparison.steps_of(cell) for cell in comparison.cells] == [-(-blocks // 2), blocks]  # batches of 2
 
 
+def test_a_setting_that_cannot_be_trained_is_named_before_any_training(tiny: Tiny, tmp_path: Path) -> None:
+    recipe = tiny({**FEW, "training.warmup": 20})
+    with pytest.raises(ValueError, match=r"with training.schedule=linear: training.warmup is 20"):
+        swept(recipe, tmp_path / "swept", {"training.schedule": ["constant", "linear"]}).run()
+    assert not (tmp_path / "swept").exists()
+
+
 def holdfast_model(folder: Path, recipe: Recipe) -> tuple[Any, Task]:
     from holdfast.train.saved_model import load_model_and_task
 

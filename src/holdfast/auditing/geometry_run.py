@@ -85,7 +85,7 @@ def measure_geometry(
 ) -> GeometryReport:
     """Measure how near a model's tokens are to the discontinuities of its routers, and when noise takes them there.
 
-    model            of any MoE family, rerouted or not, or sparsified; it is not changed
+    model            of any MoE family, or sparsified; it is not changed. A rerouted one needs `what_if=None`
     texts_or_inputs  strings, with the model's `tokenizer`; or batches, dicts for its forward. With a what-if they are read
                      twice
     what_if          a router that reads one token at a time, to be compared with the model's own on the same weights; None:

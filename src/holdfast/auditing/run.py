@@ -38,6 +38,7 @@ from holdfast.auditing.perturbations import (
 from holdfast.auditing.report import AuditReport, overall
 from holdfast.errors import unknown_name
 from holdfast.hub import reroute, restore
+from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.replacements import ReroutedGate
 from holdfast.hub.tracing import require_finite
 from holdfast.metrics.report import without_nan
@@ -351,10 +352,19 @@ def what_if(
 
 def require_not_rerouted(audited: AuditedModel) -> None:
     """Raise ValueError if the model is rerouted: it could not be restored to its present state after a what-if."""
-    if any(site.family is not None and isinstance(site.gate, ReroutedGate) for site in audited.moe_layers) or any(
-        site.family is None and site.block.__dict__.get("former") is not None for site in audited.moe_layers
-    ):
-        raise ValueError("this model is already rerouted; call holdfast.restore(model) first.")
+    if is_rerouted(audited.moe_layers):
+        raise ValueError(
+            "this model is already rerouted, and a what-if could not put its routers back; leave the what-if out, or call "
+            "holdfast.restore(model) first."
+        )
+
+
+def is_rerouted(moe_layers: Sequence[MoELayerRef]) -> bool:
+    """Return whether the routers of these layers have replaced others."""
+    return any(
+        isinstance(site.gate, ReroutedGate) if site.family is not None else site.block.__dict__.get("former") is not None
+        for site in moe_layers
+    )
 
 
 def _pair(before: Any, after: Any) -> dict[str, Any]:

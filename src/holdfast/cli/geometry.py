@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAME = "geometry.json"
 NO_ROUTER = "none"  # --what-if: measure the model's own router only
+DEFAULT_ROUTER = "smooth"
 NEAR = 0.01  # of a token's norm: the distance in the table
 SHOWN_JUMPS = 5
 
@@ -51,8 +52,9 @@ class Geometry:
     """Layers with pictures at most, evenly spaced."""
     seed: int = 0
     """Seed of all random numbers."""
-    what_if: str = "smooth"
-    """Compare with this router on the same weights, without training; none: no other router. The model is not changed."""
+    what_if: str | None = None
+    """Compare with this router on the same weights, without training; none: no other router. By default smooth, or none if
+    the model is rerouted already. The model is not changed."""
     out: Path | None = None
     """Write geometry.json and geometry.html to this folder."""
     force: bool = False
@@ -80,12 +82,14 @@ class Geometry:
     def _measure(self) -> GeometryReport:
         from holdfast.auditing import measure_geometry
         from holdfast.auditing.geometry_run import GeometrySettings
+        from holdfast.auditing.run import is_rerouted
+        from holdfast.hub.layers import moe_layers
         from holdfast.hub.tracing import require_positions
         from holdfast.routing.layer_names import resolve_layers
         from holdfast.train.saved_model import AuditData, load_model_and_task
         from holdfast.train.training import quiet
 
-        other = None if self.what_if == NO_ROUTER else self.what_if
+        other = None if self.what_if == NO_ROUTER else self.what_if or DEFAULT_ROUTER
         names = ("noise", "walks", "walking", "pictures", "seed", "batch", "length", "tokens")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         GeometrySettings(what_if=other, **settings)  # a mistake must not cost the time to load a model
@@ -93,6 +97,9 @@ class Geometry:
             resolve_layers(other, native=True)
         quiet()
         model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        if self.what_if is None and is_rerouted(moe_layers(model)):
+            print(f"{self.model} is rerouted, so it is not compared with {other}.")
+            other = None
         material = AuditData(task, self.tokens)
         if material.tokenizer is not None:
             require_positions(model, self.length)

@@ -1,7 +1,7 @@
 """The registry of datasets: what a recipe's `data.source` and `--source` may name. Paths need no registration."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -94,6 +94,9 @@ def find_dataset(name: str, task: str, *, installed: bool = False) -> Dataset | 
 
 def require_splits(name: str, splits: Any, expected: Collection[str], kind: str) -> None:
     """Raise ValueError unless the function of a dataset returned exactly the expected splits; `kind` says what they hold."""
+    for split, held in splits.items() if isinstance(splits, dict) else ():
+        if not isinstance(held, Iterable):
+            raise ValueError(f"dataset {name!r}, {split} is {type(held).__name__}; expected {kind}.")
     if not isinstance(splits, dict) or set(splits) != set(expected):
         found = (
             f"the splits {', '.join(map(str, splits)) or 'none'}" if isinstance(splits, dict) else f"{type(splits).__name__}"

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -300,7 +301,7 @@ def _given_rows(place: str, rows: Any) -> Iterator[Row]:
         texts, label = parts[:-1], parts[-1] if parts else None
         if len(parts) not in (2, 3) or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(f"{place}: row {number} is {row!r:.80}; expected (text, label) or (text, second text, label).")
-        if not isinstance(label, str | int | float) or isinstance(label, bool):
+        if not isinstance(label, str | Real) or isinstance(label, bool):
             raise ValueError(f"{place}: row {number} has the label {label!r:.80}; expected a string or a number.")
         yield Row(number, texts[0], texts[1] if len(texts) == 2 else None, _label(label))
     if number < 0:

@@ -72,6 +72,10 @@ def layers(results: Results) -> list[str]:
     return list(dict.fromkeys(name for row in results.rows for name, _ in by_layer(results.cells_of(row))))
 
 
+# Of each pair a recipe has one; a sweep of the other replaces it.
+ALTERNATIVES = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
+
+
 def how(results: Results) -> dict[str, dict[str, str]]:
     """Return how the comparison was run: versions, recipe, data, attack, batches, checksum."""
     run = results.run
@@ -84,7 +88,9 @@ def how(results: Results) -> dict[str, dict[str, str]]:
     }
     groups = {
         "Versions": results.versions or {"holdfast": run.holdfast},
-        "Recipe": {key: value for key, value in flattened(run.recipe) if key not in swept},
+        "Recipe": {
+            key: value for key, value in flattened(run.recipe) if key not in swept and ALTERNATIVES.get(key) not in swept
+        },
         "Sweep": swept,
         "Data": dict(flattened(run.data)),
         "Attack": dict(flattened(run.attack)),
@@ -120,6 +126,11 @@ def verdict(results: Results) -> tuple[str, ...]:
             f"One seed cannot show whether a router differs from {baseline.router}.",
             "The numbers below are from single runs; train with 2 seeds or more to compare routers.",
         )
+        if any(len(row.seeds) > 1 for row in results.rows):
+            first = (
+                f"The {measure.noun} is not defined in enough runs to compare routers with {baseline.router}.",
+                "A correlation with constant predictions, for example, is not defined.",
+            )
         return first + cost_sentences(results)
     return (
         f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",
@@ -242,8 +253,14 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
     for row in results.rows:
         cells = results.cells_of(row)
         clean, attacked = (
-            "baseline" if results.is_baseline(row) else found.words if found else "no seed in common"
-            for found in (row.clean_difference, row.attacked_difference)
+            "baseline"
+            if results.is_baseline(row)
+            else found.words
+            if found
+            else "not defined"
+            if mean is None
+            else "no seed in common"
+            for found, mean in ((row.clean_difference, row.clean), (row.attacked_difference, row.attacked))
         )
         yield {
             **{key: written_value(row.settings[key]) if key in row.settings else NONE for key in results.swept},

@@ -15,7 +15,9 @@ def sweep_verdict(results: Results) -> tuple[str, ...]:
     if not others:
         found.append(f"Only {baseline} was trained, so there is no other router to compare it with.")
     elif not any(_has_interval(one) for row in others for one in (row.clean_difference, row.attacked_difference)):
-        found.append(f"One seed cannot show whether a router differs from {baseline}: train with 2 seeds or more.")
+        one_seed = f"One seed cannot show whether a router differs from {baseline}: train with 2 seeds or more."
+        undefined = f"The {measure.noun} is not defined in enough runs to compare routers with {baseline}."
+        found.append(undefined if any(len(row.seeds) > 1 for row in results.rows) else one_seed)
     else:
         for where, attacked in (("On clean data", False), ("Under attack", True)):
             counts = "; ".join(_counts(router, results, attacked) for router in dict.fromkeys(row.router for row in others))

@@ -31,6 +31,7 @@ class RouteReplay:
     """
 
     def __init__(self, model: Any, layers: int) -> None:
+        self._model = model
         self.layers = layers  # L: how many layers of the model can replay
         self._forwards = _ReplayedForwards()
         self._latest: Tensor | None = None
@@ -95,15 +96,15 @@ class RouteReplay:
     def _checked(self, model: nn.Module, given: Any) -> Tensor:
         """Return what the caller gave as a tensor (B,N,L,K). Raise ValueError if it is none, or has other layers."""
         if hasattr(given, "require_model"):  # a `Routes`, which knows what model it is of
-            given.require_model(model)
+            given.require_model(self._model)
             given = given.experts
         if not isinstance(given, Tensor) or given.dim() != 4:
             found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise ValueError(f"{ROUTED_EXPERTS} is {found}; expected a tensor (B, N, L, K) or a holdfast.Routes.")
         if given.shape[2] != self.layers:
             raise ValueError(
-                f"{ROUTED_EXPERTS} has {given.shape[2]} layers, but {self.layers} of this model can replay; layers that "
-                'were not rerouted can after holdfast.reroute(model, "native"), which changes no number.'
+                f"{ROUTED_EXPERTS} has {given.shape[2]} layers, but {self.layers} of this model can replay; a layer that "
+                'was not rerouted can after holdfast.reroute(model, "native@1"), here MoE layer 1, which changes no number.'
             )
         return given
 

@@ -163,14 +163,15 @@ class Comparison:
         return [found[cell.name] for cell in self.cells]
 
     def _preflight(self) -> None:
-        """Build every router in every setting on `meta`; settings that differ in their training only are built once."""
+        """Check the training of every setting, and build its routers on `meta`; equal models are built once."""
         built: list[Any] = []
         for setting in self.settings:
             task = self.task_of(setting)
-            if (parts := {**setting.recipe.describe(), "training": None}) in built:
-                continue
+            parts = {**setting.recipe.describe(), "training": None}
             try:
-                preflight(task, self.choices)
+                require_trainable(task, seed=0)
+                if parts not in built:
+                    preflight(task, self.choices)
             except ValueError as problem:
                 raise ValueError(f"with {setting.label}: {problem}" if setting.values else str(problem)) from problem
             built.append(parts)

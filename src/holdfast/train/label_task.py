@@ -92,11 +92,16 @@ class LabelTask(Task):
             test_only=test_only,
         )
         self.metric: str = _fitting_metric(part.metric or self.text_set.metric, self.text_set)
-        if recipe.metrics and self.text_set.is_regression:
-            raise ValueError(f"metrics: {', '.join(recipe.metrics)} is of classes, and {self.text_set.name} has numbers.")
+        self._require_metrics_of_labels()
         self.tokenizer: Tokenizer = known or self._tokenizer()
         pad = padding_token(self.tokenizer)
         self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
+
+    def _require_metrics_of_labels(self) -> None:
+        """Raise ValueError if the recipe names further metrics, which are of classes, and the labels are numbers."""
+        if self.recipe.metrics and self.text_set.is_regression:
+            named = ", ".join(self.recipe.metrics)
+            raise ValueError(f"metrics: {named} is of classes, and the labels of {self.text_set.name} are numbers.")
 
     def _tokenizer(self) -> Tokenizer:
         part = self.recipe.data
@@ -136,7 +141,8 @@ class LabelTask(Task):
         return {"data": self.text_set.describe(), "attack": self.attack.summary()}
 
     def state(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer.describe(), "classes": list(self.text_set.classes)}
+        own = {"classes": list(self.text_set.classes), "checksum": self.text_set.checksum}
+        return {"tokenizer": self.tokenizer.describe(), **own}
 
     def initial_model(self) -> Any:
         classes = self.text_set.classes
@@ -236,6 +242,7 @@ class LabelTask(Task):
         self, model: Any, encoded: EncodedTexts, split: str, *, routing: bool = False
     ) -> tuple[dict[str, Any], Values]:
         """Return the score of a model on some texts, and its predictions."""
+        self._require_metrics_of_labels()
         chosen = ChosenMetrics(self.recipe.metrics)
         predicted, measured = predict(model, encoded, routing=routing, metrics=chosen, labels=self.labels(split))
         labels = self.labels(split).numpy()

@@ -179,6 +179,9 @@ class Recipe:
         of_labels = [name for name in ("pair", "label", "metric") if getattr(self.data, name) is not None]
         if of_labels and self.task != "labels":
             raise ValueError(f"data.{of_labels[0]} is for labelled texts: set `task: labels` to classify them.")
+        of_text = [name for name in ("train_tokens", "test_bytes") if getattr(self.data, name) is not None]
+        if of_text and self.task != "text":
+            raise ValueError(f"data.{of_text[0]} is for language models (task: text), and this task is {self.task}.")
         if self.attack.name is not None:
             find_attack(self.attack.name, "pictures" if self.task == "pictures" else "text")
         ChosenMetrics(self.metrics)  # raises if a name is unknown

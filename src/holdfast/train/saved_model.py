@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from holdfast.data import text_sets
+from holdfast.data import text_set, text_sets
 from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
@@ -72,9 +72,19 @@ class TrainedModel:
             raise ValueError(f"the {TASK} of this model is damaged: it names no classes.")
         if source in text_sets():  # it has columns of its own
             recipe = replace(recipe, data=replace(recipe.data, text=None, pair=None, label=None))
-        is_own = source == self.recipe.data.source or Path(source).resolve() == Path(self.recipe.data.source).resolve()
-        how: dict[str, Any] = {"known": self.record.tokenizer(), "classes": classes, "test_only": not is_own}
-        return LabelTask(recipe, data, **how)
+        how: dict[str, Any] = {"known": self.record.tokenizer(), "classes": classes}
+        return LabelTask(recipe, data, **how, test_only=not self._was_trained_on(recipe, data, classes))
+
+    def _was_trained_on(self, recipe: Recipe, data: Path | None, classes: list[str]) -> bool:
+        """Return whether these are the texts that the model was trained on: then only their test split may be scored."""
+        part, stored = recipe.data, self.record.state.get("checksum")
+        if part.source in text_sets() or stored is None:
+            return part.source == self.recipe.data.source
+        try:
+            found = text_set(part.source, folder=data, text=part.text, pair=part.pair, label=part.label, classes=classes)
+        except ValueError:  # such as one that cannot be split
+            return False
+        return found.checksum == stored
 
 
 def save_trained(model: Any, task: Task, folder: Path) -> None:
@@ -124,7 +134,8 @@ def load_model_and_task(
         part = replace(record.recipe.data, length=length or record.recipe.data.length)
         record = replace(record, recipe=replace(record.recipe, data=part, attack=attack or record.recipe.attack))
         model = load(record.home / MODEL, **options)
-        trained = TrainedModel(_checked(model, part.length if record.recipe.task == "text" else None), record)
+        longest = {"text": part.length, "labels": length}.get(record.recipe.task)  # texts with labels may be shorter
+        trained = TrainedModel(_checked(model, longest), record)
         return trained.model, trained.task(data, source=source)
     _require_model(Path(path))
     model = load(path, **options)
