@@ -110,14 +110,8 @@ def test_the_learning_rate_warms_up_and_stays(tiny: Callable[..., Recipe], tmp_p
 def test_bf16_trains_on_a_cpu_with_finite_losses(
     kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    few = {
-        "training.precision": "bf16",
-        "training.steps": 3,
-        "data.test_bytes": 800,
-        "attack.examples": 4,
-        "attack.steps": 1,
-    }
-    recipe = tiny(few) if kind == "text" else digits(few)
+    few = {"training.precision": "bf16", "training.steps": 3, "attack.examples": 4, "attack.steps": 1}
+    recipe = tiny({**few, "data.test_bytes": 800}) if kind == "text" else digits(few)
     for result in Comparison(recipe, parse_routers("smoe,ac+symphony+smooth,similarity"), 1, tmp_path / "run").run():
         figures = [line[key] for line in result["log"] for key in ("loss", "grad_norm")]
         figures += [result[trial]["figure"] for trial in ("clean", "attacked")]
