@@ -185,6 +185,7 @@ def test_a_router_of_the_what_if_still_works_when_the_model_is_restored() -> Non
         holdfast.restore(model)
 
 
+@pytest.mark.slow
 def test_layers_without_affine_keys_are_refused_by_layer_and_others_shown() -> None:
     model = sparse("symphony@0|smoe")
     torch.manual_seed(0)
@@ -222,6 +223,7 @@ def test_two_reports_differ_only_in_their_seconds(report: GeometryReport, tmp_pa
     assert other.layers[0]["hitting"]["simulated"] != report.layers[0]["hitting"]["simulated"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_report_has_the_finished_batches() -> None:
     def stop(done: int, what: str) -> None:
         if done > 0:
@@ -253,6 +255,7 @@ def test_a_mistake_is_found_before_the_first_forward(given: dict[str, Any], says
         holdfast.measure_geometry(model, list(batches(1)), **given)
 
 
+@pytest.mark.slow
 def test_a_rerouted_model_is_refused_with_a_what_if_and_measured_without() -> None:
     model = holdfast.reroute(tiny("mixtral"), "smooth")
     with pytest.raises(ValueError, match="already rerouted"):

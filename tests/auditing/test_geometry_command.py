@@ -53,6 +53,7 @@ def test_a_folder_is_measured_and_its_page_is_written_and_rendered_again(
     assert main(["report", str(out / "geometry.json"), "--force"]) == 0
 
 
+@pytest.mark.slow
 def test_without_a_what_if_only_the_own_router_is_measured(folder: Path, text: Path, capsys: Any) -> None:
     assert main(["geometry", str(folder), "--source", str(text), *QUICK, "--what-if", "none"]) == 0
     shown = capsys.readouterr().out

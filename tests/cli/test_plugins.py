@@ -155,7 +155,7 @@ def test_the_workers_of_a_comparison_load_the_plugin_too(
 
 @pytest.mark.parametrize("stored", [{}, [3], [{"name": "own.py"}], [{"name": 1, "routers": [], "checksum": None}]])
 def test_a_damaged_list_of_plugins_is_refused(stored: object) -> None:
-    with pytest.raises(ValueError, match="list of plugins is damaged"):
+    with pytest.raises(ValueError, match="list of plugins of it is damaged"):
         require_plugins(stored, "it")
 
 

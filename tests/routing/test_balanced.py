@@ -172,6 +172,7 @@ def test_wrong_options_are_refused(name: str, options: dict[str, object], words:
         create_router(name, dim=12, experts=5, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_two_ranks_route_as_one_process(tmp_path: Path) -> None:
     """The ranks have different numbers of tokens, some of them padding."""
     check_two_ranks(BALANCED, tmp_path)

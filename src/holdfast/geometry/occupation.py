@@ -29,6 +29,7 @@ from torch import Tensor
 from holdfast.errors import require_extra
 from holdfast.geometry.affine import Noise, affine_keys
 from holdfast.geometry.flats import gram, independent, project
+from holdfast.geometry.quadrature import legendre_nodes
 from holdfast.geometry.thickening import MOST_SETS, sets_of
 from holdfast.geometry.ties import check_k
 from holdfast.geometry.volumes import log_ball
@@ -67,7 +68,7 @@ def probability_within(m: int, delta: Tensor, eps: float, deviation: Tensor) -> 
     low, high = (-eps - delta) / deviation, (eps - delta) / deviation
     if m == 1:
         return (torch.special.ndtr(high) - torch.special.ndtr(low)).clamp_min(0)
-    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(CHI_NODES))
+    nodes, weights = legendre_nodes(CHI_NODES)
     low, high = (bound.clamp(-WIDEST, WIDEST).unsqueeze(-1) for bound in (low, high))
     angle = math.pi / 2 * (nodes + 1)
     along = low + (high - low) * (1 - angle.cos()) / 2
@@ -88,7 +89,7 @@ def occupation_time(m: int, delta: Tensor, eps: float, time: float, sigma: float
     first = ((delta - eps) / (FARTHEST * sigma)).square().clamp(1e-10 * time, time)
     found = torch.where(delta < eps, first, 0.0)
     moving = (first < time).nonzero().squeeze(1)
-    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(TIME_NODES))
+    nodes, weights = legendre_nodes(TIME_NODES)
     for rows in moving.split(ROWS):
         begin = first[rows].unsqueeze(1)
         length = (time / begin).log()

@@ -24,11 +24,11 @@ N flats
 import math
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.errors import require_extra
+from holdfast.geometry.quadrature import legendre_nodes
 
 Form = Literal["euclidean", "logit"]
 FORMS: tuple[Form, ...] = ("euclidean", "logit")
@@ -73,7 +73,7 @@ def _log_integral(m: int, dim: int, radius: float, low: Tensor, high: Tensor, ca
     rest = (1 - (base / radius).square()).clamp_min(0) * math.exp(-2 * (NEGLIGIBLE + m) / max(1, dim - m))
     far = radius * (1 - rest).clamp_min(0).sqrt()
     high = high.minimum(far)
-    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(NODES))
+    nodes, weights = legendre_nodes(NODES)
     angle = math.pi / 2 * (nodes + 1)  # a cosine removes the square roots at both ends
     width = (high - low).unsqueeze(1)
     rho = low.unsqueeze(1) + width * (1 - angle.cos()) / 2
@@ -116,7 +116,7 @@ def log_share_spread(m: int, dim: int, gram: Tensor, offsets: Tensor, eps: Tenso
     offsets     (N,m): the same differences of the biases
     """
     check_dimensions(m, dim)
-    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(CUBE_NODES.get(m, 4)))
+    nodes, weights = legendre_nodes(CUBE_NODES.get(m, 4))
     cube = torch.cartesian_prod(*[(nodes + 1) / 2] * m).view(-1, m)
     log_weights = torch.cartesian_prod(*[(weights / 2).log()] * m).view(-1, m).sum(1).repeat(m + 1) - math.log(m + 1)
     pieces = []
