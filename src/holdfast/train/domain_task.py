@@ -25,7 +25,6 @@ HELD_OUT = "data.held_out"  # the key of the recipe
 class DomainTask(ImageTask):
     """The domains of a recipe. If `data.held_out` has no value, the held-out domain is a further axis of a comparison."""
 
-    most_validation_images = 2**31  # all of them
     domain_set: DomainSet
     split_seed: int = 0
 
@@ -72,6 +71,10 @@ class DomainTask(ImageTask):
         self._require_equal_shares()
         self.domain_set.read()
         return super().examples(seed)
+
+    @property
+    def _most_validation_images(self) -> int:
+        return len(self.image_set.images("valid"))
 
     def _order(self, size: int, seed: int) -> ExampleOrder:
         assert self.recipe.data.held_out is not None

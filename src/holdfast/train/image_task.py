@@ -52,8 +52,6 @@ class ImageTask(Task):
     scaling   how the model reads pixels; by default that of the recipe's checkpoint
     """
 
-    most_validation_images = VALIDATION_IMAGES
-
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, scaling: PixelScaling | None = None) -> None:
         self.recipe = recipe
         self.image_set: ImageSet = self._read_images(folder)
@@ -61,6 +59,10 @@ class ImageTask(Task):
 
     def _read_images(self, folder: Path | None) -> ImageSet:
         return image_set(self.recipe.data.source, folder=folder, size=self.recipe.data.size)
+
+    @property
+    def _most_validation_images(self) -> int:
+        return VALIDATION_IMAGES
 
     def _order(self, size: int, seed: int) -> ExampleOrder:
         """Return the order of the training images in batches of this size."""
@@ -113,12 +115,12 @@ class ImageTask(Task):
         return Examples(order, partial(_inputs, images, self.scaling), training.step_count(len(images)))
 
     def validation(self) -> Dataset[Inputs]:
-        return _SomeImages(self.image_set.images("valid"), self.most_validation_images, self.scaling)
+        return _SomeImages(self.image_set.images("valid"), self._most_validation_images, self.scaling)
 
     @torch.no_grad()
     def held_out_figure(self, model: Any) -> float:
         held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling)
-        numbers, correct = evenly_spaced(len(held_out), self.most_validation_images), 0
+        numbers, correct = evenly_spaced(len(held_out), self._most_validation_images), 0
         for start in range(0, len(numbers), BATCH):  # all of them may not fit in memory
             some = numbers[start : start + BATCH]
             logits = classify(held_out.pixels(some).to(model.device))
