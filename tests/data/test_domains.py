@@ -17,7 +17,7 @@ CLASSES = ("cat", "dog", "elk")
 
 
 def write_domains(folder: Path, domains: dict[str, int], classes: tuple[str, ...] = CLASSES) -> Path:
-    """Write noise of 9 x 7 pixels as DOMAIN/CLASS/number.png, the number of images of each domain spread over the classes."""
+    """Write noise of 9 x 7 pixels as DOMAIN/CLASS/number.png; the images of a domain are spread over the classes."""
     from PIL import Image
 
     source = np.random.default_rng(0)
@@ -174,7 +174,7 @@ def _too_few(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (_one_domain, r"pacs has one domain only, sketch; to leave one domain out, put the images into folders DOMAIN/CLASS"),
+        (_one_domain, r"one domain only, sketch; to leave one domain out, put the images into folders DOMAIN/CLASS"),
         (_empty, r"pacs has no folders; to leave one domain out"),
         (_other_class, r"the domain sketch has no class dog, which art has; every domain needs the same classes"),
         (_more_classes, r"the domain art has no class horse, which sketch has"),
