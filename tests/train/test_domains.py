@@ -14,11 +14,14 @@ from commands import Command
 import holdfast
 from holdfast.cli.main import main
 from holdfast.data.images import decode
+from holdfast.hub.layers import moe_layers
 from holdfast.metrics.paired import paired
 from holdfast.report import read_results
+from holdfast.routing.scores import Cosine
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.domain_summary import summarise_domains
 from holdfast.train.domain_task import DomainTask
+from holdfast.train.put_router import put_router
 from holdfast.train.saved_model import load_model_and_task
 from holdfast.train.training import SingleRun
 
@@ -324,3 +327,41 @@ def test_settings_of_a_sweep_are_summarised_apart() -> None:
         ({"sparse.k": k}, router) for k in (1, 2) for router in ("smoe", "ac")
     ]
     assert [row["mean"]["mean"] for row in rows] == pytest.approx([88.5, 88.5, 87.5, 87.5])
+
+
+def test_the_recipe_of_gmoe_has_cosine_scores_in_blocks_8_and_10(folder: Path) -> None:
+    recipe = load_recipe("gmoe", {"data.source": str(folder), "data.held_out": "photo"})
+    task = domain_task(recipe)
+    (choice,) = parse_routers("xmoe[width=256,temperature=0.5]")
+    with torch.device("meta"):
+        model = task.initial_model()
+        assert put_router(model, recipe, choice)
+    layers = moe_layers(model)
+    assert [layer.name for layer in layers] == ["vit.layers.8.mlp", "vit.layers.10.mlp"]
+    for layer in layers:
+        assert layer.router is not None and isinstance(layer.router.score, Cosine)
+        assert layer.router.score.embeddings.shape == (6, 256)
+        assert layer.experts.down_proj.shape == (6, 384, 1536)
+    assert (model.config.image_size, model.config.num_labels) == (224, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+def test_gmoe_trains_from_a_checkpoint_and_from_nothing(from_checkpoint: bool, folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"data.source": str(folder), "data.held_out": "sketch", "training.steps": 60}
+    dense = domain_task(load_recipe("gmoe-tiny", changes)).initial_model()
+    if from_checkpoint:
+        dense.save_pretrained(tmp_path / "dense")
+        changes |= {"model.checkpoint": str(tmp_path / "dense"), "sparse.hidden": None}
+    recipe = load_recipe("gmoe-tiny", changes)
+    (choice,) = parse_routers("xmoe")
+    task = domain_task(recipe)
+    model = build_model(task, choice.router, choice.options, seed=0)
+    with torch.no_grad():
+        start, before = model.eval()(**task.probe()).logits, dense.eval()(**task.probe()).logits
+    # Copies of the feed-forward networks compute what the dense model computes, whichever experts are selected.
+    assert torch.allclose(start, before, atol=1e-5) == from_checkpoint
+    log = SingleRun(recipe, choice, 0, tmp_path / "run").run()
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert statistics.fmean(losses[-10:]) < 0.8 * statistics.fmean(losses[:5])
+    assert min(line["eval_figure"] for line in log if "eval_figure" in line) < 100 * 2 / 3  # better than one class
