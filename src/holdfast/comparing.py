@@ -111,7 +111,7 @@ def run_comparison(
         if same[0]["router"] != rows[0]["router"]:  # the baseline of the folder has not been trained in this setting
             continue
         if matched := matched_baseline(same, routers, expert_count(comparison.task_of(setting))):
-            chosen = [setting] if settings else []
+            chosen = [setting] if setting.values else []
             others.append(Comparison(recipe, matched, seeds, folder, data=data, settings=chosen))
     for other in others[:-1]:
         run(other)

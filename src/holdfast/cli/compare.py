@@ -13,6 +13,7 @@ from holdfast.cli.common import PluginFiles, bar, require_folder, require_place,
 from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
 
 if TYPE_CHECKING:
+    from holdfast.report.stored_comparison import Results
     from holdfast.train import Cell, Comparison
 
 
@@ -73,7 +74,9 @@ class Compare:
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
         print_metrics(rows, comparison)
-        print("\n" + "\n".join(verdict(read_results(self.out))))
+        results = read_results(self.out)
+        print_domains(results)
+        print("\n" + "\n".join(verdict(results)))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
 
 
@@ -182,6 +185,31 @@ def print_metrics(rows: list[dict[str, Any]], comparison: Comparison) -> None:
                 cells += ["baseline" if row["router"] == rows[0]["router"] else _briefly(difference, 4)]
             label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
             table.add_row(metric["name"], escape(label), *cells)
+    show(table)
+
+
+def print_domains(results: Results) -> None:
+    """Print the accuracies on held-out domains as a table with a row for each router; nothing for other tasks."""
+    from rich.markup import escape
+
+    from holdfast.report.domain_tables import domain_table
+
+    routers, _ = domain_table(results)
+    if not routers:
+        return
+    domains = list(dict.fromkeys(domain for row in results.domains for domain in row.accuracy))
+    columns = ("router", *map(escape, domains), "mean", "difference", "worst", "difference")
+    caption = (
+        "Accuracy on the held-out domain, in percent; higher is better. Differences are to "
+        f"{escape(results.rows[0].router)}, paired by seed, with 95% intervals."
+    )
+    table = slim_table("Held-out domains", *columns, caption=caption)
+    for router, row in zip(routers, results.domains, strict=True):
+        cells = [_number(row.accuracy[domain].mean if domain in row.accuracy else None) for domain in domains]
+        for level, difference in ((row.mean, row.mean_difference), (row.worst, row.worst_difference)):
+            told = "baseline" if row.router == results.rows[0].router else None
+            cells += [_number(level.mean), told or _briefly(difference.model_dump() if difference else None)]
+        table.add_row(escape(router), *cells)
     show(table)
 
 

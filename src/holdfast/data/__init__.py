@@ -2,12 +2,15 @@
 
 from holdfast.data.blocks import Batch as Batch
 from holdfast.data.blocks import Blocks as Blocks
+from holdfast.data.blocks import ExampleOrder as ExampleOrder
 from holdfast.data.blocks import Order as Order
 from holdfast.data.datasets import DATASETS as DATASETS
 from holdfast.data.datasets import register_dataset as register_dataset
 from holdfast.data.documents import Corpus as Corpus
 from holdfast.data.documents import Document as Document
 from holdfast.data.documents import words as words
+from holdfast.data.domains import DomainSet as DomainSet
+from holdfast.data.domains import domain_set as domain_set
 from holdfast.data.images import Images as Images
 from holdfast.data.images import ImageSet as ImageSet
 from holdfast.data.images import PixelScaling as PixelScaling

@@ -8,7 +8,7 @@ would have had, and every router of a comparison is trained on the same ones.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,19 @@ def _split_mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+class ExampleOrder(Protocol):
+    """The examples in the batch of every step: `Order`, or `DomainOrder`, whose batches have as many of each domain."""
+
+    count: int  # all examples
+    size: int  # of a batch
+
+    def numbers(self, step: int) -> Tensor:
+        """Return (size,) int64: the examples of a step."""
+
+    def at(self, places: Iterable[int]) -> Tensor:
+        """Return the examples at these places of the endless sequence; the first example of the first step has place 0."""
 
 
 @final

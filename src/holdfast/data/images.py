@@ -131,6 +131,11 @@ def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
     return np.array(scaled.crop((left, top, left + size, top + size)), dtype=np.uint8)
 
 
+def require_decoder() -> None:
+    """Raise an error if Pillow, which decodes image files, is not installed."""
+    _pillow()
+
+
 def _pillow() -> Any:
     require_extra("decoding images", "PIL")
     from PIL import Image
@@ -304,7 +309,7 @@ def folder_set(folder: Path, size: int | None = None) -> ImageSet:
     If there is no test folder, as in ImageNet, val is the test split and a tenth of train is held out for validation. The
     checksum is of names and sizes: reading a million images for it would take hours.
     """
-    _pillow()  # raise now if it is missing, not in the middle of training
+    require_decoder()  # raise now if it is missing, not in the middle of training
     size = SIZE if size is None else size
     if size < 1:
         raise ValueError(f"size is {size}; images have at least 1 pixel per side.")

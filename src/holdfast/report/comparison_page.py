@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from holdfast.report.domain_tables import HELD_OUT, domain_caption, domain_table, domain_verdict
 from holdfast.report.expert_views import css_classes, evolutions, views
 from holdfast.report.page_shell import SCRIPTS as SCRIPTS
 from holdfast.report.page_shell import THEMES as THEMES
@@ -32,6 +33,7 @@ def render(results: Results) -> str:
     """Return the page as HTML."""
     drawn, graphs, seen = plots(results), evolutions(results), views(results)
     settings, beside = side_by_side(results)
+    domain_routers, domains = domain_table(results)
     return render_template(
         "report.html",
         {
@@ -48,6 +50,9 @@ def render(results: Results) -> str:
         table_caption=main_caption(results),
         settings=settings,
         side_by_side=beside,
+        domain_routers=domain_routers,
+        domains=domains,
+        domain_caption=domain_caption(results),
         metrics=list(metrics_table(results)),
         metrics_caption=metrics_caption(results),
         trials=list(every_attack_table(results)),
@@ -110,6 +115,8 @@ def verdict(results: Results) -> tuple[str, ...]:
 
     An interval that contains 0 is "no difference"; without an interval, the verdict says that nothing can be concluded.
     """
+    if results.domains and results.swept == [HELD_OUT]:
+        return domain_verdict(results)
     if results.swept:
         return sweep_verdict(results)
     measure, baseline, others = results.run.measure, results.rows[0], results.rows[1:]

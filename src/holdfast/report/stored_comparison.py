@@ -99,6 +99,27 @@ class Row(_StoredModel):
         return ", ".join(filter(None, [self.router, self.setting_label]))
 
 
+class Level(_StoredModel):
+    """A mean over seeds with its 95% interval; one seed has none."""
+
+    mean: Number
+    low: Number = None
+    high: Number = None
+
+
+class DomainRow(_StoredModel):
+    """The accuracies of a router over held-out domains, in percent; in a sweep, in one setting of it."""
+
+    router: str
+    seeds: list[int]
+    settings: dict[str, Any] = {}  # without the held-out domain
+    accuracy: dict[str, Level]  # by held-out domain
+    mean: Level
+    worst: Level
+    mean_difference: Difference | None = Field(None, alias="mean, difference")
+    worst_difference: Difference | None = Field(None, alias="worst, difference")
+
+
 class Load(_StoredModel):
     percent: list[float]
     cv: Number
@@ -277,6 +298,7 @@ class Results(_StoredModel):
     versions: dict[str, str] = {}
     rows: list[Row] = Field(min_length=1)
     cells: list[Cell]
+    domains: list[DomainRow] = []  # if several domains were held out
     checksum: str = ""  # of the file, if it was read from one
 
     def cells_of(self, row: Row) -> list[Cell]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from holdfast.report.domain_tables import HELD_OUT
 from holdfast.report.page_shell import decimal, listed
 from holdfast.report.stored_comparison import Difference, Results, Row
 
@@ -61,9 +62,9 @@ def _has_interval(difference: Difference | None) -> bool:
 def side_by_side(results: Results) -> tuple[list[str], list[dict[str, str]]]:
     """Return the labels of the settings, and for each a row with the clean and the attacked result of every router.
 
-    Both are empty without a sweep.
+    Both are empty without a sweep, and if only the held-out domain differs: `domain_table` compares domains.
     """
-    if not results.swept:
+    if not results.swept or (results.domains and results.swept == [HELD_OUT]):
         return [], []
     routers = list(dict.fromkeys(row.router for row in results.rows))
     found = {(row.router, row.setting_label): row for row in results.rows}

@@ -37,6 +37,7 @@ from holdfast.metrics import describe_metrics
 from holdfast.metrics.report import without_nan
 from holdfast.plugins import failure_in_plugin, load_plugin, plugin_files
 from holdfast.train.cells import Cell, Result, merge_results
+from holdfast.train.domain_summary import summarise_domains
 from holdfast.train.loop import Guard
 from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
@@ -60,7 +61,7 @@ from holdfast.train.snapshots import (
 )
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise
-from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_recipe
+from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices, with_recipe
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.training import build_model, quiet, require_trainable, train
@@ -101,6 +102,9 @@ class Comparison:
         self.settings = list(settings) or [Setting(recipe)]
         require_few_cells(len(self.settings), len(choices), seeds)
         self.data, self.task = data, make_task(recipe, data)
+        if choices_left := self.task.open_choices():
+            self.settings = with_choices(self.settings, choices_left)
+            require_few_cells(len(self.settings), len(choices), seeds)
         self._tasks: dict[str, Task] = {}  # by the label of their setting
         self._locks = {cell.name: Lock(self._path(cell)) for cell in self.cells}
         self._seen: dict[str, tuple[Owner, bool]] = {}  # by cell: the process that trains it, and whether that was logged
@@ -128,7 +132,8 @@ class Comparison:
         return self._tasks[setting.label]
 
     def task_of_cell(self, cell: Cell) -> Task:
-        return self.task_of(next(one for one in self.settings if tuple(one.values.items()) == cell.settings))
+        setting = next(one for one in self.settings if tuple(one.values.items()) == cell.settings)
+        return self.task_of(setting).for_seed(cell.seed)
 
     def steps_of(self, cell: Cell) -> int:
         """Return the number of training steps of a cell."""
@@ -183,9 +188,11 @@ class Comparison:
         # Versions are not part of the identity: a run can be resumed after an update of a package.
         metrics = describe_metrics(self.recipe.metrics)
         run = {**self.identity(), "measure": asdict(self.task.measure), **({"metrics": metrics} if metrics else {})}
+        domains = summarise_domains(cells, cells[0]["router"])
+        stored = {"run": run, "versions": versions(), "rows": rows, **({"domains": domains} if domains else {})}
         require_no_links(self.folder / "results.json", self.folder)
         guard()
-        write_json(self.folder / "results.json", {"run": run, "versions": versions(), "rows": rows, "cells": cells})
+        write_json(self.folder / "results.json", {**stored, "cells": cells})
         return rows
 
     def publish(self, results: Sequence[Result], page: Callable[[], Any]) -> list[dict[str, Any]]:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_pixels, corrupt, fgsm, find_attack, pgd, spsa
-from holdfast.data import Images, ImageSet, Order, PixelScaling, image_set
+from holdfast.data import ExampleOrder, Images, ImageSet, Order, PixelScaling, image_set
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
@@ -45,9 +45,8 @@ SPSA_SAMPLES = 16  # pairs of probes per step
 Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
 
 
-@final
 class ImageTask(Task):
-    """The images of a recipe.
+    """The images of a recipe. `DomainTask` derives from it, with other splits.
 
     folder    where named sources are searched for
     scaling   how the model reads pixels; by default that of the recipe's checkpoint
@@ -55,8 +54,19 @@ class ImageTask(Task):
 
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, scaling: PixelScaling | None = None) -> None:
         self.recipe = recipe
-        self.image_set: ImageSet = image_set(recipe.data.source, folder=folder, size=recipe.data.size)
+        self.image_set: ImageSet = self._read_images(folder)
         self.scaling = start_scaling(recipe.model) if scaling is None else scaling
+
+    def _read_images(self, folder: Path | None) -> ImageSet:
+        return image_set(self.recipe.data.source, folder=folder, size=self.recipe.data.size)
+
+    @property
+    def _most_validation_images(self) -> int:
+        return VALIDATION_IMAGES
+
+    def _order(self, size: int, seed: int) -> ExampleOrder:
+        """Return the order of the training images in batches of this size."""
+        return Order(len(self.image_set.images("train")), size, seed)
 
     @property
     def measure(self) -> Measure:
@@ -101,17 +111,21 @@ class ImageTask(Task):
 
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training
-        order = Order(len(images), training.batch * training.accumulate, seed)
+        order = self._order(training.batch * training.accumulate, seed)
         return Examples(order, partial(_inputs, images, self.scaling), training.step_count(len(images)))
 
     def validation(self) -> Dataset[Inputs]:
-        return _SomeImages(self.image_set.images("valid"), VALIDATION_IMAGES, self.scaling)
+        return _SomeImages(self.image_set.images("valid"), self._most_validation_images, self.scaling)
 
     @torch.no_grad()
     def held_out_figure(self, model: Any) -> float:
         held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling)
-        numbers = evenly_spaced(len(held_out), VALIDATION_IMAGES)
-        return error_of(classify, held_out.pixels(numbers).to(model.device), held_out.labels[numbers].to(model.device))
+        numbers, correct = evenly_spaced(len(held_out), self._most_validation_images), 0
+        for start in range(0, len(numbers), BATCH):  # all of them may not fit in memory
+            some = numbers[start : start + BATCH]
+            logits = classify(held_out.pixels(some).to(model.device))
+            correct += int(in_top_k(logits, held_out.labels[some].to(model.device)).sum())
+        return error_percent(correct, len(numbers))
 
     def score(self, model: Any) -> dict[str, Any]:
         was_training = model.training

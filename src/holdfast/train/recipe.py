@@ -101,6 +101,7 @@ class DataPart:
     test_bytes: Positive | None = None  # use only the first bytes of the test text
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
     train_tokens: Positive | None = None  # use only the first tokens of the training text
+    held_out: str | None = None  # for domains: the one that is not trained on; no value: each in turn, in a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,7 @@ class Recipe:
     training: TrainingPart
     sparse: SparsePart = SparsePart()
     losses: LossesPart = LossesPart()
-    task: Literal["text", "labels", "pictures"] = "text"
+    task: Literal["text", "labels", "pictures", "domains"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
     metrics: list[str] = field(default_factory=list)  # further metrics beside the main one, by name
@@ -182,8 +183,10 @@ class Recipe:
         of_text = [name for name in ("train_tokens", "test_bytes") if getattr(self.data, name) is not None]
         if of_text and self.task != "text":
             raise ValueError(f"data.{of_text[0]} is for language models (task: text), and this task is {self.task}.")
+        if self.data.held_out is not None and self.task != "domains":
+            raise ValueError("data.held_out is a domain: set `task: domains` to train on the other domains of a folder.")
         if self.attack.name is not None:
-            find_attack(self.attack.name, "pictures" if self.task == "pictures" else "text")
+            find_attack(self.attack.name, "pictures" if self.task in ("pictures", "domains") else "text")
         ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
 

@@ -18,6 +18,7 @@ from holdfast.hub.specs import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.plugins import plugins_of
 from holdfast.routing.layer_names import preset_names
+from holdfast.train.domain_task import DomainTask
 from holdfast.train.image_task import ImageTask, evenly_spaced
 from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
@@ -32,7 +33,12 @@ AUDIT_IMAGES, AUDIT_BATCH = 64, 16
 LETTERS_PER_TOKEN = 64  # more than a token has: limits how much of a long document is read
 
 
-TASKS: dict[str, Callable[[Recipe, Path | None], Task]] = {"text": TextTask, "labels": LabelTask, "pictures": ImageTask}
+TASKS: dict[str, Callable[[Recipe, Path | None], Task]] = {
+    "text": TextTask,
+    "labels": LabelTask,
+    "pictures": ImageTask,
+    "domains": DomainTask,
+}
 
 
 def make_task(recipe: Recipe, data: Path | None = None) -> Task:
@@ -60,7 +66,8 @@ class TrainedModel:
             return TextTask(recipe, data, known=self.record.tokenizer())
         if recipe.task == "labels":
             return self._label_task(recipe, data)
-        task = ImageTask(recipe, data, scaling=scaling_from(self.record.state))
+        images = DomainTask if recipe.task == "domains" else ImageTask
+        task = images(recipe, data, scaling=scaling_from(self.record.state))
         if list(task.image_set.classes) != self.record.state.get("classes"):
             raise ValueError(f"the classes of {task.image_set.name} are not those that this model was trained on.")
         return task

@@ -8,7 +8,6 @@ test data under the same attack, so keys that would change these cannot be swept
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,9 @@ from holdfast.train.recipe import Recipe, change_recipe
 from holdfast.train.task import Task
 
 MOST_CELLS = 1000  # of one comparison with a sweep
-# Keys that change what is measured; of the data, only how much is trained on may differ.
+# Keys that change what is measured; of the data, only how much is trained on, and the domain that is held out, may differ.
 NOT_SWEPT = ("about", "task", "data", "attack", "metrics")
-SWEPT_ANYWAY = ("data.train_tokens",)
+SWEPT_ANYWAY = ("data.train_tokens", "data.held_out")
 
 Values = dict[str, Any]
 
@@ -127,6 +126,20 @@ def _value_at(described: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def with_choices(settings: Sequence[Setting], choices: Mapping[str, Sequence[Any]]) -> list[Setting]:
+    """Return every setting with every choice that the recipe leaves open (`Task.open_choices`).
+
+    A setting that has a value for a key of `choices` keeps it.
+    """
+    found = []
+    for setting in settings:
+        open_keys = {key: values for key, values in choices.items() if key not in setting.values}
+        for combination in itertools.product(*open_keys.values()):
+            given = dict(zip(open_keys, combination, strict=True))
+            found.append(Setting(change_recipe(setting.recipe, given), {**setting.values, **given}))
+    return found
+
+
 def require_few_cells(settings: int, routers: int, seeds: int) -> None:
     """Raise ValueError if a sweep has more than `MOST_CELLS` cells."""
     if settings > 1 and (count := settings * routers * seeds) > MOST_CELLS:
@@ -139,13 +152,12 @@ def require_few_cells(settings: int, routers: int, seeds: int) -> None:
 def shares_data(recipe: Recipe, other: Recipe) -> bool:
     """Return whether the tasks of two recipes have the same data and inputs, so that these are read only once."""
     model = replace(recipe.model, config=other.model.config)
-    return (recipe.data, recipe.attack, recipe.metrics, model) == (other.data, other.attack, other.metrics, other.model)
+    data = replace(recipe.data, held_out=other.data.held_out)  # the domains are read once, whichever is held out
+    return (data, recipe.attack, recipe.metrics, model) == (other.data, other.attack, other.metrics, other.model)
 
 
 def with_recipe(task: Task, recipe: Recipe) -> Task:
     """Return a task with the same data and another recipe, for which `shares_data` is true."""
-    task.examples(0)  # reads the training data, which both tasks then share
-    other = copy.copy(task)
-    other.recipe = recipe
-    other.__dict__.pop("steps", None)  # computed from the recipe
-    return other
+    if not task.open_choices():
+        task.examples(0)  # reads the training data, which both tasks then share
+    return task.with_recipe(recipe)

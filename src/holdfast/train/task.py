@@ -1,25 +1,26 @@
 """What a model learns and how it is evaluated: one interface for texts, labelled texts and images.
 
-`text_task`, `label_task` and `image_task` implement it.
+`text_task`, `label_task`, `image_task` and `domain_task` implement it.
 
 An attack of `holdfast attack` returns an `AttackTable`. The attack on the routers works for every task and is defined here;
 the others are defined with their tasks.
 """
 
+import copy
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackWarning, attack_routes
-from holdfast.data import Order
+from holdfast.data import ExampleOrder
 from holdfast.hub import has_routers, router_calls, trace
 from holdfast.hub.tracing import require_known_tokens
 from holdfast.metrics import RoutingReport, boundary_of
@@ -44,7 +45,7 @@ class Measure:
 class Examples(Dataset[Inputs]):
     """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`."""
 
-    def __init__(self, order: Order, fetch: Callable[[Tensor], Inputs], steps: int) -> None:
+    def __init__(self, order: ExampleOrder, fetch: Callable[[Tensor], Inputs], steps: int) -> None:
         self.order, self.fetch, self.steps = order, fetch, steps
 
     def __len__(self) -> int:
@@ -86,6 +87,24 @@ class Task(ABC):
 
         It is a new dense model, or the recipe's checkpoint, which may have experts (`start.start_model`).
         """
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        """Return a task with the same data and another recipe, which must have the same data and inputs."""
+        other = copy.copy(self)
+        other.recipe = recipe
+        other.__dict__.pop("steps", None)  # computed from the recipe
+        return other
+
+    def for_seed(self, seed: int) -> Self:
+        """Return the task of a run with this seed: itself, unless the splits of its data depend on the seed."""
+        return self
+
+    def open_choices(self) -> dict[str, list[Any]]:
+        """Return keys that the recipe leaves open, with their possible values: a further axis of the cells of a comparison.
+
+        One run needs a value for each of them, such as the domain that is held out.
+        """
+        return {}
 
     @abstractmethod
     def examples(self, seed: int) -> Examples:

@@ -42,7 +42,9 @@ class SingleRun:
 
     def __init__(self, recipe: Recipe, choice: RouterChoice, seed: int, folder: Path, *, data: Path | None = None) -> None:
         self.recipe, self.choice, self.seed, self.folder = recipe, choice, seed, folder
-        self.task = make_task(recipe, data)
+        self.task = make_task(recipe, data).for_seed(seed)
+        for key, values in self.task.open_choices().items():
+            raise ValueError(f"{key} is missing; for one run, set it to one of {', '.join(map(str, values))}.")
         require_own(folder, self.identity())
 
     def identity(self) -> dict[str, Any]:

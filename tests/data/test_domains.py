@@ -1,0 +1,224 @@
+"""Images of several domains: how they are read, split and ordered, and which folders are refused."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.data import domain_set
+from holdfast.data.domains import DomainOrder, JoinedImages
+from holdfast.data.images import ArrayImages, decode
+
+DOMAINS = {"art": 15, "cartoon": 10, "photo": 12, "sketch": 21}
+CLASSES = ("cat", "dog", "elk")
+
+
+def write_domains(folder: Path, domains: dict[str, int], classes: tuple[str, ...] = CLASSES) -> Path:
+    """Write noise of 9 x 7 pixels as DOMAIN/CLASS/number.png; the images of a domain are spread over the classes."""
+    from PIL import Image
+
+    source = np.random.default_rng(0)
+    for domain, count in domains.items():
+        for number in range(count):
+            place = folder / domain / classes[number % len(classes)]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(source.integers(0, 256, (7, 9, 3), dtype=np.uint8)).save(place / f"{number:03}.png")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_domains(tmp_path / "pacs", DOMAINS)
+
+
+def test_the_splits_are_those_of_training_domain_validation(folder: Path) -> None:
+    found = domain_set(folder, size=4)
+    assert found.classes == CLASSES and {name: len(images) for name, images in found.domains.items()} == DOMAINS
+    for held_out in DOMAINS:
+        splits = found.leave_out(held_out, seed=3).splits
+        others = [name for name in DOMAINS if name != held_out]
+        assert len(splits["valid"]) == sum(DOMAINS[name] // 5 for name in others)
+        assert len(splits["train"]) == sum(DOMAINS[name] - DOMAINS[name] // 5 for name in others)
+        paths = found.domains[held_out].files.paths
+        assert splits["test"] is found.domains[held_out]
+        assert paths == [path for name in CLASSES for path in sorted((folder / held_out / name).iterdir())]
+        # Pixels are noise, so an image is known by them: every image of a training domain is in one of the two splits.
+        used = torch.cat([splits[split].pixels(range(len(splits[split]))) for split in ("train", "valid")])
+        expected = [
+            torch.from_numpy(decode(path, 4)).permute(2, 0, 1).float() / 255
+            for name in others
+            for path in found.domains[name].files.paths
+        ]
+        as_bytes = Counter(one.numpy().tobytes() for one in used)
+        assert as_bytes == Counter(one.numpy().tobytes() for one in expected) and set(as_bytes.values()) == {1}
+
+
+def test_the_split_of_a_domain_depends_on_the_seed_only(folder: Path) -> None:
+    one, other = domain_set(folder, size=4), domain_set(folder, size=8)
+    for name in DOMAINS:
+        for same, again in zip(one.split(name, 5), other.split(name, 5), strict=True):
+            assert torch.equal(same, again)
+        train, valid = one.split(name, 5)
+        assert sorted([*train.tolist(), *valid.tolist()]) == list(range(DOMAINS[name]))
+    assert any(not torch.equal(one.split(name, 0)[1], one.split(name, 1)[1]) for name in DOMAINS)
+    equal = DomainOrder({"a": 40, "b": 40}, 2, seed=0)
+    assert not torch.equal(equal.orders[0].at(range(40)), equal.orders[1].at(range(40)))
+
+
+def test_labels_and_pixels_of_joined_images_stay_together() -> None:
+    labels = [torch.arange(5), torch.arange(5, 9)]
+    parts = [ArrayImages(own.byte()[:, None, None, None].expand(-1, 3, 2, 2).contiguous(), own) for own in labels]
+    joined = JoinedImages(parts, [torch.tensor([4, 0, 2]), torch.tensor([1, 3])])
+    assert joined.labels.tolist() == [4, 0, 2, 6, 8] and len(joined) == 5
+    wanted = torch.tensor([4, 0, 3, 0, 2])
+    values = (joined.pixels(wanted) * 255).round().long()
+    assert values[:, 0, 0, 0].tolist() == joined.labels[wanted].tolist()
+    assert joined.pixels([]).shape == (0, 3, 2, 2)
+
+
+def test_a_batch_has_as_many_images_of_each_domain(folder: Path) -> None:
+    """Also each micro-batch; and an epoch of a domain has each of its images once."""
+    found = domain_set(folder, size=4)
+    order = found.order("photo", 12, 7, split_seed=7)
+    counts = [len(found.split(name, 7)[0]) for name in ("art", "cartoon", "sketch")]
+    assert (order.count, order.size, counts) == (sum(counts), 12, [12, 8, 17])
+    starts = np.cumsum([0, *counts])
+    seen = []
+    for step in range(30):
+        numbers = order.numbers(step)
+        assert torch.equal(numbers, order.at(range(12 * step, 12 * step + 12)))
+        domains = np.searchsorted(starts, numbers.numpy(), side="right") - 1
+        for micro in (domains[:6], domains[6:]):
+            assert Counter(micro.tolist()) == {0: 2, 1: 2, 2: 2}
+        seen += numbers.tolist()
+    for start, count in zip(starts, counts, strict=False):
+        own = [number - start for number in seen if start <= number < start + count]
+        for epoch in range(len(own) // count):
+            assert sorted(own[epoch * count : (epoch + 1) * count]) == list(range(count))
+    assert not torch.equal(order.numbers(0), found.order("photo", 12, 8, split_seed=7).numbers(0))
+
+
+def test_a_batch_that_cannot_be_equal_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not have as many of each of 3 domains"):
+        DomainOrder({"a": 5, "b": 5, "c": 5}, 10, seed=0)
+    with pytest.raises(ValueError, match="no step -1"):
+        DomainOrder({"a": 5, "b": 5}, 2, seed=0).numbers(-1)
+
+
+def test_images_in_memory_are_those_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, kept = domain_set(folder, size=5), domain_set(folder, size=5)
+    kept.read()
+    assert all(images.values is not None for images in kept.domains.values())
+    for name in DOMAINS:
+        assert torch.equal(files.domains[name].pixels([3, 1]), kept.domains[name].pixels(torch.tensor([3, 1])))
+    monkeypatch.setattr("holdfast.data.domains.LARGEST_IN_MEMORY", 10)
+    files.read()
+    assert all(images.is_read and images.values is None for images in files.domains.values())
+
+
+def test_the_checksum_and_the_description_name_every_file_and_domain(folder: Path) -> None:
+    before = domain_set(folder, size=4)
+    described = before.describe()
+    assert described["domains"] == DOMAINS and described["name"] == "pacs"
+    assert described["about"] == "58 images of 3 classes in 4 domains of pacs, 4 pixels per side"
+    assert domain_set(folder, size=4).checksum == before.checksum
+    (folder / "art" / "cat" / "000.png").rename(folder / "art" / "cat" / "other.png")
+    assert domain_set(folder, size=4).checksum != before.checksum
+
+
+def _one_domain(folder: Path) -> None:
+    for name in ("art", "cartoon", "photo"):
+        (folder / name).rename(folder.parent / name)
+
+
+def _empty(folder: Path) -> None:
+    for name in DOMAINS:
+        (folder / name).rename(folder.parent / name)
+
+
+def _other_class(folder: Path) -> None:
+    (folder / "sketch" / "dog").rename(folder / "sketch" / "horse")
+
+
+def _more_classes(folder: Path) -> None:
+    (folder / "sketch" / "horse").mkdir()
+    (folder / "sketch" / "cat" / "000.png").rename(folder / "sketch" / "horse" / "0.png")
+
+
+def _empty_class(folder: Path) -> None:
+    for file in (folder / "photo" / "dog").iterdir():
+        file.rename(file.with_suffix(".txt"))
+
+
+def _classes_without_domains(folder: Path) -> None:
+    for name in CLASSES:
+        (folder / "art" / name).rename(folder / name)
+    (folder / "art").rmdir()
+
+
+def _one_class(folder: Path) -> None:
+    for name in DOMAINS:
+        for other in ("dog", "elk"):
+            (folder / name / other).rename(folder.parent / f"{name}-{other}")
+
+
+def _too_few(folder: Path) -> None:
+    for name in CLASSES:
+        for file in sorted((folder / "art" / name).iterdir())[1:]:
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (_one_domain, r"one domain only, sketch; to leave one domain out, put the images into folders DOMAIN/CLASS"),
+        (_empty, r"pacs has no folders; to leave one domain out"),
+        (_other_class, r"the domain sketch has no class dog, which art has; every domain needs the same classes"),
+        (_more_classes, r"the domain art has no class horse, which sketch has"),
+        (_empty_class, r"photo/dog has no images \(.*\.png.*\); add some, or remove the folder"),
+        (_classes_without_domains, r"the domain .*/cat has no folders of classes; put the images into folders DOMAIN/CLASS"),
+        (_one_class, r"one class only, cat; classification needs two"),
+        (_too_few, r"pacs/art has 3 images; splitting a domain needs at least 5"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_sentence(damage: Callable[[Path], None], sentence: str, folder: Path) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=sentence) as problem:
+        domain_set(folder, size=4)
+    assert "\n" not in str(problem.value)
+
+
+def test_hidden_folders_and_loose_files_are_not_domains_or_classes(folder: Path) -> None:
+    (folder / ".git").mkdir()
+    (folder / "art" / ".cache").mkdir()
+    (folder / "readme.txt").write_text("about")
+    (folder / "art" / "cat" / "list.txt").write_text("names")
+    assert {name: len(images) for name, images in domain_set(folder).domains.items()} == DOMAINS
+
+
+def test_a_file_that_is_no_image_is_found_before_training(folder: Path) -> None:
+    (folder / "sketch" / "elk" / "zz.png").write_bytes(b"not an image")
+    found = domain_set(folder, size=4)
+    with pytest.raises(ValueError, match=r"sketch/elk/zz.png is not an image that can be read"):
+        found.read()
+
+
+def test_an_image_that_ends_too_early_is_found_before_training(folder: Path) -> None:
+    path = folder / "art" / "cat" / "000.png"
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"art/cat/000.png is not an image that can be read"):
+        domain_set(folder, size=4).read()
+
+
+def test_an_unknown_held_out_domain_suggests_the_closest(folder: Path) -> None:
+    found = domain_set(folder, size=4)
+    with pytest.raises(ValueError, match=r"data.held_out: unknown domain 'skecth': did you mean 'sketch'"):
+        found.leave_out("skecth", 0)
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder of domains; put the images into folders DOMAIN/CLASS"):
+        domain_set(tmp_path / "none")

@@ -1,0 +1,125 @@
+"""The page of a comparison over held-out domains: accuracies with intervals, their mean and worst, and a verdict."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.browsing import visit
+from report.stored import stored_pictures
+
+from holdfast.report import write_report
+from holdfast.report.comparison_page import main_table, render, verdict
+from holdfast.report.domain_tables import domain_caption, domain_table
+from holdfast.report.stored_comparison import Results, parse
+from holdfast.report.sweep_tables import side_by_side
+from holdfast.train.domain_summary import summarise_domains
+
+EVIL = '<img src=x onerror="alert(1)">'
+DOMAINS = ("photo", "sketch")
+
+
+def stored_domains(
+    domains: tuple[str, ...] = DOMAINS,
+    seeds: int = 3,
+    routers: tuple[str, ...] = ("smoe", "smooth", "ac"),
+    more: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The second router is 5 points better on each domain and the third varies; the last domain is the hardest."""
+    content = stored_pictures(routers, seeds)
+    rows: list[dict[str, Any]] = []
+    cells: list[dict[str, Any]] = []
+    for place, domain in enumerate(domains):
+        for own, given in ((rows, content["rows"]), (cells, content["cells"])):
+            for one in copy.deepcopy(given):
+                own.append({**one, "settings": {**(more or {}), "data.held_out": domain}})
+        for cell in cells[-len(content["cells"]) :]:
+            number = routers.index(cell["router"])
+            error = 20 + 30 * place + 0.5 * cell["seed"]
+            cell["clean"]["figure"] = error - (
+                5 + 0.01 * cell["seed"] if number == 1 else 3 * cell["seed"] - 3 if number else 0
+            )
+    return {**content, "rows": rows, "cells": cells, "domains": summarise_domains(cells, routers[0])}
+
+
+def page_of(**given: Any) -> Results:
+    return parse(stored_domains(**given))
+
+
+def test_the_table_has_every_domain_and_the_mean_and_the_worst_with_intervals() -> None:
+    routers, rows = domain_table(page_of())
+    assert routers == ["smoe", "smooth", "ac"]
+    columns = ["seeds", "photo, %", "sketch, %", "mean, %", "mean, difference", "worst, %", "worst, difference"]
+    assert list(rows[0]) == columns
+    assert (rows[0]["photo, %"], rows[0]["sketch, %"]) == ("79.50", "49.50")
+    assert rows[0]["mean, %"].startswith("64.50 (95% interval 63.26 to 65.74)")
+    assert rows[0]["worst, %"].startswith("49.50 (95% interval")
+    assert rows[0]["mean, difference"] == rows[0]["worst, difference"] == "baseline"
+    assert rows[1]["mean, difference"].startswith("+5.01 (95% interval")
+    assert rows[2]["worst, difference"].startswith("no difference (95% interval")
+
+
+def test_the_verdict_is_about_the_mean_and_the_worst_accuracy() -> None:
+    told = verdict(page_of())
+    assert told[0] == "2 domains, photo and sketch, were held out in turn; accuracies are on the held-out domains."
+    assert told[1] == "The mean accuracy of smoe is 64.50%, its worst 49.50%."
+    raised = "smooth raised it by 5.01 percentage points (95% interval 4.99 to 5.03)"
+    same = "ac made no difference that 3 seeds can show"
+    assert told[2] == f"Against smoe, in the mean accuracy: {raised}; {same}."
+    assert told[3] == f"In the worst accuracy: {raised}; {same}."
+
+
+def test_a_router_that_is_worse_lowers_the_accuracy() -> None:
+    told = " ".join(verdict(page_of(routers=("ac", "smooth", "smoe"))))
+    assert "smooth raised" in told
+    content = stored_domains()
+    content["domains"] = summarise_domains(content["cells"], "smooth")
+    content["rows"].sort(key=lambda row: row["router"] != "smooth")
+    told = " ".join(verdict(parse(content)))
+    assert (
+        "Against smooth, in the mean accuracy: smoe lowered it by 5.01 percentage points (95% interval 4.99 to 5.03)" in told
+    )
+
+
+def test_one_seed_or_one_router_shows_no_difference() -> None:
+    one_seed = page_of(seeds=1)
+    assert "One seed cannot show whether a router differs from smoe" in " ".join(verdict(one_seed))
+    assert domain_table(one_seed)[1][0]["mean, %"] == "65.00"
+    assert "nothing to compare it with" in " ".join(verdict(page_of(routers=("smoe",))))
+
+
+def test_domains_have_a_table_of_their_own_instead_of_settings_side_by_side() -> None:
+    results = page_of()
+    assert side_by_side(results) == ([], [])
+    assert [row["data.held_out"] for row in main_table(results)] == ["photo"] * 3 + ["sketch"] * 3
+    page = render(results)
+    assert "<h2>Held-out domains</h2>" in page and "Settings side by side" not in page
+    assert domain_caption(results) in page and "higher is better" in domain_caption(results)
+
+
+def test_a_sweep_over_domains_has_both_tables() -> None:
+    results = page_of(more={"sparse.k": 2})
+    assert domain_table(results)[0] == ["smoe, sparse.k=2", "smooth, sparse.k=2", "ac, sparse.k=2"]
+    page = render(results)
+    assert "Settings with the same held-out domain have the same test data" in page
+    assert "The test data and the attack are the same in all settings" not in page
+
+
+def test_a_comparison_without_domains_has_no_such_table() -> None:
+    results = parse(stored_pictures())
+    assert results.domains == [] and domain_table(results) == ([], [])
+    assert "Held-out domains" not in render(results)
+
+
+def test_names_of_domains_are_escaped() -> None:
+    page = render(page_of(domains=(EVIL, "b")))
+    assert EVIL not in page and "&lt;img src=x" in page
+
+
+@pytest.mark.slow  # starts a browser
+def test_it_is_drawn_and_fits(screen: Any, tmp_path: Path) -> None:
+    visit(screen, write_report(page_of(domains=("photo", "sketch", EVIL)), tmp_path / "domains.html"))
+    width = screen.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert width[0] <= width[1]
+    assert "Held-out domains" in [heading.text for heading in screen.find_elements("css selector", "h2")]
+    assert screen.find_elements("css selector", "img") == [] and screen.get_log("browser") == []
