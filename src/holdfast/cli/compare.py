@@ -26,7 +26,8 @@ class Compare:
 
     Examples: `holdfast compare`, `holdfast compare --routers smoe,smooth --seeds 5 --out runs/smooth`,
     `holdfast compare --routers smoe,smooth --sweep sparse.k=1,2,4 training.learning_rate=1e-3,1e-4 --out runs/k`,
-    `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`
+    `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`,
+    `holdfast compare --recipe vmoe --set data.source=imagenet/ "data.shifts=[imagenet-a, imagenet-c, corruptions]"`
     """
 
     recipe: str = "tiny"
@@ -73,6 +74,7 @@ class Compare:
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
         print_metrics(rows, comparison)
+        print_shifts(rows)
         print("\n" + "\n".join(verdict(read_results(self.out))))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
 
@@ -182,6 +184,25 @@ def print_metrics(rows: list[dict[str, Any]], comparison: Comparison) -> None:
                 cells += ["baseline" if row["router"] == rows[0]["router"] else _briefly(difference, 4)]
             label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
             table.add_row(metric["name"], escape(label), *cells)
+    show(table)
+
+
+def print_shifts(rows: list[dict[str, Any]]) -> None:
+    """Print the results on shifted test sets as a table with a row for each router; nothing if there are none."""
+    from rich.markup import escape
+
+    from holdfast.routing.grammar import written_pairs
+
+    tests = {name: (one["measure"], one["better"]) for row in rows for name, one in row.get("shifts", {}).items()}
+    if not tests:
+        return
+    table = slim_table("Shifted test sets", "test images", "measure", "better", "router", "figure", "difference")
+    for name, (measure, better) in tests.items():
+        for row in rows:
+            found = row.get("shifts", {}).get(name, {})
+            difference = "baseline" if row["router"] == rows[0]["router"] else _briefly(found.get("difference"))
+            label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
+            table.add_row(escape(name), measure, better, escape(label), _number(found.get("figure")), difference)
     show(table)
 
 

@@ -101,6 +101,7 @@ class DataPart:
     test_bytes: Positive | None = None  # use only the first bytes of the test text
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
     train_tokens: Positive | None = None  # use only the first tokens of the training text
+    shifts: list[str] = field(default_factory=list)  # for images: folders of shifted test sets, and "corruptions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,8 @@ class Recipe:
         of_text = [name for name in ("train_tokens", "test_bytes") if getattr(self.data, name) is not None]
         if of_text and self.task != "text":
             raise ValueError(f"data.{of_text[0]} is for language models (task: text), and this task is {self.task}.")
+        if self.data.shifts and self.task != "pictures":
+            raise ValueError(f"data.shifts is for images (task: pictures), and this task is {self.task}.")
         if self.attack.name is not None:
             find_attack(self.attack.name, "pictures" if self.task == "pictures" else "text")
         ChosenMetrics(self.metrics)  # raises if a name is unknown
