@@ -96,13 +96,13 @@ def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
     caption = "error: share of images that are classified wrongly; AUPR: detection of outliers by a low confidence, higher "
     caption += "is better; mCE: errors relative to AlexNet's, which are 100."
     table = Table(title=escape(title), caption=caption)
-    columns = ("test images", "number", "classes", "measure", "figure", "top-5 error, %", "relative mCE, %")
-    for column in columns:
+    further = {"top-5 error, %": "top5", "relative mCE, %": "relative_mce", "by chance, %": "chance"}
+    further = {column: key for column, key in further.items() if any(key in one for one in found.values())}
+    for column in ("test images", "number", "classes", "measure", "figure", *further):
         table.add_column(column)
     for name, one in found.items():
-        numbers = (one["figure"], one.get("top5"), one.get("relative_mce"))
-        shown = ("" if number is None else f"{number:.2f}" for number in numbers[1:])
-        figure = "none" if numbers[0] is None else f"{numbers[0]:.2f}"
+        figure = "none" if one["figure"] is None else f"{one['figure']:.2f}"
+        shown = (f"{one[key]:.2f}" if one.get(key) is not None else "" for key in further.values())
         table.add_row(escape(name), f"{one['examples']:,}", str(one.get("classes", "")), one["measure"], figure, *shown)
     show(table)
     for name, one in found.items():
@@ -115,8 +115,9 @@ def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
                 cells = (f"{each[severity]:.2f}" if severity in each else "" for severity in severities)
                 errors.add_row(escape(corruption), *cells)
             show(errors)
-        if "undefined" in one:
-            print(f"{name}: {one['undefined']}")
+        for key in ("undefined", "note"):
+            if key in one:
+                print(f"{name}: {one[key]}")
 
 
 def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:

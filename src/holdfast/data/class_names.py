@@ -149,13 +149,13 @@ def outputs_of(folder: Path, folders: Sequence[str], classes: Sequence[str], ind
     missing = [name for name in folders if name not in known]
     if len(missing) == len(folders):
         raise ValueError(
-            f"{folder} has no class in common with the model: its classes are {_some(folders)}; the model's are "
+            f"{folder} has no class in common with the model: its classes are {_some(folders)}; the model has "
             f"{_some(classes)}."
         )
     if missing:
         raise ValueError(
-            f"{folder} has {len(missing)} of {len(folders)} classes that the model does not have: {_some(missing)}; the "
-            f"model's are {_some(classes)}."
+            f"{folder} has classes that the model does not have, {len(missing)} of {len(folders)}: {_some(missing)}; the "
+            f"model has {_some(classes)}."
         )
     outputs = [known[name] for name in folders]
     if None in outputs:
@@ -193,4 +193,4 @@ def _first(name: str) -> str:
 
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(name[:40] for name in names[:3])
-    return f"{shown}, ..." if len(names) > 3 else shown
+    return f"{shown} and {len(names) - 3:,} more" if len(names) > 3 else shown

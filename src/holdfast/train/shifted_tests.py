@@ -22,7 +22,7 @@ from torch import Tensor
 
 from holdfast.attacks import CORRUPTIONS, corrupt
 from holdfast.data import Images
-from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of
+from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
 from holdfast.data.images import Prepare
 from holdfast.data.shifted_images import ShiftedFolder, recognise
 from holdfast.metrics.tasks import (
@@ -148,7 +148,7 @@ class ShiftedTests:
 
         with_clean      add the error on the model's own test images, as "clean"
         """
-        tests = {name: _test(one, self.columns[name], self._has_mce(one)) for name, one in self.folders.items()}
+        tests = {name: self._test(one, self.columns[name]) for name, one in self.folders.items()}
         clean = _ClassesTest(None, len(self.classes))
         if self.clean is not None and (with_clean or self._needs_clean()):
             consumers: list[Consume] = [clean.add, *(test.add_clean for test in tests.values())]
@@ -166,11 +166,16 @@ class ShiftedTests:
             found[MADE] = {"kind": MADE, **self._score_made(classify, device)}
         return {**({"clean": {"kind": "clean", **clean.result()}} if with_clean and self.clean else {}), **found}
 
+    def _test(self, one: ShiftedFolder, columns: list[int] | None) -> "_ClassesTest | _OutliersTest | _CorruptedTest":
+        if one.kind == "outliers":
+            return _OutliersTest(columns, len(self.classes if columns is None else columns))
+        if one.kind == "corrupted":
+            return _CorruptedTest(columns, len(one.classes), self._has_mce(one), _note(one))
+        return _ClassesTest(columns, len(one.classes))
+
     def _has_mce(self, one: ShiftedFolder) -> bool:
         """Return whether mCE is defined: all published corruptions and severities, for classes of ImageNet."""
-        cells = {(part.corruption, part.severity) for part in one.parts}
-        expected = {(corruption, severity) for corruption in ALEXNET_ERRORS for severity in SEVERITIES}
-        return one.kind == "corrupted" and are_wordnet_ids(one.classes) and expected <= cells
+        return one.kind == "corrupted" and are_wordnet_ids(one.classes) and not _missing_corruptions(one)
 
     def _score_made(self, classify: Classify, device: Any) -> dict[str, Any]:
         """Return the mean error over corruptions and severities, and each of them."""
@@ -230,15 +235,16 @@ class _ClassesTest:
     def result(self) -> dict[str, Any]:
         if not self.examples:
             return {}
-        row = {**_error_row(_error(self.first)), "accuracy": self.first.result(), "top5": _error(self.first_five)}
+        top5 = {"top5": _error(self.first_five)} if self.classes > 5 else {}  # else 0
+        row = {**_error_row(_error(self.first)), "accuracy": self.first.result(), **top5}
         return {**row, "examples": self.examples, "classes": self.classes}
 
 
 class _OutliersTest:
     """How well a low confidence tells outliers from test images of the same outputs."""
 
-    def __init__(self, columns: Sequence[int] | None) -> None:
-        self.selected, self.precision = _Selected(columns), AnomalyPrecision()
+    def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
+        self.selected, self.classes, self.precision = _Selected(columns), classes, AnomalyPrecision()
         self.outliers = self.inliers = 0
         self.problem = ""
 
@@ -262,8 +268,8 @@ class _OutliersTest:
 
     def result(self) -> dict[str, Any]:
         figure = math.nan if self.problem else 100 * self.precision.result()
-        total = self.outliers + self.inliers
-        counts = {"examples": total, "outliers": self.outliers, "chance": 100 * self.outliers / total}
+        counts: dict[str, float] = {"examples": self.outliers, "in_distribution": self.inliers, "classes": self.classes}
+        counts["chance"] = 100 * self.outliers / (self.outliers + self.inliers)
         problem = {"undefined": self.problem} if self.problem else {}
         return {"figure": figure, "measure": "AUPR, %", "better": "higher", **counts, **problem}
 
@@ -271,8 +277,8 @@ class _OutliersTest:
 class _CorruptedTest:
     """The error on each corruption at each severity, and mCE if all published ones are there."""
 
-    def __init__(self, columns: Sequence[int] | None, classes: int, has_mce: bool) -> None:
-        self.selected, self.classes, self.examples = _Selected(columns), classes, 0
+    def __init__(self, columns: Sequence[int] | None, classes: int, has_mce: bool, note: str | None) -> None:
+        self.selected, self.classes, self.note, self.examples = _Selected(columns), classes, note, 0
         self.scores: dict[tuple[str, int], Accuracy] = {}
         self.mce = MeanCorruptionError(ALEXNET_ERRORS) if has_mce else None
         self.clean = Accuracy()
@@ -300,6 +306,7 @@ class _CorruptedTest:
             errors.setdefault(corruption, {})[severity] = _error(accuracy)
         mean = _mean_error(errors)
         found: dict[str, Any] = {"examples": self.examples, "classes": self.classes, "errors": _as_json(errors)}
+        found |= {} if self.note is None else {"note": self.note}
         if self.mce is None:
             return {**_error_row(mean), **found}
         try:
@@ -310,12 +317,21 @@ class _CorruptedTest:
         return {"figure": self.mce.result(), "measure": "mCE, %", "better": "lower", "mean_error": mean, **found}
 
 
-def _test(one: ShiftedFolder, columns: Sequence[int] | None, has_mce: bool) -> _ClassesTest | _OutliersTest | _CorruptedTest:
-    if one.kind == "outliers":
-        return _OutliersTest(columns)
-    if one.kind == "corrupted":
-        return _CorruptedTest(columns, len(one.classes), has_mce)
-    return _ClassesTest(columns, len(one.classes))
+def _missing_corruptions(one: ShiftedFolder) -> list[str]:
+    """Return the corruptions and severities of ImageNet-C that a folder does not have."""
+    cells = {(part.corruption, part.severity) for part in one.parts}
+    return [f"{kind}/{severity}" for kind in ALEXNET_ERRORS for severity in SEVERITIES if (kind, severity) not in cells]
+
+
+def _note(one: ShiftedFolder) -> str | None:
+    """Return why the figure of a folder with the classes of ImageNet is not the published mCE; None if it is."""
+    if not are_wordnet_ids(one.classes):
+        return None
+    if missing := _missing_corruptions(one):
+        return f"mCE needs all 15 corruptions at 5 severities; {len(missing)} of 75 are missing, such as {missing[0]}."
+    if published_set(one.classes) != "ImageNet":
+        return f"mCE over {len(one.classes):,} classes cannot be compared with numbers that are published for ImageNet-C."
+    return None
 
 
 def _forward(classify: Classify, device: Any, images: Images, outputs: Tensor, consumers: Sequence[Consume]) -> None:
