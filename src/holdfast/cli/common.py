@@ -210,12 +210,12 @@ class TestData:
     length: int | None = None
     """Tokens per block of text."""
 
-    def load(self, model: str, loading: Loading) -> tuple[Any, Task]:
+    def load(self, model: str, loading: Loading, *, class_index: Path | None = None) -> tuple[Any, Task]:
         """Return the saved model, and the task with the data to evaluate it on."""
         from holdfast.train.saved_model import load_model_and_task
 
-        where = loading.options()
-        return load_model_and_task(model, source=self.source, data=self.data, length=self.length, loading=where)
+        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": class_index}
+        return load_model_and_task(model, length=self.length, loading=loading.options(), **where)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class Compare:
 
     Examples: `holdfast compare`, `holdfast compare --routers smoe,smooth --seeds 5 --out runs/smooth`,
     `holdfast compare --routers smoe,smooth --sweep sparse.k=1,2,4 training.learning_rate=1e-3,1e-4 --out runs/k`,
-    `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`
+    `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`,
+    `holdfast compare --recipe vmoe --set data.source=imagenet/ "data.shifts=[imagenet-a, imagenet-c, corruptions]"`
     """
 
     recipe: str = "tiny"
@@ -74,6 +75,7 @@ class Compare:
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
         print_metrics(rows, comparison)
+        print_shifts(rows)
         results = read_results(self.out)
         print_domains(results)
         print("\n" + "\n".join(verdict(results)))
@@ -210,6 +212,25 @@ def print_domains(results: Results) -> None:
             told = "baseline" if row.router == results.rows[0].router else None
             cells += [_number(level.mean), told or _briefly(difference.model_dump() if difference else None)]
         table.add_row(escape(router), *cells)
+    show(table)
+
+
+def print_shifts(rows: list[dict[str, Any]]) -> None:
+    """Print the results on shifted test sets as a table with a row for each router; nothing if there are none."""
+    from rich.markup import escape
+
+    from holdfast.routing.grammar import written_pairs
+
+    tests = {name: (one["measure"], one["better"]) for row in rows for name, one in row.get("shifts", {}).items()}
+    if not tests:
+        return
+    table = slim_table("Shifted test sets", "test images", "measure", "better", "router", "figure", "difference")
+    for name, (measure, better) in tests.items():
+        for row in rows:
+            found = row.get("shifts", {}).get(name, {})
+            difference = "baseline" if row["router"] == rows[0]["router"] else _briefly(found.get("difference"))
+            label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
+            table.add_row(escape(name), measure, better, escape(label), _number(found.get("figure")), difference)
     show(table)
 
 

@@ -16,7 +16,8 @@ class Evaluate:
     """Score a saved model on its test data, clean and attacked, and print metrics of each layer's routing.
 
     Examples: `holdfast evaluate comparison/cells/smoe-seed0`, `holdfast evaluate runs/smooth --out smooth.json`,
-    `holdfast evaluate path/to/olmoe --source wikitext-2 --data ~/data --length 1024`
+    `holdfast evaluate path/to/olmoe --source wikitext-2 --data ~/data --length 1024`,
+    `holdfast evaluate path/to/vit --source imagenet/val --shift imagenet-a imagenet-r imagenet-o imagenet-c corruptions`
     """
 
     model: Positional[str]
@@ -27,6 +28,13 @@ class Evaluate:
     """Overwrite that file if it exists."""
     metrics: tuple[str, ...] = ()
     """Further metrics, besides those of the model's recipe: accuracy, top5-accuracy, perplexity, or those of a plugin."""
+    shift: tuple[str, ...] = ()
+    """Score an image classifier on these shifted test sets, and on its clean test images, instead of attacking it. Folders
+    laid out as ImageNet-A, -R, -O (CLASS/file) or -C (CORRUPTION/SEVERITY/CLASS/file) are recognised; outliers=FOLDER has
+    images of other classes, and `corruptions` are applied to the clean images. A folder may have some of the classes."""
+    class_index: Path | None = None
+    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
+    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
     test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
@@ -41,7 +49,10 @@ class Evaluate:
         require_free(self.out, self.force)
         quiet()
         ChosenMetrics(self.metrics)  # raises if a name is unknown
-        model, task = self.test_data.load(self.model, self.loading)
+        if self.shift:
+            self._run_shifts()
+            return
+        model, task = self.test_data.load(self.model, self.loading, class_index=self.class_index)
         task.recipe = replace(task.recipe, metrics=list(dict.fromkeys([*task.recipe.metrics, *self.metrics])))
         with forwards(model, f"scoring {self.model}", task.inputs_to_score()):
             found = without_nan(task.score(model))
@@ -54,6 +65,59 @@ class Evaluate:
         described = {**task.describe(), "measure": asdict(task.measure), "metrics": describe_metrics(task.recipe.metrics)}
         stored = {"model": self.model, **described, "versions": versions(), **found}
         write_out(self.out, stored)
+
+    def _run_shifts(self) -> None:
+        from holdfast.metrics.report import without_nan
+        from holdfast.train.shift_evaluation import load_with_shifts
+        from holdfast.version import versions
+
+        if self.metrics:
+            raise ValueError("--metrics are not computed on shifted test sets; leave out --metrics, or --shift.")
+        where: dict[str, Any] = {"source": self.test_data.source, "data": self.test_data.data}
+        options = self.loading.options()
+        loaded = load_with_shifts(self.model, self.shift, **where, class_index=self.class_index, loading=options)
+        for one in loaded.found:
+            if one is not None:
+                print(one.about)
+        with forwards(loaded.model, f"scoring {self.model}", loaded.inputs_to_score()):
+            found = without_nan(loaded.score())
+        print_shifts(self.model, found)
+        if loaded.no_clean is not None:
+            print(f"Clean images are not scored: {loaded.no_clean}")
+        stored = {"model": self.model, "data": loaded.tests.describe(), "versions": versions(), "shifts": found}
+        write_out(self.out, stored)
+
+
+def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
+    """Print the results on shifted test sets, and a table of the error on each corruption at each severity."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    caption = "error: share of images that are classified wrongly; AUPR: detection of outliers by a low confidence, higher "
+    caption += "is better; mCE: errors relative to AlexNet's, which are 100."
+    table = Table(title=escape(title), caption=caption)
+    further = {"top-5 error, %": "top5", "relative mCE, %": "relative_mce", "by chance, %": "chance"}
+    further = {column: key for column, key in further.items() if any(key in one for one in found.values())}
+    for column in ("test images", "number", "classes", "measure", "figure", *further):
+        table.add_column(column)
+    for name, one in found.items():
+        figure = "none" if one["figure"] is None else f"{one['figure']:.2f}"
+        shown = (f"{one[key]:.2f}" if one.get(key) is not None else "" for key in further.values())
+        table.add_row(escape(name), f"{one['examples']:,}", str(one.get("classes", "")), one["measure"], figure, *shown)
+    show(table)
+    for name, one in found.items():
+        if "errors" in one:
+            severities = sorted({severity for each in one["errors"].values() for severity in each})
+            errors = Table(title=escape(f"{name}: error, %"))
+            for column in ("corruption", *(f"severity {severity}" for severity in severities)):
+                errors.add_column(column)
+            for corruption, each in one["errors"].items():
+                cells = (f"{each[severity]:.2f}" if severity in each else "" for severity in severities)
+                errors.add_row(escape(corruption), *cells)
+            show(errors)
+        for key in ("undefined", "note"):
+            if key in one:
+                print(f"{name}: {one[key]}")
 
 
 def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -102,19 +102,25 @@ class ArrayImages(Images):
 
 @final
 class FileImages(Images):
-    """Images on disk, in colour: the shorter side is scaled to `size`, and the central square is used."""
+    """Images on disk, in colour: the shorter side is scaled to `size`, and the central square is used.
 
-    def __init__(self, paths: Sequence[Path], labels: Sequence[int], size: int) -> None:
+    prepare     resizes and crops images in another way
+    """
+
+    def __init__(self, paths: Sequence[Path], labels: Sequence[int], size: int, prepare: "Prepare | None" = None) -> None:
         self.paths, self.labels = list(paths), torch.tensor(labels, dtype=torch.int64)
-        self.shape = (3, size, size)
+        self.shape, self.prepare = (3, size, size), prepare
 
     def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
         chosen = as_index(numbers).tolist()
-        pixels = [torch.from_numpy(decode(self.paths[number], self.shape[1])) for number in chosen]
+        pixels = [torch.from_numpy(decode(self.paths[number], self.shape[1], self.prepare)) for number in chosen]
         return torch.stack(pixels).permute(0, 3, 1, 2).float() / 255 if pixels else torch.empty(0, *self.shape)
 
 
-def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
+Prepare = Callable[["Image"], "np.typing.NDArray[np.uint8]"]  # from an image of any size to (size,size,3)
+
+
+def decode(path: Path, size: int, prepare: Prepare | None = None) -> "np.typing.NDArray[np.uint8]":
     """Return the scaled and cropped image, (size,size,3)."""
     pillow = _pillow()
     try:
@@ -124,6 +130,8 @@ def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
         raise ValueError(f"{path} does not exist.") from error
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
         raise ValueError(f"{path} is not an image that can be read: {error}.") from error
+    if prepare is not None:
+        return prepare(image)
     scale = size / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2

@@ -187,6 +187,7 @@ ALEXNET_ERRORS: Mapping[str, float] = {
     "pixelate": 71.8,
     "jpeg_compression": 60.7,
 }
+ALEXNET_CLEAN_ERROR = 43.5  # on ImageNet's own validation images, in per cent
 
 
 class MeanCorruptionError(Accumulator[float]):
@@ -236,6 +237,18 @@ class MeanCorruptionError(Accumulator[float]):
     def result(self) -> float:
         errors = self.errors()
         return 100 * sum(error / self.baseline[corruption] for corruption, error in errors.items()) / len(errors)
+
+    def relative(self, clean: float, baseline_clean: float) -> float:
+        """Return the relative mCE: 100 * mean_c ( (error_c - clean) / (baseline_c - baseline_clean) ).
+
+        It measures how much corruptions raise the error; a model with a large error everywhere has a low one. `clean` and
+        `baseline_clean` are errors without corruption, in per cent.
+        """
+        if low := [corruption for corruption, error in self.baseline.items() if error <= baseline_clean]:
+            raise ValueError(f"the baseline's clean error is {baseline_clean}, not below its error on {low[0]}.")
+        errors = self.errors()
+        shares = [(error - clean) / (self.baseline[corruption] - baseline_clean) for corruption, error in errors.items()]
+        return 100 * sum(shares) / len(shares)
 
 
 def _listed(things: Iterable[object]) -> str:

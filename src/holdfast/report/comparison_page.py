@@ -55,6 +55,8 @@ def render(results: Results) -> str:
         domain_caption=domain_caption(results),
         metrics=list(metrics_table(results)),
         metrics_caption=metrics_caption(results),
+        shifts=list(shifts_table(results)),
+        shifts_caption=shifts_caption(results),
         trials=list(every_attack_table(results)),
         targets_are_attacked=results.targets_are_attacked,
         routing=list(routing_table(results)),
@@ -311,6 +313,28 @@ def metrics_caption(results: Results) -> str:
     """Return the caption of the table of further metrics."""
     each = [f"{metric.name}: {metric.about}; {metric.better} is better." for metric in results.run.metrics]
     return f"{' '.join(each)} Means over seeds; differences to {results.rows[0].router}, paired by seed."
+
+
+def shifts_table(results: Results) -> Iterator[dict[str, str]]:
+    """Yield for each router its results on shifted test sets; yield nothing if there are none."""
+    tests = {name: one.measure for row in results.rows for name, one in row.shifts.items()}
+    for row in results.rows if tests else []:
+        columns = {}
+        for name, measure in tests.items():
+            found = row.shifts.get(name)
+            difference = None if found is None else found.difference
+            columns[f"{name}, {measure}"] = decimal(None if found is None else found.figure)
+            columns[f"{name}, difference"] = (
+                "baseline" if results.is_baseline(row) else difference.words if difference else NONE
+            )
+        yield columns
+
+
+def shifts_caption(results: Results) -> str:
+    """Return the caption of the table of shifted test sets."""
+    better = {one.measure: one.better for row in results.rows for one in row.shifts.values()}
+    each = " ".join(f"{measure.partition(',')[0]}: {which} is better." for measure, which in better.items())
+    return f"{each} Means over seeds; differences to {results.rows[0].router}, paired by seed."
 
 
 def routing_table(results: Results) -> Iterator[dict[str, str]]:

@@ -73,6 +73,15 @@ class MetricRow(_StoredModel):
     attacked_difference: Difference | None = Field(None, alias="attacked, difference")
 
 
+class ShiftRow(_StoredModel):
+    """A router's result on a shifted test set."""
+
+    measure: str
+    better: Literal["higher", "lower"] = "lower"
+    figure: Number = None
+    difference: Difference | None = None
+
+
 class Row(_StoredModel):
     router: str
     seeds: list[int]
@@ -87,6 +96,7 @@ class Row(_StoredModel):
     equal_compute: EqualCompute | None = Field(None, alias="equal compute")
     changed: Number = Field(None, alias="predictions changed")  # share of predictions that the attack changes
     metrics: dict[str, MetricRow] = {}
+    shifts: dict[str, ShiftRow] = {}
     settings: dict[str, Any] = {}  # of a sweep: keys of the recipe and their values
 
     @property

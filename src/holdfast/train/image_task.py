@@ -17,10 +17,12 @@ from torch.utils.data import Dataset
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_pixels, corrupt, fgsm, find_attack, pgd, spsa
 from holdfast.data import ExampleOrder, Images, ImageSet, Order, PixelScaling, image_set
+from holdfast.data.shifted_images import UnsplitImages
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.recipe import Recipe
+from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
 from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
     AttackTable,
@@ -50,12 +52,27 @@ class ImageTask(Task):
 
     folder    where named sources are searched for
     scaling   how the model reads pixels; by default that of the recipe's checkpoint
+    tested    test images that a trained model is evaluated on, in place of the recipe's source
     """
 
-    def __init__(self, recipe: Recipe, folder: Path | None = None, *, scaling: PixelScaling | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path | None = None,
+        *,
+        scaling: PixelScaling | None = None,
+        tested: UnsplitImages | None = None,
+    ) -> None:
         self.recipe = recipe
-        self.image_set: ImageSet = self._read_images(folder)
+        self.image_set: ImageSet = self._read_images(folder) if tested is None else tested.image_set
+        self.outputs = None if tested is None else list(tested.outputs)  # those of the classes; None: all, in order
         self.scaling = start_scaling(recipe.model) if scaling is None else scaling
+        self.shifts = self._shifted_tests(recipe.data.shifts) if recipe.data.shifts else None
+
+    def _shifted_tests(self, written: list[str]) -> ShiftedTests:
+        test = self.image_set.images("test")
+        how: dict[str, Any] = {"clean": CleanImages(test, test.labels), "made": self._attacked_numbers()}
+        return ShiftedTests(recognise_all(written), self.image_set.classes, test.shape, **how)
 
     def _read_images(self, folder: Path | None) -> ImageSet:
         return image_set(self.recipe.data.source, folder=folder, size=self.recipe.data.size)
@@ -83,11 +100,12 @@ class ImageTask(Task):
             "steps": attack.steps,
             "seed": ATTACK_SEED,
         }
-        return {"data": self.image_set.describe(), "attack": {**how, "examples": len(self._attacked_numbers())}}
+        described = {"data": self.image_set.describe(), "attack": {**how, "examples": len(self._attacked_numbers())}}
+        return {**described, **({} if self.shifts is None else {"shifts": self.shifts.describe()})}
 
     def state(self) -> dict[str, Any]:
         scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
-        return {"classes": list(self.image_set.classes), **scaling}
+        return {"classes": list(self.image_set.classes), "checksum": self.image_set.checksum, **scaling}
 
     def initial_model(self) -> Any:
         channels, height, width = self.image_set.images("train").shape
@@ -119,7 +137,7 @@ class ImageTask(Task):
 
     @torch.no_grad()
     def held_out_figure(self, model: Any) -> float:
-        held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling)
+        held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling, self.outputs)
         numbers, correct = evenly_spaced(len(held_out), self._most_validation_images), 0
         for start in range(0, len(numbers), BATCH):  # all of them may not fit in memory
             some = numbers[start : start + BATCH]
@@ -134,7 +152,7 @@ class ImageTask(Task):
         clean = self._clean(model, images)
         some = self._attacked_numbers()
         pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-        classify = classifier(model, self.scaling)
+        classify = classifier(model, self.scaling, self.outputs)
         given: dict[str, Any] = {"budget": budget, "batch": BATCH}
         with without_attack_warnings():
             strong = pgd(classify, pixels, labels, **given, steps=steps, seed=ATTACK_SEED)
@@ -148,8 +166,9 @@ class ImageTask(Task):
                 **({} if self._is_pgd else {self._attack_name: _attacked(main)}),
             }
         attacked = {**results[self._attack_name], **self._forward_attacked(model, main.inputs, labels)}
+        shifts = {} if self.shifts is None else {"shifts": self.shifts.score(classify, model.device)}
         model.train(was_training)
-        return {"clean": clean, "attacked": attacked, "trials": results}
+        return {"clean": clean, "attacked": attacked, "trials": results, **shifts}
 
     def probe(self) -> Inputs:
         images = self.image_set.images("test")
@@ -200,7 +219,7 @@ class ImageTask(Task):
     @torch.no_grad()
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
         correct = among_five = 0
-        classify = classifier(model, self.scaling)
+        classify = classifier(model, self.scaling, self.outputs)
         chosen = ChosenMetrics(self.recipe.metrics)
         with routing_metrics(model) as routing:
             for start in range(0, len(images), BATCH):
@@ -216,7 +235,7 @@ class ImageTask(Task):
     @torch.no_grad()
     def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return the routing metrics on attacked images, and the recipe's further metrics."""
-        classify = classifier(model, self.scaling)
+        classify = classifier(model, self.scaling, self.outputs)
         chosen = ChosenMetrics(self.recipe.metrics)
         with routing_metrics(model) as routing:
             for part, own in zip(pixels.split(BATCH), labels.split(BATCH), strict=True):
@@ -247,12 +266,12 @@ def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
     return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels[numbers]}
 
 
-def classifier(model: Any, scaling: PixelScaling) -> Classify:
-    """Return the function from pixels between 0 and 1 to logits that attacks need."""
+def classifier(model: Any, scaling: PixelScaling, outputs: list[int] | None = None) -> Classify:
+    """Return the function from pixels between 0 and 1 to logits that attacks need; `outputs` are those of the classes."""
 
     def classify(pixels: Tensor) -> Tensor:
         logits: Tensor = model(pixel_values=scaling(pixels)).logits
-        return logits
+        return logits if outputs is None else logits[:, outputs]
 
     return classify
 
@@ -311,7 +330,7 @@ def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: in
     if not some:
         raise ValueError(f"examples is {examples}; attack at least 1 image.")
     pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-    classify = classifier(model, task.scaling)
+    classify = classifier(model, task.scaling, task.outputs)
     if kind == "corruptions":
         return _corruption_table(classify, pixels, labels, budget, seed)
     attack = find_attack(kind, "pictures")

@@ -102,6 +102,7 @@ class DataPart:
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
     train_tokens: Positive | None = None  # use only the first tokens of the training text
     held_out: str | None = None  # for domains: the one that is not trained on; no value: each in turn, in a comparison
+    shifts: list[str] = field(default_factory=list)  # for images: folders of shifted test sets, and "corruptions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +186,8 @@ class Recipe:
             raise ValueError(f"data.{of_text[0]} is for language models (task: text), and this task is {self.task}.")
         if self.data.held_out is not None and self.task != "domains":
             raise ValueError("data.held_out is a domain: set `task: domains` to train on the other domains of a folder.")
+        if self.data.shifts and self.task != "pictures":
+            raise ValueError(f"data.shifts is for images (task: pictures), and this task is {self.task}.")
         if self.attack.name is not None:
             find_attack(self.attack.name, "pictures" if self.task in ("pictures", "domains") else "text")
         ChosenMetrics(self.metrics)  # raises if a name is unknown

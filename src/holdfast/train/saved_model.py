@@ -9,16 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from holdfast.data import text_set, text_sets
 from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
+from holdfast.hub.checkpoint import local_folder
 from holdfast.hub.install import specs_of
 from holdfast.hub.specs import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.plugins import plugins_of
 from holdfast.routing.layer_names import preset_names
 from holdfast.train.domain_task import DomainTask
+from holdfast.train.image_processor import image_reading
+from holdfast.train.image_sources import image_size, index_for, is_folder, named_images, was_trained_on
 from holdfast.train.image_task import ImageTask, evenly_spaced
 from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
@@ -58,25 +63,43 @@ class TrainedModel:
     def recipe(self) -> Recipe:
         return self.record.recipe
 
-    def task(self, data: Path | None = None, *, source: str | None = None) -> Task:
-        """Return the task it was trained for, with its own tokeniser, on the data that `TaskRecord.source` allows."""
+    def task(self, data: Path | None = None, *, source: str | None = None, class_index: Path | None = None) -> Task:
+        """Return the task it was trained for, with its own tokeniser, on the data that `TaskRecord.source` allows.
+
+        class_index     for images in folders that are named by WordNet id: see `data.class_names`
+        """
         part = replace(self.recipe.data, source=self.record.source(source, data))
         recipe = replace(self.recipe, data=part)
         if recipe.task == "text":
             return TextTask(recipe, data, known=self.record.tokenizer())
-        if recipe.task == "labels":
-            return self._label_task(recipe, data)
-        images = DomainTask if recipe.task == "domains" else ImageTask
-        task = images(recipe, data, scaling=scaling_from(self.record.state))
-        if list(task.image_set.classes) != self.record.state.get("classes"):
+        return self._label_task(recipe, data) if recipe.task == "labels" else self._image_task(recipe, data, class_index)
+
+    def _image_task(self, recipe: Recipe, data: Path | None, class_index: Path | None) -> ImageTask:
+        """Return the task of an image classifier, on its own source or on all images of another folder."""
+        classes, scaling, state = self.classes, scaling_from(self.record.state), self.record.state
+        recipe = replace(recipe, data=replace(recipe.data, shifts=[]))  # what a record names is not read
+        source, tested = recipe.data.source, None
+        if recipe.task == "domains":
+            task: ImageTask = DomainTask(recipe, data, scaling=scaling)
+        else:
+            if is_folder(source) and not was_trained_on(source, state, self.recipe.data.source):
+                tested = named_images(self.model, classes, source, index_for(source, class_index))
+            task = ImageTask(recipe, data, scaling=scaling, tested=tested)
+        if tested is None and list(task.image_set.classes) != classes:
             raise ValueError(f"the classes of {task.image_set.name} are not those that this model was trained on.")
         return task
 
+    @property
+    def classes(self) -> list[str]:
+        """The classes of a classifier, in the order of its outputs."""
+        found = self.record.state.get("classes")
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise ValueError(f"the {TASK} of this model is damaged: it names no classes.")
+        return found
+
     def _label_task(self, recipe: Recipe, data: Path | None) -> LabelTask:
         """Return the task of a classifier of texts, on its own source or on all rows of another one."""
-        classes, source = self.record.state.get("classes"), recipe.data.source
-        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-            raise ValueError(f"the {TASK} of this model is damaged: it names no classes.")
+        classes, source = self.classes, recipe.data.source
         if source in text_sets():  # it has columns of its own
             recipe = replace(recipe, data=replace(recipe.data, text=None, pair=None, label=None))
         how: dict[str, Any] = {"known": self.record.tokenizer(), "classes": classes}
@@ -122,6 +145,7 @@ def load_model_and_task(
     length: int | None = None,
     attack: AttackPart | None = None,
     loading: Mapping[str, Any] | None = None,
+    class_index: Path | None = None,
 ) -> tuple[Any, Task]:
     """Return a model in evaluation mode, and the task to evaluate it on.
 
@@ -131,6 +155,7 @@ def load_model_and_task(
     data        where named sources are searched for
     length      tokens of a block of text
     loading     options of `from_pretrained`: device_map, dtype, ...
+    class_index for folders of images that are named by WordNet id: see `data.class_names`
     """
     if length is not None and length < 1:
         raise ValueError(f"length is {length}; a block of text has at least 1 token.")
@@ -143,9 +168,11 @@ def load_model_and_task(
         model = load(record.home / MODEL, **options)
         longest = {"text": part.length, "labels": length}.get(record.recipe.task)  # texts with labels may be shorter
         trained = TrainedModel(_checked(model, longest), record)
-        return trained.model, trained.task(data, source=source)
+        return trained.model, trained.task(data, source=source, class_index=class_index)
     _require_model(Path(path))
     model = load(path, **options)
+    if is_image_classifier(model):
+        return _checked(model, None), _default_image_task(model, path, source, data, attack or AttackPart(), class_index)
     return _checked(model, length), _default_task(model, path, source, data, length, attack or AttackPart())
 
 
@@ -170,18 +197,8 @@ def _checked(model: Any, length: int | None) -> Any:
 def _default_task(
     model: Any, path: str, source: str | None, data: Path | None, length: int | None, attack: AttackPart
 ) -> Task:
-    """Return the task of a model that Holdfast has not trained."""
-    fixed: dict[str, Any] = {
-        "about": f"{Path(path).name}, as it is",
-        "attack": attack,
-        "model": ModelPart(family=model.config.model_type),
-        "sparse": SparsePart(experts=1, k=1),
-        "training": TrainingPart(steps=1, batch=1, learning_rate=0.0),
-    }
-    if type(model).__name__.endswith("ForImageClassification"):
-        where = source or "digits"
-        size = getattr(model.config, "image_size", None) if Path(where).is_dir() else None
-        return ImageTask(Recipe(**fixed, task="pictures", data=DataPart(source=where, size=size)), data)
+    """Return the task of a model of texts that Holdfast has not trained."""
+    fixed = _fixed(model, path, attack)
     is_classifier = "ForSequenceClassification" in type(model).__name__
     if model.get_output_embeddings() is None and not is_classifier:
         raise ValueError(
@@ -198,6 +215,39 @@ def _default_task(
             f"{', '.join(text_sets())} with --data."
         )
     return _classifier_task(model, path, Recipe(**fixed, task="labels", data=part), data)
+
+
+def _fixed(model: Any, path: str, attack: AttackPart) -> dict[str, Any]:
+    """Return the parts of the recipe of a model that is not trained."""
+    return {
+        "about": f"{Path(path).name}, as it is",
+        "attack": attack,
+        "model": ModelPart(family=model.config.model_type),
+        "sparse": SparsePart(experts=1, k=1),
+        "training": TrainingPart(steps=1, batch=1, learning_rate=0.0),
+    }
+
+
+def is_image_classifier(model: Any) -> bool:
+    return type(model).__name__.endswith("ForImageClassification")
+
+
+def classes_of(model: Any) -> list[str]:
+    """Return the names of a model's classes, in the order of its outputs."""
+    return [str(model.config.id2label[number]) for number in range(model.config.num_labels)]
+
+
+def _default_image_task(
+    model: Any, path: str, source: str | None, data: Path | None, attack: AttackPart, class_index: Path | None
+) -> ImageTask:
+    """Return the task of an image classifier that Holdfast has not trained, on all images of a folder or on a named set."""
+    where = source or "digits"
+    reading = image_reading(local_folder(path), model.config.model_type, image_size(model))
+    recipe = Recipe(**_fixed(model, path, attack), task="pictures", data=DataPart(source=where))
+    tested = None
+    if is_folder(where):
+        tested = named_images(model, classes_of(model), where, index_for(where, class_index), reading.prepare)
+    return ImageTask(recipe, data, scaling=reading.scaling, tested=tested)
 
 
 def _classifier_task(model: Any, path: str, recipe: Recipe, data: Path | None) -> LabelTask:
@@ -254,4 +304,7 @@ class AuditData:
         numbers = evenly_spaced(len(images), AUDIT_IMAGES)
         for start in range(0, len(numbers), AUDIT_BATCH):
             some = numbers[start : start + AUDIT_BATCH]
-            yield {"pixel_values": task.scaling(images.pixels(some)), "labels": images.labels[some]}
+            labels = images.labels[some]
+            if task.outputs is not None:  # the classes of the images may be some of the model's
+                labels = torch.tensor(task.outputs)[labels]
+            yield {"pixel_values": task.scaling(images.pixels(some)), "labels": labels}

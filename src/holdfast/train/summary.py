@@ -102,6 +102,8 @@ def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str,
             row[f"{metric}, difference"] = found
     if metrics := _metrics(mine, theirs, is_baseline):
         row["metrics"] = metrics
+    if shifts := _shifts(mine, theirs, is_baseline):
+        row["shifts"] = shifts
     costs = [cost for cost in map(_cost, mine.values()) if cost is not None]
     if len(costs) == len(mine):
         row["cost"] = cost_over_seeds(costs).summary()
@@ -124,6 +126,22 @@ def _metrics(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[st
             if not is_baseline and (difference := _difference(theirs, mine, read)):
                 row[f"{text}, difference"] = difference
     return found
+
+
+def _shifts(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str, Any]]:
+    """Return a router's results on shifted test sets: {"imagenet-a": {"measure", "better", "figure", "difference"}}."""
+    first = next(iter(mine.values())).get("shifts", {})
+    found: dict[str, dict[str, Any]] = {}
+    for name, one in first.items():
+        read = _shift_reader(name)
+        found[name] = {"measure": one["measure"], "better": one["better"], "figure": _mean([*map(read, mine.values())])}
+        if not is_baseline and (difference := _difference(theirs, mine, read)):
+            found[name]["difference"] = difference
+    return found
+
+
+def _shift_reader(name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: result.get("shifts", {}).get(name, {}).get("figure")
 
 
 def _metric_reader(text: str, name: str) -> Callable[[dict[str, Any]], float | None]:
