@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-matrix lint bench pretrained clean
+.PHONY: demo test test-all test-matrix lint bench dist pretrained clean
 
 # Both commands take up what is there: run again, nothing is trained twice.
 demo: .venv/ready
@@ -29,6 +29,12 @@ lint: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/everything.py --out results/speed --force
 	$(BIN)/python benchmarks/import_time.py
+
+# What a release uploads: dist/holdfast-VERSION.tar.gz and its wheel, checked. The version is in src/holdfast/version.py.
+dist: .venv/dev
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
