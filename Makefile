@@ -30,8 +30,9 @@ bench: .venv/dev
 	$(BIN)/python benchmarks/everything.py --out results/speed --force
 	$(BIN)/python benchmarks/import_time.py
 
-# The documentation site, in site/. A broken link or a name without a description is an error.
+# The pages of routers, which are stored, and the documentation site, in site/. A broken link or a name without a description is an error.
 docs: .venv/dev
+	$(BIN)/python docs/site/router_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # What a release uploads: dist/holdfast-VERSION.tar.gz and its wheel, checked. The version is in src/holdfast/version.py.
