@@ -10,6 +10,7 @@ import router_pages
 from router_pages import DOCS, PAGES, TEXTS, own_presets, router_names, tables
 
 from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import GIVEN, NOISE
 
 SECTIONS = ["Idea", "Formula", "Options", "Traits", "Cost", "Certificate", "Results", "Papers"]
 NAMES = [preset.name for preset in own_presets()]
@@ -58,7 +59,7 @@ def test_every_option_is_on_the_page_with_a_meaning(name: str) -> None:
     of_parts = {
         option for part in router_pages._parts(REGISTRY[name]).values() for option in inspect.signature(part).parameters
     }
-    hidden = {*router_pages.GIVEN, *router_pages.NOISE}
+    hidden = {*GIVEN, *NOISE}
     assert {option.rstrip("_") for option in of_parts - hidden} <= rows.keys()
 
 
