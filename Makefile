@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-matrix lint bench pretrained clean
+.PHONY: demo test test-all test-matrix lint bench docs dist pretrained clean
 
 # Both commands take up what is there: run again, nothing is trained twice.
 demo: .venv/ready
@@ -29,6 +29,17 @@ lint: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/everything.py --out results/speed --force
 	$(BIN)/python benchmarks/import_time.py
+
+# The pages of routers, which are stored, and the documentation site, in site/. A broken link or a name without a description is an error.
+docs: .venv/dev
+	$(BIN)/python docs/site/router_pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# What a release uploads: dist/holdfast-VERSION.tar.gz and its wheel, checked. The version is in src/holdfast/version.py.
+dist: .venv/dev
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
@@ -69,4 +80,4 @@ test-matrix: $(MATRIX:%=.matrix/%/ready)
 	touch $@
 
 clean:
-	rm -rf .matrix .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .matrix .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ import holdfast
 
 ROOT = Path(__file__).parent.parent
 DISTRIBUTED = ROOT / "docs" / "distributed.md"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(document: Path, language: str) -> list[str]:

@@ -1,13 +1,19 @@
-"""The wheel: built from this source, unpacked into an empty folder, imported and run from there."""
+"""A release: the archive and the wheel of this source, and the wheel in an empty virtual environment."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from holdfast.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
@@ -45,73 +51,120 @@ except ImportError as missing:
 """
 
 
+@dataclass(frozen=True)
+class Release:
+    """What `make dist` makes, and an empty virtual environment with the wheel in it."""
+
+    archive: Path
+    wheel: Path
+    environment: Path
+
+    @property
+    def packages(self) -> Path:
+        (folder,) = self.environment.glob("lib/python*/site-packages")
+        return folder
+
+    def run(self, folder: Path, program: str, *arguments: str) -> str:
+        """Run a program of the environment in `folder`, and return what it printed."""
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        line = [str(self.environment / "bin" / program), *arguments]
+        done = subprocess.run(line, cwd=folder, env={**variables, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def metadata(self, name: str) -> str:
+        with zipfile.ZipFile(self.wheel) as archive:
+            return archive.read(f"holdfast-{VERSION}.dist-info/{name}").decode()
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with nothing but what the wheel brings."""
-    place = tmp_path_factory.mktemp("wheel")
-    copy = place / "source"
-    copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    shutil.copytree(SOURCE, copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "wheel", *offline, "--wheel-dir", str(place), str(copy)], check=True, capture_output=True)
-    (wheel,) = place.glob("holdfast-*.whl")
-    target = place / "installed"
-    line = [*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """Build the archive, the wheel from the archive, and install the wheel where nothing else is installed.
+
+    The packages that Holdfast needs are those of the tests. A path in a .pth file brings them: .pth files in that path, such
+    as that of an editable install of Holdfast, are not read.
+    """
+    place = tmp_path_factory.mktemp("release")
+    source, made, environment = place / "source", place / "made", place / "environment"
+    source.mkdir()
+    for file in (path for path in ROOT.iterdir() if path.is_file()):
+        shutil.copy(file, source)
+    for folder in ("src", "tests", "docs"):  # of which only the first belongs into a release
+        ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
+    line = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(made), str(source)]
     subprocess.run(line, check=True, capture_output=True)
-    assert "holdfast = holdfast_command:main" in _metadata(wheel, "entry_points.txt")
-    required = [line for line in _metadata(wheel, "METADATA").splitlines() if line.startswith("Requires-Dist: ")]
+    (archive,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    release = Release(archive, wheel, environment)
+    (release.packages / "packages_of_the_tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    return release
+
+
+@pytest.mark.slow
+def test_the_release_passes_the_check_before_an_upload(release: Release) -> None:
+    line = [sys.executable, "-m", "twine", "check", "--strict", str(release.archive), str(release.wheel)]
+    checked = subprocess.run(line, capture_output=True, text=True)
+    assert checked.returncode == 0 and checked.stdout.count("PASSED") == 2, checked.stdout + checked.stderr
+
+
+@pytest.mark.slow
+def test_the_metadata_names_the_version_the_command_and_few_requirements(release: Release) -> None:
+    assert release.wheel.name == f"holdfast-{VERSION}-py3-none-any.whl"
+    assert release.archive.name == f"holdfast-{VERSION}.tar.gz"
+    assert "holdfast = holdfast_command:main" in release.metadata("entry_points.txt")
+    required = [line for line in release.metadata("METADATA").splitlines() if line.startswith("Requires-Dist: ")]
     needed = {line.split()[1].split(">")[0] for line in required if "extra ==" not in line}
     assert needed == {"numpy", "safetensors", "torch", "transformers"}
-    return target
-
-
-def _metadata(wheel: Path, name: str) -> str:
-    with zipfile.ZipFile(wheel) as archive:
-        (path,) = [entry for entry in archive.namelist() if entry.endswith(f".dist-info/{name}")]
-        return archive.read(path).decode()
-
-
-def run(installed: Path, folder: Path, *arguments: str) -> str:
-    """Run this Python with the installed wheel before everything else, and the packages of the tests behind it."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    line = [sys.executable, *arguments]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_source(installed: Path) -> None:
-    def files(root: Path) -> set[str]:
-        return {
-            str(path.relative_to(root))
-            for top in ("holdfast", "holdfast_command.py")
-            for path in [root / top, *(root / top).rglob("*")]
-            if path.is_file() and "__pycache__" not in path.parts
-        }
-
-    assert files(installed) == files(SOURCE)
+def test_the_archive_holds_no_tests_and_what_explains_the_release(release: Release) -> None:
+    with tarfile.open(release.archive) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md", "src/holdfast/py.typed"} <= names
+    assert {name.partition("/")[0] for name in names if "/" in name} == {"src"}
 
 
 @pytest.mark.slow
-def test_the_library_works_from_the_wheel_without_the_extra(installed: Path, tmp_path: Path) -> None:
-    said = dict(line.partition(" ")[::2] for line in run(installed, tmp_path, "-c", WITHOUT_LAB).splitlines())
+def test_the_wheel_holds_every_file_of_the_source_and_nothing_else(release: Release) -> None:
+    described = f"holdfast-{VERSION}.dist-info"
+    with zipfile.ZipFile(release.wheel) as archive:
+        packed = {name for name in archive.namelist() if not name.startswith(f"{described}/")}
+    source = [SOURCE / "holdfast_command.py", *(SOURCE / "holdfast").rglob("*")]
+    assert packed == {
+        path.relative_to(SOURCE).as_posix() for path in source if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {"holdfast/py.typed", "holdfast/train/recipes/tiny.yaml", "holdfast/report/page/report.html"} <= packed
+
+
+@pytest.mark.slow
+def test_the_library_works_from_the_wheel_without_the_extra(release: Release, tmp_path: Path) -> None:
+    said = dict(line.partition(" ")[::2] for line in release.run(tmp_path, "python", "-c", WITHOUT_LAB).splitlines())
     assert said["imported"] == ""
-    assert said["from"] == str(installed / "holdfast" / "__init__.py")
+    assert said["from"] == str(release.packages / "holdfast" / "__init__.py")
     assert said["worked"] == "1 complete complete 2"
     assert "holdfast.compare needs accelerate and plotly" in said["missing"]
     assert "pip install 'holdfast[lab]'" in said["missing"]
 
 
 @pytest.mark.slow
-def test_commands_pages_and_recipes_work_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    assert "compare" in run(installed, tmp_path, "-m", "holdfast_command", "--help")
-    assert "smooth" in run(installed, tmp_path, "-m", "holdfast", "routers")
+def test_the_first_example_of_the_readme_runs_from_the_wheel(release: Release, tmp_path: Path) -> None:
+    (first, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert "holdfast.audit" in first and "holdfast.reroute" in first
+    (tmp_path / "first.py").write_text(first)
+    assert release.run(tmp_path, "python", "first.py").count("\n") >= 3
+
+
+@pytest.mark.slow
+def test_commands_pages_and_recipes_work_from_the_wheel(release: Release, tmp_path: Path) -> None:
+    assert release.run(tmp_path, "holdfast", "--version").startswith(f"holdfast {VERSION}")
+    assert "compare" in release.run(tmp_path, "holdfast", "--help")
+    assert "smooth" in release.run(tmp_path, "python", "-m", "holdfast", "routers")
     steps = ["--set", "training.steps=2", "--seeds", "1", "--routers", "smoe", "--out", "compared"]
-    assert "Report: compared/report.html" in run(installed, tmp_path, "-m", "holdfast", "compare", *steps)
+    assert "Report: compared/report.html" in release.run(tmp_path, "holdfast", "compare", *steps)
     assert "</html>" in (tmp_path / "compared" / "report.html").read_text()
     (tmp_path / "own.py").write_text("import sys, transformers; print('holdfast' in sys.modules)\n")
-    assert run(installed, tmp_path, "-m", "holdfast", "run", "own.py") == "True\n"
+    assert release.run(tmp_path, "holdfast", "run", "own.py") == "True\n"

@@ -28,7 +28,8 @@ class ExpertGraph(Informer, StatefulPart):
 
     beta            A <- beta A + (1 - beta) A', with A' the normalised C
     init            "zero" (the best in the paper: the layer outputs 0 until the first batch is committed), "identity",
-                    "uniform", "kaiming" or "xavier"; the last two use absolute values, because gates are not negative
+                    "uniform", "kaiming" or "xavier"; the last two use absolute values, because gates are not negative. None:
+                    "identity" for a sinkhorn graph, else "zero"
     normalize       "row"          a_jk = C_jk / sum_k C_jk (algorithm 1); g need not sum to 1
                     "conditional"  a_jk = C_jk / C_kk, the share of the tokens of k that also select j (eqn 7); g sums to k
                     "sinkhorn"     symmetric and doubly stochastic, starting at the identity, as proposition 1 assumes

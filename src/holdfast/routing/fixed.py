@@ -42,7 +42,8 @@ class HashedIds(Score):
     """logits = 0 for the k experts in the token id's row of a fixed table, and -104 for all others: gates are 1/k and 0.
 
     vocabulary   number of token ids; in a Hugging Face model, that of its config
-    seed         of the table; `depth`, the layer's number, is part of it, so that layers differ
+    seed         of the table
+    depth        the layer's number, so that layers have different tables; a model supplies it
     balanced     fill the table so that every expert gets the same share of the text, as far as whole ids allow: ids in order
                  of frequency, each to the k experts with the least load so far. Without `frequencies`, all ids count alike
     frequencies  how often each id occurs, one number for each; or call `use_token_counts` later, as training of recipes does

@@ -18,7 +18,10 @@ from holdfast.routing.records import Context
 
 
 class ModalityLinear(Score):
-    """logits = x W_m^T with one matrix for each of `modalities`; `Context.modality (B,N)` has m, from 0 on."""
+    """logits = x W_m^T with one matrix for each modality m, from 0 on, in `Context.modality (B,N)`.
+
+    modalities  how many there are
+    """
 
     reads = ("modality",)
 

@@ -26,7 +26,10 @@ SHORTEST = 1e-6  # a shorter projection is not scaled up to length 1, nor is its
 
 
 class Linear(LinearScore):
-    """logits = x W^T (+ b)."""
+    """logits = x W^T (+ b).
+
+    bias    add b, which is trained and starts at 0
+    """
 
     def __init__(self, dim: int, experts: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -82,7 +85,11 @@ class Frozen(LinearScore):
 
 
 class Cosine(LinearScore):
-    """logits = cos(Omega x, e) / temperature, in a low-dimensional space (XMoE, Chi et al. 2022)."""
+    """logits = cos(Omega x, e) / temperature, in a low-dimensional space (XMoE, Chi et al. 2022).
+
+    width           of the space; None: half the number of experts, at least 8
+    temperature     at the start; it is trained
+    """
 
     def __init__(self, dim: int, experts: int, *, width: int | None = None, temperature: float = 0.07) -> None:
         super().__init__()

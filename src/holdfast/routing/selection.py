@@ -31,7 +31,7 @@ from holdfast.routing.rules import Scores, Selection
 
 
 class TopK(Selector):
-    """Select the k best experts.
+    """Select the k best experts: y = sum_i w_i FFN_i(x) over them, with w_i from their gates g_i.
 
     weights     "softmax": gates divided by their sum over the k; "switch": the raw gates (Fedus et al. 2022)
     noise       with `noise_std` and `noise_temperature`, the options of `holdfast.routing.noise.create_noise`
@@ -112,8 +112,10 @@ class TopK(Selector):
 class TopP(Selector):
     """Select every expert whose gate exceeds p, and always the best; weights are renormalised (ACMoE appendix C.10).
 
-    With `learned=True`, p is a parameter: the forward uses the hard threshold, and the gradient is that of a soft mask,
-    sigmoid((gate - p) / softness).
+    p           the threshold, between 0 and 1
+    learned     True: p is a parameter that starts at `p`. The forward uses the hard threshold, and the gradient is that of a
+                soft mask, sigmoid((gate - p) / softness)
+    softness    the width of that mask
     """
 
     def __init__(self, experts: int, *, p: float = 0.05, learned: bool = False, softness: float = 0.01) -> None:

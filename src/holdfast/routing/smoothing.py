@@ -56,6 +56,7 @@ class SmoothTopK(Selector, StatefulPart):
     control     how the width eps is set. "quantile": eps is the running quantile of the gaps c - logit_j at which the mean
                 number of extra experts is the budget. "loss", as in the paper: eps = softplus(eta) is a parameter, and a
                 boundary loss alpha eps (active - k - budget) steers it; from eta = -9 that takes tens of thousands of steps
+    alpha       the coefficient of that loss
     anneal      keep the budget for half of the training, lower it to 0 over a quarter, and use hard top-k in evaluation
     most        the largest number of experts of a token; None: all experts. A token that would have more gets a narrower
                 strip, which ends at the level of the first expert without a slot, so that the output stays continuous.
@@ -67,7 +68,7 @@ class SmoothTopK(Selector, StatefulPart):
     a, b        the exponents of S, positive: a factor grows from 0 as u^a at the lower edge of the strip, and reaches 1 as
                 1 - (1-u)^b at its upper edge. The output is continuous for all of them; in float32 the smallest step of a
                 factor is 2^(-24 a) at the lower and 2^(-24 b) at the upper edge, so values far below 1 are steps in practice
-    inference   "smooth" or "hard"
+    inference   what evaluation uses: "smooth", or "hard": top-k
     rule        the rule of the model that the router is built for; None: a softmax over the slots in use, as in the paper
     """
 

@@ -1,0 +1,398 @@
+"""Write docs/routers/NAME.md, a page for each router that Holdfast registers.
+
+    python docs/site/router_pages.py            # write them again, after a change of a router, of results or of times
+
+By hand are only the idea and the papers, in router_texts.yaml. Everything else is read from where it is true:
+
+    formula, options    docstrings and constructors of the router's parts
+    traits, needs       what the router declares, built at the sizes below
+    cost                what its parts declare at the sizes below, and the times in docs/performance.md
+    certificate         what `certify` answers for the router
+    results             the rows of docs/results.md that name it
+"""
+
+import functools
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from site_docstrings import option_texts, texts
+
+from holdfast.certificates import certify
+from holdfast.cli.routers import HEADS, VOCABULARY, WARM_UP, embedded_tokens, synthetic_context
+from holdfast.routing import Router
+from holdfast.routing.declarations import LayerSizes, NoCertificate
+from holdfast.routing.grammar import option_name
+from holdfast.routing.parts import Part
+from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import DEFAULT_PARTS, FAMILIES, GIVEN, NOISE, Preset
+
+DOCS = Path(__file__).resolve().parent.parent
+PAGES = DOCS / "routers"
+TEXTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("router_texts.yaml").read_text(encoding="utf-8"))
+
+STAGES = {"expert": "inform, expert side", "token": "inform, token side", "capacity": "capacity, around select"}
+TRAITS = {
+    "causal": "causal: a later token does not change the routing of an earlier one",
+    "batch_invariant": "batch-invariant: other sequences and padding do not change it",
+    "cacheable": "cacheable: decoding token by token gives the routing of one forward",
+    "sequence_aware": "sequence-aware: reads other tokens of the sequence",
+}
+READS = {
+    "attention": "the attention before the layer",
+    "attention.mask": "which tokens the attention lets see each other",
+    "attention.projection": "the output projection of that attention",
+    "previous": "the routing of the previous MoE layer",
+    "token_ids": "token ids",
+    "modality": "the modality of each token",
+}
+
+ABOUT_ALL_PARTS = ("holdfast.routing.parts", "holdfast.routing.state")  # modules whose docstrings describe no router
+
+# The sizes of the costs: those of the tables in docs/performance.md (olmoe).
+K, HIDDEN = 8, 1024
+SIZES = LayerSizes(
+    dim=2048,
+    experts=64,
+    length=2048,
+    mixed=2049 / 2,
+    heads=16,
+    key_width=128,
+    value_width=128,
+    number=2,
+    expert_parameters=3 * 2048 * HIDDEN,
+)
+EXPERT_FLOPS = 6.0 * SIZES.dim * HIDDEN  # of one gated expert and one token, forward
+
+# The sizes of the routers that are built to ask for traits and certificates.
+DIM, EXPERTS, SEQUENCES = 64, 16, 2
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Markdown table, and the heading that it stands under."""
+
+    heading: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def page(preset: Preset) -> str:
+    """Return the page of a router as Markdown."""
+    parts = _parts(preset)
+    router, contexts = _built(preset.name)
+    sections = [
+        f"# {preset.name}",
+        "<!-- Written by docs/site/router_pages.py: change the code, router_texts.yaml or results.md, and run it again. -->",
+        f"{preset.about[0].upper()}{preset.about[1:]}. "
+        f"Family: {preset.family}, {FAMILIES[preset.family]}. Replaces stage: {_stages(preset)}. {_use(preset, router)}",
+        "## Idea",
+        " ".join(TEXTS[preset.name]["idea"].split()),
+        "## Formula",
+        *_formulas(parts),
+        "## Options",
+        _options(preset, parts),
+        "## Traits",
+        _traits(router),
+        "## Cost",
+        _cost(preset),
+        *_times(preset.name),
+        "## Certificate",
+        _certificate(router, contexts),
+        "## Results",
+        *_results(preset.name),
+        "## Papers",
+        "\n".join(f"- {paper}" for paper in TEXTS[preset.name]["papers"]),
+        "See also: [all routers](../routers.md), [which router when](../which-router.md), [tables of papers](../papers.md).",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def write_pages(folder: Path) -> list[Path]:
+    """Write all pages to `folder`, and remove pages of routers that are gone."""
+    folder.mkdir(exist_ok=True)
+    pages = {folder / f"{preset.name}.md": page(preset) for preset in own_presets()}
+    for file in folder.glob("*.md"):
+        if file not in pages:
+            file.unlink()
+    for file, content in pages.items():
+        file.write_text(content, encoding="utf-8")
+    return list(pages)
+
+
+def own_presets() -> list[Preset]:
+    """Return the presets of the package; those of plugins have no page."""
+    return [preset for preset in REGISTRY if preset.family != "plugins"]
+
+
+def _parts(preset: Preset) -> dict[str, type[Part]]:
+    """Return the classes of the parts that a preset brings, by stage; `smoe` brings none and has the default parts."""
+    paths = preset.parts or DEFAULT_PARTS
+    names = list(paths.values())
+    classes = {f"{part.__module__}:{part.__qualname__}": part for part in REGISTRY.part_classes(preset.name)}
+    return {stage: classes[str(name)] for stage, name in zip(paths, names, strict=True)}
+
+
+def _stages(preset: Preset) -> str:
+    return ", ".join(STAGES.get(stage, stage) for stage in preset.parts) or "none, these are the defaults"
+
+
+def _use(preset: Preset, router: Router) -> str:
+    if router.select.layer_kind != "moe":
+        return f'Use it with `holdfast.sparsify(model, experts=16, router="{preset.name}")`: it is a layer of its own.'
+    return f'Use it with `holdfast.reroute(model, "{preset.name}")`, or joined to others with `+`.'
+
+
+def _formulas(parts: dict[str, type[Part]]) -> Iterator[str]:
+    """Yield the first formulas of each module that is only about this router, and the text of each part's docstring.
+
+    A module with parts of other routers describes all of them, so there only the texts of the classes are used.
+    """
+    bases = [base.__module__ for part in parts.values() for base in reversed(part.__mro__) if issubclass(base, Part)]
+    others = {part.__module__ for preset in own_presets() for part in _parts(preset).values() if part not in parts.values()}
+    for module in dict.fromkeys(bases):
+        if module in others or module in ABOUT_ALL_PARTS:
+            continue
+        blocks = re.findall(r"(?:^|\n\n)((?: {4}.*\n?)+)", inspect.cleandoc(sys.modules[module].__doc__ or ""))
+        if blocks:
+            yield "\n".join(["```text", inspect.cleandoc("\n" + blocks[0]).rstrip(), "```"])
+    for part in parts.values():
+        first, *more = texts(inspect.getdoc(part) or "")
+        yield f"`{part.__name__}`: {first}"
+        yield from more
+
+
+def _options(preset: Preset, parts: dict[str, type[Part]]) -> str:
+    """Return a table of options: names, values and defaults from the constructors of parts, texts from their docstrings."""
+    rows: dict[str, str] = {}
+    described = {name: text for part in parts.values() for name, text in _described(part).items()}
+    for part in parts.values():
+        hints = typing.get_type_hints(part.__init__)
+        for parameter in inspect.signature(part).parameters.values():
+            option = option_name(parameter.name)
+            if parameter.name in (*GIVEN, *NOISE) or option in rows:
+                continue
+            default = preset.defaults.get(option, parameter.default)
+            cells = [f"`{option}`", _values(hints[parameter.name]), _default(default), described.get(parameter.name, "")]
+            rows[option] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    of_top_k = {"k": "experts per token", **_described(REGISTRY.part_classes("smoe")[-1])}
+    for option, value in preset.defaults.items():
+        rows.setdefault(option, f"| `{option}` | | {_default(value)} | {of_top_k[option]} |")
+    table = ["| option | values | default | meaning |", "|---|---|---|---|", *rows.values()]
+    shared = "`k`, `noise` and the options of the other stages are those of every router ([routers](../routers.md))."
+    if not rows:
+        return f"None of its own. {shared}"
+    return "\n".join(table) + f"\n\n{shared}"
+
+
+def _described(part: type[Part]) -> dict[str, str]:
+    """Return the text of each option in the docstring of a part or of the classes it derives from."""
+    found: dict[str, str] = {}
+    for cls in part.__mro__:
+        for name, text in option_texts(inspect.cleandoc(cls.__doc__ or "")).items():
+            if not text.startswith("see `"):
+                found.setdefault(name, text)
+    return found
+
+
+def _values(hint: Any) -> str:
+    """Return the values that an option takes, as they are written in brackets."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return ", ".join(_values(argument) for argument in arguments if argument is not type(None))
+    if hint is bool:
+        return "`true`, `false`"
+    if origin is not None:
+        return "numbers"
+    return {int: "a whole number", float: "a number", str: "a text"}.get(hint, "numbers")
+
+
+def _default(value: Any) -> str:
+    if value is inspect.Parameter.empty:
+        return "the model's"
+    if value is None:
+        return "none"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+@functools.cache
+def _batches() -> list[tuple[Any, Any]]:
+    """Return a few batches of text as tokens, with their contexts."""
+    batches = embedded_tokens(WARM_UP + 1, SEQUENCES, DIM, 0)
+    return [(tokens, synthetic_context(tokens, ids, EXPERTS)) for tokens, ids in batches]
+
+
+def _built(name: str) -> tuple[Router, list[tuple[Any, Any]]]:
+    """Return the router in evaluation mode after a few batches of text, and the batches with their contexts."""
+    torch.manual_seed(0)
+    given = {"heads": HEADS, "vocabulary": VOCABULARY}
+    options: dict[str, Any] = {key: value for key, value in given.items() if key in REGISTRY.options(name)}
+    router = REGISTRY.build(name, dim=DIM, experts=EXPERTS, **options)
+    with torch.no_grad():
+        for tokens, context in _batches()[:-1]:
+            router.train()(tokens, context)
+    return router.eval(), _batches()
+
+
+def _traits(router: Router) -> str:
+    def word(value: bool) -> str:
+        return "yes" if value else "no"
+
+    rows = [
+        f"| {text} | {word(getattr(router.traits, name))} | {word(getattr(router.training_traits, name))} |"
+        for name, text in TRAITS.items()
+    ]
+    table = "\n".join(["| trait | in evaluation | in training |", "|---|---|---|", *rows])
+    reads = sorted(READS[name] for name in router.reads)
+    needs = f"Besides its tokens it reads {' and '.join(reads)}." if reads else "It reads nothing but its tokens."
+    return f"{table}\n\n{needs}"
+
+
+def _cost(preset: Preset) -> str:
+    """Return what the parts declare, for a layer of the sizes of docs/performance.md."""
+    given = {"heads": SIZES.heads, "vocabulary": 50304}
+    options: dict[str, Any] = {key: value for key, value in given.items() if key in REGISTRY.options(preset.name)}
+    with torch.device("meta"):
+        router = REGISTRY.build(preset.name, dim=SIZES.dim, experts=SIZES.experts, k=K, **options)
+    costs = [cost for part in router.all_parts if (cost := part.cost(SIZES)) is not None]
+    forward, training = sum(cost.forward for cost in costs), sum(cost.training for cost in costs)
+    active = router.select.active_experts(SIZES)
+    experts = float(SIZES.experts) if active is None else active.inference
+    why = f" ({active.about.rstrip('.')})" if active is not None and active.about else ""
+    share = f", {100 * forward / (experts * EXPERT_FLOPS):.2g}% of the experts'" if forward else ""
+    buffers = {id(buffer): buffer for part in router.parts for buffer in part.buffers()}.values()
+    state = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    rows = {
+        "experts per token": f"{experts:.3g}{why}",
+        "FLOPs of the router per token, forward": f"{_count(forward)}{share}",
+        "FLOPs of the router per token, training step": _count(training),
+        "trained parameters of the router": _count(sum(weight.numel() for weight in router.parameters())),
+        "state and fixed tables": _count(state, "B"),
+        "kept per token while decoding": _count(sum(cost.cached for cost in costs), "B"),
+    }
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return (
+        f"Declared by its parts, for a layer of {SIZES.dim} features, {SIZES.experts} experts of {HIDDEN} hidden features, "
+        f"k = {K}, sequences of {SIZES.length} tokens; `holdfast plan` computes it for your model.\n\n{table}"
+    )
+
+
+def _count(number: float, unit: str = "") -> str:
+    """Return a number with three digits and k, M or G."""
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def _times(name: str) -> Iterator[str]:
+    """Yield the measured times of docs/performance.md."""
+    found: dict[str, list[str]] = {}
+    for table in tables((DOCS / "performance.md").read_text(encoding="utf-8")):
+        if table.heading != "Routers":
+            continue
+        for row in table.rows:
+            for at, cell in enumerate(row[:-1]):
+                if table.columns[at] == "router" and table.columns[at + 1] == "ms" and name in router_names(cell):
+                    found.setdefault(cell, []).append(row[at + 1])
+    if found:
+        times = "; ".join(f"{cell}: {' and '.join(numbers)} ms" for cell, numbers in found.items())
+        yield (
+            "Measured on an H200, forward and backward of the router at these sizes, where the experts take about 9 ms: "
+            f"{times}. [performance](../performance.md#routers) says how, and in which runs."
+        )
+    else:
+        yield "Its time is not in [performance](../performance.md#routers)."
+
+
+def _certificate(router: Router, batches: Sequence[tuple[Any, Any]]) -> str:
+    tokens, context = batches[-1]
+    try:
+        found = certify(router, tokens, context)
+    except NoCertificate as reason:
+        text = str(reason).strip().rstrip(".")
+        return f"{text[0].upper()}{text[1:]}. [Certificates](../certificates.md) says what can be done instead."
+    infinite = ", and infinite: nothing that happens to its input changes its experts" if found.radius.isinf().all() else ""
+    meaning = {
+        "exact": "the radius is the distance to the nearest decision boundary",
+        "lower bound": "no perturbation within the radius changes the selected experts; larger ones may be harmless too",
+        "probabilistic": "the radius holds with high probability",
+    }[found.kind]
+    core = " It is about the hard core, the k experts with the largest weights." if _has_core(router) else ""
+    kind = f"Kind: **{found.kind}**{infinite or f': {meaning}'}.{core}"
+    return f"{kind} [Certificates](../certificates.md) says what is certified."
+
+
+def _has_core(router: Router) -> bool:
+    """Return whether a token uses more experts than those that are certified."""
+    return router.select.core is not None and router.select.ragged
+
+
+def _results(name: str) -> Iterator[str]:
+    """Yield the rows of docs/results.md that name the router, and the claims about it."""
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    withdrawn = False
+    for table in tables(text):
+        rows = [row for row in table.rows if name in router_names(row[0])]
+        if not rows or table.columns[0] != "router":
+            continue
+        baseline = [row for row in table.rows if row[0] == "`smoe`" and row not in rows]
+        withdrawn |= any(row[0].endswith("*") for row in rows)
+        lines = [table.columns, ["---"] * len(table.columns), *baseline, *rows]
+        yield f"**{table.heading}**"
+        yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    claims = [
+        row
+        for table in tables(text)
+        if table.columns[0] == "claim"
+        for row in table.rows
+        if row[0].startswith(TEXTS[name].get("claims", "no claims"))
+    ]
+    if claims:
+        yield "\n".join(["| claim | verdict at this scale |", "|---|---|", *(f"| {row[0]} | {row[1]} |" for row in claims)])
+    if withdrawn:
+        yield "\\*: withdrawn, because another router was measured under this name."
+    if claims or name in text:
+        yield "[results](../results.md) has the setting, the intervals and the limits of these runs."
+    if not claims and not any(name in router_names(row[0]) for table in tables(text) for row in table.rows):
+        yield "Not measured: [results](../results.md) has no model that was trained with it."
+
+
+def router_names(cell: str) -> set[str]:
+    """Return the names of routers in the code at the beginning of a table's cell: "`symphony+smooth`" has two."""
+    code = re.match(r"`([^`]+)`", cell)
+    return {re.sub(r"\[.*", "", part) for part in re.sub(r"\[[^\]]*\]", "", code[1]).split("+")} if code else set()
+
+
+def tables(markdown: str) -> list[Table]:
+    """Return the tables of a document."""
+    found: list[Table] = []
+    heading, rows = "", list[list[str]]()
+    for line in [*markdown.splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))])
+        elif rows:
+            found.append(Table(heading, rows[0], rows[2:]))
+            rows = []
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+    return found
+
+
+def main() -> None:
+    for file in write_pages(PAGES):
+        print(file.relative_to(DOCS.parent), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
