@@ -5,7 +5,7 @@ in this range; a model reads them scaled to [-1, 1], or as the image processor o
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_pixels, corrupt, fgsm, find_attack, pgd, spsa
 from holdfast.data import Images, ImageSet, Order, PixelScaling, image_set
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
+from holdfast.train.image_attacks import (
+    ATTACK_SEED,
+    BATCH,
+    attack_all,
+    attack_name,
+    attack_table,
+    classifier,
+    error_of,
+    error_percent,
+)
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
@@ -30,19 +39,12 @@ from holdfast.train.task import (
     Task,
     first_experts,
     routing_metrics,
-    without_attack_warnings,
 )
 
-ATTACK_SEED = 0
-BATCH = 64  # images in a forward
 PROBE_IMAGES = 64
 VIEW_IMAGES = 8
 VALIDATION_IMAGES = 2048  # at most
-SEVERITY = 5  # of corruptions: the worst
 MOST_PATCHES = 4096  # of an image, if attention is over all patches
-SPSA_SAMPLES = 16  # pairs of probes per step
-
-Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
 
 
 @final
@@ -62,12 +64,12 @@ class ImageTask(Task):
     def measure(self) -> Measure:
         attack = self.recipe.attack
         long = "share of test images that are classified wrongly, in percent"
-        return Measure("error, %", long, f"{self._attack_name}, l_inf {attack.budget:.3g}, {attack.steps} steps")
+        return Measure("error, %", long, f"{attack_name(attack)}, l_inf {attack.budget:.3g}, {attack.steps} steps")
 
     def describe(self) -> dict[str, Any]:
         attack = self.recipe.attack
         how = {
-            "attack": self._attack_name,
+            "attack": attack_name(attack),
             "norm": "linf",
             "budget": attack.budget,
             "steps": attack.steps,
@@ -116,24 +118,12 @@ class ImageTask(Task):
     def score(self, model: Any) -> dict[str, Any]:
         was_training = model.training
         model.eval()
-        images, budget, steps = self.image_set.images("test"), self.recipe.attack.budget, self.recipe.attack.steps
+        images = self.image_set.images("test")
         clean = self._clean(model, images)
         some = self._attacked_numbers()
         pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-        classify = classifier(model, self.scaling)
-        given: dict[str, Any] = {"budget": budget, "batch": BATCH}
-        with without_attack_warnings():
-            strong = pgd(classify, pixels, labels, **given, steps=steps, seed=ATTACK_SEED)
-            main = strong if self._is_pgd else self._attacked_as_named(classify, pixels, labels)
-            blind = spsa(classify, pixels, labels, **given, steps=steps, samples=SPSA_SAMPLES, seed=ATTACK_SEED)
-            results = {
-                "FGSM": _attacked(fgsm(classify, pixels, labels, **given)),
-                "PGD": _attacked(strong),
-                "SPSA": _attacked(blind),
-                "corruptions": _corrupted(classify, pixels, labels),
-                **({} if self._is_pgd else {self._attack_name: _attacked(main)}),
-            }
-        attacked = {**results[self._attack_name], **self._forward_attacked(model, main.inputs, labels)}
+        results, main = attack_all(classifier(model, self.scaling), pixels, labels, self.recipe.attack)
+        attacked = {**results[attack_name(self.recipe.attack)], **self._forward_attacked(model, main.inputs, labels)}
         model.train(was_training)
         return {"clean": clean, "attacked": attacked, "trials": results}
 
@@ -164,21 +154,6 @@ class ImageTask(Task):
                 for place, number in enumerate(numbers)
             ],
         }
-
-    @property
-    def _is_pgd(self) -> bool:
-        return self.recipe.attack.name in (None, "pgd")
-
-    @property
-    def _attack_name(self) -> str:
-        return "PGD" if self._is_pgd else str(self.recipe.attack.name)
-
-    def _attacked_as_named(self, classify: Classify, pixels: Tensor, labels: Tensor) -> AttackedInputs:
-        """Attack with the attack that the recipe names."""
-        part = self.recipe.attack
-        attack = find_attack(self._attack_name, "pictures")
-        how: dict[str, Any] = {"steps": part.steps, "seed": ATTACK_SEED, "batch": BATCH}
-        return attack_pixels(attack, classify, pixels, labels, budget=part.budget, **how)
 
     def _attacked_numbers(self) -> list[int]:
         return evenly_spaced(len(self.image_set.images("test")), self.recipe.attack.examples)
@@ -233,51 +208,6 @@ def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
     return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels[numbers]}
 
 
-def classifier(model: Any, scaling: PixelScaling) -> Classify:
-    """Return the function from pixels between 0 and 1 to logits that attacks need."""
-
-    def classify(pixels: Tensor) -> Tensor:
-        logits: Tensor = model(pixel_values=scaling(pixels)).logits
-        return logits
-
-    return classify
-
-
-def error_percent(correct: int, count: int) -> float:
-    return 100 * (1 - correct / count)
-
-
-@torch.no_grad()
-def error_of(classify: Classify, pixels: Tensor, labels: Tensor) -> float:
-    """Return the error on these images, in percent."""
-    logits = torch.cat([classify(part) for part in pixels.split(BATCH)])
-    return error_percent(int(in_top_k(logits, labels).sum()), len(labels))
-
-
-def attacked_error(result: AttackedInputs) -> float:
-    """Return the error after an attack, from counts as every error here: shares differ in the last digit."""
-    return error_percent(int((~result.success).sum()), len(result.success))
-
-
-def corruption_errors(classify: Classify, pixels: Tensor, labels: Tensor, severity: int, seed: int) -> dict[str, float]:
-    """Return the error under each corruption that needs no files."""
-    errors = {}
-    for name in (name for name, corruption in CORRUPTIONS.items() if not corruption.files):
-        corrupted = corrupt(pixels.cpu(), name, severity=severity, seed=seed).images.to(pixels)
-        errors[name] = error_of(classify, corrupted, labels)
-    return errors
-
-
-def _attacked(result: AttackedInputs) -> dict[str, Any]:
-    return {"figure": attacked_error(result), **result.summary()}
-
-
-def _corrupted(classify: Classify, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Return the mean error over corruptions, and each of them."""
-    errors = corruption_errors(classify, pixels, labels, SEVERITY, ATTACK_SEED)
-    return {"figure": sum(errors.values()) / len(errors), "severity": SEVERITY, "each": errors}
-
-
 def _on_grid(experts: Tensor) -> Tensor:
     """Return (B,N) as (B,side,side), without the tokens before the patches, such as a class token."""
     side = int(experts.shape[1] ** 0.5)
@@ -297,33 +227,4 @@ def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: in
     if not some:
         raise ValueError(f"examples is {examples}; attack at least 1 image.")
     pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-    classify = classifier(model, task.scaling)
-    if kind == "corruptions":
-        return _corruption_table(classify, pixels, labels, budget, seed)
-    attack = find_attack(kind, "pictures")
-    how: dict[str, Any] = {"steps": steps, "seed": seed, "batch": BATCH}
-    with without_attack_warnings():
-        result = attack_pixels(attack, classify, pixels, labels, budget=budget, **how)
-    return {
-        "title": f"{result.attack}, {result.norm} {result.budget:.4g}, {len(some)} images",
-        "columns": ["", "error, %"],
-        "rows": [["clean", error_of(classify, pixels, labels)], [result.attack, attacked_error(result)]],
-        "flags": [flag.summary() for flag in result.flags],
-        "summary": result.summary(),
-    }
-
-
-def _corruption_table(classify: Classify, pixels: Tensor, labels: Tensor, severity: float, seed: int) -> AttackTable:
-    if severity != int(severity):
-        raise ValueError(f"the budget of corruptions is a severity, a whole number from 1 to 5, not {severity:g}.")
-    errors = corruption_errors(classify, pixels, labels, int(severity), seed)
-    rows = [["clean", error_of(classify, pixels, labels)], *([name, value] for name, value in errors.items())]
-    rows.append(["mean of corruptions", sum(errors.values()) / len(errors)])
-    skipped = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
-    return {
-        "title": f"Corruptions of severity {severity:g}, {len(labels)} images ({skipped} needs files and is skipped)",
-        "columns": ["", "error, %"],
-        "rows": rows,
-        "flags": [],
-        "summary": {"severity": int(severity), "seed": seed, "errors": errors},
-    }
+    return attack_table(classifier(model, task.scaling), pixels, labels, kind, budget=budget, steps=steps, seed=seed)
