@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from holdfast.report.attack_curves import accuracy_caption, accuracy_table
 from holdfast.report.expert_views import css_classes, evolutions, views
 from holdfast.report.page_shell import SCRIPTS as SCRIPTS
 from holdfast.report.page_shell import THEMES as THEMES
@@ -50,6 +51,8 @@ def render(results: Results) -> str:
         side_by_side=beside,
         metrics=list(metrics_table(results)),
         metrics_caption=metrics_caption(results),
+        accuracies=list(accuracy_table(results)),
+        accuracy_caption=accuracy_caption(results),
         trials=list(every_attack_table(results)),
         targets_are_attacked=results.targets_are_attacked,
         routing=list(routing_table(results)),

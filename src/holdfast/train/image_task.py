@@ -5,7 +5,7 @@ in this range; a model reads them scaled to [-1, 1], or as the image processor o
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,13 @@ from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.image_attacks import (
-    ATTACK_SEED,
     BATCH,
+    Corrupted,
     attack_all,
     attack_name,
+    attack_options,
     attack_table,
+    check_images_attacks,
     classifier,
     error_of,
     error_percent,
@@ -59,6 +61,7 @@ class ImageTask(Task):
         self.recipe = recipe
         self.image_set: ImageSet = image_set(recipe.data.source, folder=folder, size=recipe.data.size)
         self.scaling = start_scaling(recipe.model) if scaling is None else scaling
+        self._corrupted_images: Corrupted | None = None
 
     @property
     def measure(self) -> Measure:
@@ -67,15 +70,14 @@ class ImageTask(Task):
         return Measure("error, %", long, f"{attack_name(attack)}, l_inf {attack.budget:.3g}, {attack.steps} steps")
 
     def describe(self) -> dict[str, Any]:
-        attack = self.recipe.attack
-        how = {
-            "attack": attack_name(attack),
-            "norm": "linf",
-            "budget": attack.budget,
-            "steps": attack.steps,
-            "seed": ATTACK_SEED,
-        }
-        return {"data": self.image_set.describe(), "attack": {**how, "examples": len(self._attacked_numbers())}}
+        attack, count = self.recipe.attack, len(self.image_set.images("test"))
+        how: dict[str, Any] = {"attack": attack_name(attack), "norm": "linf", "budget": attack.budget}
+        how |= {"budgets": attack.all_budgets()} if attack.budgets else {}
+        how |= attack_options(attack)
+        numbers = {"spsa_examples": attack.spsa_examples, "corrupted_examples": attack.corrupted_examples}
+        how |= {name: min(count, number) for name, number in numbers.items() if number is not None}
+        how |= {"severities": attack.severities, "examples": min(count, attack.examples)}
+        return {"data": self.image_set.describe(), "attack": how}
 
     def state(self) -> dict[str, Any]:
         scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
@@ -119,13 +121,17 @@ class ImageTask(Task):
         was_training = model.training
         model.eval()
         images = self.image_set.images("test")
-        clean = self._clean(model, images)
-        some = self._attacked_numbers()
-        pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-        results, main = attack_all(classifier(model, self.scaling), pixels, labels, self.recipe.attack)
-        attacked = {**results[attack_name(self.recipe.attack)], **self._forward_attacked(model, main.inputs, labels)}
+        clean, classify, part = self._clean(model, images), classifier(model, self.scaling), self.recipe.attack
+
+        def few(count: int) -> tuple[Tensor, Tensor]:
+            return self.test_images(count, model.device)
+
+        results, curves, main = attack_all(classify, few, part)
+        labels = few(part.corrupted_examples or part.examples)[1]
+        results["corruptions"] = self._corrupted().score(classify, labels, part.severities)
+        attacked = {**results[attack_name(part)], **self._forward_attacked(model, main.inputs, few(len(main.inputs))[1])}
         model.train(was_training)
-        return {"clean": clean, "attacked": attacked, "trials": results}
+        return {"clean": clean, "attacked": attacked, "trials": results, **({"curves": curves} if curves else {})}
 
     def probe(self) -> Inputs:
         images = self.image_set.images("test")
@@ -155,8 +161,18 @@ class ImageTask(Task):
             ],
         }
 
-    def _attacked_numbers(self) -> list[int]:
-        return evenly_spaced(len(self.image_set.images("test")), self.recipe.attack.examples)
+    def test_images(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the pixels and labels of so many test images, evenly spaced."""
+        images = self.image_set.images("test")
+        some = evenly_spaced(len(images), count)
+        return images.pixels(some).to(device), images.labels[some].to(device)
+
+    def _corrupted(self) -> Corrupted:
+        """Return the corrupted test images; models that are scored later use the same ones."""
+        if self._corrupted_images is None:
+            count = self.recipe.attack.corrupted_examples or self.recipe.attack.examples
+            self._corrupted_images = Corrupted(self.test_images(count, torch.device("cpu"))[0])
+        return self._corrupted_images
 
     @torch.no_grad()
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
@@ -218,13 +234,29 @@ def _enlarged(grid: Tensor, side: int) -> Tensor:
     return torch.nn.functional.interpolate(grid[:, None].float(), side, mode="nearest")[:, 0].long()
 
 
-def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: int, examples: int, seed: int) -> AttackTable:
-    """Attack test images within `budget` with the attack of this name, or apply the corruptions at severity `budget`."""
+def attack_images(
+    model: Any,
+    task: Task,
+    kinds: str | Sequence[str],
+    *,
+    budget: float | Sequence[float],
+    steps: int = 20,
+    examples: int = 512,
+    seed: int = 0,
+    **options: Any,
+) -> AttackTable:
+    """Attack test images within `budget` with one attack or several, or apply the corruptions at severity `budget`.
+
+    budget      one, or several: the table then has the error against the budget
+    options     of the attacks: step, restarts, random_start, samples
+    """
+    names = [kinds] if isinstance(kinds, str) else list(kinds)
+    budgets = list(budget) if isinstance(budget, Sequence) else [budget]
     if not isinstance(task, ImageTask):
-        raise ValueError(f"{kind} attacks images, but this model reads texts: use words, typos or routes.")
-    images = task.image_set.images("test")
-    some = evenly_spaced(len(images), examples)
-    if not some:
+        raise ValueError(f"{names[0]} attacks images, but this model reads texts: use words, typos or routes.")
+    check_images_attacks(names, budgets, options)
+    if examples < 1:
         raise ValueError(f"examples is {examples}; attack at least 1 image.")
-    pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-    return attack_table(classifier(model, task.scaling), pixels, labels, kind, budget=budget, steps=steps, seed=seed)
+    pixels, labels = task.test_images(examples, model.device)
+    how: dict[str, Any] = {"budgets": budgets, "steps": steps, "seed": seed, "options": options}
+    return attack_table(classifier(model, task.scaling), pixels, labels, names, **how)
