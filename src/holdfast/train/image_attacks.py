@@ -20,7 +20,8 @@ from holdfast.train.recipe import AttackPart
 from holdfast.train.task import AttackTable, without_attack_warnings
 
 ATTACK_SEED = 0
-BATCH = 64  # images in a forward
+BATCH = 64  # images in a forward, of 224 x 224 pixels or on a CPU
+MOST_IN_BATCH = 1024  # smaller images on a GPU
 NAMES = {"fgsm": "FGSM", "pgd": "PGD", "spsa": "SPSA"}  # of attacks that every recipe runs, as results call them
 TOP = 5  # the second error: the right class is not among so many
 LARGEST_CACHE = 2048 * MIB  # corrupted images that are kept for the next model of a comparison
@@ -39,6 +40,11 @@ def classifier(model: Any, scaling: PixelScaling) -> Classify:
     return classify
 
 
+def batch_size(side: int, device: torch.device) -> int:
+    """Return the number of images in a forward. On a GPU it is larger for small images, which else wait for the host."""
+    return BATCH if device.type == "cpu" else max(BATCH, min(MOST_IN_BATCH, BATCH * 224**2 // side**2))
+
+
 def error_percent(correct: int, count: int) -> float:
     return 100 * (1 - correct / count)
 
@@ -46,7 +52,7 @@ def error_percent(correct: int, count: int) -> float:
 @torch.no_grad()
 def logits_of(classify: Classify, pixels: Tensor) -> Tensor:
     """Return the logits of images on the model's device."""
-    return torch.cat([classify(part) for part in pixels.split(BATCH)])
+    return torch.cat([classify(part) for part in pixels.split(batch_size(pixels.shape[-1], pixels.device))])
 
 
 def error_of(classify: Classify, pixels: Tensor, labels: Tensor) -> float:
@@ -90,7 +96,7 @@ def curve_of(
     attack: Attack, classify: Classify, pixels: Tensor, labels: Tensor, budgets: Sequence[float], **options: Any
 ) -> Curve:
     """Return the results of an attack at every budget, the smallest first."""
-    given = {"batch": BATCH, "top": TOP, **options}
+    given = {"batch": batch_size(pixels.shape[-1], pixels.device), "top": TOP, **options}
     with without_attack_warnings():
         return attack_curve(lambda at: attack_pixels(attack, classify, pixels, labels, budget=at, **given), budgets)
 

@@ -5,7 +5,7 @@ in this range; a model reads them scaled to [-1, 1], or as the image processor o
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,12 @@ from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.image_attacks import (
-    BATCH,
     Corrupted,
     attack_all,
     attack_name,
     attack_options,
     attack_table,
+    batch_size,
     check_images_attacks,
     classifier,
     error_of,
@@ -106,7 +106,12 @@ class ImageTask(Task):
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training
         order = Order(len(images), training.batch * training.accumulate, seed)
-        return Examples(order, partial(_inputs, images, self.scaling), training.step_count(len(images)))
+
+        def fetch_on(device: torch.device) -> Callable[[Tensor], Inputs]:
+            return partial(_inputs, images.on(device), self.scaling)
+
+        fetch = partial(_inputs, images, self.scaling)
+        return Examples(order, fetch, training.step_count(len(images)), fetch_on)
 
     def validation(self) -> Dataset[Inputs]:
         return _SomeImages(self.image_set.images("valid"), VALIDATION_IMAGES, self.scaling)
@@ -178,10 +183,10 @@ class ImageTask(Task):
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
         correct = among_five = 0
         classify = classifier(model, self.scaling)
-        chosen = ChosenMetrics(self.recipe.metrics)
+        chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(images.shape[-1], model.device)
         with routing_metrics(model) as routing:
-            for start in range(0, len(images), BATCH):
-                numbers = range(start, min(start + BATCH, len(images)))
+            for start in range(0, len(images), batch):
+                numbers = range(start, min(start + batch, len(images)))
                 logits, labels = classify(images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
                 correct += int(in_top_k(logits, labels).sum())
                 among_five += int(in_top_k(logits, labels, 5).sum())
@@ -194,9 +199,9 @@ class ImageTask(Task):
     def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return the routing metrics on attacked images, and the recipe's further metrics."""
         classify = classifier(model, self.scaling)
-        chosen = ChosenMetrics(self.recipe.metrics)
+        chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(pixels.shape[-1], model.device)
         with routing_metrics(model) as routing:
-            for part, own in zip(pixels.split(BATCH), labels.split(BATCH), strict=True):
+            for part, own in zip(pixels.split(batch), labels.split(batch), strict=True):
                 chosen.update(classify(part), own)
         return {**chosen.result(), **routing}
 
@@ -221,7 +226,7 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 
 def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
-    return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels[numbers]}
+    return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels_of(numbers)}
 
 
 def _on_grid(experts: Tensor) -> Tensor:
