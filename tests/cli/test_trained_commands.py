@@ -154,11 +154,35 @@ def test_attacks_on_pictures_grow_with_their_budget(pictures: Path, tmp_path: Pa
         out = tmp_path / f"{kind}{budget}.json"
         given = ["attack", str(pictures), kind, "--budget", budget, "--examples", "32", "--steps", "5", "--out", str(out)]
         assert main(given) == 0
-        errors[kind, budget] = dict(json.loads(out.read_text())["rows"])
+        rows = json.loads(out.read_text())["rows"]
+        errors[kind, budget] = {row[0]: row[1] if kind == "corruptions" else row[2] for row in rows}
     clean = errors["pgd", "0"]["clean"]
     assert errors["pgd", "0"]["PGD"] == clean == errors["corruptions", "5"]["clean"]
     assert errors["pgd", "0.3"]["PGD"] >= errors["fgsm", "0.3"]["FGSM"] >= clean
     assert len(errors["corruptions", "5"]) == 16  # clean, fourteen kinds, their mean
+
+
+def test_several_budgets_in_one_call_give_a_curve_and_a_page(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "curve.json", tmp_path / "curve.html"
+    budgets = ["--budget", "0", "8/255", "0.2", "2e-3"]
+    few = ["--examples", "24", "--steps", "3", "--samples", "2", "--seed", "1", "--step", "4/255"]
+    assert main(["attack", str(pictures), "spsa", *budgets, *few, "--out", str(out), "--page", str(page)]) == 0
+    stored = json.loads(out.read_text())
+    curve = stored["curves"]["SPSA"]
+    assert curve["budgets"] == [0, 2e-3, 8 / 255, 0.2] and curve["examples"] == 24
+    for key in ("figure", "top5"):
+        assert curve[key] == sorted(curve[key]) and curve[key][0] == stored["clean"][key]
+    assert all(made <= budget for made, budget in zip(curve["realised"], curve["budgets"], strict=True))
+    assert [one["options"]["step"] for one in stored["summary"]["attacks"]] == [4 / 255] * 4
+    html = page.read_text()
+    assert "Error against budget" in html and f"{curve['figure'][-1]:.2f}" in html
+    assert "SPSA" in capsys.readouterr().out
+    assert main(["attack", str(pictures), "spsa", *budgets, *few, "--page", str(page)]) == 2  # it exists
+    both = ["attack", str(pictures), "fgsm,pgd", "--budget", "8/255", "--examples", "24", "--steps", "3", "--force"]
+    assert main([*both, "--out", str(out), "--page", str(page)]) == 0
+    assert list(json.loads(out.read_text())["curves"]) == ["FGSM", "PGD"]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +206,18 @@ def test_attacks_on_pictures_grow_with_their_budget(pictures: Path, tmp_path: Pa
         (["attack", "TRAINED", "routes", "--budget", "-1"], "budget"),
         (["attack", "PICTURES", "words", "--rate", "0.1"], "pictures"),
         (["attack", "PICTURES", "corruptions", "--budget", "0.5"], "severity"),
+        (["attack", "PICTURES", "corruptions", "--budget", "5", "--page", "page.html"], "no curve"),
+        (["attack", "PICTURES", "corruptions,pgd", "--budget", "5"], "alone"),
+        (["attack", "PICTURES", "pgd"], "--budget"),
+        (["attack", "PICTURES", "pgd", "--budget", "1/0"], "'1/0' is not a number"),
+        (["attack", "PICTURES", "pgd", "--budget", "1/255", "-1/255"], "budget is -0.0039"),
+        (["attack", "PICTURES", "pgd,pgd", "--budget", "1/255"], "only once"),
+        (["attack", "PICTURES", "pgd,words", "--budget", "1/255"], "together"),
+        (["attack", "PICTURES", "fgsm", "--budget", "1/255", "--restarts", "2"], "fgsm has no option restarts"),
+        (["attack", "PICTURES", "pgd", "--budget", "1/255", "--step", "big"], "'big' is not a number"),
+        (["attack", "PICTURES", "pgd", "--budget", "1/255", "--examples", "0"], "examples is 0"),
+        (["attack", "TRAINED", "words", "--rate", "0.1", "--page", "page.html"], "page is for attacks on pixels"),
+        (["attack", "TRAINED", "routes", "--budget", "0.1", "0.2"], "one --budget"),
     ],
 )
 def test_a_mistake_gets_one_sentence(

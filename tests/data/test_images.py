@@ -218,7 +218,7 @@ def test_missing_packages_and_files_say_how_to_get_them(tmp_path: Path, monkeypa
 
 
 def test_unknown_names_and_inert_options_are_refused() -> None:
-    assert list(image_sets()) == ["digits", "fashion-mnist"]
+    assert list(image_sets()) == ["digits", "fashion-mnist", "cifar10"]
     with pytest.raises(ValueError, match=r"'digit'.*'digits'"):
         image_set("digit")
     with pytest.raises(ValueError, match="size"):
@@ -234,3 +234,34 @@ def test_a_folder_of_one_class_is_refused(tmp_path: Path) -> None:
         Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
     with pytest.raises(ValueError, match="cats"):
         image_set(tmp_path / "pictures")
+
+
+def test_a_file_is_decoded_once_if_all_images_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.data import images as module
+
+    write_images(tmp_path, "ab", 10)
+    decoded, decode = list[Path](), module.decode
+
+    def noting(path: Path, size: int) -> Any:
+        decoded.append(path)
+        return decode(path, size)
+
+    monkeypatch.setattr(module, "decode", noting)
+    images = image_set(tmp_path, size=8).images("train")
+    first = images.pixels([3, 1, 3])
+    assert torch.equal(images.pixels([1, 3])[[1, 0, 1]], first) and len(decoded) == 2
+    monkeypatch.setattr(module, "LARGEST_IN_MEMORY", 0)
+    large = image_set(tmp_path, size=8).images("train")
+    assert torch.equal(large.pixels([3, 1, 3]), first) and len(decoded) == 5
+
+
+def test_images_on_a_device_are_the_same_images(tmp_path: Path) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "meta")  # meta: shapes and devices only
+    write_images(tmp_path, "ab", 10)
+    for images in (image_set(tmp_path, size=8).images("train"), image_set("digits").images("train")):
+        there, numbers = images.on(device), torch.tensor([5, 2, 2])
+        pixels, labels = there.pixels(numbers), there.labels_of(numbers)
+        assert pixels.device.type == labels.device.type == device.type and pixels.shape == (3, *images.shape)
+        if device.type == "cuda":
+            torch.testing.assert_close(pixels.cpu(), images.pixels(numbers))
+            assert torch.equal(labels.cpu(), images.labels[numbers])

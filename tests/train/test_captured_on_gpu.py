@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.routing import Router
+from holdfast.train import build_model, load_recipe, make_task
 from holdfast.train.captured_step import FIRST_STEPS, CapturedStep
 from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.recipe import TrainingPart
@@ -98,6 +99,25 @@ def test_fifty_replayed_steps_are_fifty_steps(kind: str) -> None:
     step = CapturedStep(step_of(model))
     found = train(step, model, data)
     assert step.is_captured
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert differences(model, plain) == []
+
+
+@pytest.mark.parametrize("router", ["smoe", "symphony", "ac", "similarity", "attention", "smooth"])
+def test_steps_on_images_that_are_on_the_gpu_are_replayed(router: str) -> None:
+    recipe = load_recipe("vmoe-tiny", {"training.steps": 20, "training.batch": 32, "training.precision": "bf16"})
+    task = make_task(recipe)
+    examples = task.examples(0)
+    there = examples.on(torch.device("cuda"))
+    data = [there.fetch(examples.order.numbers(step)) for step in range(20)]
+    for step, batch in enumerate(data):
+        for name, value in examples.fetch(examples.order.numbers(step)).items():
+            torch.testing.assert_close(batch[name].cpu(), value)
+    plain, model = (build_model(task, router, {}, seed=0).cuda().train() for _ in range(2))
+    expected = train(step_of(plain, precision="bf16"), plain, data)
+    captured = CapturedStep(step_of(model, precision="bf16"))
+    found = train(captured, model, data)
+    assert captured.is_captured
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert differences(model, plain) == []
 

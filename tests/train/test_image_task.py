@@ -13,7 +13,8 @@ from torch import Tensor
 from holdfast.attacks import AttackedInputs
 from holdfast.hub import trace
 from holdfast.train import Comparison, Recipe, RouterChoice, build_model, load_recipe, load_trained, make_task, parse_routers
-from holdfast.train.image_task import ImageTask, _attacked, error_percent, evenly_spaced
+from holdfast.train.image_attacks import _attacked, error_percent
+from holdfast.train.image_task import ImageTask, evenly_spaced
 
 ROUTERS = "smoe,symphony+smooth"
 

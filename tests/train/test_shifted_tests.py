@@ -14,7 +14,8 @@ from PIL import Image
 from holdfast.attacks import CORRUPTIONS
 from holdfast.metrics.tasks import ALEXNET_ERRORS
 from holdfast.train import Comparison, Recipe, make_task, parse_routers
-from holdfast.train.image_task import ImageTask, classifier, corruption_errors
+from holdfast.train.image_attacks import Corrupted, classifier
+from holdfast.train.image_task import ImageTask, evenly_spaced
 
 IDS = [f"n{10_000_000 + 13 * number:08}" for number in range(1000)]  # sorted, as the outputs of ImageNet's models are
 SOME = [IDS[number] for number in (7, 123, 124, 500, 999)]
@@ -248,9 +249,9 @@ def test_corruptions_are_the_same_in_batches_and_at_once(digits: Callable[..., R
     model = build_model(task, "smoe", {}, seed=0).eval()
     classify = classifier(model, task.scaling)
     found = task.shifts.score(classify, model.device)["corruptions"]
-    numbers = task._attacked_numbers()
+    numbers = evenly_spaced(len(images), task.recipe.attack.examples)
     images = task.image_set.images("test")
-    naive = corruption_errors(classify, images.pixels(numbers), images.labels[numbers], 3, 0)
+    naive = Corrupted(images.pixels(numbers)).errors(classify, images.labels[numbers], 3)
     assert {name: errors["3"] for name, errors in found["errors"].items()} == pytest.approx(naive)
     assert found["examples"] == 100 == len(numbers)
 

@@ -5,6 +5,7 @@ it. Store its `summary()` as JSON.
 
     text      swap_words, misspell                  the result says which words changed
     inputs    fgsm, pgd, spsa, worst_of             images in [0,1], or embeddings with bounds=None
+              attack_curve                          one of these at several budgets
     images    corrupt                               fifteen common corruptions; frost needs photographs that are not shipped
     routing   attack_routes                         the smallest perturbation that flips a token
 
@@ -14,6 +15,7 @@ it. Store its `summary()` as JSON.
 from holdfast.attacks.corruptions import CORRUPTIONS as CORRUPTIONS
 from holdfast.attacks.corruptions import CorruptedImages as CorruptedImages
 from holdfast.attacks.corruptions import corrupt as corrupt
+from holdfast.attacks.curves import attack_curve as attack_curve
 from holdfast.attacks.flags import AttackWarning as AttackWarning
 from holdfast.attacks.flags import Flag as Flag
 from holdfast.attacks.flags import check_model as check_model

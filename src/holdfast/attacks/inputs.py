@@ -48,6 +48,7 @@ class AttackedInputs:
     black_box: bool = False  # the attack used no gradients
     options: Mapping[str, Json] = field(default_factory=dict)
     flags: tuple[Flag, ...] = ()
+    ranks: Tensor | None = None  # (B,) int64: the largest number of classes above the right one at any input tried
 
     @property
     def clean_accuracy(self) -> float:
@@ -63,6 +64,15 @@ class AttackedInputs:
         """The realised rate: the share of correctly classified inputs that are misclassified after the attack."""
         right = ~self.already_wrong
         return float((self.success & right).sum() / right.sum().clamp_min(1))
+
+    def beyond(self, top: int) -> Tensor | None:
+        """Return (B,) bool: at some input tried, the right class is not among the `top` largest logits; None: not known.
+
+        For `top` of 1 this is `success`. For more, the attack must have been run with this `top`, or it may stop earlier.
+        """
+        if top == 1:
+            return self.success
+        return None if self.ranks is None else self.ranks >= top
 
     @property
     def realised(self) -> float:
@@ -114,6 +124,7 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
             inputs=torch.where(per_row(better, worst.inputs), other.inputs, worst.inputs),
             success=worst.success | other.success,
             distances=torch.where(better, other.distances, worst.distances),
+            ranks=None if worst.ranks is None or other.ranks is None else torch.maximum(worst.ranks, other.ranks),
         )
     white = [result.success for result in results if not result.black_box]
     black = [result for result in results if result.black_box]
@@ -158,11 +169,18 @@ class InputSearch:
         self.wrong = logits.argmax(-1) != labels
         self.already_wrong = self.wrong
         self.loss = losses(logits, labels, threat.loss)
+        self.ranks = ranks_of(logits, labels)
+        self.top = threat.top if threat.top < logits.shape[-1] else 1  # among all classes, every class has a place
+
+    @property
+    def finished(self) -> Tensor:
+        """(B,) bool: nothing is left to attack, because the right class is no longer among the `top` largest logits."""
+        return self.wrong if self.top == 1 else self.ranks >= self.top
 
     @property
     def done(self) -> bool:
-        """Whether every input is misclassified, so that nothing is left to attack."""
-        return bool(self.wrong.all())
+        """Whether nothing is left to attack in the whole batch."""
+        return bool(self.finished.all())
 
     def projected(self, perturbed: Tensor) -> Tensor:
         """Return the inputs projected onto the allowed ball and bounds."""
@@ -187,6 +205,7 @@ class InputSearch:
         worse = (wrong & ~self.wrong) | ((wrong == self.wrong) & (loss > self.loss))
         self.best = torch.where(per_row(worse, perturbed), perturbed.detach(), self.best)
         self.wrong, self.loss = torch.where(worse, wrong, self.wrong), torch.where(worse, loss, self.loss)
+        self.ranks = torch.maximum(self.ranks, ranks_of(logits, self.labels))
 
 
 def losses(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
@@ -201,17 +220,37 @@ def losses(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
     return logits.masked_fill(own, -math.inf).amax(-1) - logits.masked_fill(~own, -math.inf).amax(-1)
 
 
+def ranks_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return (B,) int64: how many classes are above the right one. Of equal logits the lower class is above, as in argmax.
+
+    A logit that is NaN is above all others, so that NaN is never right.
+    """
+    own = logits.gather(1, labels.unsqueeze(1))
+    earlier = torch.arange(logits.shape[1], device=logits.device) < labels.unsqueeze(1)
+    above: Tensor = ~(logits <= own) | ((logits == own) & earlier)
+    return above.sum(1)
+
+
 class Threat:
-    """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share."""
+    """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share.
+
+    top     an input is attacked until the right class is not among the `top` largest logits; success always means top 1
+    """
 
     def __init__(
-        self, budget: float, norm: Norm = "linf", bounds: Bounds = (0.0, 1.0), loss: Loss = "cross_entropy"
+        self,
+        budget: float,
+        norm: Norm = "linf",
+        bounds: Bounds = (0.0, 1.0),
+        loss: Loss = "cross_entropy",
+        top: int = 1,
     ) -> None:
         check_budget(budget)
         check_norm(norm)
+        check_count(top, "top")
         if loss not in LOSSES:
             raise ValueError(unknown_name("loss", loss, LOSSES))
-        self.budget, self.norm, self.bounds, self.loss = budget, norm, bounds, loss
+        self.budget, self.norm, self.bounds, self.loss, self.top = budget, norm, bounds, loss, top
 
     def run(
         self,
@@ -237,12 +276,14 @@ class Threat:
         flags = warn(*check_model(model, inputs, labels)) if check else ()
         size = batch or max(inputs.shape[0], 1)
         perturbed, success, already = [inputs[:0].detach()], [labels[:0].bool()], [labels[:0].bool()]
+        ranks = [labels[:0]]
         for first in range(0, inputs.shape[0], size):
             search = InputSearch(self, model, inputs[first : first + size], labels[first : first + size])
             attack(search, first)
             perturbed.append(search.best)
             success.append(search.wrong)
             already.append(search.already_wrong)
+            ranks.append(search.ranks)
         adversarial = torch.cat(perturbed)
         return AttackedInputs(
             attack=name,
@@ -257,8 +298,9 @@ class Threat:
             restarts=restarts,
             seed=seed,
             black_box=black_box,
-            options={"loss": self.loss, **(options or {})},
+            options={"loss": self.loss, **({"top": self.top} if self.top > 1 else {}), **(options or {})},
             flags=flags,
+            ranks=torch.cat(ranks),
         )
 
 

@@ -32,6 +32,7 @@ def fgsm(
     norm: Norm = "linf",
     loss: Loss = "cross_entropy",
     bounds: Bounds = (0.0, 1.0),
+    top: int = 1,
     batch: int | None = None,
     check: bool = True,
 ) -> AttackedInputs:
@@ -40,6 +41,7 @@ def fgsm(
     model       maps inputs (B, ...) to logits (B, classes); normalisation belongs inside it
     loss        "cross_entropy", or "margin" (the largest wrong logit minus the right one)
     bounds      smallest and largest allowed value of an input; None for embeddings
+    top         attack until the right class is not among the `top` largest logits: 5 for the top-5 error; see `beyond`
     batch       how many inputs the model gets at once; all by default
     check       check the model for reasons not to trust the result, and put them into `flags`
     """
@@ -48,7 +50,7 @@ def fgsm(
         gradient = search.gradient_at(search.clean)
         search.try_inputs(search.projected(search.clean + budget * direction(gradient, norm)))
 
-    threat = Threat(budget, norm, bounds, loss)
+    threat = Threat(budget, norm, bounds, loss, top)
     return threat.run(attack, model, inputs, labels, name="FGSM", batch=batch, check=check)
 
 
@@ -66,6 +68,7 @@ def pgd(
     seed: int = 0,
     loss: Loss = "cross_entropy",
     bounds: Bounds = (0.0, 1.0),
+    top: int = 1,
     batch: int | None = None,
     check: bool = True,
 ) -> AttackedInputs:
@@ -79,7 +82,7 @@ def pgd(
     random_start    False starts at the clean input
     Other options as for `fgsm`.
     """
-    threat = Threat(budget, norm, bounds, loss)
+    threat = Threat(budget, norm, bounds, loss, top)
     check_seed(seed)
     check_count(steps, "steps")
     check_count(restarts, "restarts")
@@ -147,6 +150,7 @@ def spsa(
     seed: int = 0,
     loss: Loss = "margin",
     bounds: Bounds = (0.0, 1.0),
+    top: int = 1,
     batch: int | None = None,
     check: bool = True,
 ) -> AttackedInputs:
@@ -155,9 +159,9 @@ def spsa(
     samples     pairs of probes per step; more give a better direction
     delta       distance of a probe from the input; probes stay within the bounds, but may leave the ball
     step        by default 2.5 budget / steps
-    Other options as for `pgd`. An example that is misclassified is not queried again.
+    Other options as for `pgd`. An example that is misclassified (with `top`: by so many) is not queried again.
     """
-    threat = Threat(budget, norm, bounds, loss)
+    threat = Threat(budget, norm, bounds, loss, top)
     check_seed(seed)
     check_count(steps, "steps")
     check_count(samples, "samples")
@@ -172,7 +176,7 @@ def spsa(
         sources = generators(seed, perturbed.shape[0], "spsa", first=first)
         mean, square = torch.zeros_like(perturbed), torch.zeros_like(perturbed)
         for number in range(1, steps + 1):
-            left = (~search.wrong).nonzero().flatten()
+            left = (~search.finished).nonzero().flatten()
             if left.numel() == 0:
                 return
             slope = torch.zeros_like(perturbed)

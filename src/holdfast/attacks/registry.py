@@ -5,7 +5,7 @@ its budget. What it returns is checked: a text changes only where the result say
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -21,7 +21,11 @@ from holdfast.errors import unknown_name
 from holdfast.plugins import Registry, check_name, watch
 
 BUDGETS = {"text": "rate", "pictures": "budget"}  # task: the keyword of an attack's budget, which it must have
-KEYWORDS = {"text": ("rate", "seed", "keys", "words", "pieces"), "pictures": ("budget", "steps", "seed", "batch")}
+PIXEL_OPTIONS = ("top", "step", "restarts", "random_start", "samples")  # of attacks on pixels; passed only if given
+KEYWORDS = {
+    "text": ("rate", "seed", "keys", "words", "pieces"),
+    "pictures": ("budget", "steps", "seed", "batch", *PIXEL_OPTIONS),
+}
 TABLES = {  # `holdfast attack` runs these too; each returns a table, not one attacked text or batch
     "corruptions": "every common corruption that needs no files, at one severity",
     "routes": "the smallest perturbations of router inputs that flip tokens",
@@ -72,7 +76,8 @@ def register_attack(name: str, *, task: str, about: str) -> Callable[[Function],
     task="pictures"   attack(model, pixels, labels, *, budget, steps, seed, batch) returns an `AttackedInputs`, which
                       `holdfast.attacks.Threat.run` makes; the model maps pixels between 0 and 1 to logits
 
-    The budget (`rate` or `budget`) is required; other keywords are passed only if the function has them.
+    The budget (`rate` or `budget`) is required; other keywords are passed only if the function has them. Attacks on pixels
+    may also have the keywords of `PIXEL_OPTIONS`, which are those of `holdfast.attacks.pgd` and `spsa`.
 
     about   one line of help
 
@@ -139,6 +144,15 @@ def attack_pixels(
             f"attack {attack.name!r} changed an image by {farthest:.4g} ({result.norm}); its budget is {budget:g}."
         )
     return result
+
+
+def require_options(attack: Attack, options: Iterable[str]) -> None:
+    """Raise ValueError if an attack does not have one of these options."""
+    accepted = _accepted(attack.run, attack.task)
+    for option in options:
+        if option not in accepted:
+            usable = ", ".join(name for name in PIXEL_OPTIONS if name in accepted and name != "top") or "none"
+            raise ValueError(f"{attack.name} has no option {option}; its options are: {usable}.")
 
 
 def _accepted(function: Callable[..., Any], task: str) -> list[str]:

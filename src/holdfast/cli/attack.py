@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, TestData, forwards, require_free, show, write_out
+from holdfast.cli.common import Loading, PluginFiles, TestData, check_files, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
@@ -17,34 +17,48 @@ class Attack:
 
     words, generic, typos: change a share of the words of a text, except stop words (--rate): swap them for other words of
     the model's vocabulary, swap them for the papers' AAA (for many models the unknown word, which is easy to predict), or
-    misspell them. fgsm, pgd, spsa: change pixels between 0 and 1, in the l_inf norm (--budget). corruptions: apply all
-    common corruptions that need no files, at a severity from 1 to 5 (--budget). routes: find the smallest perturbations of
+    misspell them. fgsm, pgd, spsa: change pixels between 0 and 1, in the l_inf norm (--budget); with several budgets, the
+    result is a curve. corruptions: apply all common corruptions that need no files, at severities from 1 to 5 (--budget).
+    routes: find the smallest perturbations of
     router inputs that flip tokens, by layer (--budget, as a multiple of each router input's norm). Attacks of plugins and of
     installed packages have their own names.
 
     Examples: `holdfast attack comparison/cells/smoe-seed0 words --rate 0.1`,
     `holdfast attack comparison/cells/smoe-seed0 routes --budget 0.05`,
-    `holdfast attack runs/vmoe pgd --budget 0.03 --steps 40`
+    `holdfast attack runs/vmoe pgd --budget 0.03 --steps 40`,
+    `holdfast attack runs/vmoe pgd,fgsm,spsa --budget 0.5/255 1/255 2/255 --page curve.html`
     """
 
     model: Positional[str]
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     kind: Annotated[Positional[str], arg(metavar="ATTACK")]
-    """The attack to run: words, generic, typos, fgsm, pgd, spsa, corruptions, routes, or one of a plugin."""
+    """The attack to run: words, generic, typos, fgsm, pgd, spsa, corruptions, routes, or one of a plugin. Attacks on pixels
+    can be joined by commas."""
     rate: float | None = None
     """For attacks on text: the probability that a word changes, if it is no stop word. The realised share is printed."""
-    budget: float | None = None
-    """The largest perturbation. There is no default, because a result without its budget has no meaning."""
+    budget: tuple[str, ...] = ()
+    """The largest perturbation, 0.03 or 1/255; for attacks on pixels and for corruptions, several are possible. There is no
+    default, because a result without its budget has no meaning."""
     steps: int = 20
     """Number of steps of an iterative attack."""
+    step: str | None = None
+    """pgd, spsa: the size of a step, 0.01 or 0.5/255; by default 2.5 budget / steps."""
+    restarts: int | None = None
+    """pgd: how many times to start, each time at another random point; by default once."""
+    random_start: bool | None = None
+    """pgd: start at a random point of the allowed ball, which is the default, or at the clean image."""
+    samples: int | None = None
+    """spsa: pairs of probes in a step; by default 64."""
     examples: int = 512
     """How many images to attack; for routes, how many tokens."""
     seed: int = 0
     """Seed of all random numbers."""
     out: Path | None = None
     """Write all numbers to this JSON file."""
+    page: Path | None = None
+    """For attacks on pixels: write an HTML page with the curves of the error against the budget."""
     force: bool = False
-    """Overwrite that file if it exists."""
+    """Overwrite these files if they exist."""
     test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
@@ -55,44 +69,92 @@ class Attack:
         from holdfast.version import versions
 
         self.plugins.load()
-        amount = self._amount()
-        require_free(self.out, self.force)
+        kinds = [name.strip() for name in self.kind.split(",")]
+        rate, budgets, options = self._rate(kinds), self._budgets(kinds), self._options(kinds)
+        for path in (self.out, self.page):
+            require_free(path, self.force)
         quiet()
         model, task = self.test_data.load(self.model, self.loading)
         with forwards(model, f"attacking {self.model}", None):
-            if self._takes_rate():
-                found = attack_text(model, task, self.kind, rate=amount, seed=self.seed)
+            how: dict[str, Any] = {"steps": self.steps, "seed": self.seed}
+            if rate is not None:
+                found = attack_text(model, task, self.kind, rate=rate, seed=self.seed)
             elif self.kind == "routes":
-                found = attack_routers(model, task, budget=amount, steps=self.steps, tokens=self.examples, seed=self.seed)
+                found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
             else:
-                how = {"steps": self.steps, "examples": self.examples, "seed": self.seed}
-                found = attack_images(model, task, self.kind, budget=amount, **how)
+                found = attack_images(model, task, kinds, budget=budgets, examples=self.examples, **how, **options)
         print_attack(found)
-        described = task.describe()["data"]
-        write_out(self.out, {"model": self.model, "data": described, "versions": versions(), **found})
+        stored = {"model": self.model, "data": task.describe()["data"], "versions": versions(), **found}
+        write_out(self.out, stored)
+        if self.page is not None:
+            self._write_page(stored)
 
-    def _takes_rate(self) -> bool:
-        """Return whether its budget is a share of words. Raise ValueError if there is no such attack."""
-        from holdfast.attacks.registry import TABLES, find_attack
+    def _write_page(self, stored: dict[str, Any]) -> None:
+        from holdfast.report.attack_page import write_attack_page
 
-        return self.kind not in TABLES and find_attack(self.kind).budget == "rate"
+        assert self.page is not None
+        check_files()
+        write_attack_page(stored, self.page, force=True)
+        print(f"Page: {self.page}")
 
-    def _amount(self) -> float:
-        name, value = ("rate", self.rate) if self._takes_rate() else ("budget", self.budget)
-        if value is None:
-            raise ValueError(f"{self.kind} needs --{name}: a result without it has no meaning.")
-        other = self.budget if name == "rate" else self.rate
-        if other is not None:
-            unwanted = "budget" if name == "rate" else "rate"
-            raise ValueError(f"{self.kind} takes --{name}, not --{unwanted}.")
-        return value
+    def _rate(self, kinds: list[str]) -> float | None:
+        """Return the share of words of an attack on texts; None for other attacks. Raise ValueError if it is missing."""
+        if not _takes_rate(kinds):
+            return None
+        if self.budget:
+            raise ValueError(f"{self.kind} takes --rate, not --budget.")
+        if self.rate is None:
+            raise ValueError(f"{self.kind} needs --rate: a result without it has no meaning.")
+        return self.rate
+
+    def _budgets(self, kinds: list[str]) -> list[float]:
+        """Return the budgets; none for attacks on texts. Raise ValueError if they are missing or not numbers."""
+        from holdfast.routing.grammar import read_number
+
+        if _takes_rate(kinds):
+            return []
+        if self.rate is not None:
+            raise ValueError(f"{self.kind} takes --budget, not --rate.")
+        if not self.budget:
+            raise ValueError(f"{self.kind} needs --budget: a result without it has no meaning.")
+        if "routes" in kinds and len(self.budget) > 1:
+            raise ValueError("routes takes one --budget.")
+        return [read_number(budget) for budget in self.budget]
+
+    def _options(self, kinds: list[str]) -> dict[str, Any]:
+        """Return the further options of attacks on pixels. Raise ValueError if the attacks do not have them."""
+        from holdfast.routing.grammar import read_number
+        from holdfast.train.image_attacks import check_images_attacks
+
+        step = None if self.step is None else read_number(self.step)
+        given = {"step": step, "restarts": self.restarts, "random_start": self.random_start, "samples": self.samples}
+        options = {name: value for name, value in given.items() if value is not None}
+        if _takes_rate(kinds) or kinds == ["routes"]:
+            if options or self.page is not None:
+                raise ValueError(f"{next(iter(options), 'page')} is for attacks on pixels, and {self.kind} is none.")
+        else:
+            check_images_attacks(kinds, self._budgets(kinds), options)
+            if self.page is not None and kinds == ["corruptions"]:
+                raise ValueError("corruptions have no curve; write their numbers with --out.")
+        return options
+
+
+def _takes_rate(kinds: list[str]) -> bool:
+    """Return whether the budget of an attack is a share of words. Raise ValueError if there is no such attack."""
+    from holdfast.attacks.registry import TABLES, find_attack
+
+    budgets = ["budget" if kind in TABLES else find_attack(kind).budget for kind in kinds]
+    if len(kinds) > 1 and ("rate" in budgets or "routes" in kinds):
+        raise ValueError(f"{', '.join(kinds)} cannot be run together; only attacks on pixels can.")
+    return budgets[0] == "rate"
 
 
 def print_attack(found: dict[str, Any]) -> None:
     """Print the result of an attack as a table, and its flags."""
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=found["title"], caption=found.get("caption"))
+    table = Table(title=escape(found["title"]), caption=found.get("caption"))
     for column in found["columns"]:
         table.add_column(column)
     for row in found["rows"]:

@@ -74,6 +74,7 @@ class Compare:
         how: dict[str, Any] = {"data": self.data, "match_compute": self.match_compute, "settings": settings}
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
         print_table(rows, comparison)
+        print_accuracies(rows, comparison)
         print_metrics(rows, comparison)
         print_shifts(rows)
         results = read_results(self.out)
@@ -163,6 +164,32 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
             f"{row['experts_per_token']:.2f}",
             *figures,
         )
+    show(table)
+
+
+def print_accuracies(rows: list[dict[str, Any]], comparison: Comparison) -> None:
+    """Print the accuracy on clean data and under every attack, for images."""
+    from rich.markup import escape
+
+    from holdfast.routing.grammar import written_pairs
+
+    if comparison.recipe.task != "pictures":
+        return
+    caption = "Classified correctly, in percent, with 95% intervals over seeds; differences are paired by seed."
+    table = slim_table("Accuracy", "images", "router", "accuracy", "interval", "difference", caption=caption)
+    for name in dict.fromkeys(name for row in rows for name in row["scores"]):
+        for row in rows:
+            found = row["scores"].get(name, {"mean": None})
+            if found["mean"] is None:
+                continue
+            difference = found.get("difference")
+            if difference is not None:
+                ends = {"low": difference["high"], "high": difference["low"], "mean": difference["mean"]}
+                difference = {key: None if value is None else -value for key, value in ends.items()}
+            interval = "" if found["low"] is None else f"{100 - found['high']:.2f} to {100 - found['low']:.2f}"
+            label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
+            briefly = "baseline" if row["router"] == rows[0]["router"] else _briefly(difference)
+            table.add_row(name, escape(label), f"{100 - found['mean']:.2f}", interval, briefly)
     show(table)
 
 

@@ -132,6 +132,7 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     columns = {
         "": None,
         measure.name: "figure",
+        "top-5 error, %": "top5",
         "of untouched words": "figure_of_kept",
         "bits per byte": "bits_per_byte",
         **{metric.name: name for name, metric in LABEL_METRICS.items()},

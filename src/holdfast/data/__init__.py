@@ -4,6 +4,7 @@ from holdfast.data.blocks import Batch as Batch
 from holdfast.data.blocks import Blocks as Blocks
 from holdfast.data.blocks import ExampleOrder as ExampleOrder
 from holdfast.data.blocks import Order as Order
+from holdfast.data.cifar import load_cifar10 as load_cifar10
 from holdfast.data.datasets import DATASETS as DATASETS
 from holdfast.data.datasets import register_dataset as register_dataset
 from holdfast.data.documents import Corpus as Corpus

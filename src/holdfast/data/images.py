@@ -1,6 +1,7 @@
 """Labelled images in three splits, by name or path.
 
 digits          of scikit-learn, embedded there
+cifar10         pictures or the authors' binary files (`cifar`)
 fashion-mnist   IDX files of the MNIST family: a magic number, the sizes, the bytes
 a folder        one folder per class, split by file, or train/CLASS, val/CLASS and test/CLASS; decoded when needed
 """
@@ -12,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import IO, TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset
 from holdfast.data.documents import SPLITS, hold_out, split_by_title
 from holdfast.data.files import checksum, find_file, open_unpacked, source_folders
 from holdfast.errors import require_extra, unknown_name
+from holdfast.files import MIB
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,6 +40,8 @@ ABOUT = {
 }
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
 CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+LARGEST_ON_DEVICE = 4096 * MIB  # bytes of all images of a split, to be kept on a GPU
+LARGEST_IN_MEMORY = 1024 * MIB  # bytes of all images of a split, to be kept after they were decoded
 _UNSIGNED_BYTES = 0x08  # the type code of IDX files, the only one in use
 
 
@@ -82,6 +86,14 @@ class Images(ABC):
     def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
         """Return the images of these numbers: (B,C,H,W) float32 between 0 and 1."""
 
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        """Return the labels of these numbers, on the device of `pixels`."""
+        return self.labels[numbers]
+
+    def on(self, device: torch.device) -> "Images":
+        """Return images whose `pixels` and `labels` are on the device, if all of them fit there; otherwise these."""
+        return self
+
 
 @final
 class ArrayImages(Images):
@@ -93,7 +105,20 @@ class ArrayImages(Images):
         self.shape = (values.shape[1], values.shape[2], values.shape[3])
 
     def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
-        return self.values[as_index(numbers)].float() / self.top
+        return self.values[self.index(numbers)].float() / self.top
+
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        return self.labels[self.index(numbers)]
+
+    def index(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        """Return the numbers where the images are; to a GPU they are copied without waiting for it."""
+        index = as_index(numbers)
+        return index.pin_memory().to(self.values.device, non_blocking=True) if self.values.is_cuda else index
+
+    def on(self, device: torch.device) -> "ArrayImages":
+        if self.values.device == device or self.values.nbytes > LARGEST_ON_DEVICE:
+            return self
+        return ArrayImages(self.values.to(device), self.labels.to(device), self.top)
 
     def only(self, numbers: Iterable[int]) -> "ArrayImages":
         chosen = as_index(numbers)
@@ -104,17 +129,50 @@ class ArrayImages(Images):
 class FileImages(Images):
     """Images on disk, in colour: the shorter side is scaled to `size`, and the central square is used.
 
+    Each file is decoded once if all images together are at most LARGEST_IN_MEMORY bytes, otherwise each time.
+
+
     prepare     resizes and crops images in another way
     """
 
     def __init__(self, paths: Sequence[Path], labels: Sequence[int], size: int, prepare: "Prepare | None" = None) -> None:
         self.paths, self.labels = list(paths), torch.tensor(labels, dtype=torch.int64)
         self.shape, self.prepare = (3, size, size), prepare
+        self._decoded: dict[int, Tensor] | None = {} if len(paths) * 3 * size**2 <= LARGEST_IN_MEMORY else None
 
     def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
-        chosen = as_index(numbers).tolist()
-        pixels = [torch.from_numpy(decode(self.paths[number], self.shape[1], self.prepare)) for number in chosen]
-        return torch.stack(pixels).permute(0, 3, 1, 2).float() / 255 if pixels else torch.empty(0, *self.shape)
+        return self._bytes(as_index(numbers).tolist()).float() / 255
+
+    def on(self, device: torch.device) -> Images:
+        if self._decoded is None or device.type == "cpu":
+            return self
+        return ArrayImages(self._bytes(range(len(self))), self.labels).on(device)
+
+    def _bytes(self, numbers: Sequence[int]) -> Tensor:
+        """Return (B,3,size,size) uint8."""
+        return torch.stack([self._one(number) for number in numbers]) if numbers else torch.empty(0, *self.shape).byte()
+
+    def _one(self, number: int) -> Tensor:
+        found = None if self._decoded is None else self._decoded.get(number)
+        if found is None:
+            pixels = decode(self.paths[number], self.shape[1], self.prepare)
+            found = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+            if self._decoded is not None:
+                self._decoded[number] = found
+        return found
+
+
+def read_image(file: Path | IO[bytes], name: str, *, decode: bool = True) -> "Image":
+    """Return an image in colour; without `decode`, only its header is read. `name` is the file's name in errors."""
+    pillow = _pillow()
+    try:
+        with pillow.open(file, formats=FORMATS) as opened:
+            image: Image = opened.convert("RGB") if decode else opened
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} does not exist.") from error
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
+        raise ValueError(f"{name} is not an image that can be read: {error}.") from error
+    return image
 
 
 Prepare = Callable[["Image"], "np.typing.NDArray[np.uint8]"]  # from an image of any size to (size,size,3)
@@ -122,20 +180,15 @@ Prepare = Callable[["Image"], "np.typing.NDArray[np.uint8]"]  # from an image of
 
 def decode(path: Path, size: int, prepare: Prepare | None = None) -> "np.typing.NDArray[np.uint8]":
     """Return the scaled and cropped image, (size,size,3)."""
-    pillow = _pillow()
-    try:
-        with pillow.open(path, formats=FORMATS) as file:
-            image: Image = file.convert("RGB")
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} does not exist.") from error
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
-        raise ValueError(f"{path} is not an image that can be read: {error}.") from error
+    image = read_image(path, str(path))
     if prepare is not None:
         return prepare(image)
+    if image.size == (size, size):
+        return np.array(image, dtype=np.uint8)
     scale = size / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
-    scaled = image.resize((width, height), pillow.Resampling.BILINEAR)
+    scaled = image.resize((width, height), _pillow().Resampling.BILINEAR)
     return np.array(scaled.crop((left, top, left + size, top + size)), dtype=np.uint8)
 
 
@@ -215,7 +268,7 @@ def _as_image_set(dataset: Dataset, loaded: Any) -> ImageSet:
             raise ValueError(f"dataset {dataset.name!r}, {split} has a class that is not in the training images.")
     if classes < 2:
         raise ValueError(f"dataset {dataset.name!r} has one class only; classification needs two.")
-    return ImageSet(dataset.name, dataset.about, tuple(map(str, range(classes))), splits, _array_checksum(splits))
+    return ImageSet(dataset.name, dataset.about, tuple(map(str, range(classes))), splits, array_checksum(splits))
 
 
 def _as_images(what: str, pair: Any) -> ArrayImages:
@@ -249,7 +302,7 @@ def _digits(_: Path | None) -> ImageSet:
     kept, valid = hold_out([str(number) for number in rest], share=len(test) / len(rest))
     numbers = {"train": [rest[i] for i in kept], "valid": [rest[i] for i in valid], "test": test}
     splits = {split: images.only(chosen) for split, chosen in numbers.items()}
-    return ImageSet("digits", ABOUT["digits"], tuple(map(str, range(10))), splits, _array_checksum(splits))
+    return ImageSet("digits", ABOUT["digits"], tuple(map(str, range(10))), splits, array_checksum(splits))
 
 
 def _fashion(folder: Path | None) -> ImageSet:
@@ -265,7 +318,7 @@ def _fashion(folder: Path | None) -> ImageSet:
         )
     kept, valid = hold_out([str(number) for number in range(len(full))])
     splits = {"train": full.only(kept), "valid": full.only(valid), "test": test}
-    return ImageSet("fashion-mnist", ABOUT["fashion-mnist"], CLOTHES, splits, _array_checksum(splits))
+    return ImageSet("fashion-mnist", ABOUT["fashion-mnist"], CLOTHES, splits, array_checksum(splits))
 
 
 def _idx_pair(folder: Path, part: str) -> ArrayImages:
@@ -303,7 +356,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).reshape(sizes).copy())
 
 
-def _array_checksum(splits: dict[str, ArrayImages]) -> str:
+def array_checksum(splits: dict[str, ArrayImages]) -> str:
     return checksum(
         part
         for name, images in splits.items()

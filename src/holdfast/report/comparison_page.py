@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from holdfast.report.attack_curves import accuracy_caption, accuracy_table
 from holdfast.report.domain_tables import HELD_OUT, domain_caption, domain_table, domain_verdict
 from holdfast.report.expert_views import css_classes, evolutions, views
 from holdfast.report.page_shell import SCRIPTS as SCRIPTS
@@ -57,6 +58,8 @@ def render(results: Results) -> str:
         metrics_caption=metrics_caption(results),
         shifts=list(shifts_table(results)),
         shifts_caption=shifts_caption(results),
+        accuracies=list(accuracy_table(results)),
+        accuracy_caption=accuracy_caption(results),
         trials=list(every_attack_table(results)),
         targets_are_attacked=results.targets_are_attacked,
         routing=list(routing_table(results)),

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.report.attack_curves import attack_curves
 from holdfast.report.plot_data import (
     ALL_LAYERS,
     Plot,
@@ -45,7 +46,9 @@ def plots(results: Results) -> list[Plot]:
         fluctuation,
         consistency,
     ]
-    return [plot for plot in (make(results) for make in made) if plot.data]
+    found = [plot for plot in (make(results) for make in made) if plot.data]
+    place = 1 + next((number for number, plot in enumerate(found) if plot.name == "every-attack"), len(found) - 1)
+    return [*found[:place], *attack_curves(results), *found[place:]]
 
 
 def clean_and_attacked(results: Results) -> Plot:

@@ -82,6 +82,35 @@ class ShiftRow(_StoredModel):
     difference: Difference | None = None
 
 
+class OverSeeds(_StoredModel):
+    """A figure over seeds, with its 95% interval."""
+
+    mean: Number = None
+    low: Number = None
+    high: Number = None
+
+
+class ScoreRow(OverSeeds):
+    """The figure of a router on clean data or under one attack."""
+
+    difference: Difference | None = None
+
+
+class CurveRow(_StoredModel):
+    """The errors of a router against the budget of one attack."""
+
+    budgets: list[float] = Field(min_length=1)
+    examples: int
+    figure: list[OverSeeds]
+    top5: list[OverSeeds]
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if not len(self.budgets) == len(self.figure) == len(self.top5):
+            raise ValueError("a curve needs one error and one top-5 error for each budget")
+        return self
+
+
 class Row(_StoredModel):
     router: str
     seeds: list[int]
@@ -97,6 +126,8 @@ class Row(_StoredModel):
     changed: Number = Field(None, alias="predictions changed")  # share of predictions that the attack changes
     metrics: dict[str, MetricRow] = {}
     shifts: dict[str, ShiftRow] = {}
+    scores: dict[str, ScoreRow] = {}  # "clean", and the names of attacks
+    curves: dict[str, CurveRow] = {}  # by the name of the attack
     settings: dict[str, Any] = {}  # of a sweep: keys of the recipe and their values
 
     @property

@@ -3,7 +3,6 @@
 "similarity[tau=2]+smooth[budget=0.5]"      names joined by `+`, options in brackets
 """
 
-import contextlib
 import math
 import re
 import types
@@ -139,13 +138,36 @@ def check_value(kind: Any, value: Any, what: str) -> Any:
     """Return `value` as the type `kind`; raise ValueError if it has another type. `what` names the value in the error."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if isinstance(value, str) and str not in kinds and any(_without_limits(each) is float for each in kinds):
-        with contextlib.suppress(ValueError):  # YAML reads 1e-3 as a string
-            value = float(value)
+        value = _as_number(value)
+    if isinstance(value, list) and any(
+        get_origin(each) is list and _without_limits(get_args(each)[0]) is float for each in kinds
+    ):
+        value = [_as_number(entry) if isinstance(entry, str) else entry for entry in value]
     if not any(_fits(each, value) for each in kinds):
         raise ValueError(f"{what} is {value!r}, not {' or '.join(map(_type_name, kinds))}.")
     plain = [_without_limits(each) for each in kinds]
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return float(value) if is_whole and float in plain and int not in plain else value
+
+
+def _as_number(text: str) -> float | str:
+    """Return the number that a text stands for; the text itself if it is none. YAML reads 1e-3 and 1/255 as texts."""
+    try:
+        return read_number(text)
+    except ValueError:
+        return text
+
+
+def read_number(text: str) -> float:
+    """Return a number, or the quotient of two: "0.03", "1e-3" or "0.5/255". Raise ValueError if the text is neither."""
+    above, slash, below = text.partition("/")
+    try:
+        value = float(above) / float(below) if slash else float(above)
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a number; write it as 0.03, 1e-3 or 1/255.")
+    return value
 
 
 def _without_limits(kind: Any) -> Any:
@@ -183,5 +205,7 @@ def _type_name(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(repr(option) for option in inside)
     if origin is list:
-        return "a list of whole numbers" if _without_limits(inside[0]) is int else "a list"
+        each, limits = _without_limits(inside[0]), _limits(inside[0])
+        numbers = {int: "a list of whole numbers", float: "a list of numbers"}.get(each, "a list")
+        return numbers if limits is None else f"{numbers}, each {limits.words}"
     return TYPE_NAMES.get(kind, "a section")

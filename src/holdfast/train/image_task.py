@@ -5,7 +5,7 @@ in this range; a model reads them scaled to [-1, 1], or as the image processor o
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_pixels, corrupt, fgsm, find_attack, pgd, spsa
 from holdfast.data import ExampleOrder, Images, ImageSet, Order, PixelScaling, image_set
 from holdfast.data.shifted_images import UnsplitImages
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
+from holdfast.train.image_attacks import (
+    Corrupted,
+    attack_all,
+    attack_name,
+    attack_options,
+    attack_table,
+    batch_size,
+    check_images_attacks,
+    classifier,
+    error_percent,
+)
 from holdfast.train.recipe import Recipe
 from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
 from holdfast.train.start import start_model, start_scaling
@@ -32,19 +42,12 @@ from holdfast.train.task import (
     Task,
     first_experts,
     routing_metrics,
-    without_attack_warnings,
 )
 
-ATTACK_SEED = 0
-BATCH = 64  # images in a forward
 PROBE_IMAGES = 64
 VIEW_IMAGES = 8
 VALIDATION_IMAGES = 2048  # at most
-SEVERITY = 5  # of corruptions: the worst
 MOST_PATCHES = 4096  # of an image, if attention is over all patches
-SPSA_SAMPLES = 16  # pairs of probes per step
-
-Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
 
 
 class ImageTask(Task):
@@ -68,10 +71,11 @@ class ImageTask(Task):
         self.outputs = None if tested is None else list(tested.outputs)  # those of the classes; None: all, in order
         self.scaling = start_scaling(recipe.model) if scaling is None else scaling
         self.shifts = self._shifted_tests(recipe.data.shifts) if recipe.data.shifts else None
+        self._corrupted_images: tuple[Images, Corrupted] | None = None  # and the test images that they are made of
 
     def _shifted_tests(self, written: list[str]) -> ShiftedTests:
-        test = self.image_set.images("test")
-        how: dict[str, Any] = {"clean": CleanImages(test, test.labels), "made": self._attacked_numbers()}
+        test, made = self.image_set.images("test"), self.recipe.attack.corrupted_examples or self.recipe.attack.examples
+        how: dict[str, Any] = {"clean": CleanImages(test, test.labels), "made": evenly_spaced(len(test), made)}
         return ShiftedTests(recognise_all(written), self.image_set.classes, test.shape, **how)
 
     def _read_images(self, folder: Path | None) -> ImageSet:
@@ -89,19 +93,18 @@ class ImageTask(Task):
     def measure(self) -> Measure:
         attack = self.recipe.attack
         long = "share of test images that are classified wrongly, in percent"
-        return Measure("error, %", long, f"{self._attack_name}, l_inf {attack.budget:.3g}, {attack.steps} steps")
+        return Measure("error, %", long, f"{attack_name(attack)}, l_inf {attack.budget:.3g}, {attack.steps} steps")
 
     def describe(self) -> dict[str, Any]:
-        attack = self.recipe.attack
-        how = {
-            "attack": self._attack_name,
-            "norm": "linf",
-            "budget": attack.budget,
-            "steps": attack.steps,
-            "seed": ATTACK_SEED,
-        }
-        described = {"data": self.image_set.describe(), "attack": {**how, "examples": len(self._attacked_numbers())}}
-        return {**described, **({} if self.shifts is None else {"shifts": self.shifts.describe()})}
+        attack, count = self.recipe.attack, len(self.image_set.images("test"))
+        how: dict[str, Any] = {"attack": attack_name(attack), "norm": "linf", "budget": attack.budget}
+        how |= {"budgets": attack.all_budgets()} if attack.budgets else {}
+        how |= attack_options(attack)
+        numbers = {"spsa_examples": attack.spsa_examples, "corrupted_examples": attack.corrupted_examples}
+        how |= {name: min(count, number) for name, number in numbers.items() if number is not None}
+        how |= {"severities": attack.severities, "examples": min(count, attack.examples)}
+        shifts = {} if self.shifts is None else {"shifts": self.shifts.describe()}
+        return {"data": self.image_set.describe(), "attack": how, **shifts}
 
     def state(self) -> dict[str, Any]:
         scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
@@ -130,7 +133,12 @@ class ImageTask(Task):
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training
         order = self._order(training.batch * training.accumulate, seed)
-        return Examples(order, partial(_inputs, images, self.scaling), training.step_count(len(images)))
+
+        def fetch_on(device: torch.device) -> Callable[[Tensor], Inputs]:
+            return partial(_inputs, images.on(device), self.scaling)
+
+        fetch = partial(_inputs, images, self.scaling)
+        return Examples(order, fetch, training.step_count(len(images)), fetch_on)
 
     def validation(self) -> Dataset[Inputs]:
         return _SomeImages(self.image_set.images("valid"), self._most_validation_images, self.scaling)
@@ -139,8 +147,9 @@ class ImageTask(Task):
     def held_out_figure(self, model: Any) -> float:
         held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling, self.outputs)
         numbers, correct = evenly_spaced(len(held_out), self._most_validation_images), 0
-        for start in range(0, len(numbers), BATCH):  # all of them may not fit in memory
-            some = numbers[start : start + BATCH]
+        batch = batch_size(held_out.shape[-1], model.device)
+        for start in range(0, len(numbers), batch):  # all of them may not fit in memory
+            some = numbers[start : start + batch]
             logits = classify(held_out.pixels(some).to(model.device))
             correct += int(in_top_k(logits, held_out.labels[some].to(model.device)).sum())
         return error_percent(correct, len(numbers))
@@ -148,27 +157,22 @@ class ImageTask(Task):
     def score(self, model: Any) -> dict[str, Any]:
         was_training = model.training
         model.eval()
-        images, budget, steps = self.image_set.images("test"), self.recipe.attack.budget, self.recipe.attack.steps
-        clean = self._clean(model, images)
-        some = self._attacked_numbers()
-        pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
+        images = self.image_set.images("test")
+        clean, part = self._clean(model, images), self.recipe.attack
         classify = classifier(model, self.scaling, self.outputs)
-        given: dict[str, Any] = {"budget": budget, "batch": BATCH}
-        with without_attack_warnings():
-            strong = pgd(classify, pixels, labels, **given, steps=steps, seed=ATTACK_SEED)
-            main = strong if self._is_pgd else self._attacked_as_named(classify, pixels, labels)
-            blind = spsa(classify, pixels, labels, **given, steps=steps, samples=SPSA_SAMPLES, seed=ATTACK_SEED)
-            results = {
-                "FGSM": _attacked(fgsm(classify, pixels, labels, **given)),
-                "PGD": _attacked(strong),
-                "SPSA": _attacked(blind),
-                "corruptions": _corrupted(classify, pixels, labels),
-                **({} if self._is_pgd else {self._attack_name: _attacked(main)}),
-            }
-        attacked = {**results[self._attack_name], **self._forward_attacked(model, main.inputs, labels)}
-        shifts = {} if self.shifts is None else {"shifts": self.shifts.score(classify, model.device)}
+
+        def few(count: int) -> tuple[Tensor, Tensor]:
+            return self.test_images(count, model.device)
+
+        results, curves, main = attack_all(classify, few, part)
+        labels = few(part.corrupted_examples or part.examples)[1]
+        results["corruptions"] = self._corrupted().score(classify, labels, part.severities)
+        attacked = {**results[attack_name(part)], **self._forward_attacked(model, main.inputs, few(len(main.inputs))[1])}
+        further = {"curves": curves} if curves else {}
+        if self.shifts is not None:
+            further["shifts"] = self.shifts.score(classify, model.device)
         model.train(was_training)
-        return {"clean": clean, "attacked": attacked, "trials": results, **shifts}
+        return {"clean": clean, "attacked": attacked, "trials": results, **further}
 
     def probe(self) -> Inputs:
         images = self.image_set.images("test")
@@ -198,32 +202,28 @@ class ImageTask(Task):
             ],
         }
 
-    @property
-    def _is_pgd(self) -> bool:
-        return self.recipe.attack.name in (None, "pgd")
+    def test_images(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the pixels and labels of so many test images, evenly spaced."""
+        images = self.image_set.images("test")
+        some = evenly_spaced(len(images), count)
+        return images.pixels(some).to(device), images.labels[some].to(device)
 
-    @property
-    def _attack_name(self) -> str:
-        return "PGD" if self._is_pgd else str(self.recipe.attack.name)
-
-    def _attacked_as_named(self, classify: Classify, pixels: Tensor, labels: Tensor) -> AttackedInputs:
-        """Attack with the attack that the recipe names."""
-        part = self.recipe.attack
-        attack = find_attack(self._attack_name, "pictures")
-        how: dict[str, Any] = {"steps": part.steps, "seed": ATTACK_SEED, "batch": BATCH}
-        return attack_pixels(attack, classify, pixels, labels, budget=part.budget, **how)
-
-    def _attacked_numbers(self) -> list[int]:
-        return evenly_spaced(len(self.image_set.images("test")), self.recipe.attack.examples)
+    def _corrupted(self) -> Corrupted:
+        """Return the corrupted test images; models that are scored later use the same ones."""
+        test = self.image_set.images("test")
+        if self._corrupted_images is None or self._corrupted_images[0] is not test:  # a copy may hold out another domain
+            count = self.recipe.attack.corrupted_examples or self.recipe.attack.examples
+            self._corrupted_images = test, Corrupted(self.test_images(count, torch.device("cpu"))[0])
+        return self._corrupted_images[1]
 
     @torch.no_grad()
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
         correct = among_five = 0
         classify = classifier(model, self.scaling, self.outputs)
-        chosen = ChosenMetrics(self.recipe.metrics)
+        chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(images.shape[-1], model.device)
         with routing_metrics(model) as routing:
-            for start in range(0, len(images), BATCH):
-                numbers = range(start, min(start + BATCH, len(images)))
+            for start in range(0, len(images), batch):
+                numbers = range(start, min(start + batch, len(images)))
                 logits, labels = classify(images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
                 correct += int(in_top_k(logits, labels).sum())
                 among_five += int(in_top_k(logits, labels, 5).sum())
@@ -236,9 +236,9 @@ class ImageTask(Task):
     def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return the routing metrics on attacked images, and the recipe's further metrics."""
         classify = classifier(model, self.scaling, self.outputs)
-        chosen = ChosenMetrics(self.recipe.metrics)
+        chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(pixels.shape[-1], model.device)
         with routing_metrics(model) as routing:
-            for part, own in zip(pixels.split(BATCH), labels.split(BATCH), strict=True):
+            for part, own in zip(pixels.split(batch), labels.split(batch), strict=True):
                 chosen.update(classify(part), own)
         return {**chosen.result(), **routing}
 
@@ -263,52 +263,7 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 
 def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
-    return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels[numbers]}
-
-
-def classifier(model: Any, scaling: PixelScaling, outputs: list[int] | None = None) -> Classify:
-    """Return the function from pixels between 0 and 1 to logits that attacks need; `outputs` are those of the classes."""
-
-    def classify(pixels: Tensor) -> Tensor:
-        logits: Tensor = model(pixel_values=scaling(pixels)).logits
-        return logits if outputs is None else logits[:, outputs]
-
-    return classify
-
-
-def error_percent(correct: int, count: int) -> float:
-    return 100 * (1 - correct / count)
-
-
-@torch.no_grad()
-def error_of(classify: Classify, pixels: Tensor, labels: Tensor) -> float:
-    """Return the error on these images, in percent."""
-    logits = torch.cat([classify(part) for part in pixels.split(BATCH)])
-    return error_percent(int(in_top_k(logits, labels).sum()), len(labels))
-
-
-def attacked_error(result: AttackedInputs) -> float:
-    """Return the error after an attack, from counts as every error here: shares differ in the last digit."""
-    return error_percent(int((~result.success).sum()), len(result.success))
-
-
-def corruption_errors(classify: Classify, pixels: Tensor, labels: Tensor, severity: int, seed: int) -> dict[str, float]:
-    """Return the error under each corruption that needs no files."""
-    errors = {}
-    for name in (name for name, corruption in CORRUPTIONS.items() if not corruption.files):
-        corrupted = corrupt(pixels.cpu(), name, severity=severity, seed=seed).images.to(pixels)
-        errors[name] = error_of(classify, corrupted, labels)
-    return errors
-
-
-def _attacked(result: AttackedInputs) -> dict[str, Any]:
-    return {"figure": attacked_error(result), **result.summary()}
-
-
-def _corrupted(classify: Classify, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Return the mean error over corruptions, and each of them."""
-    errors = corruption_errors(classify, pixels, labels, SEVERITY, ATTACK_SEED)
-    return {"figure": sum(errors.values()) / len(errors), "severity": SEVERITY, "each": errors}
+    return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels_of(numbers)}
 
 
 def _on_grid(experts: Tensor) -> Tensor:
@@ -321,42 +276,29 @@ def _enlarged(grid: Tensor, side: int) -> Tensor:
     return torch.nn.functional.interpolate(grid[:, None].float(), side, mode="nearest")[:, 0].long()
 
 
-def attack_images(model: Any, task: Task, kind: str, *, budget: float, steps: int, examples: int, seed: int) -> AttackTable:
-    """Attack test images within `budget` with the attack of this name, or apply the corruptions at severity `budget`."""
+def attack_images(
+    model: Any,
+    task: Task,
+    kinds: str | Sequence[str],
+    *,
+    budget: float | Sequence[float],
+    steps: int = 20,
+    examples: int = 512,
+    seed: int = 0,
+    **options: Any,
+) -> AttackTable:
+    """Attack test images within `budget` with one attack or several, or apply the corruptions at severity `budget`.
+
+    budget      one, or several: the table then has the error against the budget
+    options     of the attacks: step, restarts, random_start, samples
+    """
+    names = [kinds] if isinstance(kinds, str) else list(kinds)
+    budgets = list(budget) if isinstance(budget, Sequence) else [budget]
     if not isinstance(task, ImageTask):
-        raise ValueError(f"{kind} attacks images, but this model reads texts: use words, typos or routes.")
-    images = task.image_set.images("test")
-    some = evenly_spaced(len(images), examples)
-    if not some:
+        raise ValueError(f"{names[0]} attacks images, but this model reads texts: use words, typos or routes.")
+    check_images_attacks(names, budgets, options)
+    if examples < 1:
         raise ValueError(f"examples is {examples}; attack at least 1 image.")
-    pixels, labels = images.pixels(some).to(model.device), images.labels[some].to(model.device)
-    classify = classifier(model, task.scaling, task.outputs)
-    if kind == "corruptions":
-        return _corruption_table(classify, pixels, labels, budget, seed)
-    attack = find_attack(kind, "pictures")
-    how: dict[str, Any] = {"steps": steps, "seed": seed, "batch": BATCH}
-    with without_attack_warnings():
-        result = attack_pixels(attack, classify, pixels, labels, budget=budget, **how)
-    return {
-        "title": f"{result.attack}, {result.norm} {result.budget:.4g}, {len(some)} images",
-        "columns": ["", "error, %"],
-        "rows": [["clean", error_of(classify, pixels, labels)], [result.attack, attacked_error(result)]],
-        "flags": [flag.summary() for flag in result.flags],
-        "summary": result.summary(),
-    }
-
-
-def _corruption_table(classify: Classify, pixels: Tensor, labels: Tensor, severity: float, seed: int) -> AttackTable:
-    if severity != int(severity):
-        raise ValueError(f"the budget of corruptions is a severity, a whole number from 1 to 5, not {severity:g}.")
-    errors = corruption_errors(classify, pixels, labels, int(severity), seed)
-    rows = [["clean", error_of(classify, pixels, labels)], *([name, value] for name, value in errors.items())]
-    rows.append(["mean of corruptions", sum(errors.values()) / len(errors)])
-    skipped = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
-    return {
-        "title": f"Corruptions of severity {severity:g}, {len(labels)} images ({skipped} needs files and is skipped)",
-        "columns": ["", "error, %"],
-        "rows": rows,
-        "flags": [],
-        "summary": {"severity": int(severity), "seed": seed, "errors": errors},
-    }
+    pixels, labels = task.test_images(examples, model.device)
+    how: dict[str, Any] = {"budgets": budgets, "steps": steps, "seed": seed, "options": options}
+    return attack_table(classifier(model, task.scaling, task.outputs), pixels, labels, names, **how)

@@ -256,6 +256,7 @@ def _batches(
     examples: Examples, training: TrainingPart, steps: int, device: torch.device, finished: int
 ) -> Iterator[list[Inputs]]:
     """Return an iterator over the micro-batches of each step after the finished ones, on the device, in a fixed order."""
+    examples = examples.on(device)
     places = range(finished * training.batch * training.accumulate, len(examples))
     loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=_identity))
 
@@ -273,7 +274,7 @@ def _identity(batch: Any) -> Any:
 
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     """Return the inputs on the device; from pinned memory, without waiting, and a tensor with two names is copied once."""
-    if device.type == "cpu":
+    if all(tensor.device.type == device.type for tensor in inputs.values()):
         return inputs
     different = {id(tensor): tensor for tensor in inputs.values()}
     copies = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in different.items()}

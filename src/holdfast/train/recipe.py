@@ -32,10 +32,13 @@ Count = Annotated[int, Limits(0, math.inf, "a whole number of at least 0")]
 Positive = Annotated[int, Limits(1, math.inf, "a whole number above 0")]
 Length = Annotated[int, Limits(1, 2**24, "a whole number from 1 to 16,777,216")]
 Pixels = Annotated[int, Limits(1, 2**13, "a whole number from 1 to 8,192")]
+Restarts = Annotated[int, Limits(1, 1000, "a whole number from 1 to 1,000")]
+Samples = Annotated[int, Limits(1, 4096, "a whole number from 1 to 4,096")]
 Steps = Annotated[int, Limits(1, 100_000, "a whole number from 1 to 100,000")]
 Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
 Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 Smoothing = Annotated[float, Limits(0, 0.999, "a number of at least 0 and below 1")]
+Severity = Annotated[int, Limits(1, 5, "a whole number from 1 to 5")]
 Above0 = Annotated[float, Limits(1e-6, math.inf, "a number above 0")]
 
 
@@ -149,14 +152,28 @@ class AttackPart:
     rate: Share = 0.025  # share of words that are swapped
     token: str | None = None  # the word that is swapped in (AAA in the papers); no value: words of the vocabulary
     budget: Share = 1 / 255  # largest change of a pixel value (l_inf), with values between 0 and 1
-    steps: Steps = 20  # gradient steps of PGD
+    budgets: list[Share] = field(default_factory=list)  # further budgets: results have the error against the budget
+    steps: Steps = 20  # steps of PGD and SPSA
+    step: Above0 | None = None  # size of a step of PGD and SPSA; no value: 2.5 budget / steps
+    restarts: Restarts = 1  # of PGD
+    random_start: bool = True  # of PGD; false: start at the clean image
+    samples: Samples = 16  # pairs of probes in a step of SPSA
     examples: Positive = 512  # number of test images that are attacked, evenly spaced in the test set
+    spsa_examples: Positive | None = None  # the same for SPSA, which is slow; no value: `examples`
+    corrupted_examples: Positive | None = None  # the same for corruptions; no value: `examples`
+    severities: list[Severity] = field(default_factory=lambda: [5])  # of corruptions, 5 is the worst
 
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) > LONGEST_TOKEN:
             raise ValueError(f"attack.token has {len(self.token):,} letters; use a word of at most {LONGEST_TOKEN}.")
         if self.token is not None and self.name is not None:
             raise ValueError(f"attack.token is for the swap of words; attack.name is {self.name!r}, so leave the token out.")
+        if not self.severities or len(set(self.severities)) < len(self.severities):
+            raise ValueError(f"attack.severities is {self.severities}; name at least one severity, and each only once.")
+
+    def all_budgets(self) -> list[float]:
+        """Return the budgets of the curve of errors, ascending; `budget` is one of them."""
+        return sorted({self.budget, *map(float, self.budgets)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +207,8 @@ class Recipe:
             raise ValueError(f"data.shifts is for images (task: pictures), and this task is {self.task}.")
         if self.attack.name is not None:
             find_attack(self.attack.name, "pictures" if self.task in ("pictures", "domains") else "text")
+        if self.attack.budgets and self.task not in ("pictures", "domains"):
+            raise ValueError(f"attack.budgets is for pictures, and this task is {self.task}.")
         ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
 

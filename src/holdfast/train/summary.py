@@ -11,6 +11,7 @@ from holdfast.routing.grammar import split_options
 COMPUTE_TOLERANCE = 0.005  # relative to the baseline's experts per token; a smaller difference does not count
 Seeds = Mapping[int, dict[str, Any]]  # results by seed
 
+ERRORS = ("figure", "top5")  # of a curve
 METRICS = {  # key of a row: the keys of its value in a result
     "clean": ("clean", "figure"),
     "attacked": ("attacked", "figure"),
@@ -100,6 +101,9 @@ def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str,
         row[metric] = _mean([result[text][key] for result in mine.values()])
         if not is_baseline and (found := _difference(theirs, mine, _reader(text, key))):
             row[f"{metric}, difference"] = found
+    row["scores"] = _scores(mine, theirs, is_baseline)
+    if curves := _curves(mine):
+        row["curves"] = curves
     if metrics := _metrics(mine, theirs, is_baseline):
         row["metrics"] = metrics
     if shifts := _shifts(mine, theirs, is_baseline):
@@ -142,6 +146,44 @@ def _shifts(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str
 
 def _shift_reader(name: str) -> Callable[[dict[str, Any]], float | None]:
     return lambda result: result.get("shifts", {}).get(name, {}).get("figure")
+
+
+def _scores(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str, Any]]:
+    """Return the figure on clean data and under every attack, with its interval over seeds and its paired difference."""
+    names = list(dict.fromkeys(name for result in mine.values() for name in result.get("trials", {})))
+    readers = {"clean": _reader("clean", "figure"), **{name: _trial_reader(name) for name in names}}
+    found = {}
+    for name, read in readers.items():
+        found[name] = _over_seeds([read(result) for result in mine.values()])
+        if not is_baseline and (difference := _difference(theirs, mine, read)):
+            found[name]["difference"] = difference
+    return found
+
+
+def _curves(mine: Seeds) -> dict[str, dict[str, Any]]:
+    """Return the curves of attacks, with intervals over seeds: {"PGD": {"budgets": ..., "figure": ...}}."""
+    results = list(mine.values())
+    found: dict[str, dict[str, Any]] = {}
+    for name, first in results[0].get("curves", {}).items():
+        same = [curve for result in results if (curve := result.get("curves", {}).get(name))]
+        if len(same) < len(results) or any(curve["budgets"] != first["budgets"] for curve in same):
+            continue
+        errors = {key: [_over_seeds(values) for values in zip(*(one[key] for one in same), strict=True)] for key in ERRORS}
+        found[name] = {"budgets": first["budgets"], "examples": first["examples"], **errors}
+    return found
+
+
+def _over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
+    """Return the mean over seeds and its 95% interval; None where a seed has no value, and no interval for one seed."""
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values) or not numbers:
+        return {"mean": None, "low": None, "high": None}
+    found = paired([0.0] * len(numbers), numbers)
+    return {"mean": found.mean, "low": found.low, "high": found.high}
+
+
+def _trial_reader(name: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda result: result.get("trials", {}).get(name, {}).get("figure")
 
 
 def _metric_reader(text: str, name: str) -> Callable[[dict[str, Any]], float | None]:

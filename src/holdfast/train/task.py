@@ -43,10 +43,26 @@ class Measure:
 
 @final
 class Examples(Dataset[Inputs]):
-    """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`."""
+    """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`.
 
-    def __init__(self, order: ExampleOrder, fetch: Callable[[Tensor], Inputs], steps: int) -> None:
-        self.order, self.fetch, self.steps = order, fetch, steps
+    fetch       from the numbers of examples to their inputs
+    fetch_on    from a device to a `fetch` that keeps the data on it; None: they stay in memory
+    """
+
+    def __init__(
+        self,
+        order: ExampleOrder,
+        fetch: Callable[[Tensor], Inputs],
+        steps: int,
+        fetch_on: Callable[[torch.device], Callable[[Tensor], Inputs]] | None = None,
+    ) -> None:
+        self.order, self.fetch, self.steps, self.fetch_on = order, fetch, steps, fetch_on
+
+    def on(self, device: torch.device) -> "Examples":
+        """Return the same examples with inputs on the device if possible, so that a step copies only their numbers."""
+        if self.fetch_on is None or device.type == "cpu":
+            return self
+        return Examples(self.order, self.fetch_on(device), self.steps)
 
     def __len__(self) -> int:
         return self.steps * self.order.size

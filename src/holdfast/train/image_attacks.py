@@ -1,0 +1,267 @@
+"""Attacks and corruptions of test images: error after each, as comparisons store it and as `holdfast attack` prints it.
+
+The functions take a classifier, pixels between 0 and 1, and labels. `image_task` has the images. An attack at several
+budgets gives a curve, the error against the budget, for the class with the largest logit (top 1) and for the five largest.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_curve, attack_pixels, corrupt, find_attack
+from holdfast.attacks.curves import ascending
+from holdfast.attacks.registry import Attack, require_options
+from holdfast.data import PixelScaling
+from holdfast.files import MIB
+from holdfast.metrics.tasks import in_top_k
+from holdfast.train.recipe import AttackPart
+from holdfast.train.task import AttackTable, without_attack_warnings
+
+ATTACK_SEED = 0
+BATCH = 64  # images in a forward, of 224 x 224 pixels or on a CPU
+MOST_IN_BATCH = 1024  # smaller images on a GPU
+NAMES = {"fgsm": "FGSM", "pgd": "PGD", "spsa": "SPSA"}  # of attacks that every recipe runs, as results call them
+TOP = 5  # the second error: the right class is not among so many
+LARGEST_CACHE = 2048 * MIB  # corrupted images that are kept for the next model of a comparison
+
+Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
+Curve = list[AttackedInputs]  # of one attack, the smallest budget first
+
+
+def classifier(model: Any, scaling: PixelScaling, outputs: list[int] | None = None) -> Classify:
+    """Return the function from pixels between 0 and 1 to logits that attacks need; `outputs` are those of the classes."""
+
+    def classify(pixels: Tensor) -> Tensor:
+        logits: Tensor = model(pixel_values=scaling(pixels)).logits
+        return logits if outputs is None else logits[:, outputs]
+
+    return classify
+
+
+def batch_size(side: int, device: torch.device) -> int:
+    """Return the number of images in a forward. On a GPU it is larger for small images, which else wait for the host."""
+    return BATCH if device.type == "cpu" else max(BATCH, min(MOST_IN_BATCH, BATCH * 224**2 // side**2))
+
+
+def error_percent(correct: int, count: int) -> float:
+    return 100 * (1 - correct / count)
+
+
+@torch.no_grad()
+def logits_of(classify: Classify, pixels: Tensor) -> Tensor:
+    """Return the logits of images on the model's device."""
+    return torch.cat([classify(part) for part in pixels.split(batch_size(pixels.shape[-1], pixels.device))])
+
+
+def error_of(classify: Classify, pixels: Tensor, labels: Tensor) -> float:
+    """Return the error on these images, in percent."""
+    return error_percent(int(in_top_k(logits_of(classify, pixels), labels).sum()), len(labels))
+
+
+def attacked_error(result: AttackedInputs, top: int = 1) -> float | None:
+    """Return the error after an attack, from counts as every error here: shares differ in the last digit.
+
+    None: the attack does not say in which place the right class is.
+    """
+    beyond = result.beyond(top)
+    return None if beyond is None else error_percent(int((~beyond).sum()), len(beyond))
+
+
+def _attacked(result: AttackedInputs) -> dict[str, Any]:
+    top5 = attacked_error(result, TOP)
+    return {"figure": attacked_error(result), **({} if top5 is None else {"top5": top5}), **result.summary()}
+
+
+def attack_name(attack: AttackPart) -> str:
+    """Return the name of the main attack of a recipe, as results call it."""
+    return "PGD" if attack.name is None else NAMES.get(attack.name, attack.name)
+
+
+def attack_options(attack: AttackPart) -> dict[str, Any]:
+    """Return the options of a recipe's attacks on pixels; options without a value are left out."""
+    given = {
+        "steps": attack.steps,
+        "step": attack.step,
+        "restarts": attack.restarts,
+        "random_start": attack.random_start,
+        "samples": attack.samples,
+        "seed": ATTACK_SEED,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def curve_of(
+    attack: Attack, classify: Classify, pixels: Tensor, labels: Tensor, budgets: Sequence[float], **options: Any
+) -> Curve:
+    """Return the results of an attack at every budget, the smallest first."""
+    given = {"batch": batch_size(pixels.shape[-1], pixels.device), "top": TOP, **options}
+    with without_attack_warnings():
+        return attack_curve(lambda at: attack_pixels(attack, classify, pixels, labels, budget=at, **given), budgets)
+
+
+def clean_errors(classify: Classify, pixels: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the error and the top-5 error without an attack."""
+    logits = logits_of(classify, pixels)
+    one, five = (error_percent(int(in_top_k(logits, labels, top).sum()), len(labels)) for top in (1, TOP))
+    return one, five
+
+
+def described_curve(points: Curve, clean: tuple[float, float]) -> dict[str, Any]:
+    """Return a curve as JSON: for each budget, from 0 on, the error, the top-5 error and the largest change made."""
+    rows = [(point.budget, attacked_error(point), attacked_error(point, TOP), point.realised) for point in points]
+    rows = [*([] if points[0].budget == 0 else [(0.0, *clean, 0.0)]), *rows]
+    columns = zip(("budgets", "figure", "top5", "realised"), map(list, zip(*rows, strict=True)), strict=True)
+    return {"examples": len(points[0].success), **dict(columns)}
+
+
+def attack_all(
+    classify: Classify, few: Callable[[int], tuple[Tensor, Tensor]], attack: AttackPart
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], AttackedInputs]:
+    """Return the results of a recipe's attacks on pixels by name, their curves by name, and the main attack's images.
+
+    few     from a number of images to their pixels and labels
+    """
+    main_name, options = attack_name(attack), attack_options(attack)
+    kinds = NAMES if attack.name in (None, *NAMES) else {**NAMES, main_name: main_name}
+    results, curves, main = {}, {}, None
+    for kind, name in kinds.items():
+        count = (attack.spsa_examples or attack.examples) if name == "SPSA" else attack.examples
+        images = few(count)
+        points = curve_of(find_attack(kind, "pictures"), classify, *images, attack.all_budgets(), **options)
+        point = next(point for point in points if point.budget == attack.budget)
+        results[name] = _attacked(point)
+        if len(points) > 1:
+            curves[name] = described_curve(points, clean_errors(classify, *images))
+        if name == main_name:
+            main = point
+    assert main is not None
+    return results, curves, main
+
+
+@final
+class Corrupted:
+    """The corrupted images of a test set. They are the same for every model, and are kept if they are not too large."""
+
+    def __init__(self, pixels: Tensor, seed: int = ATTACK_SEED) -> None:
+        self.pixels, self.seed = pixels.cpu(), seed
+        self._kept: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The corruptions that need no files."""
+        return [name for name, corruption in CORRUPTIONS.items() if not corruption.files]
+
+    def images(self, name: str, severity: int) -> Tensor:
+        """Return the images under a corruption, on the CPU."""
+        found = self._kept.get((name, severity))
+        if found is None:
+            found = corrupt(self.pixels, name, severity=severity, seed=self.seed).images
+            if (len(self._kept) + 1) * found.nbytes <= LARGEST_CACHE:
+                self._kept[name, severity] = found
+        return found
+
+    def errors(self, classify: Classify, labels: Tensor, severity: int) -> dict[str, float]:
+        """Return the error under each corruption of one severity; `labels` are on the model's device."""
+        return {name: error_of(classify, self.images(name, severity).to(labels.device), labels) for name in self.names}
+
+    def score(self, classify: Classify, labels: Tensor, severities: Sequence[int]) -> dict[str, Any]:
+        """Return the mean error over corruptions and severities, and the error by corruption and by severity."""
+        found = {severity: self.errors(classify, labels, severity) for severity in sorted(severities)}
+        each = {name: _mean(errors[name] for errors in found.values()) for name in self.names}
+        by_severity = {str(severity): _mean(errors.values()) for severity, errors in found.items()}
+        severity = {"severity": severities[0]} if len(severities) == 1 else {"severities": by_severity}
+        return {"figure": _mean(each.values()), "examples": len(labels), **severity, "each": each}
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def check_images_attacks(kinds: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any]) -> None:
+    """Raise ValueError if attacks on images do not exist, have no such options, or cannot have these budgets."""
+    ascending(budgets)
+    for kind in kinds:
+        if kind == "corruptions":
+            for severity in budgets:
+                if severity not in range(1, 6):
+                    raise ValueError(
+                        f"the budget of corruptions is a severity, a whole number from 1 to 5, not {severity:g}."
+                    )
+            if options:
+                raise ValueError(f"corruptions have no option {next(iter(options))}.")
+        else:
+            require_options(find_attack(kind, "pictures"), options)
+    if "corruptions" in kinds and len(kinds) > 1:
+        raise ValueError("the budget of corruptions is a severity; run them alone.")
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"the attacks are {', '.join(kinds)}; name each only once.")
+
+
+def attack_table(
+    classify: Classify,
+    pixels: Tensor,
+    labels: Tensor,
+    kinds: Sequence[str],
+    *,
+    budgets: Sequence[float],
+    steps: int,
+    seed: int,
+    options: Mapping[str, Any],
+) -> AttackTable:
+    """Attack images with each of these attacks at each budget, or apply the corruptions at these severities.
+
+    options     further options of the attacks, checked by `check_images_attacks`
+    """
+    clean = clean_errors(classify, pixels, labels)
+    if list(kinds) == ["corruptions"]:
+        return _corruption_table(classify, pixels, labels, clean, [int(budget) for budget in budgets], seed)
+    how = {"steps": steps, "seed": seed, **options}
+    curves = [curve_of(find_attack(kind, "pictures"), classify, pixels, labels, budgets, **how) for kind in kinds]
+    points = [point for curve in curves for point in curve]
+    shown = f"{points[0].norm} {points[0].budget:.4g}, " if len(set(budgets)) == 1 else ""
+    rows = [[point.attack, point.budget, attacked_error(point), attacked_error(point, TOP)] for point in points]
+    rows = [[name, budget, error, "" if top5 is None else top5] for name, budget, error, top5 in rows]
+    flags = dict.fromkeys(flag for point in points for flag in point.flags)
+    summary: dict[str, Any] = _attacked(points[0])
+    if len(points) > 1:
+        summary = {"attacks": [_attacked(point) for point in points]}
+    return {
+        "title": f"{', '.join(dict.fromkeys(point.attack for point in points))}, {shown}{len(labels)} images",
+        "columns": ["", "budget", "error, %", "top-5 error, %"],
+        "rows": [["clean", 0.0, *clean], *rows],
+        "caption": _CARRIED if len(set(budgets)) > 1 else None,
+        "flags": [flag.summary() for flag in flags],
+        "summary": summary,
+        "clean": {"figure": clean[0], "top5": clean[1], "examples": len(labels)},
+        "curves": {curve[0].attack: described_curve(curve, clean) for curve in curves},
+    }
+
+
+_CARRIED = "What an attack found at a smaller budget counts at larger ones too, so the error never falls with the budget."
+
+
+def _corruption_table(
+    classify: Classify, pixels: Tensor, labels: Tensor, clean: tuple[float, float], severities: Sequence[int], seed: int
+) -> AttackTable:
+    images = Corrupted(pixels, seed)
+    severities = sorted(set(severities))
+    found = {severity: images.errors(classify, labels, severity) for severity in severities}
+    rows = [["clean", *[clean[0]] * len(severities)]]
+    rows += [[name, *(found[severity][name] for severity in severities)] for name in images.names]
+    rows.append(["mean of corruptions", *(_mean(errors.values()) for errors in found.values())])
+    skipped = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
+    one = len(severities) == 1
+    summary: dict[str, Any] = {"severity": severities[0], "seed": seed, "errors": found[severities[0]]}
+    if not one:
+        summary = {"severities": severities, "seed": seed, "errors": {str(key): errors for key, errors in found.items()}}
+    which = f"severity {severities[0]}" if one else f"severities {', '.join(map(str, severities))}"
+    return {
+        "title": f"Corruptions of {which}, {len(labels)} images ({skipped} needs files and is skipped)",
+        "columns": ["", *(["error, %"] if one else [f"error, %, severity {severity}" for severity in severities])],
+        "rows": rows,
+        "flags": [],
+        "summary": summary,
+    }

@@ -1,0 +1,39 @@
+"""The recipe `cifar10`, and its tiny form on the real pictures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.comparing import compare
+from holdfast.train import load_recipe
+from holdfast.train.image_attacks import BATCH, MOST_IN_BATCH, batch_size
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def test_the_recipe_asks_for_what_it_says() -> None:
+    recipe = load_recipe("cifar10")
+    assert recipe.attack.all_budgets() == [0.5 / 255, 1 / 255, 2 / 255]
+    assert (recipe.attack.examples, recipe.attack.spsa_examples, recipe.attack.corrupted_examples) == (2000, 512, 2000)
+    assert recipe.sparse.layers == "last:2" and recipe.model.config["patch_size"] == 4
+
+
+def test_small_images_are_run_in_larger_batches_on_a_gpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert batch_size(32, cpu) == batch_size(224, gpu) == batch_size(512, gpu) == BATCH
+    assert batch_size(32, gpu) == MOST_IN_BATCH and BATCH < batch_size(96, gpu) < MOST_IN_BATCH
+
+
+@pytest.mark.slow
+def test_cifar10_tiny_learns_and_is_attacked(tmp_path: Path) -> None:
+    if not (SHARED / "cifar10").is_dir():
+        pytest.skip("there is no cifar10 in ../shared/data")
+    changes = {"training.steps": 120, "attack.examples": 48, "attack.spsa_examples": 8}
+    results = compare("similarity", recipe="cifar10-tiny", seeds=1, out=tmp_path / "run", data=SHARED, changes=changes)
+    (row,) = results.rows
+    assert row.clean is not None and row.clean < 75  # by chance it is 90
+    assert [len(curve.budgets) for curve in row.curves.values()] == [4, 4, 4]
+    errors = [point.mean for point in row.curves["PGD"].figure]
+    assert errors == sorted(errors, key=lambda error: error or 0.0) and (errors[0] or 0.0) < (errors[-1] or 0.0)
+    assert (tmp_path / "run" / "report.html").is_file()

@@ -1,0 +1,200 @@
+"""Curves of errors against budgets in comparisons, sample sizes for each attack, severities, and intervals over seeds."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.attacks import corrupt, find_attack
+from holdfast.comparing import run_comparison
+from holdfast.metrics import paired
+from holdfast.report import read_results, render
+from holdfast.report.attack_curves import accuracy_table, attack_curves
+from holdfast.report.stored_comparison import Difference
+from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of
+from holdfast.train.image_task import ImageTask, attack_images
+
+CURVES: dict[str, Any] = {
+    "attack.budgets": ["5/255", 0.3, "0.1"],
+    "attack.examples": 32,
+    "attack.spsa_examples": 8,
+    "attack.corrupted_examples": 12,
+    "attack.severities": [5, 2],
+    "attack.samples": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(digits: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("curves") / "run"
+    routers = parse_routers("smoe,symphony")
+    run_comparison(digits(CURVES), routers, 2, path, data=None, match_compute=False, run=lambda comparison: comparison.run())
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(digits: Callable[..., Recipe], folder: Path) -> list[dict[str, Any]]:
+    return Comparison(digits(CURVES), parse_routers("smoe,symphony"), 2, folder).run()
+
+
+def test_every_attack_has_a_curve_from_the_clean_error_on(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert list(result["curves"]) == ["FGSM", "PGD", "SPSA"]
+        for name, curve in result["curves"].items():
+            trial = result["trials"][name]
+            assert curve["budgets"] == pytest.approx([0, 5 / 255, 0.1, 0.3])
+            assert curve["examples"] == trial["examples"] == (8 if name == "SPSA" else 32)
+            for key in ("figure", "top5"):
+                assert curve[key] == sorted(curve[key]) and curve[key][2] == trial[key]  # 0.1 is attack.budget
+            assert curve["figure"][0] == pytest.approx(100 * (1 - trial["clean_accuracy"]))
+            assert all(five <= one for one, five in zip(curve["figure"], curve["top5"], strict=True))
+        assert result["curves"]["PGD"]["figure"][-1] > result["curves"]["PGD"]["figure"][0]
+
+
+def test_corruptions_have_their_own_images_and_severities(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        trial = result["trials"]["corruptions"]
+        assert trial["examples"] == 12 and list(trial["severities"]) == ["2", "5"]
+        assert trial["figure"] == pytest.approx(statistics.fmean(trial["severities"].values()))
+        assert trial["figure"] == pytest.approx(statistics.fmean(trial["each"].values()))
+
+
+def test_corrupted_errors_equal_a_naive_loop_and_images_are_made_once(
+    digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = make_task(digits())
+    assert isinstance(task, ImageTask)
+    classify = classifier(build_model(task, "smoe", {}, seed=0).eval(), task.scaling)
+    pixels, labels = task.test_images(20, torch.device("cpu"))
+    images, made = Corrupted(pixels), list[str]()
+
+    def noting(images: Any, name: str, **options: Any) -> Any:
+        made.append(name)
+        return corrupt(images, name, **options)
+
+    monkeypatch.setattr("holdfast.train.image_attacks.corrupt", noting)
+    found = images.score(classify, labels, [1, 4])
+    naive = {
+        name: [error_of(classify, corrupt(pixels, name, severity=severity, seed=0).images, labels) for severity in (1, 4)]
+        for name in images.names
+    }
+    assert found["each"] == pytest.approx({name: statistics.fmean(errors) for name, errors in naive.items()})
+    assert images.score(classify, labels, [1, 4]) == found and len(made) == 28
+    monkeypatch.setattr("holdfast.train.image_attacks.LARGEST_CACHE", 0)
+    large = Corrupted(pixels)
+    assert large.score(classify, labels, [4])["severity"] == 4 and not large._kept
+
+
+def test_rows_have_intervals_and_paired_differences_of_every_attack(folder: Path, results: list[dict[str, Any]]) -> None:
+    stored = read_results(folder)
+    mine = [result for result in results if result["router"] == "symphony"]
+    theirs = [result for result in results if result["router"] == "smoe"]
+    row = stored.rows[1]
+    assert list(row.scores) == ["clean", "FGSM", "PGD", "SPSA", "corruptions"]
+    for name, score in row.scores.items():
+        errors = [
+            [(one["clean"] if name == "clean" else one["trials"][name])["figure"] for one in all_] for all_ in (mine, theirs)
+        ]
+        over, difference = paired([0.0, 0.0], errors[0]), paired(errors[1], errors[0])
+        assert (score.mean, score.low, score.high) == (over.mean, over.low, over.high)
+        assert score.difference is not None and score.difference.words == difference.words
+    point = row.curves["PGD"].top5[-1]
+    over = paired([0.0, 0.0], [one["curves"]["PGD"]["top5"][-1] for one in mine])
+    assert (point.mean, point.low, point.high) == (over.mean, over.low, over.high)
+
+
+def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> None:
+    stored = read_results(folder)
+    plots = list(attack_curves(stored))
+    assert [plot.title for plot in plots][:3] == [
+        "FGSM, error against budget",
+        "FGSM, error against budget, top 5",
+        "PGD, error against budget",
+    ]
+    for plot in plots:
+        assert [trace["meta"]["router"] for trace in plot.data] == [0, 1]
+        for trace in plot.data:
+            assert trace["x"] == pytest.approx([0, 5, 25.5, 76.5]) and len(trace["error_y"]["array"]) == 4
+    smoe, symphony = accuracy_table(stored)
+    clean = stored.rows[1].scores["clean"]
+    assert clean.mean is not None and clean.low is not None and clean.high is not None
+    assert symphony["clean"] == f"{100 - clean.mean:.2f} ({100 - clean.high:.2f} to {100 - clean.low:.2f})"
+    assert smoe["PGD, difference"] == "baseline" and "2 seeds" in symphony["PGD, difference"]
+    page = render(stored)
+    assert "Accuracy, clean and attacked" in page and symphony["corruptions"] in page and "PGD, error against budget" in page
+
+
+def test_a_gain_in_error_is_a_loss_in_accuracy(folder: Path) -> None:
+    stored = read_results(folder)
+    score = stored.rows[1].scores["clean"]
+    words = {"mean": 2.0, "low": 1.0, "high": 3.0, "seeds": 2, "words": "+2"}
+    changed = score.model_copy(update={"difference": Difference.model_validate(words)})
+    row = stored.rows[1].model_copy(update={"scores": {"clean": changed}})
+    table = list(accuracy_table(stored.model_copy(update={"rows": [stored.rows[0], row]})))
+    assert table[1]["clean, difference"] == "-2 (95% interval -3 to -1, 2 seeds)"
+
+
+def test_the_curve_of_python_equals_single_attacks_where_those_are_monotone(digits: Callable[..., Recipe]) -> None:
+    task = make_task(digits())
+    assert isinstance(task, ImageTask)
+    model = build_model(task, "smoe", {}, seed=0).eval()
+    budgets = [0.3, 0.02]
+    found = attack_images(model, task, "pgd", budget=budgets, steps=3, examples=30, restarts=2, random_start=False)
+    pixels, labels = task.test_images(30, torch.device("cpu"))
+    classify = classifier(model, task.scaling)
+    one = find_attack("pgd").run(
+        classify, pixels, labels, budget=0.02, steps=3, restarts=2, random_start=False, batch=BATCH, top=5
+    )
+    assert found["curves"]["PGD"]["figure"][1] == pytest.approx(100 * (1 - one.accuracy))
+    points = curve_of(find_attack("pgd"), classify, pixels, labels, budgets, steps=3, restarts=2, random_start=False)
+    assert found["rows"][-1][2] == pytest.approx(100 * (1 - points[-1].accuracy))
+    assert points[0].restarts == 2 and points[0].seed is None and points[0].options["random_start"] is False
+
+
+def test_options_of_the_recipe_reach_the_attacks(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+    changes = {"attack.step": "0.5/255", "attack.restarts": 2, "attack.random_start": False, "attack.samples": 3}
+    recipe = digits({**changes, "training.steps": 2, "attack.examples": 8})
+    (result,) = Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run()
+    strong, blind = result["trials"]["PGD"], result["trials"]["SPSA"]
+    assert strong["restarts"] == 2 and strong["options"]["step"] == 0.5 / 255 and strong["options"]["random_start"] is False
+    assert blind["options"]["samples"] == 3 and blind["options"]["step"] == 0.5 / 255
+    assert "curves" not in result
+    described = make_task(recipe).describe()["attack"]
+    assert described["step"] == 0.5 / 255 and described["restarts"] == 2 and described["samples"] == 3
+
+
+def test_the_named_attack_may_be_one_of_those_that_every_recipe_runs(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = digits({"attack.name": "spsa", "attack.spsa_examples": 6, "attack.examples": 9, "training.steps": 2})
+    (result,) = Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run()
+    assert set(result["trials"]) == {"FGSM", "PGD", "SPSA", "corruptions"}
+    assert result["attacked"]["figure"] == result["trials"]["SPSA"]["figure"] and result["attacked"]["examples"] == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attack.budgets": [2]}, r"attack\.budgets.*list of numbers, each a number between 0 and 1"),
+        ({"attack.budgets": ["one"]}, r"attack\.budgets"),
+        ({"attack.budgets": 0.1}, r"attack\.budgets"),
+        ({"attack.severities": [6]}, r"attack\.severities.*from 1 to 5"),
+        ({"attack.severities": []}, r"attack\.severities"),
+        ({"attack.severities": [5, 5]}, "only once"),
+        ({"attack.restarts": 0}, r"attack\.restarts"),
+    ],
+)
+def test_wrong_values_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_recipe("vmoe-tiny", changes)
+
+
+def test_budgets_of_texts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"attack\.budgets is for pictures"):
+        load_recipe("tiny", {"attack.budgets": [0.1]})
+
+
+def test_a_budget_may_be_a_fraction() -> None:
+    assert load_recipe("vmoe-tiny", {"attack.budget": "1/255"}).attack.budget == 1 / 255
