@@ -9,7 +9,7 @@ import math
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -39,6 +39,9 @@ ABOUT = {
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
 CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _UNSIGNED_BYTES = 0x08  # the type code of IDX files, the only one in use
+
+Box = tuple[int, int, int, int]  # left, top, width, height, in pixels
+ChooseBox = Callable[[int, int, int], Box]  # from the place in the batch, the width and the height of an image
 
 
 @final
@@ -82,6 +85,17 @@ class Images(ABC):
     def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
         """Return the images of these numbers: (B,C,H,W) float32 between 0 and 1."""
 
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        """Return (B,C,H,W) uint8: the box of each image that `choose` returns, scaled to the size of the images."""
+        found = as_bytes(self.pixels(numbers))
+        _, height, width = self.shape
+        for place, image in enumerate(found):
+            left, top, across, down = choose(place, width, height)
+            part = image[None, :, top : top + down, left : left + across].float()
+            scaled = torch.nn.functional.interpolate(part, (height, width), mode="bilinear", antialias=True)
+            found[place] = scaled[0].round().clamp(0, 255).to(torch.uint8)
+        return found
+
 
 @final
 class ArrayImages(Images):
@@ -113,17 +127,42 @@ class FileImages(Images):
         pixels = [torch.from_numpy(decode(self.paths[number], self.shape[1])) for number in chosen]
         return torch.stack(pixels).permute(0, 3, 1, 2).float() / 255 if pixels else torch.empty(0, *self.shape)
 
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        """Return boxes of the whole images on disk, which may be larger than what `pixels` returns."""
+        size, found = self.shape[1], []
+        for place, number in enumerate(as_index(numbers).tolist()):
+            image = open_image(self.paths[number])
+            left, top, across, down = choose(place, *image.size)
+            box = (left, top, left + across, top + down)
+            found.append(np.array(image.resize((size, size), _pillow().Resampling.BILINEAR, box=box), dtype=np.uint8))
+        return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).contiguous()
 
-def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
-    """Return the scaled and cropped image, (size,size,3)."""
+    def sides(self, numbers: Iterable[int]) -> list[int]:
+        """Return the shorter side of these images on disk; only their headers are read."""
+        return [min(open_image(self.paths[number], decode=False).size) for number in numbers]
+
+
+def as_bytes(pixels: Tensor) -> Tensor:
+    """Return pixels between 0 and 1 as whole numbers from 0 to 255, uint8."""
+    return (255 * pixels).round().clamp(0, 255).to(torch.uint8)
+
+
+def open_image(path: Path, *, decode: bool = True) -> "Image":
+    """Return an image in colour; without `decode`, only its header is read."""
     pillow = _pillow()
     try:
         with pillow.open(path, formats=FORMATS) as file:
-            image: Image = file.convert("RGB")
+            image: Image = file.convert("RGB") if decode else file
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist.") from error
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
         raise ValueError(f"{path} is not an image that can be read: {error}.") from error
+    return image
+
+
+def decode(path: Path, size: int) -> "np.typing.NDArray[np.uint8]":
+    """Return the scaled and cropped image, (size,size,3)."""
+    pillow, image = _pillow(), open_image(path)
     scale = size / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2

@@ -20,6 +20,7 @@ from holdfast.data import Images, ImageSet, Order, PixelScaling, image_set
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
+from holdfast.train.augmentation import AugmentedPictures
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
@@ -102,7 +103,12 @@ class ImageTask(Task):
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training
         order = Order(len(images), training.batch * training.accumulate, seed)
-        return Examples(order, partial(_inputs, images, self.scaling), training.step_count(len(images)))
+        fetch_at = (
+            AugmentedPictures(images, self.scaling, training.augment, batch=training.batch, seed=seed)
+            if training.augment.in_use
+            else None
+        )
+        return Examples(order, partial(_inputs, images, self.scaling), training.step_count(len(images)), fetch_at)
 
     def validation(self) -> Dataset[Inputs]:
         return _SomeImages(self.image_set.images("valid"), VALIDATION_IMAGES, self.scaling)

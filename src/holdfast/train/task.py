@@ -27,6 +27,7 @@ from holdfast.routing import Context, Router
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward
+FetchAt = Callable[[Order, Sequence[int]], Inputs]  # from places in an order to the inputs there
 AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and "summary" to store
 
 
@@ -42,21 +43,26 @@ class Measure:
 
 @final
 class Examples(Dataset[Inputs]):
-    """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`."""
+    """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`.
 
-    def __init__(self, order: Order, fetch: Callable[[Tensor], Inputs], steps: int) -> None:
-        self.order, self.fetch, self.steps = order, fetch, steps
+    fetch      from numbers of examples to inputs
+    fetch_at   for inputs that also depend on the place of an example in the order (augmented pictures); replaces `fetch`
+    """
+
+    def __init__(self, order: Order, fetch: Callable[[Tensor], Inputs], steps: int, fetch_at: FetchAt | None = None) -> None:
+        self.order, self.fetch, self.steps, self.fetch_at = order, fetch, steps, fetch_at
 
     def __len__(self) -> int:
         return self.steps * self.order.size
 
     def __getitems__(self, places: Sequence[int]) -> Inputs:
-        return self.fetch(self.order.at(places))
+        return self.fetch(self.order.at(places)) if self.fetch_at is None else self.fetch_at(self.order, places)
 
     def hash(self, step: int) -> str:
         """Return a hash of the step's examples: equal hashes mean equal examples."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.fetch(self.order.numbers(step)).items()):
+        places = range(step * self.order.size, (step + 1) * self.order.size)
+        for name, tensor in sorted(self.__getitems__(places).items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
