@@ -4,7 +4,6 @@ The metric is the error in percent: 100 (1 - correct / count). Pixels are betwee
 in this range; a model reads them scaled to [-1, 1], or as the image processor of its checkpoint says (`PixelScaling`).
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +20,7 @@ from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.augmentation import AugmentedPictures
+from holdfast.train.picture_size import require_patches, scale_warning, size_line
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
@@ -40,7 +40,6 @@ PROBE_IMAGES = 64
 VIEW_IMAGES = 8
 VALIDATION_IMAGES = 2048  # at most
 SEVERITY = 5  # of corruptions: the worst
-MOST_PATCHES = 4096  # of an image, if attention is over all patches
 SPSA_SAMPLES = 16  # pairs of probes per step
 
 Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
@@ -53,6 +52,10 @@ class ImageTask(Task):
     folder    where named sources are searched for
     scaling   how the model reads pixels; by default that of the recipe's checkpoint
     """
+
+    faster = (
+        "To make it shorter, set training.steps, training.batch or data.size to less, or model.config.patch_size to more."
+    )
 
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, scaling: PixelScaling | None = None) -> None:
         self.recipe = recipe
@@ -86,19 +89,15 @@ class ImageTask(Task):
             raise ValueError(f"{self.image_set.name} has images of {height} x {width} pixels; a model needs square images.")
         given = {"image_size": height, "num_channels": channels, "id2label": dict(enumerate(self.image_set.classes))}
         model = start_model(self.recipe.model, "pictures", **given)
-        self._require_few_patches(model.config, height)
+        require_patches(model.config, self.image_set.images("train"), is_new=self.recipe.model.checkpoint is None)
         return model
 
-    def _require_few_patches(self, config: Any, pixels: int) -> None:
-        """Raise ValueError if attention over all patches of an image would take hours; windows, as in Swin, are fast."""
-        patch = getattr(config, "patch_size", None)
-        if not isinstance(patch, int) or hasattr(config, "window_size") or (pixels // patch) ** 2 <= MOST_PATCHES:
-            return
-        raise ValueError(
-            f"images of {pixels} pixels per side have {(pixels // patch) ** 2:,} patches of {patch}, more than "
-            f"{MOST_PATCHES:,}; set data.size to at most {patch * math.isqrt(MOST_PATCHES)}, or "
-            "model.config.patch_size to more."
-        )
+    def size_line(self, model: Any) -> str | None:
+        return size_line(model.config)
+
+    def size_warning(self, model: Any) -> str | None:
+        is_new = self.recipe.model.checkpoint is None  # a checkpoint decides on its own size
+        return scale_warning(model.config, self.image_set.images("train")) if is_new else None
 
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training

@@ -72,6 +72,7 @@ class Task(ABC):
 
     recipe: Recipe
     has_held_out_figure: ClassVar[bool] = True  # False: the figure follows from the loss
+    faster: ClassVar[str] = "To make it shorter, set training.steps or training.batch to less, or use a smaller model."
 
     @property
     @abstractmethod
@@ -113,6 +114,14 @@ class Task(ABC):
         """The number of training steps: that of the recipe, or that of its epochs of the training examples."""
         given = self.recipe.training.steps
         return self.examples(0).steps if given is None else given  # without reading the data, if possible
+
+    def size_line(self, model: Any) -> str | None:
+        """Return what decides how long a step takes, in one line that is shown before training; None for nothing."""
+        return None
+
+    def size_warning(self, model: Any) -> str | None:
+        """Return a warning about the size of the inputs, with a remedy; None for nothing."""
+        return None
 
     @abstractmethod
     def score(self, model: Any) -> dict[str, Any]:
