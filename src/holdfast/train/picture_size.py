@@ -54,6 +54,8 @@ def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
             f"set model.config.patch_size to one of {divisors}"
             f"{f', or data.size to a multiple of {patch}' if isinstance(images, FileImages) else ''}."
         )
+    if is_new:
+        _require_windows(config, pixels)
     if count > MOST_PATCHES and not has_windows(config):
         side, most = side_on_disk(images), patch * math.isqrt(MOST_PATCHES)
         found = f"; these pictures have about {side} pixels per side" if side is not None else ""
@@ -62,6 +64,21 @@ def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
             f"images of {pixels} pixels per side have {count:,} patches of {patch}, more than {MOST_PATCHES:,}{found}: "
             f"set data.size to {smaller}, or model.config.patch_size to more."
         )
+
+
+def _require_windows(config: Any, pixels: int) -> None:
+    """Raise ValueError if a stage of Swin has fewer patches per side than a window, which transformers' model cannot run."""
+    if config.model_type != "swin":
+        return
+    side = -(-pixels // config.patch_size)
+    for stage in range(len(config.depths)):
+        if side < config.window_size:
+            raise ValueError(
+                f"stage {stage + 1} of this Swin has {side} x {side} patches for images of {pixels} pixels per side, fewer "
+                f"than its window of {config.window_size}; set model.config.window_size to {side}, or "
+                "model.config.patch_size to less, or data.size to more."
+            )
+        side = -(-side // 2)  # a stage merges 2 x 2 patches
 
 
 def size_line(config: Any) -> str | None:
