@@ -41,8 +41,8 @@ SIDES = {"swin-moe": [4, 2], "swin-base": [4, 2], "vmoe": [2], "softmoe": [2]}  
 PARAMETERS = {"swin-moe": (275, 285), "swin-base": (450, 550), "vmoe": (55, 65)}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {  # routers of a comparison, and what makes it short
     "vmoe-tiny": (ROUTERS, {}),
-    "swin-moe-tiny": (ROUTERS, {}),
-    "swin-base-tiny": ("smoe,ac", {}),
+    "swin-moe-tiny": (ROUTERS, {"training.steps": 60, "training.warmup": 10}),
+    "swin-base-tiny": ("smoe,ac", {"training.steps": 60, "training.warmup": 10}),
     "softmoe-tiny": ("softmoe[slots=4],softmoe[slots=4]+symphony,softmoe[slots=4]+ac", {}),
 }
 
@@ -118,7 +118,7 @@ def test_the_tiny_form_of_a_recipe_trains_every_router_and_learns(name: str, tmp
     assert [result["router"] for result in results] == [choice.name for choice in parse_routers(routers)]
     assert len({result["last_batch"] for result in results}) == 1
     for result in results:
-        assert result["clean"]["figure"] < 40, result["router"]
+        assert result["clean"]["figure"] < 70, result["router"]
 
 
 def test_a_patch_of_a_later_stage_covers_the_smaller_patches_below_it(folder: Path) -> None:
