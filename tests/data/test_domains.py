@@ -10,7 +10,7 @@ import torch
 
 from holdfast.data import domain_set
 from holdfast.data.domains import DomainOrder, JoinedImages
-from holdfast.data.images import ArrayImages, decode
+from holdfast.data.labelled_images import ArrayImages, decode
 
 DOMAINS = {"art": 15, "cartoon": 10, "photo": 12, "sketch": 21}
 CLASSES = ("cat", "dog", "elk")

@@ -237,14 +237,14 @@ def test_a_folder_of_one_class_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_decoded_once_if_all_images_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.data import images as module
+    from holdfast.data import labelled_images as module
 
     write_images(tmp_path, "ab", 10)
     decoded, decode = list[Path](), module.decode
 
-    def noting(path: Path, size: int) -> Any:
+    def noting(path: Path, *given: Any) -> Any:
         decoded.append(path)
-        return decode(path, size)
+        return decode(path, *given)
 
     monkeypatch.setattr(module, "decode", noting)
     images = image_set(tmp_path, size=8).images("train")

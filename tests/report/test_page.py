@@ -72,8 +72,11 @@ def test_the_cost_of_the_attack_is_in_the_verdict_the_table_and_a_plot() -> None
 
 def test_a_page_is_headed_by_the_name_of_its_own_data() -> None:
     content = stored_pictures()
-    content["run"]["data"]["name"] = "my pictures"
-    assert "Holdfast: a small model, on my pictures" in render(parse(content))
+    content["run"]["data"] |= {"name": "my pictures", "about": "60 images of 3 classes, 40 pixels per side; <b>mine</b>"}
+    content["run"]["recipe"]["task"] = "pictures"
+    assert "Holdfast: a small model, on my pictures (60 images of 3 classes, 40 pixels per side)" in render(parse(content))
+    content["run"]["recipe"]["task"] = "text"
+    assert "Holdfast: a small model, on my pictures<" in render(parse(content))
 
 
 def test_results_of_pictures_do_not_talk_of_words() -> None:

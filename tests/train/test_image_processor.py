@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from holdfast.data.images import FileImages
+from holdfast.data.labelled_images import FileImages
 from holdfast.train.image_processor import PROCESSOR, ImageReading, image_reading
 
 SCALED: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}

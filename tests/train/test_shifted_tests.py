@@ -249,8 +249,8 @@ def test_corruptions_are_the_same_in_batches_and_at_once(digits: Callable[..., R
     model = build_model(task, "smoe", {}, seed=0).eval()
     classify = classifier(model, task.scaling)
     found = task.shifts.score(classify, model.device)["corruptions"]
-    numbers = evenly_spaced(len(images), task.recipe.attack.examples)
     images = task.image_set.images("test")
+    numbers = evenly_spaced(len(images), task.recipe.attack.examples)
     naive = Corrupted(images.pixels(numbers)).errors(classify, images.labels[numbers], 3)
     assert {name: errors["3"] for name, errors in found["errors"].items()} == pytest.approx(naive)
     assert found["examples"] == 100 == len(numbers)

@@ -6,7 +6,9 @@ files until it ends, so that a second command that would write the same file is 
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,6 +52,19 @@ def bar(total: float | None, *, leave: bool = True) -> Iterator[Tell]:
     with Progress(*columns, console=Console(stderr=not leave), transient=not leave) as bars:
         task = bars.add_task("", total=total)
         yield lambda done, what: bars.update(task, completed=done, description=what)
+
+
+class _ToStderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+def show_messages() -> None:
+    """Print Holdfast's messages, and not only its warnings, to stderr."""
+    logger = logging.getLogger("holdfast")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr())
 
 
 def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, slim_table
+from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages, slim_table
 from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Compare:
             require_place(self.out / name)
         routers = parse_routers(self.routers)
         quiet()
+        show_messages()
 
         def run(comparison: Comparison) -> list[dict[str, Any]]:
             return _with_progress(comparison, self.jobs)

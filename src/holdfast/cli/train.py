@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, require_folder
+from holdfast.cli.common import PluginFiles, require_folder, show_messages
 from holdfast.cli.compare import changes
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Train:
             data=self.data,
         )
         quiet()
+        if is_first_rank():
+            show_messages()
         with own_process_group():
             if is_first_rank():
                 _with_progress(single, self.log)

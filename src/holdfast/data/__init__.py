@@ -12,13 +12,13 @@ from holdfast.data.documents import Document as Document
 from holdfast.data.documents import words as words
 from holdfast.data.domains import DomainSet as DomainSet
 from holdfast.data.domains import domain_set as domain_set
-from holdfast.data.images import Images as Images
 from holdfast.data.images import ImageSet as ImageSet
-from holdfast.data.images import PixelScaling as PixelScaling
 from holdfast.data.images import image_set as image_set
 from holdfast.data.images import image_sets as image_sets
 from holdfast.data.label_sources import text_set as text_set
 from holdfast.data.label_sources import text_sets as text_sets
+from holdfast.data.labelled_images import Images as Images
+from holdfast.data.labelled_images import PixelScaling as PixelScaling
 from holdfast.data.labelled_texts import LabelledText as LabelledText
 from holdfast.data.labelled_texts import TextSet as TextSet
 from holdfast.data.text_sources import corpora as corpora

@@ -20,7 +20,8 @@ import torch
 from holdfast.data.datasets import DATASETS, Dataset
 from holdfast.data.documents import hold_out
 from holdfast.data.files import find_file, open_unpacked, source_folders
-from holdfast.data.images import ENDINGS, ArrayImages, ImageSet, array_checksum, read_image
+from holdfast.data.images import ENDINGS, ImageSet, array_checksum
+from holdfast.data.labelled_images import ArrayImages, read_image
 from holdfast.files import MIB, require_regular
 
 ABOUT = "60,000 colour pictures of 32x32 pixels, ten classes of animals and vehicles"

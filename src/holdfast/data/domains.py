@@ -18,7 +18,8 @@ from torch import Tensor
 
 from holdfast.data.blocks import Order, shuffled
 from holdfast.data.files import checksum
-from holdfast.data.images import ENDINGS, SIZE, FileImages, Images, ImageSet, as_index, decode, require_decoder
+from holdfast.data.images import ENDINGS, SIZE, ImageSet
+from holdfast.data.labelled_images import FileImages, Images, as_index, decode, require_decoder
 from holdfast.errors import unknown_name
 
 DOMAIN_LAYOUT = "put the images into folders DOMAIN/CLASS, with the same classes in every domain"

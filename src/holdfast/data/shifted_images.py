@@ -17,7 +17,8 @@ from typing import Literal, final
 
 from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
 from holdfast.data.files import checksum
-from holdfast.data.images import ENDINGS, SIZE, TEST, VALID, FileImages, ImageSet, Prepare
+from holdfast.data.images import ENDINGS, SIZE, TEST, VALID, ImageSet
+from holdfast.data.labelled_images import FileImages, Prepare
 from holdfast.errors import require_extra
 
 Kind = Literal["classes", "outliers", "corrupted"]

@@ -366,6 +366,8 @@ class Results(_StoredModel):
     def title(self) -> str:
         """What was trained, and on which data."""
         about, name = str(self.run.recipe.get("about") or "A comparison of routers"), self.run.data.get("name")
+        if name and self.run.recipe.get("task") == "pictures" and (data := self.run.data.get("about")):
+            name = f"{name} ({str(data).partition(';')[0]})"
         return f"{about}, on {name}" if name else about
 
     @property

@@ -11,7 +11,8 @@ from typing import Any
 
 from holdfast.data.class_names import ClassIndex, published_set, read_class_index
 from holdfast.data.datasets import find_dataset
-from holdfast.data.images import SIZE, Prepare, folder_set
+from holdfast.data.images import SIZE, folder_set
+from holdfast.data.labelled_images import Prepare
 from holdfast.data.shifted_images import UnsplitImages, recognise, unsplit_images
 
 

@@ -4,7 +4,6 @@ The metric is the error in percent: 100 (1 - correct / count). Pixels are betwee
 in this range; a model reads them scaled to [-1, 1], or as the image processor of its checkpoint says (`PixelScaling`).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +19,7 @@ from holdfast.data.shifted_images import UnsplitImages
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
+from holdfast.train.augmentation import AugmentedPictures
 from holdfast.train.image_attacks import (
     Corrupted,
     attack_all,
@@ -31,6 +31,7 @@ from holdfast.train.image_attacks import (
     classifier,
     error_percent,
 )
+from holdfast.train.picture_size import require_patches, scale_warning, size_line
 from holdfast.train.recipe import Recipe
 from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
 from holdfast.train.start import start_model, start_scaling
@@ -47,7 +48,6 @@ from holdfast.train.task import (
 PROBE_IMAGES = 64
 VIEW_IMAGES = 8
 VALIDATION_IMAGES = 2048  # at most
-MOST_PATCHES = 4096  # of an image, if attention is over all patches
 
 
 class ImageTask(Task):
@@ -57,6 +57,10 @@ class ImageTask(Task):
     scaling   how the model reads pixels; by default that of the recipe's checkpoint
     tested    test images that a trained model is evaluated on, in place of the recipe's source
     """
+
+    faster = (
+        "To make it shorter, set training.steps, training.batch or data.size to less, or model.config.patch_size to more."
+    )
 
     def __init__(
         self,
@@ -116,19 +120,15 @@ class ImageTask(Task):
             raise ValueError(f"{self.image_set.name} has images of {height} x {width} pixels; a model needs square images.")
         given = {"image_size": height, "num_channels": channels, "id2label": dict(enumerate(self.image_set.classes))}
         model = start_model(self.recipe.model, "pictures", **given)
-        self._require_few_patches(model.config, height)
+        require_patches(model.config, self.image_set.images("train"), is_new=self.recipe.model.checkpoint is None)
         return model
 
-    def _require_few_patches(self, config: Any, pixels: int) -> None:
-        """Raise ValueError if attention over all patches of an image would take hours; windows, as in Swin, are fast."""
-        patch = getattr(config, "patch_size", None)
-        if not isinstance(patch, int) or hasattr(config, "window_size") or (pixels // patch) ** 2 <= MOST_PATCHES:
-            return
-        raise ValueError(
-            f"images of {pixels} pixels per side have {(pixels // patch) ** 2:,} patches of {patch}, more than "
-            f"{MOST_PATCHES:,}; set data.size to at most {patch * math.isqrt(MOST_PATCHES)}, or "
-            "model.config.patch_size to more."
-        )
+    def size_line(self, model: Any) -> str | None:
+        return size_line(model.config)
+
+    def size_warning(self, model: Any) -> str | None:
+        is_new = self.recipe.model.checkpoint is None  # a checkpoint decides on its own size
+        return scale_warning(model.config, self.image_set.images("train")) if is_new else None
 
     def examples(self, seed: int) -> Examples:
         images, training = self.image_set.images("train"), self.recipe.training
@@ -137,8 +137,10 @@ class ImageTask(Task):
         def fetch_on(device: torch.device) -> Callable[[Tensor], Inputs]:
             return partial(_inputs, images.on(device), self.scaling)
 
-        fetch = partial(_inputs, images, self.scaling)
-        return Examples(order, fetch, training.step_count(len(images)), fetch_on)
+        fetch, steps, augment = partial(_inputs, images, self.scaling), training.step_count(len(images)), training.augment
+        how: dict[str, Any] = {"batch": training.batch, "seed": seed}
+        fetch_at = AugmentedPictures(images, self.scaling, augment, **how) if augment.in_use else None
+        return Examples(order, fetch, steps, fetch_on=fetch_on, fetch_at=fetch_at)
 
     def validation(self) -> Dataset[Inputs]:
         return _SomeImages(self.image_set.images("valid"), self._most_validation_images, self.scaling)

@@ -27,7 +27,7 @@ from holdfast.kernels.finite import require_finite_so_far
 from holdfast.routing import Router
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
-from holdfast.train.label_smoothing import smoothed_labels
+from holdfast.train.mixed_labels import soft_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     LOOP_FILES,
@@ -82,7 +82,7 @@ def train_in_loop(
     batches = _batches(task.examples(seed), training, steps, model.device, state.global_step)
     if checkpoint is not None:
         restore_random(checkpoint)  # after the data loader has drawn its seed
-    with smoothed_labels(model, training.label_smoothing):
+    with soft_labels(model, training.label_smoothing):
         loop.run(batches)
     best = state.best_global_step if training.keep == "best" else None
     if best is not None:

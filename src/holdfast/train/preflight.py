@@ -5,8 +5,10 @@ Nothing is written. No forward is run, because neither transformers' attention m
 forward would refuse because the task cannot supply it is found from what routers declare that they read.
 """
 
+import logging
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ from holdfast.routing import Router
 from holdfast.train.put_router import put_router
 from holdfast.train.recipe import RouterChoice
 from holdfast.train.task import Task
+
+logger = logging.getLogger("holdfast")
 
 # Fields of a `Context` that not every task supplies, the model's input that they are made from, and what they are.
 INPUTS_OF_FIELDS = {
@@ -25,9 +29,11 @@ INPUTS_OF_FIELDS = {
 
 def preflight(task: Task, choices: Sequence[RouterChoice]) -> None:
     """Build the task's model with each router on `meta`; raise ValueError for the first router that cannot be used."""
-    for choice in choices:
+    for number, choice in enumerate(choices):
         with torch.device("meta"):
             model = task.initial_model()  # an error here is one of the recipe, not of a router
+        if number == 0:
+            _report_size(task, model)
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the real model will warn
@@ -36,6 +42,15 @@ def preflight(task: Task, choices: Sequence[RouterChoice]) -> None:
                 _require_readable(moe_layer.router, task)
         except ValueError as problem:
             raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
+
+
+def _report_size(task: Task, model: Any) -> None:
+    """Log what decides how long a step takes, and a warning if it could be made shorter."""
+    line, warning = task.size_line(model), task.size_warning(model)
+    if line is not None:
+        logger.info("%s.", line)
+    if warning is not None:
+        logger.warning("%s", warning)
 
 
 def expert_count(task: Task) -> int:

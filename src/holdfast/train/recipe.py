@@ -24,6 +24,7 @@ from holdfast.plugins import plugins_of
 from holdfast.routing.grammar import Limits, check_value, split_routers
 from holdfast.routing.layer_names import has_layers, preset_names, resolve_layers, written_name
 from holdfast.routing.presets import REGISTRY
+from holdfast.train.augmentation import AugmentPart
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
 DEFAULT_BALANCE = 0.01  # coefficient of the balance loss
@@ -128,6 +129,7 @@ class TrainingPart:
     keep: Literal["last", "best"] = "last"  # "best": the best checkpoint on held-out data
     best_by: Literal["loss", "figure"] = "loss"  # what "best" compares: the loss, or the figure of the task
     label_smoothing: Smoothing = 0.0  # the share of a target that is spread over all classes
+    augment: AugmentPart = field(default_factory=AugmentPart)  # random changes of training pictures
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -205,6 +207,8 @@ class Recipe:
             raise ValueError("data.held_out is a domain: set `task: domains` to train on the other domains of a folder.")
         if self.data.shifts and self.task != "pictures":
             raise ValueError(f"data.shifts is for images (task: pictures), and this task is {self.task}.")
+        if self.training.augment.in_use and self.task in ("text", "labels"):
+            raise ValueError(f"training.augment is for pictures, and this task is {self.task}.")
         if self.attack.name is not None:
             find_attack(self.attack.name, "pictures" if self.task in ("pictures", "domains") else "text")
         if self.attack.budgets and self.task not in ("pictures", "domains"):

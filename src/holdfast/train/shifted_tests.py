@@ -23,7 +23,7 @@ from torch import Tensor
 from holdfast.attacks import CORRUPTIONS, corrupt
 from holdfast.data import Images
 from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
-from holdfast.data.images import Prepare
+from holdfast.data.labelled_images import Prepare
 from holdfast.data.shifted_images import ShiftedFolder, recognise
 from holdfast.metrics.tasks import (
     ALEXNET_CLEAN_ERROR,

@@ -28,6 +28,7 @@ from holdfast.routing import Context, Router
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward
+FetchAt = Callable[[ExampleOrder, Sequence[int]], Inputs]  # from places in an order to the inputs there
 AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and "summary" to store
 
 
@@ -47,6 +48,7 @@ class Examples(Dataset[Inputs]):
 
     fetch       from the numbers of examples to their inputs
     fetch_on    from a device to a `fetch` that keeps the data on it; None: they stay in memory
+    fetch_at    for inputs that also depend on the place of an example in the order (augmented pictures); replaces both
     """
 
     def __init__(
@@ -54,13 +56,15 @@ class Examples(Dataset[Inputs]):
         order: ExampleOrder,
         fetch: Callable[[Tensor], Inputs],
         steps: int,
+        *,
         fetch_on: Callable[[torch.device], Callable[[Tensor], Inputs]] | None = None,
+        fetch_at: FetchAt | None = None,
     ) -> None:
-        self.order, self.fetch, self.steps, self.fetch_on = order, fetch, steps, fetch_on
+        self.order, self.fetch, self.steps, self.fetch_on, self.fetch_at = order, fetch, steps, fetch_on, fetch_at
 
     def on(self, device: torch.device) -> "Examples":
         """Return the same examples with inputs on the device if possible, so that a step copies only their numbers."""
-        if self.fetch_on is None or device.type == "cpu":
+        if self.fetch_on is None or self.fetch_at is not None or device.type == "cpu":
             return self
         return Examples(self.order, self.fetch_on(device), self.steps)
 
@@ -68,12 +72,13 @@ class Examples(Dataset[Inputs]):
         return self.steps * self.order.size
 
     def __getitems__(self, places: Sequence[int]) -> Inputs:
-        return self.fetch(self.order.at(places))
+        return self.fetch(self.order.at(places)) if self.fetch_at is None else self.fetch_at(self.order, places)
 
     def hash(self, step: int) -> str:
         """Return a hash of the step's examples: equal hashes mean equal examples."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.fetch(self.order.numbers(step)).items()):
+        places = range(step * self.order.size, (step + 1) * self.order.size)
+        for name, tensor in sorted(self.__getitems__(places).items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
@@ -83,6 +88,7 @@ class Task(ABC):
 
     recipe: Recipe
     has_held_out_figure: ClassVar[bool] = True  # False: the figure follows from the loss
+    faster: ClassVar[str] = "To make it shorter, set training.steps or training.batch to less, or use a smaller model."
 
     @property
     @abstractmethod
@@ -142,6 +148,14 @@ class Task(ABC):
         """The number of training steps: that of the recipe, or that of its epochs of the training examples."""
         given = self.recipe.training.steps
         return self.examples(0).steps if given is None else given  # without reading the data, if possible
+
+    def size_line(self, model: Any) -> str | None:
+        """Return what decides how long a step takes, in one line that is shown before training; None for nothing."""
+        return None
+
+    def size_warning(self, model: Any) -> str | None:
+        """Return a warning about the size of the inputs, with a remedy; None for nothing."""
+        return None
 
     @abstractmethod
     def score(self, model: Any) -> dict[str, Any]:

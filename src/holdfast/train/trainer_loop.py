@@ -17,8 +17,8 @@ from torch.utils.data import SequentialSampler
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub import trainer_callback
 from holdfast.hub.folder_files import check_folder
-from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.loop import LOG, Guard, Log, Tick, resume_point
+from holdfast.train.mixed_labels import soft_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     KEPT_CHECKPOINTS,
@@ -66,7 +66,7 @@ def train_with_trainer(
     if checkpoint is not None:
         check_folder(checkpoint)
     trainer.accelerator.wait_for_everyone()  # all ranks have read the folder before the first one writes
-    with smoothed_labels(model, training.label_smoothing):
+    with soft_labels(model, training.label_smoothing):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if is_first_rank():
         guard()

@@ -23,6 +23,7 @@ from holdfast.locking import locked, require_unlocked
 from holdfast.routing import Router
 from holdfast.train.label_smoothing import require_classes
 from holdfast.train.loop import Guard, Log, Tick, train_in_loop
+from holdfast.train.pace import Pace
 from holdfast.train.preflight import preflight
 from holdfast.train.put_router import put_router, starts_with_copies
 from holdfast.train.recipe import Recipe, RouterChoice
@@ -154,9 +155,21 @@ def train(
     guard       called before every write; raises if the folder now belongs to another process
     trainer     use the Hugging Face Trainer also where the training loop would do; several ranks and `report_to` need it
     """
-    if trainer or report_to or processes() > 1:
-        return train_with_trainer(model, task, folder, seed=seed, k=k, tick=tick, guard=guard, report_to=report_to)
-    return train_in_loop(model, task, folder, seed=seed, k=k, tick=tick, guard=guard)
+    pace = Pace(task.steps, task.size_line(model), task.faster)
+
+    def count(finished: int) -> None:
+        if is_first_rank():
+            pace(finished)
+        if tick is not None:
+            tick(finished)
+
+    how: dict[str, Any] = {"seed": seed, "k": k, "tick": count, "guard": guard}
+    try:
+        if trainer or report_to or processes() > 1:
+            return train_with_trainer(model, task, folder, report_to=report_to, **how)
+        return train_in_loop(model, task, folder, **how)
+    finally:
+        pace.stop()
 
 
 def quiet() -> None:

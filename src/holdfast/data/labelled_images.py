@@ -1,0 +1,218 @@
+"""Images with labels as pixels: from an array, or from files that are decoded when needed."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.errors import require_extra
+from holdfast.files import MIB
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# The formats that are decoded, whatever the name of a file. Formats for which Pillow starts other programs are excluded.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+LARGEST_ON_DEVICE = 4096 * MIB  # bytes of all images of a split, to be kept on a GPU
+LARGEST_IN_MEMORY = 1024 * MIB  # bytes of all images of a split, to be kept after they were decoded
+
+Box = tuple[int, int, int, int]  # left, top, width, height, in pixels
+ChooseBox = Callable[[int, int, int], Box]  # from the place in the batch, the width and the height of an image
+
+
+@final
+@dataclass(frozen=True)
+class PixelScaling:
+    """How a model reads pixels between 0 and 1: (pixel - mean) / std, for each channel or with one number for all."""
+
+    mean: tuple[float, ...] = (0.5,)  # to [-1, 1], the input range of vision models in transformers
+    std: tuple[float, ...] = (0.5,)
+
+    @classmethod
+    def from_lists(cls, mean: Any, std: Any) -> "PixelScaling":
+        """Return the scaling of untrusted lists; raise ValueError if they are not numbers, one of each for a channel."""
+        for values in (mean, std):
+            if not isinstance(values, list | tuple) or not values or not all(type(x) in (int, float) for x in values):
+                raise ValueError(f"pixels are scaled by a list of numbers, one for each channel, not by {values!r}.")
+        if len(mean) != len(std) or not all(0 < x < math.inf for x in std) or not all(map(math.isfinite, mean)):
+            raise ValueError(f"pixels cannot be scaled by the mean {mean} and the standard deviation {std}.")
+        return cls(tuple(map(float, mean)), tuple(map(float, std)))
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return (B,C,H,W) pixels as the model reads them."""
+        if len(self.mean) not in (1, pixels.shape[1]):
+            raise ValueError(f"images have {pixels.shape[1]} channels, and are scaled as images with {len(self.mean)}.")
+        if len(self.mean) == 1:
+            return (pixels - self.mean[0]) / self.std[0]
+        mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (pixels - mean) / std
+
+
+class Images(ABC):
+    """Images of one shape (channels, height, width), with labels (N,) int64 (abstract)."""
+
+    labels: Tensor
+    shape: tuple[int, int, int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        """Return the images of these numbers: (B,C,H,W) float32 between 0 and 1."""
+
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        """Return the labels of these numbers, on the device of `pixels`."""
+        return self.labels[numbers]
+
+    def on(self, device: torch.device) -> "Images":
+        """Return images whose `pixels` and `labels` are on the device, if all of them fit there; otherwise these."""
+        return self
+
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        """Return (B,C,H,W) uint8: the box of each image that `choose` returns, scaled to the size of the images."""
+        found = as_bytes(self.pixels(numbers))
+        _, height, width = self.shape
+        for place, image in enumerate(found):
+            left, top, across, down = choose(place, width, height)
+            part = image[None, :, top : top + down, left : left + across].float()
+            scaled = torch.nn.functional.interpolate(part, (height, width), mode="bilinear", antialias=True)
+            found[place] = scaled[0].round().clamp(0, 255).to(torch.uint8)
+        return found
+
+
+@final
+class ArrayImages(Images):
+    """Images in memory as small integers, where `top` is white."""
+
+    def __init__(self, values: Tensor, labels: Tensor, top: int = 255) -> None:
+        assert values.dim() == 4 and values.dtype == torch.uint8 and len(values) == len(labels)
+        self.values, self.labels, self.top = values, labels, top
+        self.shape = (values.shape[1], values.shape[2], values.shape[3])
+
+    def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        return self.values[self.index(numbers)].float() / self.top
+
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        return self.labels[self.index(numbers)]
+
+    def index(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        """Return the numbers where the images are; to a GPU they are copied without waiting for it."""
+        index = as_index(numbers)
+        return index.pin_memory().to(self.values.device, non_blocking=True) if self.values.is_cuda else index
+
+    def on(self, device: torch.device) -> "ArrayImages":
+        if self.values.device == device or self.values.nbytes > LARGEST_ON_DEVICE:
+            return self
+        return ArrayImages(self.values.to(device), self.labels.to(device), self.top)
+
+    def only(self, numbers: Iterable[int]) -> "ArrayImages":
+        chosen = as_index(numbers)
+        return ArrayImages(self.values[chosen], self.labels[chosen], self.top)
+
+
+@final
+class FileImages(Images):
+    """Images on disk, in colour: the shorter side is scaled to `size`, and the central square is used.
+
+    Each file is decoded once if all images together are at most LARGEST_IN_MEMORY bytes, otherwise each time.
+
+    prepare     resizes and crops images in another way
+    """
+
+    def __init__(self, paths: Sequence[Path], labels: Sequence[int], size: int, prepare: "Prepare | None" = None) -> None:
+        self.paths, self.labels = list(paths), torch.tensor(labels, dtype=torch.int64)
+        self.shape, self.prepare = (3, size, size), prepare
+        self._decoded: dict[int, Tensor] | None = {} if len(paths) * 3 * size**2 <= LARGEST_IN_MEMORY else None
+
+    def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        return self._bytes(as_index(numbers).tolist()).float() / 255
+
+    def on(self, device: torch.device) -> Images:
+        if self._decoded is None or device.type == "cpu":
+            return self
+        return ArrayImages(self._bytes(range(len(self))), self.labels).on(device)
+
+    def _bytes(self, numbers: Sequence[int]) -> Tensor:
+        """Return (B,3,size,size) uint8."""
+        return torch.stack([self._one(number) for number in numbers]) if numbers else torch.empty(0, *self.shape).byte()
+
+    def _one(self, number: int) -> Tensor:
+        found = None if self._decoded is None else self._decoded.get(number)
+        if found is None:
+            pixels = decode(self.paths[number], self.shape[1], self.prepare)
+            found = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+            if self._decoded is not None:
+                self._decoded[number] = found
+        return found
+
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        """Return boxes of the whole images on disk, which may be larger than what `pixels` returns."""
+        size, found = self.shape[1], []
+        for place, number in enumerate(as_index(numbers).tolist()):
+            image = read_image(self.paths[number], str(self.paths[number]))
+            left, top, across, down = choose(place, *image.size)
+            box = (left, top, left + across, top + down)
+            found.append(np.array(image.resize((size, size), _pillow().Resampling.BILINEAR, box=box), dtype=np.uint8))
+        return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).contiguous()
+
+    def sides(self, numbers: Iterable[int]) -> list[int]:
+        """Return the shorter side of these images on disk; only their headers are read."""
+        return [min(read_image(self.paths[number], str(self.paths[number]), decode=False).size) for number in numbers]
+
+
+def as_bytes(pixels: Tensor) -> Tensor:
+    """Return pixels between 0 and 1 as whole numbers from 0 to 255, uint8."""
+    return (255 * pixels).round().clamp(0, 255).to(torch.uint8)
+
+
+def read_image(file: Path | IO[bytes], name: str, *, decode: bool = True) -> "Image":
+    """Return an image in colour; without `decode`, only its header is read. `name` is the file's name in errors."""
+    pillow = _pillow()
+    try:
+        with pillow.open(file, formats=FORMATS) as opened:
+            image: Image = opened.convert("RGB") if decode else opened
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} does not exist.") from error
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
+        raise ValueError(f"{name} is not an image that can be read: {error}.") from error
+    return image
+
+
+Prepare = Callable[["Image"], "np.typing.NDArray[np.uint8]"]  # from an image of any size to (size,size,3)
+
+
+def decode(path: Path, size: int, prepare: Prepare | None = None) -> "np.typing.NDArray[np.uint8]":
+    """Return the scaled and cropped image, (size,size,3)."""
+    image = read_image(path, str(path))
+    if prepare is not None:
+        return prepare(image)
+    if image.size == (size, size):
+        return np.array(image, dtype=np.uint8)
+    scale = size / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    scaled = image.resize((width, height), _pillow().Resampling.BILINEAR)
+    return np.array(scaled.crop((left, top, left + size, top + size)), dtype=np.uint8)
+
+
+def require_decoder() -> None:
+    """Raise an error if Pillow, which decodes image files, is not installed."""
+    _pillow()
+
+
+def _pillow() -> Any:
+    require_extra("decoding images", "PIL")
+    from PIL import Image
+
+    return Image
+
+
+def as_index(numbers: Iterable[int] | Tensor) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64)

@@ -1,0 +1,192 @@
+"""Random changes of training pictures: crops, flips, RandAugment, random erasing, mixup and cutmix.
+
+What happens to an example follows only from the seed and from its place in the sequence of all training examples (`Order`).
+So every router of a comparison and a resumed run see the same pictures at the same step, however a batch is split into
+micro-batches and over ranks. Pictures are changed in the order of the list above, which is that of the papers' code (timm).
+Pictures for validation and testing are never changed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, final
+
+import torch
+from torch import Tensor
+
+from holdfast.data import ExampleOrder, Images, PixelScaling
+from holdfast.data.draws import Draws
+from holdfast.data.labelled_images import Box, as_bytes
+from holdfast.data.picture_operations import LARGEST_MAGNITUDE, OPERATIONS
+from holdfast.routing.grammar import Limits
+from holdfast.train.mixed_labels import SECOND_LABELS, SECOND_SHARES
+
+OF_PICTURES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws
+RATIO = (3 / 4, 4 / 3)  # of the sides of a crop; Szegedy et al. 2015
+ERASED_SHARE, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)  # Zhong et al. 2020
+ATTEMPTS = 10  # at a box that lies within the picture
+MAGNITUDE_STD = 0.5  # of RandAugment's magnitude, as for Swin
+
+Area = Annotated[float, Limits(0.001, 1, "a number from 0.001 to 1")]
+Padding = Annotated[int, Limits(0, 1024, "a whole number from 0 to 1,024")]
+Magnitude = Annotated[float, Limits(0, LARGEST_MAGNITUDE, "a number from 0 to 10")]
+Operations = Annotated[int, Limits(1, 10, "a whole number from 1 to 10")]
+Alpha = Annotated[float, Limits(0, 4, "a number from 0 to 4")]
+Probability = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentPart:
+    """How training pictures are changed at random. By default they are not."""
+
+    crop: Area | None = None  # a random box with at least this share of the picture, scaled to the picture's size
+    pad: Padding = 0  # black pixels around a picture, of which a random part of the picture's size is used
+    flip: bool = False  # every other picture is mirrored, left to right
+    randaugment: Magnitude = 0.0  # magnitude of RandAugment's operations
+    operations: Operations = 2  # how many operations RandAugment draws for a picture; each is applied to every other picture
+    erase: Probability = 0.0  # share of pictures in which a random box is replaced by noise
+    mixup: Alpha = 0.0  # pictures are averaged in pairs, with a share from Beta(mixup, mixup)
+    cutmix: Alpha = 0.0  # a box of a picture is replaced by that of another; its area is from Beta(cutmix, cutmix)
+
+    def __post_init__(self) -> None:
+        if self.crop is not None and self.pad:
+            raise ValueError("give one of training.augment.crop and training.augment.pad: both are random crops.")
+
+    @property
+    def in_use(self) -> bool:
+        changes = (self.crop is not None, self.pad, self.flip, self.randaugment, self.erase, self.mixup, self.cutmix)
+        return any(changes)
+
+
+@final
+class AugmentedPictures:
+    """Call it with an order and places in it; it returns the inputs of a model, changed as `part` says.
+
+    batch   the pictures of a micro-batch: a picture is mixed with another one of its micro-batch, the first with the last,
+            and all of them with the same share or box, as in the papers' code
+    """
+
+    def __init__(self, images: Images, scaling: PixelScaling, part: AugmentPart, *, batch: int, seed: int) -> None:
+        self.images, self.scaling, self.part, self.batch, self.seed = images, scaling, part, batch, seed
+
+    def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
+        if not self.part.mixup and not self.part.cutmix:
+            numbers = order.at(places)
+            pixels = self._pictures(numbers, places).float() / 255
+            return {"pixel_values": self.scaling(pixels), "labels": self.images.labels[numbers]}
+        partners = [self._partner(place) for place in places]
+        needed = sorted({*places, *partners})  # a partner may be in the part of another rank
+        index = {place: position for position, place in enumerate(needed)}
+        numbers = order.at(needed)
+        pixels, labels = self._pictures(numbers, needed).float() / 255, self.images.labels[numbers]
+        own, other = (torch.tensor([index[place] for place in chosen]) for chosen in (places, partners))
+        mixed, shares = pixels[own], torch.zeros(len(places))
+        for number in sorted({place // self.batch for place in places}):
+            rows = torch.tensor([row for row, place in enumerate(places) if place // self.batch == number])
+            mixed[rows], shares[rows] = self._mixed(number, mixed[rows], pixels[other[rows]])
+        inputs = {"pixel_values": self.scaling(mixed), "labels": labels[own]}
+        return {**inputs, SECOND_LABELS: labels[other], SECOND_SHARES: shares}
+
+    def _partner(self, place: int) -> int:
+        """Return the place of the picture that the one at `place` is mixed with."""
+        first = place // self.batch * self.batch
+        return first + self.batch - 1 - (place - first)
+
+    def _mixed(self, number: int, own: Tensor, other: Tensor) -> tuple[Tensor, float]:
+        """Return pictures of micro-batch `number` mixed with `other` ones, and the share of the others."""
+        draws, part = Draws(self.seed, OF_MIXING, number), self.part
+        if part.mixup and not (part.cutmix and draws.uniform() < 0.5):
+            share = draws.symmetric_beta(part.mixup)
+            return own * (1 - share) + other * share, share
+        height, width = own.shape[-2:]
+        left, top, right, bottom = _cutmix_box(draws, draws.symmetric_beta(part.cutmix), width, height)
+        pasted = own.clone()
+        pasted[..., top:bottom, left:right] = other[..., top:bottom, left:right]
+        return pasted, (right - left) * (bottom - top) / (height * width)
+
+    def _pictures(self, numbers: Tensor, places: Sequence[int]) -> Tensor:
+        """Return (B,C,H,W) uint8: the pictures of these numbers, changed by what their places give."""
+        draws = [Draws(self.seed, OF_PICTURES, place) for place in places]
+        smallest = self.part.crop
+        if smallest is not None:
+            pictures = self.images.crops(numbers, lambda row, width, height: crop_box(draws[row], width, height, smallest))
+        else:
+            pictures = as_bytes(self.images.pixels(numbers))
+        if self.part.pad:
+            pictures = _shifted(pictures, self.part.pad, draws)
+        if self.part.flip:
+            flipped = torch.tensor([own.uniform() < 0.5 for own in draws]).view(-1, 1, 1, 1)
+            pictures = pictures.flip(-1).where(flipped, pictures)
+        for _ in range(self.part.operations if self.part.randaugment else 0):
+            pictures = _randaugmented(pictures, self.part.randaugment, draws)
+        if self.part.erase:
+            for picture, own in zip(pictures, draws, strict=True):
+                _erase(picture, self.part.erase, own)
+        return pictures
+
+
+def crop_box(draws: Draws, width: int, height: int, smallest: float) -> Box:
+    """Return a random box with a share of the area from `smallest` to 1; the central square if no box fits."""
+    for _ in range(ATTEMPTS):
+        area = width * height * draws.uniform(smallest, 1.0)
+        ratio = math.exp(draws.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            return draws.below(width - across + 1), draws.below(height - down + 1), across, down
+    side = min(width, height)
+    return (width - side) // 2, (height - side) // 2, side, side
+
+
+def _cutmix_box(draws: Draws, share: float, width: int, height: int) -> Box:
+    """Return left, top, right and bottom of a box with about this share of the area, cut where it leaves the picture."""
+    across, down = (int(side * math.sqrt(share)) for side in (width, height))
+    x, y = draws.below(width), draws.below(height)
+    left, right = max(0, x - across // 2), min(width, x + across // 2)
+    top, bottom = max(0, y - down // 2), min(height, y + down // 2)
+    return left, top, right, bottom
+
+
+def _shifted(pictures: Tensor, pad: int, draws: Sequence[Draws]) -> Tensor:
+    """Return a random part of each picture after `pad` black pixels were put around it."""
+    height, width = pictures.shape[-2:]
+    padded = torch.nn.functional.pad(pictures, (pad, pad, pad, pad))
+    found = torch.empty_like(pictures)
+    for row, own in enumerate(draws):
+        left, top = own.below(2 * pad + 1), own.below(2 * pad + 1)
+        found[row] = padded[row, :, top : top + height, left : left + width]
+    return found
+
+
+def _randaugmented(pictures: Tensor, magnitude: float, draws: Sequence[Draws]) -> Tensor:
+    """Apply one random operation to every other picture. Pictures with the same operation are changed together."""
+    rows: dict[str, list[int]] = {}
+    strengths: dict[str, list[float]] = {}
+    for row, own in enumerate(draws):
+        name = own.choice(list(OPERATIONS))
+        operation, is_applied = OPERATIONS[name], own.uniform() < 0.5
+        drawn = magnitude + MAGNITUDE_STD * own.normal()
+        strength = operation.strength(min(LARGEST_MAGNITUDE, max(0.0, drawn)))
+        sign = -1.0 if own.uniform() < 0.5 and operation.signed else 1.0
+        if is_applied:
+            rows.setdefault(name, []).append(row)
+            strengths.setdefault(name, []).append(sign * strength)
+    changed = pictures.clone()
+    for name, chosen in rows.items():
+        changed[chosen] = OPERATIONS[name].apply(pictures[chosen], torch.tensor(strengths[name], dtype=torch.float64))
+    return changed
+
+
+def _erase(picture: Tensor, probability: float, draws: Draws) -> None:
+    """With this probability, replace a random box of the picture by random values, in place."""
+    if draws.uniform() >= probability:
+        return
+    channels, height, width = picture.shape
+    for _ in range(ATTEMPTS):
+        area = width * height * draws.uniform(*ERASED_SHARE)
+        ratio = math.exp(draws.uniform(math.log(ERASED_RATIO[0]), math.log(ERASED_RATIO[1])))
+        down, across = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across < width and 0 < down < height:
+            left, top = draws.below(width - across + 1), draws.below(height - down + 1)
+            noise = torch.from_numpy(draws.byte_array(channels, down, across))
+            picture[:, top : top + down, left : left + across] = noise
+            return

@@ -1,0 +1,249 @@
+"""Augmented pictures follow from the seed and the step alone, equal a naive recount, and train with the right loss."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from ranks import on_ranks
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from holdfast.data import Order, PixelScaling
+from holdfast.data.draws import Draws
+from holdfast.data.labelled_images import ArrayImages, FileImages
+from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.augmentation import AugmentedPictures, AugmentPart, crop_box
+from holdfast.train.mixed_labels import mixing_term, soft_labels
+from holdfast.train.recipe import parse_router
+from holdfast.train.training import SingleRun, train
+
+ALL: dict[str, Any] = {"crop": 0.3, "flip": True, "randaugment": 9, "erase": 0.5, "mixup": 0.8, "cutmix": 1.0}
+CASES: dict[str, dict[str, Any]] = {
+    "crop": {"crop": 0.08},
+    "pad": {"pad": 4},
+    "flip": {"flip": True},
+    "randaugment": {"randaugment": 9},
+    "erase": {"erase": 0.5},
+    "mixup": {"mixup": 0.8},
+    "cutmix": {"cutmix": 1.0},
+    "all": ALL,
+}
+
+
+def augmented(recipe: Recipe, seed: int = 0) -> Any:
+    return make_task(recipe).examples(seed)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pictures_follow_from_the_seed_and_the_step(case: str, digits: Callable[..., Recipe]) -> None:
+    recipe = digits({"training.augment": CASES[case], "training.batch": 16})
+    examples, again = augmented(recipe), augmented(recipe)
+    later = examples.__getitems__(range(32, 48))  # first, as in a run that is resumed
+    first = again.__getitems__(range(16))
+    assert all(torch.equal(value, again.__getitems__(range(32, 48))[key]) for key, value in later.items())
+    # However the batch is split: over micro-batches of another size, and over ranks.
+    parts = [examples.__getitems__(range(start, stop)) for start, stop in ((0, 3), (3, 11), (11, 16))]
+    assert all(torch.equal(torch.cat([part[key] for part in parts]), value) for key, value in first.items())
+    assert examples.hash(1) == again.hash(1) != augmented(recipe, seed=1).hash(1)
+    plain = augmented(digits({"training.batch": 16}))
+    assert torch.equal(plain.__getitems__(range(16))["labels"], first["labels"])
+    changed = (plain.__getitems__(range(64))["pixel_values"] - examples.__getitems__(range(64))["pixel_values"]).abs()
+    assert float((changed.amax((1, 2, 3)) > 0.05).float().mean()) > 0.3
+    assert float(first["pixel_values"].abs().max()) <= 1
+
+
+def test_an_example_is_changed_anew_in_every_epoch() -> None:
+    images = ArrayImages(torch.arange(4 * 64, dtype=torch.uint8).view(4, 1, 8, 8), torch.arange(4))
+    pictures = AugmentedPictures(images, PixelScaling(), AugmentPart(crop=0.3), batch=4, seed=0)
+    order = Order(4, 4, seed=0)
+    epochs = [pictures(order, range(4 * epoch, 4 * epoch + 4)) for epoch in range(3)]
+    shown = [one["pixel_values"][one["labels"].argsort()] for one in epochs]
+    assert not torch.equal(shown[0], shown[1]) and not torch.equal(shown[1], shown[2])
+
+
+def naive_mixing(pictures: Tensor, labels: Tensor, part: AugmentPart, number: int) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch mixed with its reverse, picture by picture and pixel by pixel, and (B,10) targets."""
+    draws, mixed, targets = Draws(0, 2, number), pictures.clone(), torch.zeros(len(labels), 10)
+    is_mixup = bool(part.mixup) and not (part.cutmix and draws.uniform() < 0.5)
+    share = draws.symmetric_beta(part.mixup if is_mixup else part.cutmix)
+    side = pictures.shape[-1]
+    if not is_mixup:
+        cut, x, y = int(side * share**0.5) // 2, draws.below(side), draws.below(side)
+        inside = [(v, u) for v in range(side) for u in range(side) if y - cut <= v < y + cut and x - cut <= u < x + cut]
+        share = len(inside) / side**2
+    for row in range(len(labels)):
+        other = len(labels) - 1 - row
+        if is_mixup:
+            mixed[row] = (1 - share) * pictures[row] + share * pictures[other]
+        else:
+            for v, u in inside:
+                mixed[row, :, v, u] = pictures[other, :, v, u]
+        targets[row, labels[row]] += 1 - share
+        targets[row, labels[other]] += share
+    return mixed, targets
+
+
+@pytest.mark.parametrize("case", ["mixup", "cutmix", "both"])
+def test_pictures_are_mixed_as_a_loop_mixes_them(case: str, digits: Callable[..., Recipe]) -> None:
+    given = {"mixup": 0.8, "cutmix": 1.0} if case == "both" else CASES[case]
+    single = augmented(digits({"training.augment": {"flip": True}, "training.batch": 7}))
+    mixed = augmented(digits({"training.augment": {"flip": True, **given}, "training.batch": 7}))
+    shares = set()
+    for number in range(12):
+        places = range(7 * number, 7 * number + 7)
+        before, found = single.__getitems__(places), mixed.__getitems__(places)
+        pixels, targets = naive_mixing(before["pixel_values"], before["labels"], AugmentPart(**given), number)
+        torch.testing.assert_close(found["pixel_values"], pixels, atol=1e-6, rtol=0)
+        share = found["second_shares"][:, None]
+        soft = (1 - share) * one_hot(found["labels"], 10) + share * one_hot(found["second_labels"], 10)
+        torch.testing.assert_close(soft, targets)
+        shares.add(round(float(share[0]), 3))
+    assert len(shares) > 6 and min(shares) < 0.3 and max(shares) > 0.5
+
+
+def test_a_crop_of_an_array_is_that_of_pillow() -> None:
+    source = np.random.default_rng(0)
+    smooth = np.kron(source.integers(0, 256, (6, 5, 5, 3)), np.ones((1, 6, 6, 1))).astype(np.uint8)
+    images = ArrayImages(torch.from_numpy(smooth).permute(0, 3, 1, 2).contiguous(), torch.zeros(6, dtype=torch.int64))
+    boxes = [crop_box(Draws(row), 30, 30, 0.08) for row in range(6)]
+    found = images.crops(range(6), lambda row, width, height: boxes[row])
+    for row, (left, top, width, height) in enumerate(boxes):
+        part = Image.fromarray(smooth[row]).crop((left, top, left + width, top + height))
+        expected = np.array(part.resize((30, 30), Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(found[row].permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
+
+
+def test_a_crop_of_a_file_is_of_the_whole_picture(tmp_path: Path) -> None:
+    """And not of the scaled central square that evaluation reads."""
+    wide = np.zeros((40, 100, 3), dtype=np.uint8)
+    wide[:, 90:] = 255
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    images = FileImages([tmp_path / "wide.png"], [0], 16)
+    seen = []
+
+    def right_end(row: int, width: int, height: int) -> tuple[int, int, int, int]:
+        seen.append((width, height))
+        return 90, 0, 10, 40
+
+    found = images.crops([0], right_end)
+    assert seen == [(100, 40)] and found.shape == (1, 3, 16, 16) and int(found.min()) > 100
+    assert images.sides([0]) == [40] and float(images.pixels([0]).max()) == 0
+
+
+def test_boxes_have_the_area_and_the_ratio_that_are_asked_for() -> None:
+    for width, height in ((50, 40), (32, 32), (200, 10)):
+        for key in range(300):
+            left, top, across, down = crop_box(Draws(key), width, height, 0.25)
+            assert left >= 0 and top >= 0 and left + across <= width and top + down <= height
+            if (width, height) != (200, 10):  # otherwise no box fits, and the central square is used
+                assert 0.2 < across * down / (width * height) <= 1 and 0.7 < across / down < 1.4
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_mixed_labels_is_that_of_soft_targets(smoothing: float, digits: Callable[..., Recipe]) -> None:
+    task = make_task(digits({"sparse.balance": 0.0, "training.augment": ALL, "training.batch": 9}))
+    inputs = task.examples(0).__getitems__(range(9, 18))
+    assert 0.05 < float(inputs["second_shares"][0]) < 0.95
+    model = build_model(task, "smoe", {}, seed=0).train()
+    with soft_labels(model, smoothing):
+        outputs = model(**inputs)
+    share = inputs["second_shares"][:, None]
+    targets = (1 - share) * one_hot(inputs["labels"], 10) + share * one_hot(inputs["second_labels"], 10)
+    expected = cross_entropy(outputs.logits, targets, label_smoothing=smoothing)
+    torch.testing.assert_close(outputs.loss, expected)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(outputs.loss, weights, retain_graph=True, allow_unused=True)
+    for one, other in zip(found, torch.autograd.grad(expected, weights, allow_unused=True), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+    term = mixing_term(outputs.logits, inputs["labels"], inputs["second_labels"], share[:, 0])
+    counted = mixing_term(outputs.logits, inputs["labels"], inputs["second_labels"], share[:, 0], 18)
+    torch.testing.assert_close(counted, term / 2)
+    assert "second_labels" in inputs  # the caller's inputs are not changed
+    held_out = {name: inputs[name] for name in ("pixel_values", "labels")}
+    with soft_labels(model, smoothing):
+        loss = model.eval()(**held_out).loss
+    torch.testing.assert_close(loss, cross_entropy(model(**held_out).logits, inputs["labels"]))
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "all": {"training.augment": ALL, "training.label_smoothing": 0.1, "training.schedule": "cosine", "training.floor": 0.01},
+    "accumulated": {"training.augment": ALL, "training.accumulate": 2},
+    "not mixed, bf16": {"training.augment": {"pad": 1, "flip": True, "randaugment": 5}, "training.precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("case", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in LOOPS if name != "all")])
+def test_the_loop_and_the_trainer_see_the_same_pictures(case: str, digits: Callable[..., Recipe], tmp_path: Path) -> None:
+    few = {"training.steps": 4, "training.batch": 8, "training.warmup": 1, "model.config.hidden_dropout_prob": 0.1}
+    task = make_task(digits({**few, **LOOPS[case]}))
+    found = []
+    for trainer in (False, True):
+        model = build_model(task, "symphony", {}, seed=3)
+        log = train(model, task, tmp_path / str(trainer), seed=3, k=2, trainer=trainer)
+        found.append((log, model.state_dict()))
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 4
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    plain = make_task(digits({**few, **{key: value for key, value in LOOPS[case].items() if key != "training.augment"}}))
+    other = train(build_model(plain, "symphony", {}, seed=3), plain, tmp_path / "plain", seed=3, k=2)
+    assert [line["loss"] for line in other] != [line["loss"] for line in found[0][0]]
+
+
+def test_a_resumed_run_and_every_router_see_the_same_pictures(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = digits({"training.augment": ALL, "training.steps": 6, "training.save_every": 2, "training.warmup": 0})
+
+    class Interrupted(Exception):
+        pass
+
+    def stop(steps: int) -> None:
+        if steps == 5:
+            raise Interrupted
+
+    whole = SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "whole").run()
+    with pytest.raises(Interrupted):
+        SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "parts").run(stop)
+    assert SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "parts").run() == whole
+    few = digits({"training.augment": ALL, "training.steps": 2, "attack.examples": 4, "attack.steps": 1})
+    results = Comparison(few, parse_routers("smoe,smooth"), 1, tmp_path / "both").run()
+    assert len({result["last_batch"] for result in results}) == 1
+    assert results[0]["first_batch"] != results[0]["last_batch"]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_the_pictures_of_one(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = digits({"training.augment": ALL, "training.steps": 4, "training.batch": 8, "training.label_smoothing": 0.1})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))
+    given = [str(tmp_path / "recipe.yaml"), str(tmp_path / "two"), "smoe"]
+    (tmp_path / "two").mkdir()
+    on_ranks(Path(__file__).with_name("on_ranks.py"), *given, torchrun=True)
+    task = make_task(recipe)
+    model = build_model(task, "smoe", {}, seed=0)
+    alone = train(model, task, tmp_path / "one", seed=0, k=2)
+    lines = [yaml.safe_load(line) for line in (tmp_path / "two" / "smoe" / "log.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("vmoe-tiny", {"crop": 0}, "training.augment.crop is 0, not a number from 0.001 to 1"),
+        ("vmoe-tiny", {"crop": 0.5, "pad": 4}, "give one of training.augment.crop and training.augment.pad"),
+        ("vmoe-tiny", {"randaugment": 11}, "training.augment.randaugment is 11, not a number from 0 to 10"),
+        ("vmoe-tiny", {"mixup": -1}, "training.augment.mixup is -1, not a number from 0 to 4"),
+        ("vmoe-tiny", {"erase": 2}, "training.augment.erase is 2"),
+        ("vmoe-tiny", {"flip": 3}, "training.augment.flip"),
+        ("vmoe-tiny", {"cutmx": 1}, "unknown key 'cutmx': did you mean 'cutmix'"),
+        ("tiny", {"flip": True}, "training.augment is for pictures, and this task is text"),
+        ("labels-tiny", {"mixup": 1}, "training.augment is for pictures, and this task is labels"),
+    ],
+)
+def test_mistakes_are_one_sentence(name: str, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        load_recipe(name, {"training.augment": changes})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,180 @@
+"""Before the first step: sizes that do not fit are refused, wasteful ones warned about, and long runs announced."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.pace import SLOW_FIRST_STEP, Pace
+from holdfast.train.preflight import preflight
+from holdfast.train.training import train
+
+
+@pytest.fixture(scope="module")
+def small_pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write pictures of 40 x 48 pixels in three classes."""
+    folder, source = tmp_path_factory.mktemp("small"), np.random.default_rng(0)
+    for name in ("blue", "green", "red"):
+        (folder / name).mkdir()
+        for number in range(20):
+            Image.fromarray(source.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(folder / name / f"{number}.png")
+    return f"{folder}/"
+
+
+def test_a_folder_of_40_pixel_pictures_is_refused_with_the_remedy_within_ten_seconds(
+    small_pictures: str, tmp_path: Path
+) -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"12,544 patches of 2, more than 4,096; .* about 40 pixels .* data.size to 40,"):
+        Comparison(
+            load_recipe("vmoe-tiny", {"data.source": small_pictures}), parse_routers("smoe,ac"), 1, tmp_path / "run"
+        ).run()
+    assert time.process_time() - began < 10
+    assert not (tmp_path / "run").exists()
+    task = make_task(load_recipe("vmoe-tiny", {"data.source": small_pictures, "data.size": 40}))
+    preflight(task, parse_routers("smoe"))  # the remedy helps
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "holdfast"]
+
+
+def test_pictures_that_are_scaled_up_are_warned_about_before_training(
+    small_pictures: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    for size, expected in (
+        (96, ["INFO", "WARNING"]),
+        (78, ["INFO"]),
+        (40, ["INFO"]),
+    ):
+        caplog.clear()
+        task = make_task(load_recipe("vmoe-tiny", {"data.source": small_pictures, "data.size": size}))
+        preflight(task, parse_routers("smoe,ac"))
+        found = messages(caplog)
+        assert [level for level, _ in found] == expected
+        assert found[0][1] == f"{(size // 2) ** 2:,} patches per picture: {size} pixels per side, 2 per patch."
+        if size == 96:
+            assert "about 40 pixels per side and are scaled up to 96" in found[1][1]
+            assert "2,304 patches, and 400 with data.size=40" in found[1][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"data.size": 39},
+            "cannot be divided into patches of 2, .* one of 1, 3, 13, 39, or data.size to",
+        ),
+        ({"data.size": 40, "model.config.patch_size": 41}, "smaller than a patch of 41; .* or data.size to more"),
+    ],
+)
+def test_sizes_that_patches_do_not_divide_are_refused(changes: dict[str, Any], sentence: str, small_pictures: str) -> None:
+    task = make_task(load_recipe("vmoe-tiny", {"data.source": small_pictures, **changes}))
+    with pytest.raises(ValueError, match=sentence) as caught:
+        preflight(task, parse_routers("smoe"))
+    assert "\n" not in str(caught.value)
+
+
+def test_embedded_pictures_are_not_told_to_change_their_size(digits: Callable[..., Recipe]) -> None:
+    with pytest.raises(ValueError, match=r"patches of 3, .* model.config.patch_size to one of 1, 2, 4, 8\.$"):
+        preflight(make_task(digits({"model.config.patch_size": 3})), parse_routers("smoe"))
+
+
+def test_swin_fills_up_sizes_that_patches_do_not_divide(small_pictures: str) -> None:
+    config = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2, "patch_size": 4}
+    changes = {"model": {"family": "swin", "config": config}, "data.source": small_pictures, "data.size": 30}
+    task = make_task(load_recipe("vmoe-tiny", {**changes, "sparse": {"experts": 2, "layers": [1]}}))
+    preflight(task, parse_routers("smoe"))
+    build_model(task, "smoe", {}, seed=0)(**task.probe())
+
+
+@pytest.mark.parametrize(("window", "fits"), [(2, True), (3, False)])
+def test_a_stage_of_swin_with_fewer_patches_than_a_window_is_refused(window: int, fits: bool) -> None:
+    """The model of transformers would fail in its first forward, with a message about shapes."""
+    task = make_task(load_recipe("swin-moe-tiny", {"model.config.window_size": window}))
+    if fits:
+        preflight(task, parse_routers("smoe"))
+        build_model(task, "smoe", {}, seed=0)(**task.probe())
+        return
+    with pytest.raises(ValueError, match=r"stage 3 .* 2 x 2 patches .* window of 3; set model.config.window_size to 2"):
+        preflight(task, parse_routers("smoe"))
+
+
+def test_a_folder_with_one_class_is_refused(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "only").mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (8, 8)).save(tmp_path / split / "only" / f"{number}.png")
+    with pytest.raises(ValueError, match="images of one class only, only; classification needs two"):
+        make_task(load_recipe("vmoe-tiny", {"data.source": f"{tmp_path}/", "data.size": 8}))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_at(seconds: list[float], steps: int, first: int = 0) -> None:
+    """Call a `Pace` after each of some steps that take these times."""
+    clock = Clock()
+    pace = Pace(steps, "64 patches", "Set data.size to less.", clock=clock)
+    pace(first)
+    for number, taken in enumerate(seconds):
+        clock.now += taken
+        pace(first + number + 1)
+    pace.stop()
+
+
+def test_a_very_long_run_is_announced_once_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    run_at([60.0, 2.0, 4.0, 2.0, 2.0], 100_000, first=50_000)  # the first step compiles kernels, and is not counted
+    (line,) = messages(caplog)
+    assert line[0] == "WARNING" and "about 42 hours: 3 seconds a step, and 49,997 steps are left." in line[1]
+    assert line[1].endswith("64 patches. Set data.size to less.")
+
+
+def test_a_short_run_is_not_announced(caplog: pytest.LogCaptureFixture) -> None:
+    run_at([60.0, 2.0, 4.0, 2.0], 1000)
+    run_at([60.0], 100_000)
+    assert messages(caplog) == []
+
+
+def test_a_first_step_that_does_not_end_is_reported_while_it_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.train.pace.SLOW_FIRST_STEP", 0.05)
+    pace = Pace(2000, None, "Set data.size to less.")
+    pace(0)
+    end = time.monotonic() + 10
+    while not messages(caplog) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert "the first of 2,000 steps has taken 0 seconds so far. Set data.size to less." in messages(caplog)[0][1]
+    caplog.clear()
+    quick = Pace(2000, None, "")
+    quick(0)
+    quick(1)
+    time.sleep(0.2)
+    assert messages(caplog) == [] and SLOW_FIRST_STEP >= 10
+
+
+def test_training_measures_its_steps(
+    digits: Callable[..., Recipe], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.train.pace.VERY_LONG", 0.0)
+    recipe = digits({"training.steps": 5, "training.warmup": 0})
+    task = make_task(recipe)
+    for trainer in (False, True):
+        caplog.clear()
+        train(build_model(task, "smoe", {}, seed=0), task, tmp_path / str(trainer), seed=0, k=2, trainer=trainer)
+        (warning,) = [text for level, text in messages(caplog) if level == "WARNING"]
+        assert "this run will take about 0 hours" in warning and "2 steps are left" in warning
+        assert "16 patches per picture: 8 pixels per side" in warning and "data.size" in warning
