@@ -165,6 +165,27 @@ def read_record(path: str | Path) -> Rollout | Routes:
     return Rollout.load(path) if FORMAT_KEY in notes else Routes.load(path)
 
 
+def rollout_of_lines(lines: Sequence[Sequence[int]], routes: Routes) -> Rollout:
+    """Return routes without token ids as a rollout over the token ids of a text's lines, one sequence per line.
+
+    Raise ValueError if they are of other sequences: a record must be at each token of a line, or at all but the last.
+    """
+    rows, longest = routes.experts.shape[:2]
+    if len(lines) != rows:
+        raise ValueError(f"the routes are of {rows} sequences, but the text has {len(lines)} lines; expected one for each.")
+    for number, (line, known) in enumerate(zip(lines, routes.recorded.cpu(), strict=True), 1):
+        count = int(known.sum())
+        if not line or count not in (len(line) - 1, len(line)) or not bool(known[:count].all()):
+            raise ValueError(
+                f"line {number} of the text has {len(line)} tokens, but the routes have a record at {count} of {longest} "
+                "places; expected one at each token, or at all but the last, padded on the right."
+            )
+    ids = torch.zeros(rows, longest, dtype=torch.int64)
+    for row, line in enumerate(lines):
+        ids[row, : len(line)] = torch.tensor(line)
+    return Rollout(ids, torch.tensor([len(line) for line in lines]), routes)
+
+
 def _read(path: Path, *, names_only: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the notes of a safetensors file."""
     from safetensors import SafetensorError, safe_open
