@@ -126,7 +126,7 @@ def change_words(found: Estimate) -> str:
         return "from one sequence there is no interval, so nothing can be concluded"
     interval = f"95% interval {found.low:+.3g} to {found.high:+.3g}"
     if found.low <= 0 <= found.high:
-        return f"the mean gap is not different from live ({interval})"
+        return f"the mean gap does not clearly differ from live ({interval})"
     return f"the mean gap changes by {found.value:+.3g} ({interval})"
 
 
