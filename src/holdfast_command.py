@@ -18,8 +18,9 @@ COMMANDS = {
     "audit": "measure how much of a model depends on near-ties",
     "certify": "print radii up to which no perturbation flips a token",
     "geometry": "draw where routing jumps, and how near a model's tokens are to it",
+    "mismatch": "measure how far training is from a rollout, and what replay changes",
     "plan": "count what a model with each router would cost, from its config",
-    "report": "render the HTML report of a comparison, audit or geometry again",
+    "report": "render the HTML report of one of these again, from its JSON",
     "routers": "list the routers, and show how each one routes text",
     "run": "run another program with Holdfast imported",
 }

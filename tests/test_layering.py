@@ -37,6 +37,7 @@ LAYERS = [
     "testing",
     "train",
     "auditing",
+    "mismatch",
     "report",
     "comparing",
     "cli",
@@ -48,6 +49,7 @@ NOT_FOR_STRANGERS = {"hub", "layers"}
 # These read the declarations of a part and never its class.
 INSTRUMENTS = {
     "auditing",
+    "mismatch",
     "certificates",
     "geometry",
     "planning",

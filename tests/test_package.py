@@ -19,6 +19,7 @@ PUBLIC = {
     "FeedForward",
     "Losses",
     "MoE",
+    "Rollout",
     "Router",
     "Routes",
     "Routing",
@@ -34,6 +35,7 @@ PUBLIC = {
     "load",
     "load_plugin",
     "measure_geometry",
+    "measure_mismatch",
     "plan",
     "record",
     "register",
@@ -63,7 +65,14 @@ def test_instruments_are_functions_beside_packages_of_other_names() -> None:
     import holdfast.certificates
     import holdfast.planning
 
-    for function in (holdfast.audit, holdfast.certify, holdfast.compare, holdfast.measure_geometry, holdfast.plan):
+    for function in (
+        holdfast.audit,
+        holdfast.certify,
+        holdfast.compare,
+        holdfast.measure_geometry,
+        holdfast.measure_mismatch,
+        holdfast.plan,
+    ):
         assert inspect.isfunction(function) and "Example:" in (function.__doc__ or "")
 
 

@@ -25,6 +25,8 @@ from holdfast.layers import MoE as MoE
 from holdfast.layers import SoftMoE as SoftMoE
 from holdfast.layers.losses import Losses as Losses
 from holdfast.metrics import register_metric as register_metric
+from holdfast.mismatch import Rollout as Rollout
+from holdfast.mismatch import measure_mismatch as measure_mismatch
 from holdfast.planning import plan as plan
 from holdfast.plugins import load_plugin as load_plugin
 from holdfast.replaying import Routes as Routes
@@ -46,6 +48,7 @@ __all__ = [
     "FeedForward",
     "Losses",
     "MoE",
+    "Rollout",
     "Router",
     "Routes",
     "Routing",
@@ -60,6 +63,7 @@ __all__ = [
     "load",
     "load_plugin",
     "measure_geometry",
+    "measure_mismatch",
     "plan",
     "record",
     "register",

@@ -187,9 +187,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weights_in_dtype(modules: list[nn.Module], dtype: torch.dtype, *, only_rounded: bool = False) -> Iterator[None]:
-    """Hold floating-point weights in `dtype`, or round them to it and back; restore them to the bit afterwards."""
+def weights_in_dtype(
+    modules: list[nn.Module], dtype: torch.dtype, *, only_rounded: bool = False, keep: Iterable[nn.Parameter] = ()
+) -> Iterator[None]:
+    """Hold floating-point weights in `dtype`, or round them to it and back; restore them to the bit afterwards.
+
+    keep    weights that stay as they are
+    """
+    kept = {id(parameter) for parameter in keep}
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    parameters = {key: parameter for key, parameter in parameters.items() if key not in kept}
     originals = [(parameter, parameter.data) for parameter in parameters.values() if parameter.is_floating_point()]
     try:
         for parameter, data in originals:

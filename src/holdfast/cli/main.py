@@ -12,6 +12,7 @@ from holdfast.cli.common import one_line, release_files
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.geometry import Geometry
+from holdfast.cli.mismatch import Mismatch
 from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
@@ -19,7 +20,7 @@ from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
 from holdfast.plugins import failure_in_plugin
 
-Command = Attack | Audit | Certify | Compare | Evaluate | Geometry | Plan | Report | Routers | Run | Train
+Command = Attack | Audit | Certify | Compare | Evaluate | Geometry | Mismatch | Plan | Report | Routers | Run | Train
 
 COMMANDS: dict[str, Callable[..., Command]] = {
     "compare": Compare,
@@ -29,6 +30,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "audit": Audit,
     "certify": Certify,
     "geometry": Geometry,
+    "mismatch": Mismatch,
     "plan": Plan,
     "report": Report,
     "routers": Routers,

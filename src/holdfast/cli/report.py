@@ -1,4 +1,4 @@
-"""`holdfast report`: render the HTML page of a comparison, an audit or a geometry report again, from its stored JSON."""
+"""`holdfast report`: render the page of a comparison, an audit, a geometry or a mismatch report again, from its JSON."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,25 +10,27 @@ from holdfast.cli.common import require_folder
 
 @dataclass(frozen=True)
 class Report:
-    """Render the HTML report of a finished comparison, audit or geometry report: one file that works offline.
+    """Render the HTML report of a finished comparison, audit, geometry or mismatch report: one file that works
+    offline.
 
     Examples: `holdfast report comparison`, `holdfast report runs/smooth --out smooth.html --force`,
     `holdfast report geometry/geometry.json --out again.html`
     """
 
     folder: Positional[Path]
-    """The folder where `holdfast compare` wrote its results.json, or a folder or file of an audit or a geometry report."""
+    """The folder where `holdfast compare` wrote its results.json, or a folder or file of an audit, a geometry or a
+    mismatch report."""
     out: Path | None = None
-    """The file to write; by default report.html, audit.html or geometry.html beside the stored file."""
+    """The file to write; by default report.html, audit.html, geometry.html or mismatch.html beside the stored file."""
     force: bool = False
     """Overwrite the file if it exists."""
 
     def run(self) -> None:
-        from holdfast.report import read_results, write_audit, write_geometry, write_report
-        from holdfast.report.page_shell import AUDIT, GEOMETRY
+        from holdfast.report import read_results, write_audit, write_geometry, write_mismatch, write_report
+        from holdfast.report.page_shell import AUDIT, GEOMETRY, MISMATCH
         from holdfast.report.stored_comparison import NAME
 
-        writers = {AUDIT: write_audit, GEOMETRY: write_geometry}
+        writers = {AUDIT: write_audit, GEOMETRY: write_geometry, MISMATCH: write_mismatch}
         stored = self.folder if self.folder.name in writers else None
         if stored is None and not (self.folder / NAME).exists():
             stored = next((self.folder / name for name in writers if (self.folder / name).exists()), None)

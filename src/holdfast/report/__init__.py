@@ -1,8 +1,9 @@
-"""HTML reports of stored comparisons, audits and geometry reports: each is one file, rendered from JSON, not a model."""
+"""HTML reports of stored comparisons, audits, geometry and mismatch reports: one file each, from JSON, not a model."""
 
 from holdfast.report.audit_page import render_audit, write_audit
 from holdfast.report.comparison_page import render, write_report
 from holdfast.report.geometry_page import render_geometry, write_geometry
+from holdfast.report.mismatch_page import render_mismatch, write_mismatch
 from holdfast.report.stored_comparison import Results, read_results
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "render",
     "render_audit",
     "render_geometry",
+    "render_mismatch",
     "write_audit",
     "write_geometry",
+    "write_mismatch",
     "write_report",
 ]

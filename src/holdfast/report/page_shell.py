@@ -14,8 +14,13 @@ from holdfast.report.stored_comparison import NAME
 
 PAGE = Path(__file__).parent / "page"  # templates, style and scripts
 SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one uses the others
-AUDIT, GEOMETRY = "audit.json", "geometry.json"
-STORED = {NAME: "stored results", AUDIT: "a stored audit", GEOMETRY: "a stored geometry report"}
+AUDIT, GEOMETRY, MISMATCH = "audit.json", "geometry.json", "mismatch.json"
+STORED = {
+    NAME: "stored results",
+    AUDIT: "a stored audit",
+    GEOMETRY: "a stored geometry report",
+    MISMATCH: "a stored mismatch report",
+}
 
 # Okabe and Ito's colours for the colour-blind, darkened or lightened for contrast with the background.
 THEMES: dict[str, dict[str, Any]] = {

@@ -137,6 +137,14 @@ def load_trained(folder: Path, **options: Any) -> TrainedModel:
     return TrainedModel(load(record.home / MODEL, **options), record)
 
 
+def load_model(path: str, loading: Mapping[str, Any] | None = None) -> Any:
+    """Return a model in evaluation mode, of `holdfast train`, `compare` or Hugging Face, without the data of its task."""
+    if is_trained(Path(path)):
+        return _checked(load(read_record(Path(path)).home / MODEL, **(loading or {})), None)
+    _require_model(Path(path))
+    return _checked(load(path, **(loading or {})), None)
+
+
 def load_model_and_task(
     path: str,
     *,

@@ -1,0 +1,313 @@
+"""The HTML page of a mismatch report, rendered from the stored JSON alone: four remedies side by side, layers and tails.
+
+Plots are data for plotly, as in `holdfast.report.plots`; a remedy has the colour and the mark of its place in REMEDIES.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from holdfast.report.audit_page import Table, number, share
+from holdfast.report.page_shell import decimal, flattened, render_template, write_page
+from holdfast.report.plot_data import (
+    Plot,
+    Trace,
+    curve_of,
+    escaped,
+    layer_axis,
+    names_axis,
+    plot_height,
+    symbol,
+    trace,
+    wrapped_label,
+)
+from holdfast.report.stored_mismatch import Estimate, LayerSets, Mismatch, Row, parse_mismatch, read_mismatch
+
+REMEDIES = ("live", "replay", "smooth", "float32")
+LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
+ABOUT = (
+    ("live", "the model's own router in both runs."),
+    ("replay", "training uses the experts of the rollout, with live weights. Only the trainer changes."),
+    (
+        "smooth",
+        "this router in both runs, put in without training and calibrated. Its sets differ where weights are near 0.",
+    ),
+    ("float32", "scores in float32 in both runs, from router weights that are not rounded. Other activations still are."),
+)
+
+
+def write_mismatch(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
+    """Write the page of a stored report, given as data, as its file or as its folder. Overwrite a file only with `force`."""
+    target = Path(path)
+    if isinstance(stored, str | Path):
+        source = Path(stored)
+        if target.exists() and source.exists() and target.samefile(source):
+            raise ValueError(f"{target} is the report itself; name an .html file to write to.")
+        stored = read_mismatch(source)
+    content = stored
+    return write_page(target, lambda: render_mismatch(content), force=force)
+
+
+def render_mismatch(stored: Mapping[str, Any]) -> str:
+    """Return the page as HTML. Raise ValueError with a one-line error if the stored report is not valid."""
+    mismatch = parse_mismatch(stored)
+    parts = [
+        {
+            "kind": kind,
+            "title": rollout_name(mismatch, kind),
+            "table": remedies_table(mismatch, kind),
+            "changes": changes_table(mismatch, kind),
+            "plots": [plot for plot in rollout_plots(mismatch, kind) if plot.data],
+        }
+        for kind in mismatch.rollouts
+    ]
+    plots = {plot.name: asdict(plot) for part in parts for plot in part["plots"]}  # type: ignore[attr-defined]
+    low, high = mismatch.settings.clip
+    return render_template(
+        "mismatch.html",
+        {"plots": plots},
+        title=mismatch.title,
+        verdict=verdict(mismatch),
+        parts_=parts,
+        about=ABOUT,
+        clip=f"{low:g} to {high:g}",
+        skipped=Table(
+            [f"{row.remedy}, {row.rollout} rollout" for row in mismatch.skipped],
+            [{"why": row.skipped} for row in mismatch.skipped],
+        ),
+        no_logprobs=mismatch.data.get("logprobs") is False,
+        how=how(stored, mismatch),
+    )
+
+
+def rows_of(mismatch: Mismatch, kind: str) -> list[Row]:
+    return [row for row in mismatch.measured if row.rollout == kind]
+
+
+def rollout_name(mismatch: Mismatch, kind: str) -> str:
+    """Return a heading for one kind of rollout."""
+    if kind == "recorded":
+        return f"Recorded rollout: {mismatch.data.get('engine', 'another engine')}"
+    chosen = mismatch.settings
+    way = ", token by token" if chosen.rollout_decode else ""
+    return f"Simulated rollout: {chosen.rollout_dtype}, batches of {chosen.rollout_batch}{way}"
+
+
+def verdict(mismatch: Mismatch) -> str:
+    """Return the main numbers as sentences, of the first kind of rollout."""
+    parts = [] if mismatch.status == "complete" else ["Interrupted: this page covers the finished rows."]
+    if not mismatch.measured:
+        return " ".join([*parts, "No row could be measured; the reasons are below."])
+    kind = mismatch.rollouts[0]
+    rows = {row.remedy: row for row in rows_of(mismatch, kind)}
+    live, replay = rows.get("live"), rows.get("replay")
+    if live is not None:
+        parts.append(
+            f"In training, {share(live.sets.routers_differ.value)} of the routers select other experts than in the {kind} "
+            f"rollout, and {share(live.sets.tokens_differ.value)} of the tokens have other experts in at least one layer."
+        )
+    if live is not None and live.logprobs is not None:
+        parts.append(
+            f"The log-probability of a token differs by {number(live.logprobs.mean.value)} on average and by "
+            f"{number(live.logprobs.largest)} at most."
+        )
+        if replay is not None and replay.logprobs is not None and replay.logprobs.change is not None:
+            parts.append(
+                f"With replay by {number(replay.logprobs.mean.value)} and {number(replay.logprobs.largest)}; "
+                f"{change_words(replay.logprobs.change.mean)}."
+            )
+    return " ".join(parts)
+
+
+def change_words(found: Estimate) -> str:
+    """Return a change from live as text, with its interval."""
+    if found.value is None or found.low is None or found.high is None:
+        return "from one sequence there is no interval, so nothing can be concluded"
+    interval = f"95% interval {found.low:+.3g} to {found.high:+.3g}"
+    if found.low <= 0 <= found.high:
+        return f"the mean gap does not clearly differ from live ({interval})"
+    return f"the mean gap changes by {found.value:+.3g} ({interval})"
+
+
+def with_interval(found: Estimate, shown: Callable[[float | None], str]) -> str:
+    """Return a number with its interval as text."""
+    if found.low is None or found.high is None:
+        return shown(found.value)
+    return f"{shown(found.value)} ({shown(found.low)} to {shown(found.high)})"
+
+
+def remedies_table(mismatch: Mismatch, kind: str) -> Table:
+    """Return the numbers of each remedy against one kind of rollout."""
+    rows = []
+    for row in rows_of(mismatch, kind):
+        cells = {
+            "routers that differ": with_interval(row.sets.routers_differ, share),
+            "tokens that differ": with_interval(row.sets.tokens_differ, share),
+        }
+        found = row.logprobs
+        if found is not None:
+            cells |= {"mean gap": with_interval(found.mean, number), "std of the gap": number(found.std)}
+            cells |= {f"{name}% of gaps below": with_interval(one, number) for name, one in found.quantiles.items()}
+            cells |= {
+                "largest gap": number(found.largest),
+                "mean ratio": with_interval(found.ratio, lambda value: number(value, 5)),
+                "outside the clip range": with_interval(found.outside, share),
+            }
+        cells |= {"loss": number(row.loss, 4), "experts per token": number(row.experts_per_token)}
+        rows.append(cells)
+    return Table([row.label for row in rows_of(mismatch, kind)], rows)
+
+
+def changes_table(mismatch: Mismatch, kind: str) -> Table:
+    """Return what each remedy changes in comparison with live, paired by token."""
+    found = [(row.label, row.logprobs.change) for row in rows_of(mismatch, kind) if row.logprobs and row.logprobs.change]
+    return Table(
+        [name for name, _ in found],
+        [
+            {
+                "mean gap, minus live": with_interval(change.mean, _signed),
+                "share outside the clip range, minus live": with_interval(change.outside, _signed_share),
+                "verdict": change_words(change.mean),
+            }
+            for _, change in found
+        ],
+    )
+
+
+def _signed(value: float | None) -> str:
+    return decimal(value) if value is None else f"{value:+.3g}"
+
+
+def _signed_share(value: float | None) -> str:
+    return decimal(value) if value is None else f"{100 * value:+.2f}%"
+
+
+def rollout_plots(mismatch: Mismatch, kind: str) -> list[Plot]:
+    return [gaps(mismatch, kind), tail(mismatch, kind), by_layer(mismatch, kind), so_far(mismatch, kind)]
+
+
+def gaps(mismatch: Mismatch, kind: str) -> Plot:
+    """Draw the mean gap of each remedy with its interval."""
+    data: list[Trace] = []
+    for row in rows_of(mismatch, kind):
+        if row.logprobs is None or row.logprobs.mean.value is None:
+            continue
+        place, found = REMEDIES.index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES), row.logprobs.mean
+        marker = {"size": 10, "symbol": symbol(place)}
+        hover = f"{escaped(row.label)}: %{{x:.3g}}<extra></extra>"
+        bars = _bars([found])
+        data.append(
+            trace(
+                place,
+                [found.value],
+                [wrapped_label(row.label)],
+                mode="markers",
+                marker=marker,
+                hovertemplate=hover,
+                error_x=bars,
+            )
+        )
+    layout = {
+        "xaxis": {"title": {"text": "mean of |log ratio|"}, "rangemode": "tozero"},
+        "yaxis": names_axis(),
+        "height": plot_height(data),
+    }
+    caption = (
+        "The gap of a token is |log p(training) - log p(rollout)|. Bars: 95% intervals, by drawing sequences. Whether two "
+        "remedies differ is in the table of changes, which is paired."
+    )
+    return Plot(f"gaps-{kind}", "Mean gap of log-probabilities", caption, data, layout)
+
+
+def tail(mismatch: Mismatch, kind: str) -> Plot:
+    """Draw the share of tokens with a larger gap, for each size of the gap."""
+    data: list[Trace] = []
+    for row in rows_of(mismatch, kind):
+        if row.logprobs is None:
+            continue
+        y = [100 * value if value > 0 else None for value in row.logprobs.tail]  # a log axis has no 0
+        hover = f"{escaped(row.label)}: %{{y:.3g}}% of the tokens above %{{x:.3g}}<extra></extra>"
+        place = REMEDIES.index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES)
+        style = {"width": 2, "dash": ("solid", "dash", "dot", "dashdot")[place % 4]}
+        data.append(
+            trace(
+                place,
+                mismatch.settings.tail,
+                y,
+                mode="lines",
+                line=style,
+                name=escaped(row.label),
+                hovertemplate=hover,
+            )
+        )
+    shown = {"type": "log", "exponentformat": "power", "dtick": 1}
+    layout = {
+        "xaxis": {"title": {"text": "|log ratio|"}, **shown},
+        "yaxis": {"title": {"text": "% of the tokens above"}, **shown},
+        "legend": LEGEND,
+    }
+    caption = (
+        "The tail: how many tokens have a gap larger than the value on the x axis. A curve that ends further left has a "
+        "shorter tail. Both axes are logarithmic; where no token is left, a curve ends."
+    )
+    return Plot(f"tail-{kind}", "Tail of the gap", caption, data, layout)
+
+
+def by_layer(mismatch: Mismatch, kind: str) -> Plot:
+    caption = "The share of tokens whose set of experts in this layer is not that of the rollout. Bars: 95% intervals."
+    data, layout = _layers(mismatch, kind, lambda layer: layer.routers_differ)
+    return Plot(f"layers-{kind}", "Routers with other experts, by layer", caption, data, layout)
+
+
+def so_far(mismatch: Mismatch, kind: str) -> Plot:
+    caption = "The share of tokens with another set of experts in this layer or an earlier one. Bars: 95% intervals."
+    data, layout = _layers(mismatch, kind, lambda layer: layer.tokens_differ_so_far)
+    return Plot(f"tokens-{kind}", "Tokens with other experts, up to each layer", caption, data, layout)
+
+
+def _layers(mismatch: Mismatch, kind: str, read: Callable[[LayerSets], Estimate]) -> tuple[list[Trace], dict[str, Any]]:
+    data, rows = [], rows_of(mismatch, kind)
+    for index, row in enumerate(rows):
+        found = [read(layer) for layer in row.sets.layers]
+        hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3g}}%<extra></extra>"
+        # next to each other, or the bars of the remedies would hide each other
+        x = [layer.layer + 0.06 * (index - (len(rows) - 1) / 2) for layer in row.sets.layers]
+        y = [None if each.value is None else 100 * each.value for each in found]
+        place = REMEDIES.index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES)
+        bars = _bars(found, 100)
+        data.append(curve_of(place, None, x, y, hover, name=escaped(row.label), error_y=bars))
+    layers = max(len(row.sets.layers) for row in rows)
+    layout = {
+        "xaxis": layer_axis(layers),
+        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
+        "legend": LEGEND,
+    }
+    return data, layout
+
+
+def _bars(found: list[Estimate], scale: float = 1.0) -> dict[str, Any]:
+    if any(each.value is None or each.low is None or each.high is None for each in found):
+        return {"visible": False}
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [scale * (each.high - each.value) for each in found],  # type: ignore[operator]
+        "arrayminus": [scale * (each.value - each.low) for each in found],  # type: ignore[operator]
+        "thickness": 1.5,
+        "width": 3,
+    }
+
+
+def how(stored: Mapping[str, Any], mismatch: Mismatch) -> dict[str, dict[str, str]]:
+    """Return how the report was made: model, data, settings, versions."""
+    settings = stored.get("settings")
+    shown = {key: value for key, value in settings.items() if key != "tail"} if isinstance(settings, Mapping) else {}
+    groups: dict[str, Mapping[str, Any]] = {
+        "Model": mismatch.model,
+        "Data": mismatch.data,
+        "Settings": shown,
+        "Versions": mismatch.versions,
+        "Run": {"status": mismatch.status, "seconds": decimal(mismatch.seconds, 1)},
+    }
+    return {title: dict(flattened(group)) for title, group in groups.items() if group}

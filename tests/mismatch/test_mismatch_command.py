@@ -1,0 +1,214 @@
+"""`holdfast mismatch`: what it prints, writes and refuses."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from auditing.audited_models import texts, tokenizer
+from tiny import tiny
+
+import holdfast
+from holdfast.mismatch import MismatchReport, Rollout
+from holdfast_command import main
+
+QUICK = ["--tokens", "96", "--length", "16", "--batch", "4", "--draws", "100"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "some.txt"
+    path.write_text("\n".join(texts(400)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a model as a Hugging Face folder."""
+    path = tmp_path_factory.mktemp("folder") / "model"
+    tiny("mixtral").save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measure the model on the text, with a simulated rollout."""
+    out = tmp_path_factory.mktemp("measured")
+    assert main(["mismatch", str(folder), "--text", str(text), *QUICK, "--out", str(out)]) == 0
+    return out
+
+
+def test_four_remedies_are_measured_and_the_page_is_rendered_again(
+    folder: Path, text: Path, measured: Path, tmp_path: Path, capsys: Any
+) -> None:
+    report = MismatchReport.load(measured / "mismatch.json")
+    assert [row["remedy"] for row in report.rows] == ["live", "replay", "smooth", "float32"]
+    assert report.model["name"] == str(folder) and report.data["tokens"] >= 96 and report.data["source"]["checksum"]
+    page = (measured / "mismatch.html").read_text(encoding="utf-8")
+    given = ["mismatch", str(folder), "--text", str(text), *QUICK, "--out", str(measured)]
+    assert main(given) == 2 and "--force" in capsys.readouterr().err
+    for name in ("mismatch.html", "rollout.safetensors"):  # each of them alone is not overwritten either
+        (tmp_path / name).write_bytes((measured / name).read_bytes())
+        assert main([*given[:-1], str(tmp_path)]) == 2 and name in capsys.readouterr().err
+        (tmp_path / name).unlink()
+    assert main(["report", str(measured), "--out", str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text(encoding="utf-8") == page
+    assert main(["report", str(measured / "mismatch.json")]) == 2 and "--force" in capsys.readouterr().err
+
+
+def test_the_table_has_every_remedy_with_intervals(folder: Path, text: Path, capsys: Any) -> None:
+    assert main(["mismatch", str(folder), "--text", str(text), *QUICK, "--router", "smooth[budget=0.25]"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("live", "replay", "smooth[budget=0.25]", "float32", "99.9%", "outside", "by layer", "minus live"):
+        assert part in shown, part
+    assert "All numbers" not in shown and "batches of 1" in shown
+
+
+def test_a_rollout_from_a_file_is_compared_and_not_overwritten(
+    folder: Path, measured: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The rollout of one machine is read on another one: here, in the other direction of dtypes."""
+    kept = tmp_path / "rollout.safetensors"
+    kept.write_bytes((measured / "rollout.safetensors").read_bytes())
+    before = kept.read_bytes()
+    given = ["mismatch", str(folder), str(kept), "--draws", "100", "--dtype", "bfloat16", "--out", str(tmp_path)]
+    assert main([*given, "--no-simulate"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    words = " ".join(shown.split())  # a long title is wrapped
+    assert "against a rollout of Holdfast, bfloat16, batches of 1, whole sequences" in words and "smooth" not in words
+    report = MismatchReport.load(tmp_path / "mismatch.json")
+    assert [(row["remedy"], row["rollout"]) for row in report.rows] == [("live", "recorded"), ("replay", "recorded")]
+    assert report.model["dtype"] == "bfloat16" and report.data["file"] == str(kept) and kept.read_bytes() == before
+    first = MismatchReport.load(measured / "mismatch.json")
+    assert report.data["checksum"] == first.data["checksum"] and report.data["tokens"] == first.data["tokens"]
+    replayed = report.row("replay", "recorded")["logprobs"]["mean"]["value"]
+    assert replayed < first.row("replay")["logprobs"]["mean"]["value"]  # the same dtype leaves a smaller gap
+
+
+def test_routes_without_token_ids_are_placed_on_the_lines_of_a_text(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    model, lines = tiny("mixtral"), [*texts(3), "the cat sat"]
+    batch = tokenizer()(lines, return_tensors="pt", padding=True, padding_side="right")
+    with holdfast.trace(model) as traced, torch.no_grad():
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    holdfast.Routes.from_trace(traced, model).save(tmp_path / "routes.safetensors")
+    text = tmp_path / "lines.txt"
+    text.write_text("\n\n".join(lines) + "\n")
+    given = ["mismatch", str(folder), str(tmp_path / "routes.safetensors"), "--no-simulate", "--draws", "100"]
+    assert main([*given, "--text", str(text), "--out", str(tmp_path / "out")]) == 0
+    assert "no log-probabilities" in capsys.readouterr().out
+    report = MismatchReport.load(tmp_path / "out" / "mismatch.json")
+    for row in report.rows:  # both sides are float32
+        assert row["sets"]["routers_differ"]["value"] == 0 and row["sets"]["tokens"] == int(batch["attention_mask"].sum())
+
+    def refused(says: str, content: str | None, *options: str) -> None:
+        if content is not None:
+            text.write_text(content)
+        assert main([*given, *options]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+
+    refused("name their text with --text", None)
+    refused("of 4 sequences, but the text has 3 lines", "\n".join(lines[:3]), "--text", str(text))
+    refused("line 4 of the text has 5 tokens", "\n".join([*lines[:3], "the cat sat on mat"]), "--text", str(text))
+    refused("has no text", " \n", "--text", str(text))
+    refused("does not exist", None, "--text", str(tmp_path / "nowhere.txt"))
+
+
+def test_an_interrupted_command_writes_the_finished_rows(
+    folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.cli import mismatch as command
+
+    def stop(done: float, what: str) -> None:
+        if "calibration" in what:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "bar", lambda *_, **__: nullcontext(stop))
+    assert main(["mismatch", str(folder), "--text", str(text), *QUICK, "--out", str(tmp_path)]) == 130
+    assert "Interrupted" in capsys.readouterr().out
+    assert MismatchReport.load(tmp_path / "mismatch.json").status == "interrupted"
+    assert "Interrupted" in (tmp_path / "mismatch.html").read_text(encoding="utf-8")
+
+
+def test_the_bar_is_full_at_the_end(folder: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.cli import mismatch as command
+
+    seen: list[tuple[float, float]] = []
+
+    def bar(total: float, *, leave: bool) -> Any:
+        return nullcontext(lambda done, what: seen.append((done, total)))
+
+    monkeypatch.setattr(command, "bar", bar)
+    rollout = str(measured / "rollout.safetensors")
+    for options in ([], ["--no-simulate"]):
+        seen.clear()
+        assert main(["mismatch", str(folder), rollout, "--draws", "100", *options]) == 0
+        assert seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rollout-batch", "0"], "rollout_batch is 0"),
+        (["--clip", "1.2", "0.8"], "clip is 1.2 to 0.8"),
+        (["--router", "smoth"], "smooth"),
+        (["--draws", "5"], "draws is 5"),
+        (["--no-simulate"], "--no-simulate needs the rollout of another engine"),
+        (["nowhere.safetensors"], "does not exist"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_before_a_model_is_loaded(
+    arguments: list[str], says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.train import saved_model
+
+    monkeypatch.setattr(saved_model, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert main(["mismatch", "no-such-folder", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.startswith("holdfast: ") and error.count("\n") == 1
+
+
+def test_a_rollout_that_does_not_fit_gets_one_sentence(
+    folder: Path, measured: Path, text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    rollout = Rollout.load(measured / "rollout.safetensors")
+
+    def refused(model: Path, file: Path, says: str, *options: str) -> None:
+        assert main(["mismatch", str(model), str(file), *options]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+
+    file = measured / "rollout.safetensors"
+    refused(folder, file, "leave --text out", "--text", str(text))
+    for name, changes, says in (
+        ("experts", {"num_local_experts": 4}, "these numbers of experts"),
+        ("layers", {"num_hidden_layers": 2}, "the MoE layers"),
+        ("k", {"num_experts_per_tok": 1}, "k = 1"),
+    ):
+        tiny("mixtral", **changes).save_pretrained(tmp_path / name)
+        refused(tmp_path / name, file, says)
+    (tmp_path / "other.safetensors").write_bytes(b"{}")
+    refused(folder, tmp_path / "other.safetensors", "cannot be read as safetensors")
+    ids = torch.full_like(rollout.input_ids, 99)
+    Rollout(ids, rollout.lengths, rollout.routes).save(tmp_path / "ids.safetensors")
+    refused(folder, tmp_path / "ids.safetensors", "token id 99, but this model has 64 tokens")
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["mismatch", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "holdfast mismatch path/to/olmoe rollout.safetensors" in shown and "--rollout-decode" in shown
+
+
+def test_a_model_of_the_library_with_its_own_text_is_measured(text: Path, tmp_path: Path, capsys: Any) -> None:
+    """A rerouted model that `holdfast.save` wrote: smooth is skipped with the reason, the others are measured."""
+    model = holdfast.reroute(tiny("mixtral"), "smoe")
+    holdfast.save(model, tmp_path / "model", tokenizer=tokenizer())
+    assert main(["mismatch", str(tmp_path / "model"), "--text", str(text), *QUICK, "--out", str(tmp_path / "out")]) == 0
+    assert "smooth was skipped: the model is already rerouted" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "out" / "mismatch.json").read_text())
+    assert [row["skipped"] is None for row in stored["rows"]] == [True, True, False, True]
