@@ -19,6 +19,7 @@ PUBLIC = {
     "FeedForward",
     "Losses",
     "MoE",
+    "RolloutReplay",
     "Router",
     "Routes",
     "Routing",

@@ -27,6 +27,7 @@ from holdfast.layers.losses import Losses as Losses
 from holdfast.metrics import register_metric as register_metric
 from holdfast.planning import plan as plan
 from holdfast.plugins import load_plugin as load_plugin
+from holdfast.replaying import RolloutReplay as RolloutReplay
 from holdfast.replaying import Routes as Routes
 from holdfast.replaying import record as record
 from holdfast.replaying import replay as replay
@@ -46,6 +47,7 @@ __all__ = [
     "FeedForward",
     "Losses",
     "MoE",
+    "RolloutReplay",
     "Router",
     "Routes",
     "Routing",
