@@ -3,21 +3,20 @@
     python examples/grpo_replay.py                 # both, from the same start, and a table
     python examples/grpo_replay.py --replay        # one of them
 
-The policy learns to reverse a row of digits: "3 1 4 =" must be continued with "4 1 3". The reward is the share of right digits.
-Training runs in float32 with sdpa attention. The rollout runs in bfloat16 with eager attention, in batches of another size
-and token by token, as an inference engine would. So near-ties go to other experts. Needs: pip install trl 'holdfast[lab]'.
+The policy learns to reverse a row of digits: "3 1 4 =" must be continued with "4 1 3". The reward is the share of right
+digits. Training runs in float32 with sdpa attention. The rollout runs in bfloat16 with eager attention, in batches of another
+size and token by token, as an inference engine would. So near-ties go to other experts.
+
+Needs: pip install 'holdfast[lab]' trl
 """
 
 import argparse
 import copy
 import logging
-import os
 import tempfile
 import time
 import warnings
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is marked as experimental
 
 import datasets
 import tokenizers
@@ -28,7 +27,7 @@ from torch import Tensor
 
 import holdfast
 
-ALPHABET, LENGTH = "0123456789", 12  # the digits of a prompt, and how many it has at most
+ALPHABET, LENGTH = "0123456789", 8  # the digits of a prompt, and how many it has at most
 SPECIAL = ["<pad>", "<eos>", "="]
 
 
@@ -77,7 +76,7 @@ def make_model(tokenizer: Any, steps: int, seed: int) -> Any:
         num_key_value_heads=4,
         head_dim=16,
         num_experts=32,
-        num_experts_per_tok=4,
+        num_experts_per_tok=2,
         norm_topk_prob=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -129,9 +128,10 @@ class Engine:
                     output_logits=True,
                 )
             completions = out.sequences[:, batch.input_ids.shape[1] :]
-            logprobs = torch.stack(out.logits, dim=1).float().log_softmax(-1).gather(-1, completions.unsqueeze(-1)).squeeze(-1)
-            # The first <eos> belongs to the completion, the padding after it does not.
-            is_real = (completions == tokenizer.eos_token_id).int().cumsum(-1).roll(1, -1).index_fill(-1, torch.tensor(0), 0) == 0
+            logprobs = torch.stack(out.logits, dim=1).float().log_softmax(-1)
+            logprobs = logprobs.gather(-1, completions.unsqueeze(-1)).squeeze(-1)
+            is_eos = (completions == tokenizer.eos_token_id).int()
+            is_real = is_eos.cumsum(-1) - is_eos == 0  # up to the first <eos>, which belongs to the completion
             found["prompt_ids"] += tokenizer(texts)["input_ids"]
             found["completion_ids"] += [row[real].tolist() for row, real in zip(completions, is_real, strict=True)]
             found["logprobs"] += [row[real].tolist() for row, real in zip(logprobs, is_real, strict=True)]
@@ -216,8 +216,8 @@ def train(model: Any, tokenizer: Any, replay: bool, options: argparse.Namespace)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replay", action=argparse.BooleanOptionalAction, help="run only with, or only without, replay")
-    parser.add_argument("--steps", type=int, default=30, help="GRPO steps (30)")
-    parser.add_argument("--teach", type=int, default=150, help="supervised steps before (150)")
+    parser.add_argument("--steps", type=int, default=40, help="GRPO steps (40)")
+    parser.add_argument("--teach", type=int, default=100, help="supervised steps before (100)")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

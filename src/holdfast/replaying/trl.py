@@ -16,6 +16,7 @@ from holdfast.replaying.forwards import record, require_hooks
 from holdfast.replaying.routed_model import RoutedModel
 from holdfast.replaying.routes import Routes
 from holdfast.routing.forward_routes import ROUTED_EXPERTS
+from holdfast.routing.replaying import NO_RECORD
 
 
 class RolloutReplay:
@@ -65,8 +66,12 @@ class RolloutReplay:
         trainer: Any = self
         with record(trainer.model) as recorder:
             result = super()._generate_single_turn(prompt_ids, *given, **options)  # type: ignore[misc]
-        sequences, mask = self._padded(prompt_ids, result[0])
-        self._routes = recorder.routes(sequences, attention_mask=mask).experts
+        completions = result[0] if isinstance(result, tuple) else result
+        sequences, mask = self._padded(prompt_ids, completions)
+        generated = int(mask.any(0).nonzero().max()) + 1  # what follows is padding to a multiple
+        routes = recorder.routes(sequences[:, :generated], attention_mask=mask[:, :generated]).experts
+        missing = sequences.shape[1] - generated
+        self._routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, missing), value=NO_RECORD)
         return result
 
     def _padded(self, prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -153,7 +158,9 @@ def _in_parts(model: Any, parts: Sequence[Tensor]) -> Callable[..., Any]:
 def _require_recordable(trainer: Any) -> None:
     """Raise ValueError if TRL generates in a way that leaves no record of the routes."""
     if getattr(trainer, "tools", None):
-        raise ValueError("the turns of tools and environments are not recorded: run all turns in a rollout_func, without tools.")
+        raise ValueError(
+            "the turns of tools and environments are not recorded: run all turns in a rollout_func, without tools."
+        )
     for unrecorded, reason in (
         (trainer.use_vllm, "TRL does not ask vLLM for routes"),
         (getattr(trainer, "use_transformers_continuous_batching", False), "continuous batching cannot be recorded"),
