@@ -4,8 +4,8 @@
     python examples/grpo_replay.py --replay        # one of them
 
 The policy learns to reverse a row of digits: "3 1 4 =" must be continued with "4 1 3". The reward is the share of right
-digits. Training runs in float32 with sdpa attention. The rollout runs in bfloat16 with eager attention, in batches of another
-size and token by token, as an inference engine would. So near-ties go to other experts.
+digits. Training runs in float32 with sdpa attention. The rollout runs in bfloat16 with eager attention, in batches of
+another size and token by token, as an inference engine would. So near-ties go to other experts.
 
 Needs: pip install 'holdfast[lab]' trl
 """
