@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_routes import random_routes
+from tiers import quick_or_slow
 from tiny import tiny
 from torch import Tensor
 from trained_by_others import SETTINGS, gradients_of, sentence, tokenizer
@@ -117,7 +118,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick_or_slow(WAYS, ("two iterations", "truncated are masked")))
 def test_every_row_of_every_micro_batch_runs_the_experts_of_its_own_completion(way: str, tmp_path: Path) -> None:
     model, rollout = native(), ForeignRollout(rows_left_out=len(way) % 2)
     trainer = trainer_of(GRPO, model, tmp_path, rollout, **WAYS[way])
@@ -175,7 +176,7 @@ def test_without_replay_the_batch_has_routes_and_every_forward_is_live(tmp_path:
     assert all(routes is None for _, _, routes in spy.seen) and len(spy.seen) == 8
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", quick_or_slow([False, True], [True]))
 def test_the_policy_is_replayed_and_the_reference_is_live(adapted: bool, tmp_path: Path) -> None:
     """With adapters the reference is the policy without them, so the same model runs both."""
     holdfast.save(native(), tmp_path / "saved", tokenizer=tokenizer())
@@ -192,7 +193,7 @@ def test_the_policy_is_replayed_and_the_reference_is_live(adapted: bool, tmp_pat
     assert [routes for _, _, routes in reference.seen] == ([] if adapted else [None] * 4)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", quick_or_slow([False, True], [True]))
 def test_checkpointing_does_not_change_the_gradients_of_replay(adapted: bool, tmp_path: Path) -> None:
     found = []
     for name, options in (("plain", {}), ("checkpointed", {"gradient_checkpointing": True}), ("live", {"replay": False})):
