@@ -20,6 +20,7 @@ PUBLIC = {
     "Losses",
     "MoE",
     "Rollout",
+    "RolloutReplay",
     "Router",
     "Routes",
     "Routing",

@@ -29,6 +29,7 @@ from holdfast.mismatch import Rollout as Rollout
 from holdfast.mismatch import measure_mismatch as measure_mismatch
 from holdfast.planning import plan as plan
 from holdfast.plugins import load_plugin as load_plugin
+from holdfast.replaying import RolloutReplay as RolloutReplay
 from holdfast.replaying import Routes as Routes
 from holdfast.replaying import record as record
 from holdfast.replaying import replay as replay
@@ -49,6 +50,7 @@ __all__ = [
     "Losses",
     "MoE",
     "Rollout",
+    "RolloutReplay",
     "Router",
     "Routes",
     "Routing",

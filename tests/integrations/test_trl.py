@@ -274,3 +274,15 @@ def test_dpo_does_not_make_its_reference_from_the_folder_of_a_restored_model(tmp
     model = holdfast.restore(holdfast.load(tmp_path / "saved"))
     with pytest.raises(Exception, match="Holdfast"):
         dpo(model, tmp_path / "run", [])
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_model_with_its_own_router_trains_as_an_untouched_one(trainer: str, tmp_path: Path) -> None:
+    """TRL asks for the balance loss by default, and its fused head computes the family's."""
+    found = []
+    for name, model in (("untouched", tiny("mixtral")), ("native", holdfast.reroute(tiny("mixtral"), "native"))):
+        options = {"reference": tiny("mixtral")} if trainer == "DPO" else {}
+        run = TRAINERS[trainer](model, tmp_path / name, [], logging_steps=1, router_aux_loss_coef=0.5, **options)
+        found.append(gradients_of(run, model))
+        assert next(entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry) > 1.0
+    assert_same(found[1], found[0])

@@ -252,6 +252,7 @@ class ModelHooks:
             aux_loss_divisor=float(getattr(text_config(model), "router_aux_loss_coef", 1.0)) or 1.0,
             balance_on_request=balance_on_request,
             adds_logits=found[0].family is None,
+            has_losses=has_losses,
         )
         by_name: dict[str, ContextCapture] = {}
         for layer, info in zip(found, layer_infos(found), strict=True):

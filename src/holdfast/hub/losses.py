@@ -130,6 +130,7 @@ class LossCollector:
     aux_loss_divisor     divides `outputs.aux_loss`, so that a trainer's coefficient times it is the routers' loss
     balance_on_request   compute a balance loss if router logits are requested, as the family does: no layer has losses
     adds_logits          add router logits to the outputs: the family does not
+    has_losses           whether a layer has losses
     """
 
     def __init__(
@@ -141,11 +142,12 @@ class LossCollector:
         aux_loss_divisor: float = 1.0,
         balance_on_request: bool = False,
         adds_logits: bool = False,
+        has_losses: bool = True,
     ) -> None:
         self._routers, self._config = routers, text_config(model)
         self._native_coefficient, self._aux_loss_divisor = native_coefficient, aux_loss_divisor
-        self._balance_on_request, self._adds_logits = balance_on_request, adds_logits
-        self._forwards = _Forwards()
+        self._balance_on_request, self._adds_logits, self._forwards = balance_on_request, adds_logits, _Forwards()
+        self._replaces_balance = has_losses or balance_on_request  # if not, the family computes its own
         self._generating = self._calibrating = self._warned = False
         self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
@@ -289,12 +291,12 @@ class LossCollector:
         current.as_tuple = current.wants_router_logits and options.get("return_dict") is False
         if current.as_tuple:  # in a tuple one cannot tell the loss from the `aux_loss`
             options = {**options, "return_dict": True}
-        if not current.wants_router_logits or not (self._adds_logits or options.get("fused_lm_head")):
+        is_fused = options.get("fused_lm_head") and self._replaces_balance
+        if not current.wants_router_logits or not (self._adds_logits or is_fused):
             return (inputs, options) if current.as_tuple else None
         # A dense family does not know the option. TRL's own forward would compute the family's loss from the logits.
-        return inputs, {name: value for name, value in options.items() if name != ROUTER_LOGITS} | (
-            {} if self._adds_logits and not options.get("fused_lm_head") else {ROUTER_LOGITS: False}
-        )
+        others = {name: value for name, value in options.items() if name != ROUTER_LOGITS}
+        return inputs, others | ({ROUTER_LOGITS: False} if is_fused else {})
 
     def _enable_learning(self, enabled: bool) -> None:
         if self.learning_enabled != enabled:

@@ -4,6 +4,7 @@ routed_model.py     the MoE layers that routes belong to
 routes.py           `Routes`: recorded experts, from a trace, from sequences or from a file
 sequences.py        records of single sequences, as inference engines return them, and their places in a batch
 forwards.py         `replay`, for one forward, and `record`, during `generate`
+trl.py              `RolloutReplay`, for TRL's GRPO trainer
 """
 
 from holdfast.replaying.forwards import Recorder as Recorder
@@ -11,3 +12,4 @@ from holdfast.replaying.forwards import record as record
 from holdfast.replaying.forwards import replay as replay
 from holdfast.replaying.routed_model import RoutedModel as RoutedModel
 from holdfast.replaying.routes import Routes as Routes
+from holdfast.replaying.trl import RolloutReplay as RolloutReplay

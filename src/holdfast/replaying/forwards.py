@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.install import hooks_of
+from holdfast.hub.install import ModelHooks, hooks_of
 from holdfast.hub.tracing import Trace, tokens_before, trace
 from holdfast.replaying.routed_model import RoutedModel, unwrapped
 from holdfast.replaying.routes import Routes, join_layers
@@ -24,16 +24,22 @@ def replay(model: nn.Module, routes: Routes | Tensor) -> Iterator[None]:
     the `with`. The model must be one that `reroute`, `sparsify` or `load` returned; `holdfast.reroute(model, "native")`
     makes it so without a change of any number.
     """
+    hooks = require_hooks(model)
+    checked = routes if isinstance(routes, Routes) else Routes.from_tensor(routes, model)
+    checked.require_model(model)
+    with hooks.collector.replay.once(checked):
+        yield
+
+
+def require_hooks(model: nn.Module) -> ModelHooks:
+    """Return the hooks of a model, which take its routes. Raise ValueError if it has none."""
     hooks = hooks_of(unwrapped(model))
     if hooks is None:
         raise ValueError(
             'this model has no hooks that take routes: call holdfast.reroute(model, "native") once, which changes no '
             "number, or reroute it to another router."
         )
-    checked = routes if isinstance(routes, Routes) else Routes.from_tensor(routes, model)
-    checked.require_model(model)
-    with hooks.collector.replay.once(checked):
-        yield
+    return hooks
 
 
 @final

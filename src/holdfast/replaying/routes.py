@@ -96,6 +96,11 @@ class Routes:
         """(B,N) bool: the tokens that have a record in every layer."""
         return (self.experts >= 0).all(-1).all(-1)
 
+    def to_sequences(self) -> list[Tensor]:
+        """Return the record (n,L,K) of each row, from its first recorded token to its last, as `from_sequences` takes it."""
+        places = [row.nonzero().flatten().tolist() for row in self.recorded]
+        return [row[at[0] : at[-1] + 1] if at else row[:0] for row, at in zip(self.experts, places, strict=True)]
+
     def differs(self, other: "Routes") -> Tensor:
         """Return (B,N,L) bool: where two records have different sets. Tokens that lack a record in one do not count."""
         self.of.require_same(other.of)
