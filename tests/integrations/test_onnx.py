@@ -88,6 +88,7 @@ def test_onnxruntime_computes_a_model_as_torch_does(kind: str, router: str) -> N
         )
 
 
+@pytest.mark.slow
 def test_a_router_that_onnx_has_no_operators_for_is_refused() -> None:
     with pytest.raises(Exception, match="ONNX lacks operators that Capacity needs"):
         session(trained_layer("capacity"), layer_inputs(2, 12))

@@ -18,6 +18,8 @@ from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_ta
 from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of
 from holdfast.train.image_task import ImageTask, attack_images
 
+pytestmark = pytest.mark.slow  # two routers are trained with two seeds; tests/attacks/test_curves.py is quick
+
 CURVES: dict[str, Any] = {
     "attack.budgets": ["5/255", 0.3, "0.1"],
     "attack.examples": 32,

@@ -24,11 +24,12 @@ def test_the_numbers_of_the_papers_are_in_their_recipes() -> None:
     assert [medium.model.config[key] for key in ("n_layer", "n_embd", "n_head", "resid_pdrop")] == [6, 352, 8, 0.1]
     assert (small.training.steps, small.training.batch, small.training.warmup) == (60_000, 96, 3000)
     assert (medium.training.steps, medium.training.batch, medium.training.warmup) == (80_000, 48, 4000)
-    own_shapes = {"cifar10"}  # Holdfast's, not of a paper
-    large = [load_recipe(name) for name in recipes() if "tiny" not in name and name not in own_shapes]
-    every = [own for own in large if own.task in ("text", "pictures")]
-    assert all((own.router_losses().balance, own.sparse.experts, own.sparse.k) == (0.01, 16, 2) for own in every)
-    texts = [own for own in every if own.task == "text"]
+    large = [load_recipe(name) for name in recipes() if "tiny" not in name]
+    texts = [own for own in large if own.task == "text"]
+    assert all((own.router_losses().balance, own.sparse.experts, own.sparse.k) == (0.01, 16, 2) for own in texts)
+    for name in ("swin-moe", "swin-base"):
+        own = load_recipe(name)
+        assert (own.router_losses().balance, own.sparse.experts, own.sparse.k) == (0.1, 16, 2)
     assert all(own.training.learning_rate == 7e-4 and own.model.config["activation_function"] == "relu" for own in texts)
     assert all(own.model.config["tie_word_embeddings"] is False for own in texts)
     assert all(own.data.vocabulary == 267_735 for own in texts if own.data.tokens == "lines")
