@@ -3,78 +3,45 @@
 docs/audit.md explains every key.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, final
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, final
 
 from holdfast.auditing.layer_certificates import DTYPES
-from holdfast.files import LARGEST, read_json, write_atomically
+from holdfast.auditing.stored_report import StoredReport
 from holdfast.metrics.near_ties import WIDTHS
-from holdfast.metrics.report import without_nan
-
-SCHEMA = 1
 
 
 @final
-@dataclass(frozen=True)
-class AuditReport:
-    """The results of an audit: dicts, lists, numbers, strings and None.
+@dataclass(frozen=True, kw_only=True)
+class AuditReport(StoredReport):
+    """The results of an audit."""
 
-    Two audits of the same model on the same data differ only in `seconds`.
-    """
+    kind: ClassVar[str] = "an audit"
+    remedy: ClassVar[str] = "audit the model again"
+    indent: ClassVar[int | None] = 1
 
-    status: Literal["complete", "interrupted"]
-    model: dict[str, Any]  # name, type, class, dtype, parameters, layers, experts, routers
-    data: dict[str, Any]  # kind, checksum, batches, sequences, tokens
-    settings: dict[str, Any]  # everything that determines the audit, seeds included
-    versions: dict[str, str]
-    seconds: float
     overall: dict[str, Any]  # means over layers; conditions refer to these numbers
     layers: list[dict[str, Any]]  # the unperturbed model, layer by layer
     perturbations: dict[str, dict[str, Any]]  # by name: changes, or the reason under "skipped"
     at_risk: list[dict[str, Any]]  # the tokens with the smallest relative radii
     what_if: dict[str, Any] | None = None
     view: dict[str, Any] | None = None  # the first tokens of a text, with the radius of each token in every layer
-    schema: int = field(default=SCHEMA)
 
     def numbers(self) -> dict[str, float | None]:
         """Return the numbers of `overall` by dotted name: "undecided.bf16", "flips.noise.0.01"."""
         return dict(_flat(self.overall))
 
-    def to_json(self) -> str:
-        return json.dumps(without_nan(asdict(self)), indent=1, allow_nan=False) + "\n"
-
-    def save(self, path: str | Path) -> Path:
-        """Write the report to a file, atomically."""
-        write_atomically(Path(path), self.to_json())
-        return Path(path)
-
     @classmethod
-    def load(cls, path: str | Path) -> "AuditReport":
-        """Read a report; raise ValueError if the file is damaged or of another schema."""
-        try:
-            stored = read_json(Path(path), limit=LARGEST)
-        except (OSError, ValueError) as problem:
-            raise ValueError(f"{path} cannot be read as an audit: {problem}") from None
-        if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-            found = stored.get("schema") if isinstance(stored, dict) else None
-            raise ValueError(f"{path} is not an audit of schema {SCHEMA} (it has {found!r}); audit the model again.")
-        names = {entry.name for entry in fields(cls)}
-        needed = {entry.name for entry in fields(cls) if entry.default is MISSING}
-        wrong = (needed - stored.keys()) | (stored.keys() - names)
-        if wrong:
-            raise ValueError(f"{path} has missing or unknown keys: {', '.join(sorted(wrong))}; audit the model again.")
+    def _damaged(cls, stored: dict[str, Any]) -> str | None:
         for entry in fields(cls):
             kinds = _KINDS.get(entry.name, dict)
             if entry.name in stored and not isinstance(stored[entry.name], kinds):
-                raise ValueError(f"{path} is damaged at {entry.name}; audit the model again.")
-        if broken := [name for name, value in _flat(stored["overall"]) if not _is_number(value)]:
-            raise ValueError(f"{path} is damaged at overall.{broken[0]}, which is not a number; audit the model again.")
-        return cls(**stored)
+                return entry.name
+        broken = [name for name, value in _flat(stored["overall"]) if not _is_number(value)]
+        return f"overall.{broken[0]}, which is not a number" if broken else None
 
 
 _KINDS: dict[str, Any] = {  # types of the fields that are not dicts

@@ -259,7 +259,7 @@ def read_audit(path: Path) -> dict[str, Any]:
 
 def checked(stored: Any, source: str = AUDIT) -> dict[str, Any]:
     """Return `stored`. Raise ValueError with a one-line error about the first problem; `source` is its name there."""
-    from holdfast.auditing.report import SCHEMA
+    from holdfast.auditing.stored_report import SCHEMA
 
     if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
         found = stored.get("schema") if isinstance(stored, Mapping) else None
