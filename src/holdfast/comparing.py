@@ -112,7 +112,8 @@ def run_comparison(
             continue
         if matched := matched_baseline(same, routers, expert_count(comparison.task_of(setting))):
             chosen = [setting] if setting.values else []
-            others.append(Comparison(recipe, matched, seeds, folder, data=data, settings=chosen))
+            how: dict[str, Any] = {"data": data, "settings": chosen, "report_size": False}  # reported above
+            others.append(Comparison(recipe, matched, seeds, folder, **how))
     for other in others[:-1]:
         run(other)
     if others:

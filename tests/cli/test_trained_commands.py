@@ -162,6 +162,14 @@ def test_attacks_on_pictures_grow_with_their_budget(pictures: Path, tmp_path: Pa
     assert len(errors["corruptions", "5"]) == 16  # clean, fourteen kinds, their mean
 
 
+def test_scores_of_pictures_have_no_column_that_only_attacks_fill(
+    pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(pictures)]) == 0
+    shown = capsys.readouterr().out
+    assert "top-5 error, %" in shown and "accuracy" not in shown
+
+
 def test_several_budgets_in_one_call_give_a_curve_and_a_page(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +224,7 @@ def test_several_budgets_in_one_call_give_a_curve_and_a_page(
         (["attack", "PICTURES", "fgsm", "--budget", "1/255", "--restarts", "2"], "fgsm has no option restarts"),
         (["attack", "PICTURES", "pgd", "--budget", "1/255", "--step", "big"], "'big' is not a number"),
         (["attack", "PICTURES", "pgd", "--budget", "1/255", "--examples", "0"], "examples is 0"),
+        (["attack", "PICTURES", "pgd", "--budget", "1/255", "--class-index", "none.txt"], "none.txt"),
         (["attack", "TRAINED", "words", "--rate", "0.1", "--page", "page.html"], "page is for attacks on pixels"),
         (["attack", "TRAINED", "routes", "--budget", "0.1", "0.2"], "one --budget"),
     ],

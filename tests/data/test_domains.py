@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from holdfast.data import domain_set
 from holdfast.data.domains import DomainOrder, JoinedImages
-from holdfast.data.labelled_images import ArrayImages, decode
+from holdfast.data.labelled_images import ArrayImages, FileImages, decode
 
 DOMAINS = {"art": 15, "cartoon": 10, "photo": 12, "sketch": 21}
 CLASSES = ("cat", "dog", "elk")
@@ -117,6 +118,39 @@ def test_images_in_memory_are_those_of_the_files(folder: Path, monkeypatch: pyte
     monkeypatch.setattr("holdfast.data.domains.LARGEST_IN_MEMORY", 10)
     files.read()
     assert all(images.is_read and images.values is None for images in files.domains.values())
+
+
+def test_crops_and_sides_are_those_of_the_files_on_disk_in_the_order_of_the_batch(folder: Path) -> None:
+    found = domain_set(folder, size=4)
+    found.read()  # images in memory are smaller than those on disk, and are not what is cropped
+    train = found.leave_out("photo", seed=0).images("train")
+    paths = [
+        found.domains[name].files.paths[number]
+        for name in DOMAINS
+        if name != "photo"
+        for number in found.split(name, 0)[0].tolist()
+    ]
+    assert len(paths) == len(train)
+    wanted = [30, 0, 13, 31, 1]  # of several domains, mixed
+    seen = []
+
+    def choose(place: int, width: int, height: int) -> tuple[int, int, int, int]:
+        seen.append((place, width, height))
+        return place, 1, 3, 4
+
+    def choose_at(place: int, _: int, width: int, height: int) -> tuple[int, int, int, int]:
+        return choose(place, width, height)
+
+    crops = train.crops(wanted, choose)
+    assert sorted(seen) == [(place, 9, 7) for place in range(5)]
+    for place, number in enumerate(wanted):
+        alone = FileImages([paths[number]], [0], 4).crops([0], partial(choose_at, place))
+        assert torch.equal(crops[place], alone[0])
+    assert train.sides(wanted) == [7] * 5 == found.domains["photo"].sides(range(5))
+    assert (
+        JoinedImages([ArrayImages(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2))], [torch.arange(2)]).sides([0])
+        is None
+    )
 
 
 def test_the_checksum_and_the_description_name_every_file_and_domain(folder: Path) -> None:

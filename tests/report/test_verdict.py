@@ -1,6 +1,7 @@
 """Two sentences, and no more in them than the figures hold."""
 
 import re
+from typing import Any
 
 from report.stored import stored, stored_costs, stored_pictures
 from wording import mentions
@@ -22,6 +23,34 @@ def test_the_cost_of_the_attack_on_untouched_words_is_said() -> None:
     assert mentions(clean, "2.40", "2.00", "no difference", "smoe, top 3;")
     assert mentions(cost, "every router", "2.00% to 2.30%", "no 95%")
     assert mentions(difference, "No router", "smoe") and "smooth" not in difference
+
+
+def with_shifts(**differences: tuple[float, float, float]) -> dict[str, Any]:
+    """Return a comparison with two shifted test sets; the differences of the second router are given by test."""
+    content = stored_pictures()
+    measures = {"drawings": ("error, %", "lower"), "others": ("AUPR, %", "higher")}
+    for place, row in enumerate(content["rows"]):
+        row["shifts"] = {name: {"measure": one, "better": better, "figure": 5.0} for name, (one, better) in measures.items()}
+        for name, shift in row["shifts"].items() if place else ():
+            mean, low, high = differences.get(name, (0.1, -1.0, 1.2)) if place == 1 else (0.1, -1.0, 1.2)
+            shift["difference"] = {"mean": mean, "low": low, "high": high, "seeds": 3, "words": ""}
+    return content
+
+
+def test_differences_on_shifted_test_sets_are_said() -> None:
+    told = verdict(parse(with_shifts(drawings=(-2.0, -3.0, -1.0), others=(4.0, 2.5, 5.5))))
+    assert len(told) == 3
+    assert mentions(told[-1], "drawings and others", "smooth lowered the error on drawings by 2 percentage points", "1 to 3")
+    assert mentions(told[-1], "smooth raised the AUPR on others by 4 percentage points", "2.5 to 5.5", "no other difference")
+    assert "no router made a difference to smoe" in verdict(parse(with_shifts()))[-1]
+
+
+def test_one_seed_says_nothing_about_shifted_test_sets() -> None:
+    content = with_shifts()
+    for row in content["rows"]:
+        for shift in row["shifts"].values():
+            shift.get("difference", {}).update(low=None, high=None)
+    assert len(verdict(parse(content))) == 2
 
 
 def test_a_cost_that_cannot_be_shown_is_said_too() -> None:

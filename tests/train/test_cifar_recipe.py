@@ -1,13 +1,18 @@
 """The recipe `cifar10`, and its tiny form on the real pictures."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from holdfast.cli.train import _source_option
 from holdfast.comparing import compare
 from holdfast.train import load_recipe
 from holdfast.train.image_attacks import BATCH, MOST_IN_BATCH, batch_size
+from holdfast.train.task_record import TaskRecord
+from holdfast.train.training import SingleRun
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -23,6 +28,16 @@ def test_small_images_are_run_in_larger_batches_on_a_gpu() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert batch_size(32, cpu) == batch_size(224, gpu) == batch_size(512, gpu) == BATCH
     assert batch_size(32, gpu) == MOST_IN_BATCH and BATCH < batch_size(96, gpu) < MOST_IN_BATCH
+
+
+def test_a_model_of_cifar10_is_told_where_to_name_its_files(tmp_path: Path) -> None:
+    """Both the line after training and the error of `evaluate`: --source alone does not find the files."""
+    single = cast(SingleRun, SimpleNamespace(recipe=load_recipe("cifar10-tiny")))
+    assert _source_option(single, tmp_path) == f" --data {tmp_path}"
+    record = TaskRecord(tmp_path, single.recipe, {})
+    with pytest.raises(ValueError, match="was trained on cifar10: add --data FOLDER"):
+        record.source()
+    assert record.source(data=tmp_path) == "cifar10"
 
 
 @pytest.mark.slow

@@ -218,6 +218,22 @@ def test_train_holds_one_domain_out_and_evaluate_scores_it(run: Path, folder: Pa
     assert task.score(model)["clean"]["examples"] == DOMAINS["photo"]
 
 
+@pytest.mark.slow
+def test_a_model_of_domains_is_scored_on_shifted_test_sets(
+    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another domain as a shifted test set; the clean images are those of the held-out domain."""
+    cell = run / "cells" / "xmoe-data.held_out=photo-seed1"
+    given = ["evaluate", str(cell), "--source", str(folder), "--shift", str(folder / "sketch"), "corruptions"]
+    assert main([*given, "--out", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["shifts"]
+    model, task = load_model_and_task(str(cell), source=str(folder))
+    assert found["clean"]["figure"] == pytest.approx(task.score(model)["clean"]["figure"])
+    paths = sorted((folder / "sketch").glob("*/*.png"))
+    assert found["sketch"]["figure"] == pytest.approx(100 - accuracy(model, paths))
+    assert found["sketch"]["examples"] == DOMAINS["sketch"] and found["corruptions"]["examples"] == DOMAINS["photo"]
+
+
 def test_one_run_needs_a_held_out_domain(folder: Path, tmp_path: Path) -> None:
     (choice,) = parse_routers("xmoe")
     sentence = "data.held_out is missing; for one run, set it to one of art_painting, cartoon, photo, sketch"

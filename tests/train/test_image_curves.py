@@ -13,7 +13,7 @@ from holdfast.comparing import run_comparison
 from holdfast.metrics import paired
 from holdfast.report import read_results, render
 from holdfast.report.attack_curves import accuracy_table, attack_curves
-from holdfast.report.stored_comparison import Difference
+from holdfast.report.stored_comparison import Difference, OverSeeds
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of
 from holdfast.train.image_task import ImageTask, attack_images
@@ -138,6 +138,24 @@ def test_a_gain_in_error_is_a_loss_in_accuracy(folder: Path) -> None:
     row = stored.rows[1].model_copy(update={"scores": {"clean": changed}})
     table = list(accuracy_table(stored.model_copy(update={"rows": [stored.rows[0], row]})))
     assert table[1]["clean, difference"] == "-2 (95% interval -3 to -1, 2 seeds)"
+
+
+def test_no_difference_in_error_is_not_minus_zero(folder: Path) -> None:
+    stored = read_results(folder)
+    words = {"mean": 0.0, "low": None, "high": None, "seeds": 1, "words": "+0"}
+    changed = stored.rows[1].scores["clean"].model_copy(update={"difference": Difference.model_validate(words)})
+    row = stored.rows[1].model_copy(update={"scores": {"clean": changed}})
+    table = list(accuracy_table(stored.model_copy(update={"rows": [stored.rows[0], row]})))
+    assert table[1]["clean, difference"].startswith("+0 from one seed")
+
+
+def test_a_top_5_error_of_zero_everywhere_has_no_plot(folder: Path) -> None:
+    stored = read_results(folder)
+    zero = OverSeeds(mean=0.0, low=0.0, high=0.0)
+    curves = {name: one.model_copy(update={"top5": [zero] * 4}) for name, one in stored.rows[0].curves.items()}
+    rows = [row.model_copy(update={"curves": curves}) for row in stored.rows]
+    titles = [plot.title for plot in attack_curves(stored.model_copy(update={"rows": rows}))]
+    assert titles[:2] == ["FGSM, error against budget", "PGD, error against budget"] and len(titles) == 3
 
 
 def test_the_curve_of_python_equals_single_attacks_where_those_are_monotone(digits: Callable[..., Recipe]) -> None:

@@ -1,6 +1,7 @@
 """Before the first step: sizes that do not fit are refused, wasteful ones warned about, and long runs announced."""
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import holdfast
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.pace import SLOW_FIRST_STEP, Pace
 from holdfast.train.preflight import preflight
@@ -63,6 +65,52 @@ def test_pictures_that_are_scaled_up_are_warned_about_before_training(
         if size == 96:
             assert "about 40 pixels per side and are scaled up to 96" in found[1][1]
             assert "2,304 patches, and 400 with data.size=40" in found[1][1]
+
+
+@pytest.fixture(scope="module")
+def small_domains(small_pictures: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Copy the small pictures to three domains."""
+    folder = tmp_path_factory.mktemp("small-domains")
+    for domain in ("art", "photo", "sketch"):
+        shutil.copytree(small_pictures, folder / domain)
+    return str(folder)
+
+
+FEW = {"training.steps": 1, "training.batch": 4, "training.warmup": 0, "attack.examples": 2, "attack.steps": 1}
+
+
+def test_domains_of_small_pictures_are_warned_about_and_told_their_size(
+    small_domains: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = make_task(load_recipe("gmoe-tiny", {"data.source": small_domains, "data.held_out": "art", "data.size": 96}))
+    preflight(task, parse_routers("smoe"))
+    assert [level for level, _ in messages(caplog)] == ["WARNING"]
+    assert "about 40 pixels per side and are scaled up to 96" in messages(caplog)[0][1]
+    for size, patch, sentence in ((20, 8, "or data.size to a multiple of 8"), (4, 8, "or data.size to more")):
+        changes = {"data.source": small_domains, "data.held_out": "art", "data.size": size, "model.config.patch_size": patch}
+        with pytest.raises(ValueError, match=sentence):
+            preflight(make_task(load_recipe("gmoe-tiny", changes)), parse_routers("smoe"))
+
+
+def test_the_size_is_reported_once_for_all_held_out_domains(
+    small_domains: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    monkeypatch.setattr(Comparison, "attempt", lambda *_: {})  # nothing is trained
+    recipe = load_recipe("gmoe-tiny", {**FEW, "data.source": small_domains, "training.schedule": "constant"})
+    comparison = Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run")
+    assert len(comparison.run()) == 3
+    assert [message for _, message in messages(caplog)] == ["16 patches per picture: 32 pixels per side, 8 per patch."]
+
+
+@pytest.mark.slow
+def test_the_size_is_not_reported_again_for_the_baseline_of_equal_compute(
+    digits: Callable[..., Recipe], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    found = holdfast.compare("smoe,sparsemax", recipe="vmoe-tiny", seeds=1, out=tmp_path / "run", changes=FEW)
+    assert [row.router for row in found.rows][2:] == ["smoe, top 4"]
+    assert sum("patches per picture" in message for _, message in messages(caplog)) == 1
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def reader() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def swin(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """Return the shipped recipe of Swin-MoE, unchanged but for a few pictures in the place of ImageNet."""
+    """Return the shipped recipe of Swin-MoE, for a few pictures in the place of ImageNet, which need no warm-up."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("pictures")

@@ -16,6 +16,7 @@ from holdfast.metrics.tasks import ALEXNET_ERRORS
 from holdfast.train import Comparison, Recipe, make_task, parse_routers
 from holdfast.train.image_attacks import Corrupted, classifier
 from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast_command import main
 
 IDS = [f"n{10_000_000 + 13 * number:08}" for number in range(1000)]  # sorted, as the outputs of ImageNet's models are
 SOME = [IDS[number] for number in (7, 123, 124, 500, 999)]
@@ -163,6 +164,42 @@ def test_classes_with_names_are_found_through_a_class_index(
     assert with_names == with_ids
     refused = command("evaluate", str(tmp_path / "named"), *shift)
     assert refused.returncode != 0 and "--class-index" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.fixture
+def sparse_with_names(model: Any, tmp_path: Path) -> tuple[str, list[str], str]:
+    """Return an MoE with class names, --source with images in folders that are named by id, and the class index."""
+    import copy
+
+    import holdfast
+
+    names = [f"thing {number}" for number in range(1000)]
+    named = copy.deepcopy(model)
+    named.config.id2label = dict(enumerate(names))
+    holdfast.save(holdfast.sparsify(named, experts=3, k=1), tmp_path / "sparse")
+    (tmp_path / "index.txt").write_text("".join(f"{one} {name}\n" for one, name in zip(IDS, names, strict=True)))
+    write(tmp_path / "some", SOME, 2)
+    return str(tmp_path / "sparse"), ["--source", str(tmp_path / "some")], str(tmp_path / "index.txt")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["attack", "fgsm", "--budget", "0.01"],
+        pytest.param(["audit"], marks=pytest.mark.slow),
+        ["certify"],
+        pytest.param(["geometry"], marks=pytest.mark.slow),
+    ],
+    ids=lambda options: options[0],
+)
+def test_other_commands_read_a_class_index_too(
+    options: list[str], sparse_with_names: tuple[str, list[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *further = options
+    model, source, index = sparse_with_names
+    assert main([name, model, *further, *source]) != 0
+    assert "--class-index" in capsys.readouterr().err
+    assert main([name, model, *further, *source, "--class-index", index]) == 0
 
 
 def test_wrong_folders_are_refused_with_one_sentence(saved: Path, tmp_path: Path, command: Command) -> None:

@@ -180,6 +180,9 @@ class Audit:
     """Use this text or image set instead of the one the model was trained on: a name or a path."""
     data: Path | None = None
     """The folder with named sources; without it they are downloaded."""
+    class_index: Path | None = None
+    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
+    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
     tokens: int = 4096
     """How many tokens of the text to read, rounded to whole batches."""
     length: int = 128
@@ -258,7 +261,8 @@ class Audit:
         if self.model is None:
             raise ValueError("state which model to audit: a folder or a name on the Hugging Face hub.")
         quiet()
-        model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": self.class_index}
+        model, task = load_model_and_task(self.model, **where, loading=self.loading.options())
         if self.what_if is not None:  # a mistake in the name must not cost an audit
             routers_by_layer(resolve_layers(self.what_if, native=True), len(moe_layers(model)))
         material = AuditData(task, self.tokens)

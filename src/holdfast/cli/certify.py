@@ -29,6 +29,9 @@ class Certify:
     """Use this text or image set instead of the one the model was trained on: a name or a path."""
     data: Path | None = None
     """The folder with named sources; without it they are downloaded."""
+    class_index: Path | None = None
+    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
+    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
     tokens: int = 4096
     """How many tokens of the text to read, rounded to whole batches."""
     length: int = 128
@@ -77,7 +80,8 @@ class Certify:
         noise = {"samples": self.samples, "alpha": self.alpha, "seed": self.seed}
         smoothing = None if self.sigma is None else Smoothing(sigma=self.sigma, **noise)  # type: ignore[arg-type]
         quiet()
-        model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": self.class_index}
+        model, task = load_model_and_task(self.model, **where, loading=self.loading.options())
         material = AuditData(task, self.tokens)
         if material.tokenizer is not None:
             require_positions(model, self.length)

@@ -224,12 +224,15 @@ class TestData:
     """The folder with named sources; without it they are downloaded."""
     length: int | None = None
     """Tokens per block of text."""
+    class_index: Path | None = None
+    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
+    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
 
-    def load(self, model: str, loading: Loading, *, class_index: Path | None = None) -> tuple[Any, Task]:
+    def load(self, model: str, loading: Loading) -> tuple[Any, Task]:
         """Return the saved model, and the task with the data to evaluate it on."""
         from holdfast.train.saved_model import load_model_and_task
 
-        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": class_index}
+        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": self.class_index}
         return load_model_and_task(model, length=self.length, loading=loading.options(), **where)
 
 

@@ -186,7 +186,7 @@ def print_accuracies(rows: list[dict[str, Any]], comparison: Comparison) -> None
             difference = found.get("difference")
             if difference is not None:
                 ends = {"low": difference["high"], "high": difference["low"], "mean": difference["mean"]}
-                difference = {key: None if value is None else -value for key, value in ends.items()}
+                difference = {key: None if value is None else 0.0 - value for key, value in ends.items()}  # 0, not -0
             interval = "" if found["low"] is None else f"{100 - found['high']:.2f} to {100 - found['low']:.2f}"
             label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
             briefly = "baseline" if row["router"] == rows[0]["router"] else _briefly(difference)

@@ -32,9 +32,6 @@ class Evaluate:
     """Score an image classifier on these shifted test sets, and on its clean test images, instead of attacking it. Folders
     laid out as ImageNet-A, -R, -O (CLASS/file) or -C (CORRUPTION/SEVERITY/CLASS/file) are recognised; outliers=FOLDER has
     images of other classes, and `corruptions` are applied to the clean images. A folder may have some of the classes."""
-    class_index: Path | None = None
-    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
-    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
     test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
     loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
@@ -52,7 +49,7 @@ class Evaluate:
         if self.shift:
             self._run_shifts()
             return
-        model, task = self.test_data.load(self.model, self.loading, class_index=self.class_index)
+        model, task = self.test_data.load(self.model, self.loading)
         task.recipe = replace(task.recipe, metrics=list(dict.fromkeys([*task.recipe.metrics, *self.metrics])))
         with forwards(model, f"scoring {self.model}", task.inputs_to_score()):
             found = without_nan(task.score(model))
@@ -75,7 +72,7 @@ class Evaluate:
             raise ValueError("--metrics are not computed on shifted test sets; leave out --metrics, or --shift.")
         where: dict[str, Any] = {"source": self.test_data.source, "data": self.test_data.data}
         options = self.loading.options()
-        loaded = load_with_shifts(self.model, self.shift, **where, class_index=self.class_index, loading=options)
+        loaded = load_with_shifts(self.model, self.shift, **where, class_index=self.test_data.class_index, loading=options)
         for one in loaded.found:
             if one is not None:
                 print(one.about)
@@ -140,6 +137,8 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
         "mean change of a prediction": "mean_change",
     }
     shown = {name: key for name, key in columns.items() if key is None or any(key in score for score in scores.values())}
+    # Attacks on images give the accuracy too, which their error says already; the clean row has none.
+    shown = {name: key for name, key in shown.items() if key not in LABEL_METRICS or key in scores["clean"]}
     for name in (*shown, *task.recipe.metrics):
         table.add_column(name)
     for name, score in scores.items():

@@ -36,6 +36,9 @@ class Geometry:
     """Use this text or image set instead of the one the model was trained on: a name or a path."""
     data: Path | None = None
     """The folder with named sources; without it they are downloaded."""
+    class_index: Path | None = None
+    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
+    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
     tokens: int = 4096
     """How many tokens of the text to read, rounded to whole batches."""
     length: int = 128
@@ -96,7 +99,8 @@ class Geometry:
         if other is not None:
             resolve_layers(other, native=True)
         quiet()
-        model, task = load_model_and_task(self.model, source=self.source, data=self.data, loading=self.loading.options())
+        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": self.class_index}
+        model, task = load_model_and_task(self.model, **where, loading=self.loading.options())
         if self.what_if is None and is_rerouted(moe_layers(model)):
             print(f"{self.model} is rerouted, so it is not compared with {other}.")
             other = None

@@ -82,13 +82,13 @@ class Train:
 
 def _source_option(single: SingleRun, data: Path | None) -> str:
     """Return the option that `holdfast evaluate` needs to find the data; embedded data need none."""
-    from holdfast.data import text_sets
+    from holdfast.data import corpora, image_sets, text_sets
     from holdfast.train.task_record import EMBEDDED
 
     source = single.recipe.data.source
     if source in EMBEDDED:
         return ""
-    if source in text_sets() and data is not None:
+    if data is not None and source in (*corpora(), *image_sets(), *text_sets()):
         return f" --data {shlex.quote(str(data))}"
     return f" --source {shlex.quote(source)}"
 

@@ -7,6 +7,7 @@ held-out domain is for testing.
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from holdfast.data.blocks import Order, shuffled
 from holdfast.data.files import checksum
 from holdfast.data.images import ENDINGS, SIZE, ImageSet
-from holdfast.data.labelled_images import FileImages, Images, as_index, decode, require_decoder
+from holdfast.data.labelled_images import ChooseBox, FileImages, Images, as_index, decode, require_decoder
 from holdfast.errors import unknown_name
 
 DOMAIN_LAYOUT = "put the images into folders DOMAIN/CLASS, with the same classes in every domain"
@@ -55,6 +56,12 @@ class DomainImages(Images):
             return self.files.pixels(numbers)
         return self.values[as_index(numbers)].float() / 255
 
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        return self.files.crops(numbers, choose)
+
+    def sides(self, numbers: Iterable[int]) -> list[int]:
+        return self.files.sides(numbers)
+
 
 @final
 class JoinedImages(Images):
@@ -70,12 +77,35 @@ class JoinedImages(Images):
     def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
         wanted = as_index(numbers)
         found = torch.empty(len(wanted), *self.shape)
+        for part, rows, own in self._by_part(wanted):
+            found[rows] = part.pixels(own)
+        return found
+
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        wanted = as_index(numbers)
+        found = torch.empty(len(wanted), *self.shape, dtype=torch.uint8)
+        for part, rows, own in self._by_part(wanted):
+            places = rows.tolist()  # `choose` is given the place in the whole batch
+            found[rows] = part.crops(own, lambda place, *size, places=places: choose(places[place], *size))
+        return found
+
+    def sides(self, numbers: Iterable[int]) -> list[int] | None:
+        ends, found = self.ends.tolist(), []  # without new tensors: it is called while a model is built on `meta`
+        for number in numbers:
+            place = bisect_right(ends, number)
+            own = int(self.numbers[place][number - ends[place]])  # counted from the end of this part
+            found.append(self.parts[place].sides([own]))
+        if any(part.sides([]) is None for part in self.parts):
+            return None
+        return [side for sides in found if sides is not None for side in sides]
+
+    def _by_part(self, wanted: Tensor) -> Iterator[tuple[Images, Tensor, Tensor]]:
+        """Yield each set that has some of the wanted images, with their places in `wanted` and their numbers in the set."""
         part_of = torch.bucketize(wanted, self.ends, right=True)
         for place, (part, chosen) in enumerate(zip(self.parts, self.numbers, strict=True)):
-            there = part_of == place
-            if bool(there.any()):
-                found[there] = part.pixels(chosen[wanted[there] - (self.ends[place] - len(chosen))])
-        return found
+            rows = (part_of == place).nonzero().flatten()
+            if len(rows):
+                yield part, rows, chosen[wanted[rows] - (self.ends[place] - len(chosen))]
 
 
 @final

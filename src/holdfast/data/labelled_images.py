@@ -75,6 +75,10 @@ class Images(ABC):
         """Return images whose `pixels` and `labels` are on the device, if all of them fit there; otherwise these."""
         return self
 
+    def sides(self, numbers: Iterable[int]) -> list[int] | None:
+        """Return the shorter side of these images on disk; None for images that are not scaled from files."""
+        return None
+
     def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
         """Return (B,C,H,W) uint8: the box of each image that `choose` returns, scaled to the size of the images."""
         found = as_bytes(self.pixels(numbers))

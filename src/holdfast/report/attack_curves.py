@@ -52,6 +52,8 @@ def attack_curves(results: Results) -> Iterator[Plot]:
                     images.add(curve.examples)
             if not data:
                 continue
+            if key == "top5" and not any(value for trace in data for value in trace["y"]):
+                continue  # always so with five classes or fewer
             caption = (
                 f"The {error} under {attack} on {', '.join(map(str, sorted(images)))} test images: means over seeds, with "
                 f"95% intervals over seeds. A budget of 0 is the clean {error}. {CARRIED}"
@@ -98,5 +100,5 @@ def _in_accuracy(error: Difference | None) -> str:
     """Return the difference of accuracies as text, from the difference of errors."""
     if error is None or error.mean is None:
         return NONE
-    low, high = (None if value is None else -value for value in (error.high, error.low))
-    return Paired(-error.mean, low, high, error.seeds).words
+    low, high = (None if value is None else 0.0 - value for value in (error.high, error.low))  # 0, not -0
+    return Paired(0.0 - error.mean, low, high, error.seeds).words

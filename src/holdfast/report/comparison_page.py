@@ -15,6 +15,7 @@ from holdfast.report.page_shell import THEMES as THEMES
 from holdfast.report.page_shell import decimal, flattened, listed, render_template, rise, write_page
 from holdfast.report.plot_data import by_layer, every_attack_table, mean_of
 from holdfast.report.plots import plots
+from holdfast.report.shift_tables import shift_sentences, shifts_caption, shifts_table
 from holdfast.report.stored_comparison import NAME, Cell, Difference, Layer, Measure, Results, Row
 from holdfast.report.sweep_tables import side_by_side, sweep_verdict
 from holdfast.routing.grammar import written_value
@@ -116,14 +117,14 @@ def _batches(cell: Cell) -> str:
 
 
 def verdict(results: Results) -> tuple[str, ...]:
-    """Return the comparison in a few sentences: about clean data, about attacked data, and about the cost of the attack.
+    """Return the comparison in a few sentences: clean data, attacked data, the cost of the attack, shifted test sets.
 
     An interval that contains 0 is "no difference"; without an interval, the verdict says that nothing can be concluded.
     """
     if results.domains and results.swept == [HELD_OUT]:
         return domain_verdict(results)
     if results.swept:
-        return sweep_verdict(results)
+        return sweep_verdict(results) + shift_sentences(results)
     measure, baseline, others = results.run.measure, results.rows[0], results.rows[1:]
     if not others:
         first = (
@@ -148,6 +149,7 @@ def verdict(results: Results) -> tuple[str, ...]:
         f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",
         f"Under attack, {_findings(results, [row.attacked_difference for row in others])}.",
         *cost_sentences(results),
+        *shift_sentences(results),
     )
 
 
@@ -316,28 +318,6 @@ def metrics_caption(results: Results) -> str:
     """Return the caption of the table of further metrics."""
     each = [f"{metric.name}: {metric.about}; {metric.better} is better." for metric in results.run.metrics]
     return f"{' '.join(each)} Means over seeds; differences to {results.rows[0].router}, paired by seed."
-
-
-def shifts_table(results: Results) -> Iterator[dict[str, str]]:
-    """Yield for each router its results on shifted test sets; yield nothing if there are none."""
-    tests = {name: one.measure for row in results.rows for name, one in row.shifts.items()}
-    for row in results.rows if tests else []:
-        columns = {}
-        for name, measure in tests.items():
-            found = row.shifts.get(name)
-            difference = None if found is None else found.difference
-            columns[f"{name}, {measure}"] = decimal(None if found is None else found.figure)
-            columns[f"{name}, difference"] = (
-                "baseline" if results.is_baseline(row) else difference.words if difference else NONE
-            )
-        yield columns
-
-
-def shifts_caption(results: Results) -> str:
-    """Return the caption of the table of shifted test sets."""
-    better = {one.measure: one.better for row in results.rows for one in row.shifts.values()}
-    each = " ".join(f"{measure.partition(',')[0]}: {which} is better." for measure, which in better.items())
-    return f"{each} Means over seeds; differences to {results.rows[0].router}, paired by seed."
 
 
 def routing_table(results: Results) -> Iterator[dict[str, str]]:

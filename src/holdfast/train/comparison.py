@@ -92,6 +92,7 @@ class Comparison:
         *,
         data: Path | None = None,
         settings: Sequence[Setting] = (),
+        report_size: bool = True,
     ) -> None:
         if seeds < 1:
             raise ValueError(f"seeds is {seeds}; a comparison needs at least 1.")
@@ -101,6 +102,7 @@ class Comparison:
         self.recipe, self.choices, self.seeds, self.folder = recipe, list(choices), seeds, folder
         self.settings = list(settings) or [Setting(recipe)]
         require_few_cells(len(self.settings), len(choices), seeds)
+        self.report_size = report_size  # log how large the inputs are, before training
         self.data, self.task = data, make_task(recipe, data)
         if choices_left := self.task.open_choices():
             self.settings = with_choices(self.settings, choices_left)
@@ -172,11 +174,13 @@ class Comparison:
         built: list[Any] = []
         for setting in self.settings:
             task = self.task_of(setting)
-            parts = {**setting.recipe.describe(), "training": None}
+            described = setting.recipe.describe()
+            # The images have the same size and the same classes, whichever domain is held out.
+            parts = {**described, "training": None, "data": {**described["data"], "held_out": None}}
             try:
                 require_trainable(task, seed=0)
                 if parts not in built:
-                    preflight(task, self.choices)
+                    preflight(task, self.choices, report_size=self.report_size)
             except ValueError as problem:
                 raise ValueError(f"with {setting.label}: {problem}" if setting.values else str(problem)) from problem
             built.append(parts)

@@ -7,7 +7,7 @@ scaled up without need if nothing is said: 40 pixels as 224 are 12,544 patches o
 import math
 from typing import Any
 
-from holdfast.data.labelled_images import FileImages, Images
+from holdfast.data.labelled_images import Images
 
 MOST_PATCHES = 4096  # of a picture, if attention is over all patches
 SAMPLED = 8  # pictures whose size on disk is read
@@ -27,11 +27,9 @@ def has_windows(config: Any) -> bool:
 
 def side_on_disk(images: Images) -> int | None:
     """Return the usual shorter side of pictures in files, in pixels; None for other pictures, which are not scaled."""
-    if not isinstance(images, FileImages):
-        return None
     wanted = min(SAMPLED, len(images))
-    sides = sorted(images.sides([place * len(images) // wanted for place in range(wanted)]))
-    return sides[len(sides) // 2]
+    sides = images.sides([place * len(images) // wanted for place in range(wanted)])
+    return None if sides is None else sorted(sides)[len(sides) // 2]
 
 
 def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
@@ -42,17 +40,18 @@ def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
     patch, pixels, count = getattr(config, "patch_size", None), images.shape[1], patch_count(config)
     if count is None or not isinstance(patch, int):
         return
+    can_be_scaled = images.sides([]) is not None
     if is_new and pixels < patch:
         raise ValueError(
             f"images of {pixels} pixels per side are smaller than a patch of {patch}; set model.config.patch_size to less"
-            f"{' or data.size to more' if isinstance(images, FileImages) else ''}."
+            f"{' or data.size to more' if can_be_scaled else ''}."
         )
     if is_new and pixels % patch and not has_windows(config):
         divisors = ", ".join(str(size) for size in range(1, pixels + 1) if pixels % size == 0)
         raise ValueError(
             f"images of {pixels} pixels per side cannot be divided into patches of {patch}, so their edge would be ignored; "
             f"set model.config.patch_size to one of {divisors}"
-            f"{f', or data.size to a multiple of {patch}' if isinstance(images, FileImages) else ''}."
+            f"{f', or data.size to a multiple of {patch}' if can_be_scaled else ''}."
         )
     if is_new:
         _require_windows(config, pixels)

@@ -27,12 +27,15 @@ INPUTS_OF_FIELDS = {
 }
 
 
-def preflight(task: Task, choices: Sequence[RouterChoice]) -> None:
-    """Build the task's model with each router on `meta`; raise ValueError for the first router that cannot be used."""
+def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool = True) -> None:
+    """Build the task's model with each router on `meta`; raise ValueError for the first router that cannot be used.
+
+    report_size     log what decides how long a step takes
+    """
     for number, choice in enumerate(choices):
         with torch.device("meta"):
             model = task.initial_model()  # an error here is one of the recipe, not of a router
-        if number == 0:
+        if number == 0 and report_size:
             _report_size(task, model)
         try:
             with torch.device("meta"), warnings.catch_warnings():

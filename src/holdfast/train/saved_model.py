@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from holdfast.data import text_set, text_sets
+from holdfast.data.class_names import read_class_index
 from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
@@ -167,6 +168,8 @@ def load_model_and_task(
     """
     if length is not None and length < 1:
         raise ValueError(f"length is {length}; a block of text has at least 1 token.")
+    if class_index is not None:
+        read_class_index(class_index)  # raises if it cannot be read; checked before the weights are loaded
     options = dict(loading or {})
     if is_trained(Path(path)):
         record = read_record(Path(path))

@@ -48,7 +48,7 @@ class TaskRecord:
             or (data is not None and source in (*corpora(), *image_sets(), *text_sets()))
         ):
             return source
-        if source in text_sets():
+        if source in (*image_sets(), *text_sets()):
             raise ValueError(f"{self.home} was trained on {source}: add --data FOLDER to say where its files are.")
         if source in corpora():
             raise ValueError(
