@@ -241,7 +241,16 @@ def test_rollouts_without_routes_or_with_those_of_another_model_are_refused(tmp_
         found = ForeignRollout()(prompts, trainer)
         return found | {"routed_experts": [record[:, :2] for record in found["routed_experts"]]}
 
-    for rollout, match in ((without, 'returned no "routed_experts"'), (other_layers, "2 layers; this model has 3")):
+    def without_prompts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        found = ForeignRollout()(prompts, trainer)
+        del found["prompt_ids"]
+        return found
+
+    for rollout, match in (
+        (without, 'returned no "routed_experts"'),
+        (other_layers, "2 layers; this model has 3"),
+        (without_prompts, "must return keys"),
+    ):
         with pytest.raises(ValueError, match=match):
             trainer_of(GRPO, native(), tmp_path, rollout).train()
 
