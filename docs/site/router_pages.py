@@ -362,9 +362,9 @@ def _results(name: str) -> Iterator[str]:
         yield "\n".join(["| claim | verdict at this scale |", "|---|---|", *(f"| {row[0]} | {row[1]} |" for row in claims)])
     if withdrawn:
         yield "\\*: withdrawn, because another router was measured under this name."
-    if claims or name in text:
+    if claims or any(name in router_names(row[0]) for table in tables(text) for row in table.rows):
         yield "[results](../results.md) has the setting, the intervals and the limits of these runs."
-    if not claims and not any(name in router_names(row[0]) for table in tables(text) for row in table.rows):
+    else:
         yield "Not measured: [results](../results.md) has no model that was trained with it."
 
 

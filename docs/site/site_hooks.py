@@ -43,6 +43,7 @@ PACKAGES = (
     "testing",
     "train",
     "auditing",
+    "mismatch",
     "report",
 )
 

@@ -33,6 +33,12 @@ def test_the_stored_pages_are_what_the_script_writes(written: Path) -> None:
     assert stale == []
 
 
+def test_a_router_is_measured_or_not_measured(written: Path) -> None:
+    for page in written.glob("*.md"):
+        text = page.read_text()
+        assert ("of these runs." in text) != ("Not measured: [results]" in text), page.name
+
+
 def test_every_router_has_a_page_with_all_sections(written: Path) -> None:
     assert {page.stem for page in written.glob("*.md")} == set(NAMES) == set(TEXTS)
     for page in written.glob("*.md"):

@@ -1,5 +1,6 @@
 """How Markdown and docstrings become pages of the site."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,13 @@ def test_exported_names_are_read_without_importing(tmp_path: Path) -> None:
 def test_every_package_has_a_page_or_is_left_out_on_purpose() -> None:
     packages = {path.parent.name for path in site_hooks.SOURCE.glob("*/__init__.py")}
     assert packages - set(site_hooks.PACKAGES) == {"cli", "kernels"}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """The strict build refuses a page that is not, but it is slow."""
+    root = site_hooks.ROOT
+    nav = (root / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    named = re.findall(r"[\w/-]+\.md$", nav, flags=re.MULTILINE)
+    written = [path.relative_to(root / "docs").as_posix() for path in (root / "docs").rglob("*.md")]
+    reference = [f"reference/{name}.md" for name in ("holdfast", *site_hooks.PACKAGES)]
+    assert sorted(named) == sorted([*written, *site_hooks.OUTSIDE.values(), *reference])

@@ -139,7 +139,9 @@ def test_every_row_of_every_micro_batch_runs_the_experts_of_its_own_completion(w
         assert torch.equal(used.sort(-1).values, asked.sort(-1).values)
 
 
-@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}, {"num_iterations": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"pad_to_multiple_of": 8}, pytest.param({"num_iterations": 2}, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", [GRPO, RLOO])
 def test_routes_of_trls_own_generation_are_those_of_a_forward_over_each_completion(
     kind: Any, options: dict[str, Any], tmp_path: Path
@@ -239,7 +241,16 @@ def test_rollouts_without_routes_or_with_those_of_another_model_are_refused(tmp_
         found = ForeignRollout()(prompts, trainer)
         return found | {"routed_experts": [record[:, :2] for record in found["routed_experts"]]}
 
-    for rollout, match in ((without, 'returned no "routed_experts"'), (other_layers, "2 layers; this model has 3")):
+    def without_prompts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        found = ForeignRollout()(prompts, trainer)
+        del found["prompt_ids"]
+        return found
+
+    for rollout, match in (
+        (without, 'returned no "routed_experts"'),
+        (other_layers, "2 layers; this model has 3"),
+        (without_prompts, "must return keys"),
+    ):
         with pytest.raises(ValueError, match=match):
             trainer_of(GRPO, native(), tmp_path, rollout).train()
 
@@ -263,3 +274,23 @@ def test_records_of_rows_are_what_from_sequences_takes() -> None:
     records = routes.to_sequences()
     assert [len(record) for record in records] == [3, 3]
     assert torch.equal(holdfast.Routes.from_sequences(records, model, attention_mask=mask).experts, routes.experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_example_runs_and_replay_makes_the_largest_log_ratio_smaller(
+    seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In so few steps the 99% quantile is not smaller with every seed."""
+    import grpo_replay
+
+    monkeypatch.setattr("sys.argv", ["grpo_replay.py", "--steps", "8", "--seed", str(seed)])
+    grpo_replay.main()
+    lines = capsys.readouterr().out.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.split() == ["live", "replay"])
+    rows = [line.rsplit(maxsplit=2) for line in lines[header + 1 :] if line.strip()]
+    table = {row[0].strip(): row[1:] for row in rows if "{" not in row[0]}
+    live, replay = ({name: float(values[column]) for name, values in table.items()} for column in (0, 1))
+    assert 0.2 < live["sets that differ"] < 5 and replay["sets that differ"] == replay["tokens that differ"] == 0
+    assert replay["largest"] < live["largest"] and replay["mean |log ratio|"] < live["mean |log ratio|"] < 0.1
+    assert abs(replay["mean ratio"] - 1) < 0.01 and 0.3 < replay["first rewards"] < 0.9

@@ -15,6 +15,7 @@ from holdfast.auditing.model_and_data import AuditedModel
 from holdfast.hub.install import hooks_of
 from holdfast.mismatch import MismatchReport, MismatchSettings, Rollout, measure_mismatch
 from holdfast.mismatch.forwards import Sequences, run_forwards, weights_of_rollout
+from holdfast.mismatch.remedies import with_replay
 
 QUICK: dict[str, Any] = {"draws": 100}
 
@@ -111,9 +112,8 @@ def test_token_by_token_gives_what_whole_sequences_give(router: str) -> None:
     ],
     ids=["olmoe", "deepseek_v3", "sparse"],
 )
-def test_replay_removes_the_discrete_part_and_leaves_the_rounding(make: Any) -> None:
-    """Acceptance: with routes from a bf16 run, no set differs in float32. What is left is what rounding does to a model that
-    has these sets in both runs: replaying them in bfloat16 changes nothing there."""
+def test_replay_in_float32_removes_the_discrete_part(make: Any) -> None:
+    """With routes from a run in bfloat16, no set differs in float32, and the gap is smaller than with the live router."""
     model = make()
     report = measure_mismatch(model, list(batches(4)), **QUICK)
     live, replay = report.row("live"), report.row("replay")
@@ -127,6 +127,40 @@ def test_replay_removes_the_discrete_part_and_leaves_the_rounding(make: Any) -> 
         replay["logprobs"]["mean"]["value"] - live["logprobs"]["mean"]["value"]
     )
     assert live["logprobs"]["change"] is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: tiny("olmoe"), lambda: tiny("mixtral"), pytest.param(lambda: sparse("smoe"), marks=pytest.mark.slow)],
+    ids=["olmoe", "mixtral", "sparse"],
+)
+def test_replay_leaves_the_gap_that_rounding_makes_with_equal_sets(make: Any) -> None:
+    """The control is the other direction: a run in bfloat16 with the experts of float32, against live float32. Both sides
+    have equal sets there too, so its gap is that of rounding alone."""
+    model = make()
+    audited, given = AuditedModel(model), list(batches(32))
+    lengths = torch.cat([batch["attention_mask"].sum(-1) for batch in given])
+    sequences = Sequences(torch.cat([batch["input_ids"] for batch in given]), lengths)
+    with with_replay(model):
+        live = run_forwards(audited, sequences, batch=8)
+        with weights_of_rollout(audited, torch.bfloat16):
+            rollout = run_forwards(audited, sequences, batch=8)
+            control = run_forwards(audited, sequences, batch=8, routes=live.routes)
+        replayed = run_forwards(audited, sequences, batch=8, routes=rollout.routes)
+    assert not control.routes.differs(live.routes).any() and not replayed.routes.differs(rollout.routes).any()
+    differs = live.routes.differs(rollout.routes).any(-1)
+    assert differs.any()
+    scored = ~live.logprobs.isnan()
+    of_live, of_replay, of_rounding = (
+        float((one.logprobs - other.logprobs)[scored].abs().mean())
+        for one, other in ((live, rollout), (replayed, rollout), (live, control))
+    )
+    assert of_replay == pytest.approx(of_rounding, rel=0.1) and of_live > 1.1 * max(of_replay, of_rounding)
+    # Until the first set that differs, a sequence has the same numbers live and replayed.
+    same = ~differs.cummax(-1).values
+    same = scored & same.roll(1, -1)  # a log-probability is computed at the token before
+    assert same.any()
+    torch.testing.assert_close(replayed.logprobs[same], live.logprobs[same], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make", [lambda: tiny("mixtral"), lambda: sparse("smoe")], ids=["mixtral", "sparse"])
@@ -208,6 +242,10 @@ def test_a_record_without_logprobs_is_compared_by_its_sets() -> None:
     report = measure_mismatch(model, Rollout(own.input_ids, own.lengths, own.routes), **QUICK)
     assert report.row("live", "recorded")["logprobs"] is None and report.row("live", "recorded")["sets"]["tokens"] > 0
     assert report.row("live")["logprobs"] is not None and report.data["logprobs"] is False
+    unknown = torch.full(own.input_ids.shape, math.nan)
+    unknown[:, 0] = -1.0  # the first token of a sequence has no log-probability in training
+    same = measure_mismatch(model, Rollout(own.input_ids, own.lengths, own.routes, unknown), **QUICK)
+    assert same.rows == report.rows and same.data == report.data
 
 
 def test_texts_are_measured_and_the_report_can_be_saved(tmp_path: Any) -> None:
@@ -262,6 +300,7 @@ def test_what_was_finished_is_reported_after_an_interrupt() -> None:
         ({"rollout_dtype": "bfloat"}, "bfloat16"),
         ({"rollout_batch": 0}, "rollout_batch is 0"),
         ({"clip": (1.2, 0.8)}, "clip is 1.2 to 0.8"),
+        ({"clip": (0.8, math.inf)}, "clip is 0.8 to inf"),
         ({"draws": 3}, "draws is 3"),
         ({"router": "smoth"}, "smooth"),
         ({"router": "native"}, "native"),
@@ -291,6 +330,8 @@ def test_what_does_not_fit_the_model_is_refused_before_any_forward() -> None:
     refused(tiny("mixtral", num_experts_per_tok=3), rollout, "k = 3")
     refused(tiny("mixtral", vocab_size=16), rollout, "this model has 16 tokens")
     refused(tiny("mixtral", max_position_embeddings=8), rollout, "positions end at 8")
+    negative = rollout.input_ids.masked_fill(~rollout.token_mask, -100)
+    refused(tiny("mixtral"), Rollout(negative, rollout.lengths, rollout.routes), "there is a token id -100")
     refused(tiny("mixtral"), [], "there are no data")
     refused(tiny("mixtral"), [""], "tokenizer")
     refused(tiny("mixtral"), [{"input_ids": torch.tensor([[3]])}], "no sequence has two tokens")
@@ -298,6 +339,29 @@ def test_what_does_not_fit_the_model_is_refused_before_any_forward() -> None:
     refused(sparse("softmoe[causal=False]"), list(batches(1)), "every token uses every expert")
     classifier = transformers.MixtralForSequenceClassification(model.config)
     refused(classifier, list(batches(1)), "needs a causal language model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"router": "softmoe"}, "layers of their own"),
+        ({"router": "capacity", "rollout_decode": True}, "cannot be one token at a time"),
+    ],
+    ids=["no router", "not causal"],
+)
+def test_a_router_that_cannot_be_measured_is_refused_before_any_forward(settings: dict[str, Any], says: str) -> None:
+    model = tiny("mixtral")
+    model.register_forward_pre_hook(lambda model, inputs: pytest.fail("a forward ran"))
+    with pytest.raises(ValueError, match=says):
+        measure_mismatch(model, list(batches(1)), **settings, **QUICK)
+    assert hooks_of(model) is None
+
+
+def test_a_router_with_new_weights_is_the_same_in_every_report_of_a_seed() -> None:
+    model, before = tiny("mixtral"), torch.get_rng_state()
+    first, second, other = (measure_mismatch(model, list(batches(1)), router="xmoe", seed=s, **QUICK) for s in (0, 0, 1))
+    assert first.rows == second.rows and first.row("smooth")["loss"] != other.row("smooth")["loss"]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_settings_have_the_documented_defaults() -> None:

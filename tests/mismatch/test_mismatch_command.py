@@ -198,6 +198,19 @@ def test_a_rollout_that_does_not_fit_gets_one_sentence(
     refused(folder, tmp_path / "ids.safetensors", "token id 99, but this model has 64 tokens")
 
 
+def test_control_characters_of_a_file_do_not_reach_the_terminal(
+    folder: Path, measured: Path, tmp_path: Path, capsys: Any
+) -> None:
+    own = Rollout.load(measured / "rollout.safetensors")
+    Rollout(own.input_ids, own.lengths, own.routes, own.logprobs, "\x1b]0;a\x07[red]<b>").save(tmp_path / "evil.safetensors")
+    given = ["mismatch", str(folder), str(tmp_path / "evil.safetensors"), "--no-simulate", "--draws", "100"]
+    assert main([*given, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and r"\x1b]0;a\x07[red]<b>" in shown
+    page = (tmp_path / "mismatch.html").read_text(encoding="utf-8")
+    assert "&lt;b&gt;" in page and "[red]<b>" not in page
+
+
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["mismatch", "--help"])

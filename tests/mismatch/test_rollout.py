@@ -11,7 +11,7 @@ from foreign_routes import random_routes
 from tiny import tiny
 
 import holdfast
-from holdfast.mismatch.rollout import read_record
+from holdfast.mismatch.rollout import read_record, rollout_of_lines
 
 TOKENS = [[5, 9, 13, 7], [4, 8, 15, 16, 23, 42]]
 NAN = float("nan")
@@ -99,6 +99,14 @@ def test_what_does_not_fit_is_refused_in_one_sentence(model: Any, change: dict[s
     assert "\n" not in str(problem.value)
 
 
+def test_routes_without_a_place_for_the_last_token_of_a_line_are_placed(model: Any) -> None:
+    routes = holdfast.Routes.from_tensor(random_routes(3, shape=(2, 5)), model)
+    lines = [[4, 8, 15, 16, 23, 42], [5, 9, 13, 7, 3]]
+    found = rollout_of_lines(lines, routes)
+    assert found.input_ids.tolist() == [lines[0], [*lines[1], 0]] and found.lengths.tolist() == [6, 5]
+    assert torch.equal(found.routes.experts[:, :5], routes.experts) and not found.recorded[:, 5].any()
+
+
 def test_shapes_that_do_not_fit_are_refused(model: Any) -> None:
     kept = rollout(model)
     routes = holdfast.Routes.from_tensor(kept.routes.experts[:, :5], model)
@@ -134,6 +142,8 @@ def test_damaged_files_are_refused(model: Any, tmp_path: Path) -> None:
     refused({**tensors, "logprobs": tensors["logprobs"].double()}, "logprobs are torch.float64")
     refused({**tensors, "lengths": torch.tensor([4, 99])}, "need a length each")
     refused({**tensors, "experts": tensors["experts"] + 90}, "names expert")
+    refused({**tensors, "experts": tensors["experts"].to(torch.complex64)}, "expected integers")
+    refused({**tensors, "experts": tensors["experts"][..., :0].contiguous()}, "expected integers \\(B, N, L, K\\)")
     refused(tensors, "is not JSON", of="{")
     path.write_bytes(b"not a tensor")
     with pytest.raises(ValueError, match="cannot be read as safetensors"):

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -79,10 +80,11 @@ def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
 
 
 def plain_text(cell: object) -> Text:
-    """Return a cell of a table as text without markup, because it may contain anything."""
+    """Return a cell of a table as printable text without markup, because it may contain anything."""
     from rich.text import Text
 
-    return Text(str(cell))
+    controls = {letter for letter in str(cell) if unicodedata.category(letter) == "Cc" and letter != "\n"}
+    return Text(str(cell).translate({ord(letter): repr(letter)[1:-1] for letter in controls}))
 
 
 def screen() -> Console:

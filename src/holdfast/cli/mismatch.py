@@ -64,7 +64,7 @@ class Mismatch:
     draws: int = 1000
     """How many times sequences are drawn for the intervals."""
     seed: int = 0
-    """Seed of these draws."""
+    """Seed of these draws, and of new weights that --router may need."""
     out: Path | None = None
     """Write mismatch.json and mismatch.html to this folder; without another engine's rollout also the simulated one,
     rollout.safetensors, which can be compared on another machine."""

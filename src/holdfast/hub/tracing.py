@@ -283,6 +283,8 @@ def require_known_tokens(model: Any, ids: Tensor) -> None:
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if known is not None and ids.numel() and (largest := int(ids.max())) >= known:
         raise ValueError(f"there is a token id {largest}, but this model has {known} tokens: use the model's tokeniser.")
+    if known is not None and ids.numel() and (least := int(ids.min())) < 0:
+        raise ValueError(f"there is a token id {least}; token ids are 0 or more, those of padding too.")
 
 
 def require_positions(model: Any, length: int) -> None:

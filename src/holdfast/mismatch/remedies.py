@@ -8,6 +8,7 @@ float32    both sides compute scores in float32, with router weights that are no
 `replay` is a change of the trainer alone. The two others change the rollout as well, so they need a rollout of their own.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from holdfast.auditing.model_and_data import AuditedModel, evaluation_mode
 from holdfast.auditing.run import is_rerouted
 from holdfast.hub import calibrate, reroute, restore
+from holdfast.hub.context import NOT_CAUSAL
 from holdfast.hub.install import hooks_of
 from holdfast.hub.layers import moe_layers
 
@@ -44,6 +46,20 @@ def reason_against(remedy: str, model: Any) -> str | None:
     return None
 
 
+def require_router(model: Any, router: str, *, decode: bool) -> None:
+    """Raise ValueError if the model cannot have the router of `smooth`, or cannot decode with its own router or this one."""
+    _require_decoding(model, decode)
+    if reason_against(SMOOTH, model) is None:
+        with warnings.catch_warnings(action="ignore"), with_router(model, router):
+            _require_decoding(model, decode)
+
+
+def _require_decoding(model: Any, decode: bool) -> None:
+    hooks = hooks_of(model)
+    if decode and hooks is not None and hooks.breaks_causality:
+        raise ValueError(f"{NOT_CAUSAL}; its rollout cannot be one token at a time (rollout_decode).")
+
+
 @contextmanager
 def with_replay(model: Any) -> Iterator[None]:
     """Give an unchanged model the hooks that take recorded routes, without a change of any number."""
@@ -55,9 +71,9 @@ def with_replay(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def with_router(model: Any, router: str) -> Iterator[None]:
-    """Give the model another router on the same weights."""
-    with _rerouted(model, router):
+def with_router(model: Any, router: str, seed: int = 0) -> Iterator[None]:
+    """Give the model another router on the same weights. New weights of a router are drawn from `seed`."""
+    with _rerouted(model, router, seed):
         yield
 
 
@@ -72,8 +88,11 @@ def with_float32_routing(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _rerouted(model: Any, router: str) -> Iterator[None]:
-    reroute(model, router)
+def _rerouted(model: Any, router: str, seed: int = 0) -> Iterator[None]:
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):  # the caller's random numbers stay as they are
+        torch.manual_seed(seed)
+        reroute(model, router)
     try:
         with evaluation_mode(model):
             yield

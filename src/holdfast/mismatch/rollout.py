@@ -65,6 +65,15 @@ class Rollout:
         """(B,N) bool: the real tokens that have a record in every layer."""
         return self.routes.recorded.cpu() & self.token_mask
 
+    @property
+    def scored(self) -> Tensor:
+        """(B,N) bool: the tokens after the first one that have a log-probability."""
+        if self.logprobs is None:
+            return torch.zeros_like(self.token_mask)
+        known = ~self.logprobs.isnan() & self.token_mask
+        known[:, 0] = False
+        return known
+
     @classmethod
     def from_sequences(
         cls,
@@ -170,20 +179,23 @@ def rollout_of_lines(lines: Sequence[Sequence[int]], routes: Routes) -> Rollout:
 
     Raise ValueError if they are of other sequences: a record must be at each token of a line, or at all but the last.
     """
-    rows, longest = routes.experts.shape[:2]
+    rows, places = routes.experts.shape[:2]
     if len(lines) != rows:
         raise ValueError(f"the routes are of {rows} sequences, but the text has {len(lines)} lines; expected one for each.")
     for number, (line, known) in enumerate(zip(lines, routes.recorded.cpu(), strict=True), 1):
         count = int(known.sum())
         if not line or count not in (len(line) - 1, len(line)) or not bool(known[:count].all()):
             raise ValueError(
-                f"line {number} of the text has {len(line)} tokens, but the routes have a record at {count} of {longest} "
+                f"line {number} of the text has {len(line)} tokens, but the routes have a record at {count} of {places} "
                 "places; expected one at each token, or at all but the last, padded on the right."
             )
-    ids = torch.zeros(rows, longest, dtype=torch.int64)
+    lengths = torch.tensor([len(line) for line in lines])
+    ids = torch.zeros(rows, max(places, int(lengths.max())), dtype=torch.int64)
     for row, line in enumerate(lines):
         ids[row, : len(line)] = torch.tensor(line)
-    return Rollout(ids, torch.tensor([len(line) for line in lines]), routes)
+    # Routes of all tokens but the last may have no place for the last one.
+    experts = torch.nn.functional.pad(routes.experts, (0, 0, 0, 0, 0, ids.shape[1] - places), value=NO_RECORD)
+    return Rollout(ids, lengths, Routes.from_tensor(experts, routes.of))
 
 
 def _read(path: Path, *, names_only: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -7,6 +7,7 @@ engine elsewhere cannot be asked again.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
@@ -46,7 +47,7 @@ class MismatchSettings:
     router: str = "smooth"  # the remedy `smooth`: this router on both sides
     clip: tuple[float, float] = (0.8, 1.2)  # ratios outside of it are counted
     draws: int = 1000  # of sequences, for intervals
-    seed: int = 0
+    seed: int = 0  # of these draws, and of new weights of `router`
     batch: int = 8  # sequences per batch of the training forward
     length: int = 128  # tokens per sequence, for texts
     tokens: int | None = None  # stop after this number of tokens, rounded up to whole batches
@@ -55,7 +56,7 @@ class MismatchSettings:
         if self.rollout_dtype not in DTYPES:
             raise ValueError(unknown_name("rollout_dtype", self.rollout_dtype, DTYPES))
         low, high = self.clip
-        if not 0 <= low < 1 < high:
+        if not 0 <= low < 1 < high < math.inf:
             raise ValueError(f"clip is {low:g} to {high:g}; expected a range of ratios around 1, such as 0.8 to 1.2.")
         for name, least in (("rollout_batch", 1), ("batch", 1), ("length", 2), ("draws", 100), ("tokens", 1)):
             if getattr(self, name) is not None:
@@ -103,6 +104,8 @@ def measure_mismatch(
             raise ValueError("there is no recorded rollout, so simulate=False leaves nothing to compare.")
         sequences = sequences_of(audited, rollout_or_texts, tokenizer, checked)
     require_measurable(audited, sequences, recorded)
+    if checked.simulate:
+        remedies.require_router(model, checked.router, decode=checked.rollout_decode)
     run = _Run(audited, checked, sequences, recorded, progress)
     run.on_rollout = on_rollout
     started = time.monotonic()
@@ -203,7 +206,7 @@ class _Run:
         self._replay(SIMULATED, rollout.routes, rollout.logprobs)
         model, router = self.audited.model, self.settings.router
         if self._possible(remedies.SMOOTH):
-            with remedies.with_router(model, router):
+            with remedies.with_router(model, router, self.settings.seed):
                 self._calibrate(router)
                 rollout = self._roll_out(f"simulated rollout, {router}")
                 self._add(
@@ -300,8 +303,9 @@ class _Run:
 
     def _scored(self) -> Tensor:
         """Return (B,N) bool: the tokens whose log-probabilities are compared, those of a record where it has some."""
-        known = None if self.recorded is None else self.recorded.logprobs
-        return self.sequences.token_mask if known is None else ~known.isnan()
+        if self.recorded is None or not bool(self.recorded.scored.any()):
+            return self.sequences.token_mask
+        return self.recorded.scored
 
     def report(self, name: str | None, interrupted: bool, seconds: float) -> MismatchReport:
         digest = hashlib.sha256(self.sequences.input_ids.contiguous().numpy().tobytes())
@@ -313,7 +317,7 @@ class _Run:
             "tokens": self.sequences.tokens,
         }
         if self.recorded is not None:
-            data |= {"engine": self.recorded.engine, "logprobs": self.recorded.logprobs is not None}
+            data |= {"engine": self.recorded.engine, "logprobs": bool(self.recorded.scored.any())}
         status: Literal["complete", "interrupted"] = "interrupted" if interrupted else "complete"
         return MismatchReport(
             status=status,

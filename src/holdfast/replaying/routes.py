@@ -35,7 +35,8 @@ class Routes:
     def from_tensor(cls, experts: Tensor, model: nn.Module | RoutedModel) -> "Routes":
         """Return the routes (B,N,L,K) of a model, after checks of their shape and values."""
         of = model if isinstance(model, RoutedModel) else RoutedModel.from_model(model)
-        if experts.dim() != 4 or experts.is_floating_point() or experts.dtype == torch.bool:
+        is_integer = not (experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool)
+        if experts.dim() != 4 or not is_integer or not experts.shape[-1]:
             raise ValueError(f"routes are {experts.dtype} of shape {tuple(experts.shape)}; expected integers (B, N, L, K).")
         if experts.shape[2] != of.layers:
             raise ValueError(f"the routes have {experts.shape[2]} layers; this model has {of.layers} MoE layers.")

@@ -56,6 +56,8 @@ class RolloutReplay:
                 raise ValueError(
                     f'rollout_func returned no "{ROUTED_EXPERTS}"; expected a record for each completion, prompt included.'
                 )
+            if not {"prompt_ids", "completion_ids"} <= output.keys():
+                return output  # TRL says what is missing
             _, mask = self._padded(output["prompt_ids"], output["completion_ids"])
             self._routes = Routes.from_sequences(records, self._routed_model, attention_mask=mask).experts
             return output
