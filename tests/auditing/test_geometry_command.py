@@ -60,6 +60,7 @@ def test_without_a_what_if_only_the_own_router_is_measured(folder: Path, text: P
     assert "smooth" not in shown and "All numbers" not in shown
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_writes_the_finished_batches(
     folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ def no_recompilation() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("router", "tokens"),
     [
-        ("similarity", 8),
+        pytest.param("similarity", 8, marks=pytest.mark.slow),
         *(pytest.param(name, 256, marks=pytest.mark.slow) for name in AWARE),
         *(pytest.param(name, 12, marks=pytest.mark.slow) for name in ["smoe", "symphony", "ac", "smooth", *VARIANTS[2:]]),
     ],

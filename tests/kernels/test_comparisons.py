@@ -18,7 +18,6 @@ from kernels.comparing_process import comparisons
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = Path(__file__).with_name("comparing_process.py")
 QUICK = [
-    "experts, few tokens",
     "balance (70, 6, 3) True",
     "finite nan at -1 of 5000",
     "dispatch (200, 3, 6)",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 
@@ -87,7 +88,9 @@ def _values(cache: RouterCache) -> Iterator[Any]:
         yield from value.values() if isinstance(value, dict) else [value]
 
 
-@pytest.mark.parametrize("router", ["smoe", "symphony", "similarity", "attention", "ac", *VARIANTS])
+@pytest.mark.parametrize(
+    "router", quick_or_slow(["smoe", "symphony", "similarity", "attention", "ac", *VARIANTS], ["smoe", "similarity"])
+)
 def test_activations_are_close_to_what_autograd_saves(router: str) -> None:
     """On a CPU, where an expert's activation saves more than the GPU kernel; docs/scaling.md has GPU measurements."""
     config = transformers.LlamaConfig(
