@@ -32,7 +32,7 @@ def test_parallel_cells_give_the_numbers_of_sequential_ones(
     tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is so large that more threads would round differently; another cell fails, after the others have begun."""
-    monkeypatch.setattr("holdfast.train.comparison.preflight", lambda *_: None)
+    monkeypatch.setattr("holdfast.train.comparison.preflight", lambda *_, **__: None)
     large = {"model.config.hidden_size": 64, "model.config.intermediate_size": 64, "sparse.hidden": 64, "data.length": 64}
     recipe = tiny({**large, "training.batch": 16, "training.steps": STEPS, "data.vocabulary": 2000})
     folder, routers = tmp_path / "jobs", parse_routers("smoe,symphony+smooth")
