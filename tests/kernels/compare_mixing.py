@@ -1,13 +1,16 @@
 """Comparisons of the mixing kernels with the explicit matrix in float64; test_comparisons.py has a case for each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from holdfast.kernels import token_mixing
 from holdfast.kernels.attention import triton as attention_triton
 from holdfast.kernels.float32_parts import PartTypes
 from holdfast.kernels.token_mixing import launch, naive, parts_for_backward
@@ -21,6 +24,16 @@ def close(got: Tensor, expected: Tensor, within: float, what: str) -> None:
     assert got.shape == expected.shape, f"{what}: {got.shape}, expected {expected.shape}"
     error = float((got - expected).norm() / expected.norm().clamp_min(1.0))
     assert error <= within, f"{what}: {error}"
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that a kernel that reads what none has written is found."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,8 @@ class Case:
     total: bool = False  # log_total has a gradient too
     scale: float = 0.3
     dtype: torch.dtype = torch.float32
+    held: int = launch.SLOPES_HELD  # slopes that are held at a time
+    slope: float = 1.0  # the size of the gradient of the output
 
 
 CASES = [
@@ -59,6 +74,26 @@ CASES = [
     Case("two products, decoding", second=24, width=16, queries=1, keys=70),
     Case("wide values", values=70, width=64, queries=70, keys=70),
     Case("wide products", width=130, queries=70, keys=70),
+]
+# Vectors that are too wide for a tile: their scores are summed over chunks, and slopes are written (wide.py).
+# A token's product with itself is about the width: at a larger scale it would look at itself alone, and have no gradient.
+WIDE = Case("chunks", queries=140, keys=140, width=300, slope=100.0)
+WIDE_SHARED = replace(WIDE, name="chunks, shared", shared=True, scale=0.015)
+WIDE_CASES = [
+    WIDE,
+    WIDE_SHARED,
+    replace(WIDE, name="chunks, full", causal=False, total=True),
+    replace(WIDE_SHARED, name="chunks, shared, width of whole chunks", width=320, queries=200, keys=200),
+    replace(WIDE_SHARED, name="chunks, shared and padded", padded=True),
+    replace(WIDE_SHARED, name="chunks, shared, some keys at a time", queries=150, keys=150, held=1),
+    replace(WIDE, name="chunks, some keys at a time", queries=130, keys=150, held=1),
+    replace(WIDE, name="chunks, decoding", queries=1, keys=90),
+    replace(WIDE, name="chunks, fewer queries", queries=37, keys=150),
+    replace(WIDE, name="chunks, bool mask", mask="bool"),
+    replace(WIDE, name="chunks, added mask", mask="added", padded=True),
+    replace(WIDE, name="chunks, two products", second=24, padded=True),
+    replace(WIDE, name="chunks, wide second product", width=16, second=300, padded=True, total=True),
+    replace(WIDE, name="chunks, coarse", coarse=True),
 ]
 
 
@@ -94,7 +129,7 @@ def compare(case: Case, device: str, types: PartTypes) -> None:
     bias = wide["bias"] if case.second else None
     weights = naive.mixing_weights(wide["query"], wide["key"], scale, case.causal, real, mask, second, bias)
     expected = weights @ wide["value"]
-    grad = torch.randn(groups, case.queries, case.values)
+    grad = case.slope * torch.randn(groups, case.queries, case.values)
     totals = naive.log_totals(wide["query"], wide["key"], scale, case.causal, real, mask, second, bias)
     nothing = ~(weights.sum(-1) > 0)
     grad_total = torch.randn(groups, case.queries).masked_fill(nothing, 0.0) if case.total else None
@@ -137,7 +172,10 @@ def compare(case: Case, device: str, types: PartTypes) -> None:
     assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
     done = grad.to(device), out, log_total
     total = None if grad_total is None else grad_total.to(device)
-    backward = launch.mix_backward(*done, *problem(everything, again=True), wants=everything, grad_total=total, types=types)
+    with mock.patch.object(launch, "SLOPES_HELD", case.held), uninitialised_memory_is_nan():
+        backward = launch.mix_backward(
+            *done, *problem(everything, again=True), wants=everything, grad_total=total, types=types
+        )
     again = launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, types=types)
     assert again[2] is not None
     close(again[2], gradients["value"], 1e-4, "gradient of values alone")
@@ -152,6 +190,42 @@ def compare(case: Case, device: str, types: PartTypes) -> None:
             coarse = case.coarse and name in ("query", "key", "second query", "second key")
             within = tolerance[torch.bfloat16 if coarse else got.dtype]
             close(got, gradients[name], within, "coarse gradient" if coarse else f"{got.dtype} gradient")
+
+
+def compare_softmax_mix(device: str, types: PartTypes, compiled: bool) -> None:
+    """Compare `softmax_mix` itself for vectors whose parts are not kept for the backward."""
+    torch.manual_seed(0)
+    query, value = torch.randn(2, 70, 300), torch.softmax(torch.randn(2, 70, 6), -1)
+    real = torch.rand(2, 70) < 0.7
+    wide = [rows.double().requires_grad_() for rows in (query, value)]
+    expected = naive.mixing_weights(wide[0], wide[0], 0.015, True, real) @ wide[1]
+    leaves = [rows.to(device).requires_grad_() for rows in (query, value)]
+    kernels = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal kernels
+            kernels += 1
+            return function(*arguments, **options, types=types)
+
+        return call
+
+    with ExitStack() as patches:
+        if device == "cpu":
+            patches.enter_context(mock.patch.object(token_mixing, "_has_kernel", launch.supports))
+            patches.enter_context(mock.patch.object(token_mixing, "on_device_of", return_value=nullcontext()))
+        for name in ("split_operands", "mix", "mix_backward"):
+            patches.enter_context(mock.patch.object(launch, name, counted(getattr(launch, name))))
+        run: Any = torch.compile(token_mixing.softmax_mix, backend="aot_eager") if compiled else token_mixing.softmax_mix
+        out = run(leaves[0], leaves[0], leaves[1], scale=0.015, causal=True, real=real.to(device))
+        assert out.grad_fn is not None
+        kept = [] if compiled else out.grad_fn.saved_tensors
+        grads = torch.autograd.grad(1e4 * out.square().sum(), leaves)
+    assert kernels >= 4  # both splits, `mix` and `mix_backward`
+    assert sum(each is not None and each.dtype in (torch.float16, torch.bfloat16) for each in kept) == 0
+    close(out, expected, 2e-6, "output")
+    for got, exact in zip(grads, torch.autograd.grad(1e4 * expected.square().sum(), wide), strict=True):
+        close(got, exact, 1e-4, "gradient")
 
 
 def compare_entropy(heads: int, key_heads: int, case: Case, device: str, types: PartTypes) -> None:
@@ -232,6 +306,14 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
             mixing(f"{case.name}, {kind}", replace(case, dtype=kind))
         if not case.second and case.name != "wide values":
             entropy(case.name, 4, 2, case)
+    for case in WIDE_CASES:
+        mixing(case.name, case)
+    for kind in narrow:
+        mixing(f"chunks, {kind}", replace(WIDE, padded=True, dtype=kind))
+        mixing(f"chunks, shared, {kind}", replace(WIDE_SHARED, width=320, dtype=kind))
+    for compiled in (False, True):
+        name = f"softmax_mix, wide vectors{', compiled' if compiled else ''}"
+        found[name] = partial(compare_softmax_mix, device, types, compiled)
     entropy("long", 2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"))
     mixing("coarse", Case("coarse", coarse=True))
     mixing("coarse and shared", Case("coarse and shared", shared=True, coarse=True, padded=True))

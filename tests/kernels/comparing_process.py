@@ -3,7 +3,8 @@
     python comparing_process.py DEVICE
 
 Each line of the input names a comparison; each line of the output is JSON: null, or the traceback of its error. Triton
-decides on import whether to interpret kernels, so comparisons need a process of their own.
+decides on import whether to interpret kernels, so comparisons need a process of their own. In the interpreter, an access
+outside of the tensors of a kernel is an error too.
 """
 
 import json
@@ -11,11 +12,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
-from kernels import compare_kernels, compare_mixing, compare_routing_kernels
+from kernels import compare_kernels, compare_mixing, compare_pointers, compare_routing_kernels
+from kernels.pointer_check import pointers_checked
 
-MODULES = (compare_kernels, compare_routing_kernels, compare_mixing)
+MODULES = (compare_kernels, compare_routing_kernels, compare_mixing, compare_pointers)
 
 
 def comparisons(device: str) -> dict[str, Callable[[], None]]:
@@ -36,7 +39,8 @@ def main(device: str) -> None:
         torch.manual_seed(0)
         error = None
         try:
-            found[line.rstrip("\n")]()
+            with pointers_checked() if device == "cpu" else nullcontext():
+                found[line.rstrip("\n")]()
         except Exception:
             error = traceback.format_exc()
         print(json.dumps(error), file=answers, flush=True)

@@ -27,7 +27,13 @@ QUICK = [
     "choices 13 4 softmax False 0.3 13",
     "choices 13 4 shares True 1.5 6 (2.5, 7.0)",
     "mix: padded",
+    "softmax_mix, wide vectors",
     "heads",
+    "pointers: inside",
+    "pointers: a load past the end",
+    "pointers: a store past the end",
+    "pointers: an atomic addition past the end",
+    "pointers: a load without a mask",
 ]
 
 

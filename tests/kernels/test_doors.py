@@ -12,7 +12,7 @@ from holdfast.kernels.statistics import update_running_mean
 
 SOURCE = Path(__file__).parents[2] / "src" / "holdfast"
 QUESTIONS = {"HAS_TRITON", "has_kernels", "has_linear_kernel", "has_glu_kernel"}
-TRITON_MODULES = {"triton", "launch", "allowed_keys", "float32_parts"}
+TRITON_MODULES = {"triton", "launch", "allowed_keys", "wide", "float32_parts"}
 
 
 def asked(source: str) -> Iterator[str]:

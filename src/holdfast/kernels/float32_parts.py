@@ -46,8 +46,10 @@ from torch import Tensor
 from holdfast.kernels.launching import cdiv, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDEST = 256  # columns of a part
-BLOCK = 32  # rows split by one program
+WIDEST = 256  # columns of a part that fit into a tile
+STEP = 64  # wider parts have a multiple of this many columns, for kernels that read them in chunks
+BLOCK = 32  # rows split by one program, up to WIDEST columns
+WIDE_BLOCK = 4096  # numbers split by one program, of wider rows
 HIGHEST = tl.constexpr(14)  # float16 parts stay below 2^15
 # Triton's interpreter has no bfloat16 product, because numpy has none: there the parts are float32, with the same values.
 BF16_PART = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
@@ -160,10 +162,27 @@ def load_parts(
     operand, group, start, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ASK: tl.constexpr = True
 ):
     """Load the two parts of a tile from row `start`, the first twice if PARTS is 1; ASK: some rows may lie past the last."""
+    return load_chunk(operand, group, start, rows, 0, HEIGHT, WIDTH, WIDTH, PARTS, ASK)
+
+
+@triton.jit
+def load_chunk(
+    operand,
+    group,
+    start,
+    rows,
+    column,
+    HEIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ASK: tl.constexpr,
+):
+    """Load CHUNK columns, from `column` on, of two parts that are WIDTH wide. Other arguments are those of `load_parts`."""
     row = tl.arange(0, HEIGHT)[:, None]
     # Only what is the same for the whole tile needs 64 bits.
-    place = operand.at + (group * operand.group + tl.cast(start, tl.int64) * operand.row)
-    place += row * operand.row + tl.arange(0, WIDTH)[None, :]
+    place = operand.at + (group * operand.group + tl.cast(start, tl.int64) * operand.row + column)
+    place += row * operand.row + tl.arange(0, CHUNK)[None, :]
     inside = None
     other = None
     if ASK:
@@ -256,15 +275,19 @@ def _split_rows_of_job(
     job,
     HAS_REAL: tl.constexpr,
     HAS_OTHER: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a part
+    SPAN: tl.constexpr,  # the next power of 2
     FP16_PARTS: tl.constexpr,
     BF16_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, SPAN)
     own = row < job.count
+    kept = own[:, None]
+    if SPAN > WIDTH:
+        kept = kept & (column < WIDTH)[None, :]
     taken = own
     if HAS_REAL:
         taken = taken & (tl.load(job.real + group * job.count + row, mask=own, other=0) != 0)
@@ -277,7 +300,7 @@ def _split_rows_of_job(
         tl.store(job.dots + group * job.count + row, dots, mask=own)
     row_start = (group * job.count + row[:, None]).to(tl.int64) * WIDTH
     if BF16_PARTS > 0:
-        _store_parts(numbers, job.bf16, row_start * BF16_PARTS + column[None, :], own[:, None], WIDTH, BF16_PARTS)
+        _store_parts(numbers, job.bf16, row_start * BF16_PARTS + column[None, :], kept, WIDTH, BF16_PARTS)
     if FP16_PARTS > 0:
         # NaN and inf are ignored, so that they spoil only themselves; the factor of a row of zeros is 1 / 2^14.
         sizes = tl.abs(numbers)
@@ -286,7 +309,7 @@ def _split_rows_of_job(
         exponent = tl.where(size > 0, tl.minimum(tl.maximum(exponent, -60), 60), 0) - HIGHEST
         tl.store(job.factors + group * job.count + row, _power_of_2(exponent), mask=own)
         numbers *= _power_of_2(-exponent)[:, None]
-        _store_parts(numbers, job.fp16, row_start * FP16_PARTS + column[None, :], own[:, None], WIDTH, FP16_PARTS)
+        _store_parts(numbers, job.fp16, row_start * FP16_PARTS + column[None, :], kept, WIDTH, FP16_PARTS)
 
 
 @triton.jit
@@ -294,12 +317,19 @@ def _split_rows(jobs, HOW: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexp
     """Run one job for each index of the grid's third axis."""
     for index in tl.static_range(COUNT):
         if tl.program_id(2) == index:
-            _split_rows_of_job(jobs[index], HOW[index][0], HOW[index][1], HOW[index][2], HOW[index][3], HOW[index][4], BLOCK)
+            _split_rows_of_job(
+                jobs[index], HOW[index][0], HOW[index][1], HOW[index][2], HOW[index][3], HOW[index][4], HOW[index][5], BLOCK
+            )
 
 
 def tile_width(width: int) -> int:
     """Return `width` rounded up to a size that tiles can have: a power of 2, and at least 16 for tensor cores."""
     return max(16, next_power_of_2(width))
+
+
+def part_width(width: int) -> int:
+    """Return how many columns a part of rows of this width has: `tile_width`, or above WIDEST a multiple of STEP."""
+    return tile_width(width) if width <= WIDEST else cdiv(width, STEP) * STEP
 
 
 def fp16_operand(parts: Parts) -> Operand:
@@ -319,7 +349,7 @@ class PlannedSplit(NamedTuple):
     parts: Parts
     sums: Tensor
     job: SplitJob
-    how: tuple[bool, bool, int, int, int]  # compile-time arguments of `_split_rows_of_job`
+    how: tuple[bool, bool, int, int, int, int]  # compile-time arguments of `_split_rows_of_job`
 
 
 def plan_split(
@@ -333,7 +363,7 @@ def plan_split(
 ) -> PlannedSplit:
     """Allocate memory for `fp16` float16 parts and `bf16` bfloat16 parts of the rows, and for the sums."""
     groups, count, width = rows.shape
-    padded = tile_width(width)
+    padded = part_width(width)
     if bf16 == 1 and rows.dtype == types.bf16 and real is None and width == padded and rows.stride(2) == 1:
         bf16 = 0
 
@@ -346,17 +376,19 @@ def plan_split(
     parts = Parts(empty(fp16, types.fp16), factors, empty(bf16, types.bf16))
     mask, other_rows = rows if real is None else real.view(torch.uint8), rows if other is None else other
     job = SplitJob(rows, mask, *parts, other_rows, sums, count, width, *rows.stride())
-    return PlannedSplit(parts, sums, job, (real is not None, other is not None, padded, fp16, bf16))
+    return PlannedSplit(parts, sums, job, (real is not None, other is not None, padded, next_power_of_2(padded), fp16, bf16))
 
 
 def run_splits(splits: Sequence[PlannedSplit]) -> None:
     """Fill the memory of all these splits, which have equally many groups, in one launch."""
-    due = [split for split in splits if any(split.how[index] for index in (1, 3, 4))]
+    due = [split for split in splits if any(split.how[index] for index in (1, 4, 5))]
     if due:
         groups = due[0].job.rows.shape[0]
-        blocks = cdiv(max(split.job.count for split in due), BLOCK)
+        span = max(split.how[3] for split in due)
+        block = BLOCK if span <= WIDEST else max(1, WIDE_BLOCK // span)
+        blocks = cdiv(max(split.job.count for split in due), block)
         how = tuple(split.how for split in due)
-        _split_rows[groups, blocks, len(due)](tuple(split.job for split in due), HOW=how, COUNT=len(due), BLOCK=BLOCK)
+        _split_rows[groups, blocks, len(due)](tuple(split.job for split in due), HOW=how, COUNT=len(due), BLOCK=block)
 
 
 def split_rows(rows: Tensor, real: Tensor | None = None, **how: Any) -> tuple[Parts, Tensor]:

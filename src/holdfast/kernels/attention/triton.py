@@ -31,7 +31,7 @@ from holdfast.kernels.float32_parts import (
 from holdfast.kernels.launching import cdiv, next_power_of_2
 from holdfast.kernels.token_mixing.allowed_keys import LN_2, LOG2_E, allowed_only, key_spans, limit, mask_kind, mask_operand
 from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK, sampled
-from holdfast.kernels.token_mixing.launch import SCRATCH, SMALL, Tiling, shared_memory
+from holdfast.kernels.token_mixing.tilings import SCRATCH, SMALL, Tiling, shared_memory
 
 ELEMENTS = 4096  # copied by one program
 NORM_ROWS, NORM_COLUMNS = 64, 128  # of a tile of projected values

@@ -10,8 +10,10 @@ The output of a query without allowed keys is 0.
 Products of tokens with entries of 1e19 and more overflow float32. On a CPU such operands are mixed in float64. On a GPU a
 check for them would wait for the device, so the result is NaN, which a router in training reports.
 
-On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py). On other devices, and with levels, PyTorch
-computes block by block (blocks.py). One query without gradients, a step of decoding, is mixed in PyTorch on every device.
+On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py); vectors of more than 256 numbers in chunks
+(wide.py), up to 8192 numbers, if keys equal queries and there is no second product. Otherwise, on other devices, and with
+levels, PyTorch computes block by block (blocks.py). One query without gradients, a step of decoding, is mixed in PyTorch on
+every device.
 """
 
 import functools
@@ -33,6 +35,7 @@ from holdfast.kernels.token_mixing.blocks import (
     score_terms,
 )
 
+KEPT_WIDTH = 256  # parts of wider vectors are not kept for the backward, which splits them again: they take much memory
 VALUE_FP16_PARTS = 6  # the index of the values' float16 parts in the list of `launch.split_operands`
 
 
@@ -133,13 +136,15 @@ def _mix(
     return found if isinstance(found, tuple) else (found,)
 
 
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None) -> bool:
-    """Return whether the Triton kernels support these operands."""
+def _has_kernel(
+    query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None, shared: bool
+) -> bool:
+    """Return whether the Triton kernels support these operands; `shared`: keys equal queries."""
     if not (HAS_TRITON and query.is_cuda):
         return False
     from holdfast.kernels.token_mixing import launch
 
-    return launch.supports(query, key, value, second_query, second_key)
+    return launch.supports(query, key, value, second_query, second_key, shared)
 
 
 def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:
@@ -180,11 +185,14 @@ def _mix_forward(ctx, query, key, value, second_query, second_key, bias, *rest):
     ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
     key = query if key is None else key
     rows = (query, key, value, second_query, second_key)
+    is_kept = max(each.shape[2] for each in (query, second_query) if each is not None) <= KEPT_WIDTH
+    wants = ctx.wants if is_kept else [False, False, False, coarse]
     # The kernels do not read levels: without parts, the mixing runs in blocks.
-    parts = _mix_parts(*rows, limits[0], ctx.how[0], ctx.wants) if limits[2] is None else []
+    parts = _mix_parts(*rows, limits[0], ctx.how[0], wants) if limits[2] is None else []
+    ctx.splits_again = bool(parts) and not is_kept
     inputs = (*rows, bias, *limits)
     out, log_total = _softmax_mix(*inputs, parts, *ctx.how)
-    ctx.save_for_backward(out, log_total, *inputs, *parts_for_backward(parts))
+    ctx.save_for_backward(out, log_total, *inputs, *([] if ctx.splits_again else parts_for_backward(parts)))
     return out, log_total
 
 
@@ -198,6 +206,8 @@ def _mix_gradients(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
         reference = functools.partial(_mix_reference, *fixed)
         grads = (grad,) if grad_total is None else (grad, grad_total)
         return *differentiable_gradients(reference, inputs[:OPERANDS], needs, grads), *rest
+    if ctx.splits_again:
+        parts = parts_for_backward(_mix_parts(*inputs[: OPERANDS - 1], inputs[OPERANDS], ctx.how[0], ctx.wants))
     grad_total = None if grad_total is None else grad_total.contiguous()
     found = _softmax_mix_backward(grad.contiguous(), grad_total, out, log_total, *inputs, parts, *ctx.how, ctx.wants)
     return *(each if need else None for each, need in zip(found, needs, strict=True)), *rest
@@ -243,7 +253,7 @@ def _mix_parts_on_any_device(
 
     `shared`: keys equal queries. `wants`: the fields of `launch.WantedGradients`. `fill=False` only allocates the parts.
     """
-    if not _has_kernel(query, key, value, second_query, second_key):
+    if not _has_kernel(query, key, value, second_query, second_key, shared):
         return []
     from holdfast.kernels.token_mixing import launch
 

@@ -2,8 +2,8 @@
 
     G groups (sequences), N queries, M keys; see kernels/token_mixing/__init__.py for the formula
 
-This is what the kernels are compared with, and what runs on a CPU and for operands too wide for a tile. A step of decoding
-has one query in each group: `mix_one_query`.
+This is what the kernels are compared with, and what runs on a CPU, with levels, and for operands that are too wide for the
+kernels. A step of decoding has one query in each group: `mix_one_query`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Launch the mixing kernels: in how many parts operands are split, and how large the tiles are."""
+"""Launch the mixing kernels: in how many parts operands are split, and which kernels compute the gradients."""
 
 # mypy: ignore-errors
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,84 +17,57 @@ from holdfast.kernels.float32_parts import (
     PlannedSplit,
     bf16_operand,
     fp16_operand,
+    part_width,
     plan_split,
     run_splits,
     split_rows,
     tile_width,
 )
 from holdfast.kernels.launching import cdiv
-from holdfast.kernels.token_mixing import triton
+from holdfast.kernels.token_mixing import triton, wide
 from holdfast.kernels.token_mixing.allowed_keys import Mask, mask_kind, mask_operand
+from holdfast.kernels.token_mixing.tilings import (
+    PADDING,
+    ProductTiling,
+    Tiling,
+    choose_product_tiling,
+    choose_tiling,
+    fits,
+)
+
+WIDEST_VECTOR = 8192  # columns of queries and keys: of a row, one program finds the largest number
+SLOPES_HELD = 2**25  # numbers of the matrix of slopes held at a time, in each part; at least those of PADDING keys
 
 
-class Tiling(NamedTuple):
-    """Rows and columns of a tile of scores, and how a program works on it."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    fold: bool = False  # see `triton._turn`
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {
-            "ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
-
-
-# Measured on an H200. The first that fits into a multiprocessor's shared memory is used; the last fits everywhere.
-SMALL = (Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1))
-TILINGS = {
-    "mix": (Tiling(64, 64, 4, 3, fold=True), Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
-    "query": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), *SMALL),
-    "key": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),
-    "value": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),  # the kernel over keys where only values are wanted
-}
-SCRATCH = 8192  # bytes that a kernel needs besides its tiles
-
-
-def _tile_bytes(kernel: str, tiling: Tiling, constants: dict[str, Any]) -> int:
-    """Return the bytes of the tiles: those that a program keeps, and those of a step of its loop, `stages` times."""
-    width, second, values = (constants[name] for name in ("WIDTH", "SECOND", "VALUES"))
-    parts = constants["PARTS"]
-    if kernel in ("key", "value"):
-        kept = parts[1] * width + parts[3] * second
-        loaded = parts[0] * width + parts[2] * second + 2 * values
-        long, short = tiling.columns, tiling.rows
-    else:
-        kept = parts[0] * width + parts[2] * second
-        loaded = parts[1] * width + parts[3] * second + parts[4] * values
-        long, short = tiling.rows, tiling.columns
-    if kernel in ("query", "key"):
-        kept += (2 if kernel == "query" else parts[4]) * values
-        loaded += parts[5] * width * constants["SCALED"] + parts[6] * second
-    return 2 * (long * kept + tiling.stages * short * loaded) + SCRATCH
-
-
-def _tiling(kernel: str, constants: dict[str, Any], device: torch.device) -> Tiling:
-    limit = shared_memory(device)
-    return next(tiling for tiling in TILINGS[kernel] if _tile_bytes(kernel, tiling, constants) <= limit)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Return how many bytes of shared memory one program may have; 2^30 in the interpreter, which has no limit."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**30
-
-
-def supports(query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None) -> bool:
-    """Return whether the kernels take rows of these widths and dtypes, none of them empty."""
-    operands = [rows for rows in (query, key, value, second_query, second_key) if rows is not None]
-    if not all(rows.shape[-1] <= WIDEST and rows.dtype in DTYPES and rows.numel() > 0 for rows in operands):
+def supports(
+    query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None, shared: bool
+) -> bool:
+    """Return whether the kernels take rows of these widths and dtypes, none of them empty; `shared`: keys equal queries."""
+    # On an H200 with Triton 3.6, a call with wide vectors, keys of their own and a second product ended with an illegal
+    # memory access. No cause was found: in Triton's interpreter and in the compiled PTX, all global pointers of that call
+    # are inside of its tensors. The wide calls that ran on that GPU had keys equal to queries, no second product, and all
+    # slopes held at a time.
+    if is_wide(query, second_query) and not (shared and second_query is None and _holds_all_slopes(query)):
         return False
-    widths = [0 if rows is None else tile_width(rows.shape[2]) for rows in (query, second_query, value)]
-    constants = dict(zip(("WIDTH", "SECOND", "VALUES"), widths, strict=True)) | {"PARTS": (2,) * 7, "SCALED": True}
-    least = max(_tile_bytes(kernel, tilings[-1], constants) for kernel, tilings in TILINGS.items())
-    return least <= shared_memory(query.device)
+    operands = [rows for rows in (query, key, value, second_query, second_key) if rows is not None]
+    widths = [0 if rows is None else rows.shape[2] for rows in (query, second_query, value)]
+    if max(widths[:2]) > WIDEST_VECTOR or widths[2] > WIDEST:
+        return False
+    if not all(rows.dtype in DTYPES and rows.numel() > 0 for rows in operands):
+        return False
+    padded = [0 if width == 0 else part_width(width) for width in widths]
+    constants = dict(zip(("WIDTH", "SECOND", "VALUES"), padded, strict=True)) | {"PARTS": (2,) * 7, "SCALED": True}
+    return fits(constants, query.device, is_wide(query, second_query))
+
+
+def _holds_all_slopes(rows: Tensor) -> bool:
+    """Return whether the slopes between all these rows are held at a time."""
+    return rows.shape[0] * (cdiv(rows.shape[1], PADDING) * PADDING) ** 2 <= SLOPES_HELD
+
+
+def is_wide(query: Tensor, second_query: Tensor | None) -> bool:
+    """Return whether vectors of these widths are read in chunks."""
+    return max(rows.shape[2] for rows in (query, second_query) if rows is not None) > WIDEST
 
 
 def _fp16_parts(rows: Tensor) -> int:
@@ -202,8 +175,8 @@ def _arguments(
         else (bf16_operand(query, rows.query), bf16_operand(key, rows.key))
     )
     constants = {
-        "WIDTH": tile_width(rows.query.shape[2]),
-        "SECOND": 0 if rows.second_query is None else tile_width(rows.second_query.shape[2]),
+        "WIDTH": part_width(rows.query.shape[2]),
+        "SECOND": 0 if rows.second_query is None else part_width(rows.second_query.shape[2]),
         "VALUES": tile_width(rows.value.shape[2]),
         "PARTS": (
             *((_fp16_parts(rows.query), _fp16_parts(rows.key)) if scaled else (1, 1)),
@@ -242,7 +215,7 @@ def mix(
     constants = {**common.constants, "PARTS": (*common.constants["PARTS"], _fp16_parts(rows.value))}
     out = torch.empty(groups, queries, width, dtype=torch.float32, device=rows.query.device)
     log_total = torch.empty(groups, queries, dtype=torch.float32, device=rows.query.device)
-    tiling = _tiling("mix", constants, rows.query.device)
+    tiling = choose_tiling("mix", constants, rows.query.device, is_wide(rows.query, rows.second_query))
     triton.mix[groups, cdiv(queries, tiling.rows)](
         *common.operands,
         fp16_operand(common.value),
@@ -255,10 +228,17 @@ def mix(
         scale,
         second_scale,
         **constants,
+        CHUNKS=_chunks(tiling, constants),
         **tiling.options,
         FOLD=tiling.fold,
     )
     return out, log_total
+
+
+def _chunks(tiling: Tiling, constants: dict[str, Any]) -> tuple[int, int]:
+    """Return how many columns of the first and of the second product are read at a time; 0 is all."""
+    # `width & -width` is the largest power of 2 that divides it.
+    return tuple(min(tiling.chunk, width & -width) for width in (constants["WIDTH"], constants["SECOND"]))
 
 
 def mix_backward(
@@ -295,9 +275,13 @@ def mix_backward(
     widths = (width, 0 if second_query is None else second_query.shape[2])
     part_counts = (*common.constants["PARTS"], _bf16_parts(value, torch.float32, types))
     slopes = 1 if wants.coarse else 2
+    is_chunked = is_wide(query, second_query)
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted and tensor is not None else None
+        if not wanted or tensor is None:
+            return None
+        # Gradients of wide vectors are added up where they are written.
+        return torch.empty(tensor.shape, dtype=torch.float32 if is_chunked else tensor.dtype, device=tensor.device)
 
     def bf16_operands(first: Parts, of_first: Tensor, second: Parts, of_second: Tensor | None) -> tuple[Any, Any]:
         first = bf16_operand(first, of_first)
@@ -308,20 +292,23 @@ def mix_backward(
         return _gradient_bf16_parts(first, other, wants, types), of_second
 
     of_query, of_second_query = like(query, wants.query), like(second_query, wants.query)
-    of_second_key, of_bias = like(second_key, wants.key), like(bias, wants.key)
+    of_second_key, of_bias = like(second_key, wants.key), like(bias, wants.key or (wants.query and is_chunked))
     shared = key is query and wants.query and wants.key
     of_key = of_query if shared else like(key, wants.key)
     of_value = like(value, wants.value)
-    if wants.key or wants.value:
-        these = counts(query, key, second_query, second_key)
-        constants = {**common.constants, "PARTS": (*part_counts, *these), "SLOPES": slopes}
-        tiling = _tiling("key" if wants.key else "value", constants, query.device)
+    of_keys = counts(query, key, second_query, second_key)
+    of_queries = counts(key, query, second_key, second_query)
+
+    def over_keys(slopes_out: wide.Slopes, held: int, wants_key: bool) -> None:
+        constants = {**common.constants, "PARTS": (*part_counts, *of_keys), "SLOPES": slopes}
+        tiling = choose_tiling("key" if wants_key else "value", constants, query.device, is_chunked)
         places = [grad if place is None else place for place in (of_key, of_second_key, of_value, of_bias)]
-        triton.key_gradient[groups, cdiv(keys, tiling.columns)](
+        triton.key_gradient[groups, cdiv(held, tiling.columns)](
             *operands,
             *(bf16_operands(common.query, query, common.second_query, second_query) if wants.key else (grads, grads)),
             *rest,
             *places,
+            slopes_out,
             queries,
             keys,
             *widths,
@@ -329,15 +316,26 @@ def mix_backward(
             scale,
             second_scale,
             **constants,
-            WANTS_KEY=wants.key,
+            WANTS_KEY=wants_key,
             WANTS_VALUE=wants.value,
+            CHUNKS=_chunks(tiling, constants),
             **tiling.options,
             FOLD=tiling.fold,
         )
-    if wants.query:
-        these = counts(key, query, second_key, second_query)
-        constants = {**common.constants, "PARTS": (*part_counts, *these), "SLOPES": slopes}
-        tiling = _tiling("query", constants, query.device)
+
+    found = (of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias if wants.key else None)
+    if is_chunked and (wants.query or wants.key):
+        first = (common.query, common.key, query, key, of_query, of_key, scale, of_keys[0], of_queries[0])
+        products = [_Factors(*first)]
+        if second_query is not None:
+            more = (common.second_query, common.second_key, second_query, second_key, of_second_query, of_second_key)
+            products.append(_Factors(*more, second_scale, of_keys[1], of_queries[1]))
+        _wide_gradients(products, over_keys, slopes, causal, types)
+    elif wants.key or wants.value:
+        over_keys(wide.Slopes(grad, 0, 0, 0, 0, 0), keys, wants.key)
+    if wants.query and not is_chunked:
+        constants = {**common.constants, "PARTS": (*part_counts, *of_queries), "SLOPES": slopes}
+        tiling = choose_tiling("query", constants, query.device, False)
         triton.query_gradient[groups, cdiv(queries, tiling.rows)](
             *operands,
             *bf16_operands(common.key, key, common.second_key, second_key),
@@ -350,8 +348,100 @@ def mix_backward(
             scale,
             second_scale,
             **constants,
+            CHUNKS=(0, 0),
             SHARED=shared,
             **tiling.options,
             FOLD=tiling.fold,
         )
-    return of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias
+    operands = (*rows, bias)
+    return tuple(None if each is None else each.to(row.dtype) for each, row in zip(found, operands, strict=True))
+
+
+class _Factors(NamedTuple):
+    """What slopes are multiplied with for the gradients of one product, and where to write these, in float32."""
+
+    query: Parts
+    key: Parts
+    query_rows: Tensor
+    key_rows: Tensor
+    of_query: Tensor | None  # None: not wanted
+    of_key: Tensor | None  # the same object as `of_query` where keys equal queries: their sum
+    scale: float
+    query_parts: int
+    key_parts: int
+
+
+def _wide_gradients(
+    products: Sequence[_Factors],
+    over_keys: Callable[[wide.Slopes, int, bool], None],
+    slope_parts: int,
+    causal: bool,
+    types: PartTypes,
+) -> None:
+    """Write the gradients of wide queries and keys, and what `over_keys` writes: for some keys at a time (wide.py)."""
+    (groups, queries, _), keys = products[0].query_rows.shape, products[0].key_rows.shape[1]
+    device = products[0].query_rows.device
+    length = cdiv(queries, PADDING) * PADDING
+    span = min(max(SLOPES_HELD // (groups * length) // PADDING, 1), cdiv(keys, PADDING)) * PADDING
+    held_slopes = torch.empty(slope_parts, groups, span, length, dtype=types.bf16, device=device)
+    tilings = [
+        choose_product_tiling(part_width(factors.query_rows.shape[2]), slope_parts, max(factors[-2:]), device)
+        for factors in products
+    ]
+    reach = max(tiling.rows + tiling.inner for tiling in tilings)
+    for origin in range(0, keys, span):
+        held = min(span, keys - origin)
+        slopes = wide.Slopes(held_slopes, groups * span * length, span, length, origin, reach)
+        over_keys(slopes, held, True)
+        for factors, tiling in zip(products, tilings, strict=True):
+            shared = factors.of_key is factors.of_query
+            together = shared and span >= keys  # one launch writes the sum
+            multiply = functools.partial(_multiply_slopes, slopes, held, factors, tiling, slope_parts, causal)
+            if factors.of_query is not None:
+                multiply(of_queries=True, of_keys=together, add=origin > 0)
+            if factors.of_key is not None and not together:
+                multiply(of_queries=False, of_keys=True, add=shared)
+
+
+def _multiply_slopes(
+    slopes: wide.Slopes,
+    held: int,
+    factors: _Factors,
+    tiling: ProductTiling,
+    slope_parts: int,
+    causal: bool,
+    *,
+    of_queries: bool,
+    of_keys: bool,
+    add: bool,
+) -> None:
+    """Write the gradient of the queries, of the held keys, or the sum of both."""
+    (groups, queries, width), keys = factors.query_rows.shape, factors.key_rows.shape[1]
+    padded = part_width(width)
+    blocks = cdiv(queries if of_queries else held, tiling.rows)
+    wide.slope_product[groups * blocks * (padded // tiling.columns),](
+        slopes,
+        bf16_operand(factors.query, factors.query_rows),
+        bf16_operand(factors.key, factors.key_rows),
+        factors.of_query if of_queries else factors.of_key,
+        held,
+        queries,
+        keys,
+        width,
+        factors.scale,
+        WIDTH=padded,
+        SLOPES=slope_parts,
+        QUERY_PARTS=factors.query_parts,
+        KEY_PARTS=factors.key_parts,
+        CAUSAL=causal,
+        OF_QUERIES=of_queries,
+        OF_KEYS=of_keys,
+        ADD=add,
+        ASK_QUERIES=queries % tiling.inner != 0,
+        ASK_KEYS=held % tiling.inner != 0,
+        ROWS=tiling.rows,
+        COLUMNS=tiling.columns,
+        INNER=tiling.inner,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )

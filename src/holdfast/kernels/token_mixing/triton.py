@@ -9,7 +9,8 @@ multiplied into its weight, and divided out of the weights' total again, so that
 size.
 
 Every number is written by one program, in a fixed order of additions: no atomics, results repeat to the bit. The backward
-has a kernel over queries and one over keys, and each computes the weights again.
+has a kernel over queries and one over keys, and each computes the weights again. Vectors that are too wide for a tile are
+read in chunks, and their gradients are products of their own: see wide.py.
 """
 
 # mypy: ignore-errors
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from holdfast.kernels.float32_parts import exponent, inverse, load_parts, product, row_values, two_parts
 from holdfast.kernels.token_mixing.allowed_keys import LN_2, LOG2_E, allowed_only, key_spans, limit
+from holdfast.kernels.token_mixing.wide import chunked_scores, clear_slopes, store_slopes
 
 LIFT = tl.constexpr(15.0)  # weights are multiplied by 2^15 before they are split, so that small ones keep more digits
 
@@ -57,16 +59,20 @@ def _load_kept(
     PARTS: tl.constexpr,
     SECOND_PARTS: tl.constexpr,
     SCALED: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Load the tile of both products that a program keeps, with its factors."""
-    one = load_parts(first, group, start, count, HEIGHT, WIDTH, PARTS)
+    """Load the tile of both products that a program keeps, with its factors; with chunks, only the factors."""
+    one = 0.0
+    if CHUNKS[0] == 0:
+        one = load_parts(first, group, start, count, HEIGHT, WIDTH, PARTS)
     one_factors = 1.0
     if SCALED:
         one_factors = row_values(first.factors, group, start, count, HEIGHT, 1.0)[:, None]
     other = one
     other_factors = one_factors
     if SECOND > 0:
-        other = load_parts(second, group, start, count, HEIGHT, SECOND, SECOND_PARTS)
+        if CHUNKS[0] == 0:
+            other = load_parts(second, group, start, count, HEIGHT, SECOND, SECOND_PARTS)
         other_factors = row_values(second.factors, group, start, count, HEIGHT, 1.0)[:, None]
     return one, one_factors, other, other_factors
 
@@ -74,6 +80,10 @@ def _load_kept(
 @triton.jit
 def _scores(
     kept,
+    kept_first,
+    kept_second,
+    kept_start,
+    kept_count,
     first,
     second,
     group,
@@ -90,21 +100,37 @@ def _scores(
     SECOND_KEPT: tl.constexpr,
     SECOND_LOADED: tl.constexpr,
     SCALED: tl.constexpr,
+    CHUNKS: tl.constexpr,  # columns of both products that are read at a time; 0 is all
     ASK: tl.constexpr,
 ):
-    """Return the scores (LEFT, RIGHT) of a kept tile and a loaded one, and the loaded parts of the first product."""
+    """Return the scores (LEFT, RIGHT) of a kept tile and a loaded one, and the loaded parts of the first product.
+
+    With chunks, nothing is kept: chunks of both tiles are loaded, and none is returned.
+    """
     nothing = tl.zeros((LEFT, RIGHT), tl.float32)
-    loaded = load_parts(first, group, start, count, RIGHT, WIDTH, LOADED, ASK)
-    scores = product(nothing, kept[0], loaded, KEPT, LOADED, True)
-    others = kept[1]
-    if SCALED:
-        others = row_values(first.factors, group, start, count, RIGHT, 1.0, ASK)[None, :]
-    scores = _scaled(scores, kept[1], others, scale, SCALED)
-    if SECOND > 0:
-        more = load_parts(second, group, start, count, RIGHT, SECOND, SECOND_LOADED, ASK)
-        more = product(nothing, kept[2], more, SECOND_KEPT, SECOND_LOADED, True)
-        others = row_values(second.factors, group, start, count, RIGHT, 1.0, ASK)[None, :]
-        scores += _scaled(more, kept[3], others, second_scale, True)
+    if CHUNKS[0] > 0:
+        loaded = nothing
+        scores = chunked_scores(
+            kept_first, first, group, kept_start, kept_count, start, count, scale * LOG2_E, kept[1],
+            LEFT, RIGHT, WIDTH, KEPT, LOADED, SCALED, CHUNKS[0], ASK,
+        )  # fmt: skip
+        if SECOND > 0:
+            scores += chunked_scores(
+                kept_second, second, group, kept_start, kept_count, start, count, second_scale * LOG2_E, kept[3],
+                LEFT, RIGHT, SECOND, SECOND_KEPT, SECOND_LOADED, True, CHUNKS[1], ASK,
+            )  # fmt: skip
+    else:
+        loaded = load_parts(first, group, start, count, RIGHT, WIDTH, LOADED, ASK)
+        scores = product(nothing, kept[0], loaded, KEPT, LOADED, True)
+        others = kept[1]
+        if SCALED:
+            others = row_values(first.factors, group, start, count, RIGHT, 1.0, ASK)[None, :]
+        scores = _scaled(scores, kept[1], others, scale, SCALED)
+        if SECOND > 0:
+            more = load_parts(second, group, start, count, RIGHT, SECOND, SECOND_LOADED, ASK)
+            more = product(nothing, kept[2], more, SECOND_KEPT, SECOND_LOADED, True)
+            others = row_values(second.factors, group, start, count, RIGHT, 1.0, ASK)[None, :]
+            scores += _scaled(more, kept[3], others, second_scale, True)
     return scores, loaded
 
 
@@ -134,6 +160,7 @@ def mix(
     HAS_BIAS: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # see `_scores`
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FOLD: tl.constexpr,
@@ -143,7 +170,7 @@ def mix(
     first = (tl.num_programs(1) - 1 - _turn(FOLD)) * ROWS
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
-    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED)
+    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED, CHUNKS)
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, VALUES), tl.float32)
@@ -152,8 +179,8 @@ def mix(
         for start in range(plain * ask, plain + (last - plain) * ask, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             scores, _ = _scores(
-                kept, key, second_key, group, start, keys, scale, second_scale,
-                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, ask,
+                kept, query, second_query, first, queries, key, second_key, group, start, keys, scale, second_scale,
+                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, CHUNKS, ask,
             )  # fmt: skip
             if HAS_BIAS:
                 scores += row_values(bias, group, start, keys, COLUMNS, 0.0, ask)[None, :] * LOG2_E
@@ -216,6 +243,7 @@ def query_gradient(
     HAS_BIAS: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # see `_scores`; always (0, 0)
     SHARED: tl.constexpr,  # keys equal queries, and `out` holds the keys' gradient: add to it
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -226,7 +254,7 @@ def query_gradient(
     first = (tl.num_programs(1) - 1 - _turn(FOLD)) * ROWS
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
-    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED)
+    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED, CHUNKS)
     g = load_parts(grad, group, first, queries, ROWS, VALUES, 2)
     level = row_values(log_total, group, first, queries, ROWS, 0.0)
     level = tl.where(level > -float("inf"), level, 0.0) * LOG2_E
@@ -240,8 +268,8 @@ def query_gradient(
         for start in range(plain * ask, plain + (last - plain) * ask, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             scores, b = _scores(
-                kept, key, second_key, group, start, keys, scale, second_scale,
-                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, ask,
+                kept, query, second_query, first, queries, key, second_key, group, start, keys, scale, second_scale,
+                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, CHUNKS, ask,
             )  # fmt: skip
             if HAS_BIAS:
                 scores += row_values(bias, group, start, keys, COLUMNS, 0.0, ask)[None, :] * LOG2_E
@@ -292,6 +320,7 @@ def key_gradient(
     second_out,
     value_out,
     bias_out,
+    slopes_out,
     queries,
     keys,
     width,
@@ -311,22 +340,26 @@ def key_gradient(
     MASK: tl.constexpr,
     WANTS_KEY: tl.constexpr,
     WANTS_VALUE: tl.constexpr,
+    CHUNKS: tl.constexpr,  # see `_scores`; with chunks, write slopes in place of the gradients of keys
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FOLD: tl.constexpr,
 ):
     """Compute scores transposed, keys down and queries across, so that the weights can be left factors as they are."""
     group = tl.program_id(0).to(tl.int64)
-    begin = _turn(FOLD) * COLUMNS
+    begin = slopes_out.origin + _turn(FOLD) * COLUMNS
     column = begin + tl.arange(0, COLUMNS)
-    kept = _load_kept(key, second_key, group, begin, keys, COLUMNS, WIDTH, SECOND, PARTS[1], PARTS[3], SCALED)
+    kept = _load_kept(key, second_key, group, begin, keys, COLUMNS, WIDTH, SECOND, PARTS[1], PARTS[3], SCALED, CHUNKS)
     v = kept[0]
     if WANTS_KEY:
         v = load_parts(value, group, begin, keys, COLUMNS, VALUES, PARTS[4])
-    gradient = tl.zeros((COLUMNS, WIDTH), tl.float32)
-    second_gradient = gradient
-    if SECOND > 0:
-        second_gradient = tl.zeros((COLUMNS, SECOND), tl.float32)
+    gradient = 0.0
+    second_gradient = 0.0
+    if CHUNKS[0] == 0:
+        gradient = tl.zeros((COLUMNS, WIDTH), tl.float32)
+        second_gradient = gradient
+        if SECOND > 0:
+            second_gradient = tl.zeros((COLUMNS, SECOND), tl.float32)
     value_gradient = tl.zeros((COLUMNS, VALUES), tl.float32)
     bias_gradient = tl.zeros((COLUMNS,), tl.float32)
     biases = 0.0
@@ -338,6 +371,8 @@ def key_gradient(
         sees = begin - (keys - queries)  # the first row that may attend to the first of these keys
         first = tl.maximum(sees, 0) // ROWS * ROWS
         clear = tl.maximum(tl.cdiv(sees + COLUMNS - 1, ROWS) * ROWS, first)
+        if CHUNKS[0] > 0 and WANTS_KEY:
+            clear_slopes(slopes_out, group, column, sees, first, ROWS, COLUMNS, SLOPES)
     end = tl.maximum(queries // ROWS * ROWS, first)
     clear = tl.minimum(clear, end)
     if HAS_REAL or MASK != 0:
@@ -349,8 +384,8 @@ def key_gradient(
                 start = tl.where(index < clear, index, index + end - clear)
             row = start + tl.arange(0, ROWS)
             scores, b = _scores(
-                kept, query, second_query, group, start, queries, scale, second_scale,
-                COLUMNS, ROWS, WIDTH, SECOND, PARTS[1], PARTS[0], PARTS[3], PARTS[2], SCALED, ask,
+                kept, key, second_key, begin, keys, query, second_query, group, start, queries, scale, second_scale,
+                COLUMNS, ROWS, WIDTH, SECOND, PARTS[1], PARTS[0], PARTS[3], PARTS[2], SCALED, CHUNKS, ask,
             )  # fmt: skip
             if HAS_BIAS:
                 scores += biases
@@ -371,20 +406,23 @@ def key_gradient(
                 slopes = weights * (slopes - middle[None, :])
                 if HAS_BIAS:
                     bias_gradient += tl.sum(slopes, 1)
-                slopes = two_parts(slopes, g[0].dtype)
-                if SCALED:
-                    b = load_parts(query_bf16, group, start, queries, ROWS, WIDTH, PARTS[5], ask)
-                gradient = product(gradient, slopes, b, SLOPES, PARTS[5], False)
-                if SECOND > 0:
-                    b = load_parts(second_query_bf16, group, start, queries, ROWS, SECOND, PARTS[6], ask)
-                    second_gradient = product(second_gradient, slopes, b, SLOPES, PARTS[6], False)
+                if CHUNKS[0] > 0:
+                    store_slopes(slopes, slopes_out, group, column, row, SLOPES)
+                else:
+                    slopes = two_parts(slopes, g[0].dtype)
+                    if SCALED:
+                        b = load_parts(query_bf16, group, start, queries, ROWS, WIDTH, PARTS[5], ask)
+                    gradient = product(gradient, slopes, b, SLOPES, PARTS[5], False)
+                    if SECOND > 0:
+                        b = load_parts(second_query_bf16, group, start, queries, ROWS, SECOND, PARTS[6], ask)
+                        second_gradient = product(second_gradient, slopes, b, SLOPES, PARTS[6], False)
     own = column < keys
     here = group * keys + column
     if WANTS_VALUE:
         across = tl.arange(0, VALUES)
         inside = own[:, None] & (across < value_width)[None, :]
         tl.store(value_out + here[:, None] * value_width + across[None, :], value_gradient, mask=inside)
-    if WANTS_KEY:
+    if WANTS_KEY and CHUNKS[0] == 0:
         across = tl.arange(0, WIDTH)
         inside = own[:, None] & (across < width)[None, :]
         place = out + here[:, None] * width + across[None, :]
@@ -395,5 +433,5 @@ def key_gradient(
             tl.store(
                 second_out + here[:, None] * second_width + across[None, :], second_gradient * second_scale, mask=inside
             )
-        if HAS_BIAS:
-            tl.store(bias_out + here, bias_gradient, mask=own)
+    if WANTS_KEY and HAS_BIAS:
+        tl.store(bias_out + here, bias_gradient, mask=own)
