@@ -1,6 +1,8 @@
 """Training steps that are replayed as CUDA graphs give the numbers of steps that are not, with every router."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.routing import Router
 from holdfast.train import build_model, load_recipe, make_task
+from holdfast.train import train as train_task
 from holdfast.train.captured_step import FIRST_STEPS, CapturedStep
+from holdfast.train.compiled_step import compile_step
 from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.schedule import schedule_of
@@ -36,13 +40,16 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(router: str, *, dropout: float = 0.1, **options: Any) -> Any:
+def build(
+    router: str, *, dropout: float = 0.1, width: int = 8, layers: int = 3, length: int = LENGTH, **options: Any
+) -> Any:
+    """Return a GPT-2 with 4 heads of this width, and routers with these options."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=3,
+        n_positions=length,
+        n_embd=4 * width,
+        n_layer=layers,
         n_head=4,
         n_inner=32,
         bos_token_id=0,
@@ -276,3 +283,95 @@ def test_a_step_that_waits_is_not_captured_and_says_so(
         results.append(train(CapturedStep(step) if captured else step, model, data))
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=0)
     assert "without CUDA graphs" in caplog.text
+
+
+COMPILED = ["smoe", "symphony", "ac", "smooth", "similarity", "attention"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", COMPILED)
+def test_fifty_compiled_and_replayed_steps_are_fifty_steps(router: str) -> None:
+    data = batches(STEPS)
+    plain, model = (build(router, dropout=0.0, layers=2) for _ in range(2))
+    expected = train(step_of(plain), plain, data)
+    step = CapturedStep(step_of(model))
+    step.compile(data[:1])
+    assert step.step.is_compiled
+    found = train(step, model, data)
+    assert step.is_captured and step.step.is_compiled
+    torch.testing.assert_close(found[:, 0], expected[:, 0], atol=1e-5, rtol=0)
+    own, other = plain.eval().state_dict(), model.eval().state_dict()
+    for name, value in own.items():
+        torch.testing.assert_close(other[name].float(), value.float(), atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_draws_the_random_numbers_of_dropout_that_a_step_draws() -> None:
+    data = batches(10)
+    plain, model = build("smoe", dropout=0.3, layers=2), build("smoe", dropout=0.3, layers=2)
+    expected = train(step_of(plain), plain, data)
+    step = CapturedStep(step_of(model))
+    step.compile(data[:1])
+    assert step.step.is_compiled
+    torch.testing.assert_close(train(step, model, data)[:, 0], expected[:, 0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [44, 48])
+def test_a_step_that_is_compiled_has_right_gradients_of_attention(width: int) -> None:
+    """torch 2.11 compiles attention with heads of width 44 to wrong gradients: then the step must not be compiled."""
+    data = batches(1, 512)
+    model = build("smoe", width=width, layers=1, length=512)
+    step = step_of(model, precision="bf16")
+    compile_step(step, data)
+    assert step.is_compiled or width == 44
+    gradients = []
+    for run in (model, step._compiled[0] if step._compiled else model):
+        torch.manual_seed(4)
+        step.add_gradients(data, run)
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        step.drop_gradients()
+    for name, gradient in gradients[0].items():
+        if "attn" in name:
+            assert (gradients[1][name] - gradient).norm() <= 0.1 * gradient.norm(), name
+
+
+@pytest.mark.slow
+def test_a_changed_setting_ends_compilation(caplog: pytest.LogCaptureFixture) -> None:
+    data = batches(10)
+    plain, model = build("smoe", dropout=0.0, layers=1), build("smoe", dropout=0.0, layers=1)
+    step: Any = CapturedStep(step_of(model))
+    step.compile(data[:1])
+    results = []
+    for each, own in ((step_of(plain), plain), (step, model)):
+        first = train(each, own, data)
+        changed_k(own)
+        results.append(torch.cat([first, train(each, own, data)]))
+    assert step.is_captured and not step.step.is_compiled
+    assert "continues without torch.compile, because a setting of the model has changed" in caplog.text
+    torch.testing.assert_close(results[1][:, 0], results[0][:, 0], atol=1e-4, rtol=0)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_compiled_run_that_is_resumed_is_compiled_and_has_the_same_log(tmp_path: Path) -> None:
+    changes = {"training.steps": 8, "training.save_every": 4, "training.compile": True}
+    task = make_task(load_recipe("tiny", changes))
+
+    def interrupt(finished: int) -> None:
+        if finished == 6:
+            raise Interrupted
+
+    logs = []
+    for name, stops in (("whole", False), ("resumed", True)):
+        if stops:
+            with pytest.raises(Interrupted):
+                train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2, tick=interrupt)
+        logs.append(train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2))
+        last = json.loads((tmp_path / name / "checkpoint-8" / "training.json").read_text())
+        assert last["compiled"]
+    for found, expected in zip(logs[1], logs[0], strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)

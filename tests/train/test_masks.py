@@ -64,3 +64,24 @@ def test_an_error_inside_leaves_transformers_as_before() -> None:
     with pytest.raises(RuntimeError, match="stop"), masks_without_waiting([inputs()]):
         raise RuntimeError("stop")
     assert masking_utils.find_packed_sequence_indices is before
+
+
+@pytest.mark.parametrize("names", [(), ("attention_mask",)])
+def test_a_compiled_step_has_a_mask_only_if_there_is_one_without_a_compiler(names: tuple[str, ...]) -> None:
+    """transformers would build one under a compiler in any case, before torch 2.14; and each step would compile again."""
+    torch.compiler.reset()
+    given, dense, masks = inputs(*names), model(), []
+
+    def collect(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if "scaled_dot_product_attention" in str(node.target):
+                masks.append(node.kwargs["attn_mask"])
+        return graph.forward
+
+    compiled: Any = torch.compile(dense, backend=collect, dynamic=False)
+    with torch.no_grad():
+        expected = dense(**given).logits
+        for _ in range(2):
+            with masks_without_waiting([given]):
+                torch.testing.assert_close(compiled(**given).logits, expected)
+    assert [mask is not None for mask in masks] == [bool(names)]

@@ -7,6 +7,8 @@ at once. It does the same work on the same memory each time, so three things mak
     what is decided in Python         is compared before each replay (`_settings`); after a change the step is captured anew
     what is reported to the host      is read after each replay: scores that are NaN or infinite raise with the layer's name
 
+If the step is compiled (`compiled_step`), the graph replays the compiled kernels.
+
 The first steps run without a graph. They are part of the training: they create the state of the optimizer, compile kernels,
 and show whether the step waits for the GPU, which a graph cannot do. Such a step, and inputs of another shape, run without a
 graph.
@@ -22,14 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.finite import require_finite_so_far
-from holdfast.train.step import StepRecord, TrainingStep
+from holdfast.train.compiled_step import compile_step, first_line
+from holdfast.train.step import Shapes, StepRecord, TrainingStep, shapes_of
 from holdfast.train.task import Inputs
 
 FIRST_STEPS = 3  # without a graph
+PLAIN = (int, float, str)  # a tuple: a union of types would be made anew for each value
 WAITS = "called a synchronizing CUDA operation"  # in the warning of `torch.cuda.set_sync_debug_mode`
 
 logger = logging.getLogger("holdfast")
-Shapes = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]
 
 
 @final
@@ -57,6 +60,9 @@ class CapturedStep:
         if self._key != key:
             if self._key is not None and self._key[1] == key[1] and self._graph is not None:
                 return self.step(inputs)  # another shape, as in the last batch of the data
+            if self._key is not None and self._key[1] != key[1] and self.step.is_compiled:
+                self.step.use_uncompiled()
+                logger.warning("training continues without torch.compile, because a setting of the model has changed.")
             self._key, self._graph, self._results, self._first_steps = key, None, None, 0
         if self._graph is None:
             if self._first_steps < FIRST_STEPS:
@@ -73,20 +79,32 @@ class CapturedStep:
         self.step.done += 1
         return StepRecord(*self._results, rate)
 
+    def compile(self, inputs: Sequence[Inputs]) -> None:
+        """Compile the step if that changes no numbers, on the stream on which it will be captured."""
+        with self._on_own_stream():
+            compile_step(self.step, inputs)
+
     def _run_first_step(self, inputs: Sequence[Inputs]) -> StepRecord:
         """Run a step without a graph, on the stream on which it will be captured."""
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
         is_last = self._first_steps == FIRST_STEPS - 1
-        with torch.cuda.stream(self._stream), _recording_waits(is_last) as waits:
+        with self._on_own_stream(), _recording_waits(is_last) as waits:
             record = self.step(inputs)
-        current.wait_stream(self._stream)
         record.loss.record_stream(current)
         record.grad_norm.record_stream(current)
         self._first_steps += 1
         if waits:
             self._refuse(f"a step waits for the GPU ({waits[0]})")
         return record
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """Inside the `with`, launch kernels on the stream of captures: after earlier ones, and before later ones."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
 
     def _capture(self, inputs: Sequence[Inputs]) -> None:
         self._inputs = [{name: value.clone() for name, value in batch.items()} for batch in inputs]
@@ -98,10 +116,17 @@ class CapturedStep:
                 self._results = self.step.compute(self._inputs)
         except (RuntimeError, ValueError) as problem:
             generator.graphsafe_set_state(before)
-            for parameter in self.step.parameters:
-                parameter.grad = None  # of the half-captured backward, which never ran
+            self.step.drop_gradients()  # of the half-captured backward, which never ran
             self._results = None
-            self._refuse(str(problem).splitlines()[0])
+            reason = first_line(problem)
+            if self.step.is_compiled:
+                self.step.use_uncompiled()
+                self._first_steps = 0
+                logger.warning(
+                    "training continues without torch.compile: the compiled step cannot be captured (%s).", reason
+                )
+            else:
+                self._refuse(reason)
             return
         self._graph = graph
 
@@ -110,20 +135,16 @@ class CapturedStep:
         logger.warning("training runs without CUDA graphs, which is slower for small models: %s.", reason)
 
 
-def shapes_of(inputs: Sequence[Inputs]) -> Shapes:
-    """Return the names, shapes and dtypes of the inputs of each micro-batch."""
-    return tuple(tuple((name, value.shape, value.dtype) for name, value in batch.items()) for batch in inputs)
-
-
 def _settings(model: nn.Module) -> tuple[Any, ...]:
     """Return what Python decides in a forward: modes, options, and where the tensors are that kernels read and write."""
     found: list[Any] = []
     for module in model.modules():
-        found.append(tuple(value for value in vars(module).values() if isinstance(value, int | float | str)))
+        found += [value for value in module.__dict__.values() if isinstance(value, PLAIN)]
+        found.append(module)  # separates the values of two modules
         for tensors in (module._parameters, module._buffers):
-            found += [
-                (value.data_ptr(), value.dtype, value.requires_grad) for value in tensors.values() if value is not None
-            ]
+            for value in tensors.values():
+                if value is not None:
+                    found += (value.data_ptr(), value.dtype, value.requires_grad)
     return tuple(found)
 
 

@@ -46,6 +46,7 @@ class TrainingState:
     global_step: int = 0  # finished steps
     best_global_step: int | None = None  # the step with the best result on held-out data
     best_loss: float | None = None  # that result: the smallest loss, or the smallest figure (`training.best_by`)
+    compiled: bool = False  # whether the step is compiled; a resumed run does the same
     log: list[dict[str, float]] = field(default_factory=list)
 
 

@@ -109,6 +109,7 @@ class TrainingLoop:
         guard: Guard,
     ) -> None:
         self.step: Step = CapturedStep(step) if step.on_gpu else step
+        self.training_step = step
         self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
         self.folder, self.state = folder, state
         self.k, self.guard, self.tick = k, guard, tick or (lambda steps: None)
@@ -122,10 +123,12 @@ class TrainingLoop:
     def run(self, batches: Iterator[list[Inputs]]) -> None:
         """Run all steps that are not finished. `batches` yields the micro-batches of one step at a time."""
         self.log.rewrite()
-        self.tick(self.state.global_step)
         self.model.train()  # also if it is in training mode: parts set themselves up for the state that was loaded
+        inputs = next(batches, None)
+        if inputs is not None:
+            self._compile(inputs)
+        self.tick(self.state.global_step)  # after compilation, which must not count as a slow first step
         try:
-            inputs = next(batches, None)
             while inputs is not None:
                 inputs = self._run_step(inputs, batches)
             self.log.flush()
@@ -134,6 +137,13 @@ class TrainingLoop:
             with suppress(Exception):  # the first error is the one to report
                 self.log.flush()
             raise
+
+    def _compile(self, inputs: list[Inputs]) -> None:
+        """On a GPU, compile the step if the recipe asks for it; a resumed run does what the run before it did."""
+        first = self.state.global_step == 0
+        wanted = self.training.compile if first else self.state.compiled
+        if wanted and isinstance(self.step, CapturedStep):
+            self.step.compile(inputs)
 
     def _run_step(self, inputs: list[Inputs], batches: Iterator[list[Inputs]]) -> list[Inputs] | None:
         """Run one step and what follows it; return the inputs of the next step, which are copied while the GPU works."""
@@ -158,6 +168,7 @@ class TrainingLoop:
             self.log.flush()
             # The GPU has finished its steps: a checkpoint never contains what a NaN has done to them.
             require_finite_so_far()
+            self.state.compiled = self.training_step.is_compiled
             write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
         return following
 

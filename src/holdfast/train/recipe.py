@@ -129,6 +129,7 @@ class TrainingPart:
     keep: Literal["last", "best"] = "last"  # "best": the best checkpoint on held-out data
     best_by: Literal["loss", "figure"] = "loss"  # what "best" compares: the loss, or the figure of the task
     label_smoothing: Smoothing = 0.0  # the share of a target that is spread over all classes
+    compile: bool = False  # the step, with torch.compile, on one GPU
     augment: AugmentPart = field(default_factory=AugmentPart)  # random changes of training pictures
 
     def __post_init__(self) -> None:

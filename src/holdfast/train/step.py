@@ -44,6 +44,7 @@ class StepRecord:
 
 
 Step = Callable[[Sequence[Inputs]], StepRecord]  # trains the model by one step on its micro-batches
+Shapes = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]  # of the inputs of each micro-batch, with their names
 
 
 def adamw(model: nn.Module, training: TrainingPart) -> torch.optim.AdamW:
@@ -89,8 +90,21 @@ class TrainingStep:
         self.on_gpu = self.parameters[0].is_cuda
         self.done = 0
         self._rate: float | None = None
+        self._compiled: tuple[Callable[..., Any], Shapes] | None = None
         if precision == "bf16":
             use_autocast(model)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def use_compiled(self, run: Callable[..., Any], inputs: Sequence[Inputs]) -> None:
+        """Call `run` in place of the model, for inputs of these shapes only: other shapes would be compiled, unchecked."""
+        self._compiled = run, shapes_of(inputs)
+
+    def use_uncompiled(self) -> None:
+        """Call the model itself from now on."""
+        self._compiled = None
 
     def __call__(self, inputs: Sequence[Inputs]) -> StepRecord:
         rate = self.set_learning_rate()
@@ -112,25 +126,38 @@ class TrainingStep:
 
     def compute(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
         """Run forward, backward and update; return the loss and the gradient norm. Only the device part of a step."""
-        with masks_without_waiting(inputs) if self.on_gpu else nullcontext():
-            return self._compute(inputs)
-
-    def _compute(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
-        assert len(inputs) == self.accumulate, "one entry for each micro-batch"
-        count = label_count(inputs) if self.counts_labels else None
-        total: Tensor | None = None
-        for batch in inputs:
-            loss = loss_of(self.model, batch, count)
-            if count is None:
-                loss = loss / len(inputs)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
+        run = self.model
+        if self._compiled is not None and self._compiled[1] == shapes_of(inputs):
+            run = self._compiled[0]
+        loss = self.add_gradients(inputs, run)
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
         self.optimizer.step()
+        self.drop_gradients()
+        return loss, grad_norm
+
+    def add_gradients(self, inputs: Sequence[Inputs], run: Callable[..., Any]) -> Tensor:
+        """Run forward and backward of the micro-batches, with `run` in the place of the model; return the loss."""
+        assert len(inputs) == self.accumulate, "one entry for each micro-batch"
+        with masks_without_waiting(inputs) if self.on_gpu else nullcontext():
+            count = label_count(inputs) if self.counts_labels else None
+            total: Tensor | None = None
+            for batch in inputs:
+                loss = loss_of(run, batch, count)
+                if count is None:
+                    loss = loss / len(inputs)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        return total, grad_norm
+
+
+def shapes_of(inputs: Sequence[Inputs]) -> Shapes:
+    """Return the names, shapes and dtypes of the inputs of each micro-batch."""
+    return tuple(tuple((name, value.shape, value.dtype) for name, value in batch.items()) for batch in inputs)
 
 
 def accepts_label_count(model: Any) -> bool:

@@ -49,6 +49,7 @@ class Examples(Dataset[Inputs]):
     fetch       from the numbers of examples to their inputs
     fetch_on    from a device to a `fetch` that keeps the data on it; None: they stay in memory
     fetch_at    for inputs that also depend on the place of an example in the order (augmented pictures); replaces both
+    fetch_at_on from a device to a `fetch_at` whose inputs are on it, if possible
     """
 
     def __init__(
@@ -59,14 +60,19 @@ class Examples(Dataset[Inputs]):
         *,
         fetch_on: Callable[[torch.device], Callable[[Tensor], Inputs]] | None = None,
         fetch_at: FetchAt | None = None,
+        fetch_at_on: Callable[[torch.device], FetchAt] | None = None,
     ) -> None:
         self.order, self.fetch, self.steps, self.fetch_on, self.fetch_at = order, fetch, steps, fetch_on, fetch_at
+        self.fetch_at_on = fetch_at_on
 
     def on(self, device: torch.device) -> "Examples":
         """Return the same examples with inputs on the device if possible, so that a step copies only their numbers."""
-        if self.fetch_on is None or self.fetch_at is not None or device.type == "cpu":
+        if device.type == "cpu":
             return self
-        return Examples(self.order, self.fetch_on(device), self.steps)
+        if self.fetch_at is not None:
+            fetch_at = self.fetch_at if self.fetch_at_on is None else self.fetch_at_on(device)
+            return Examples(self.order, self.fetch, self.steps, fetch_at=fetch_at)
+        return self if self.fetch_on is None else Examples(self.order, self.fetch_on(device), self.steps)
 
     def __len__(self) -> int:
         return self.steps * self.order.size
