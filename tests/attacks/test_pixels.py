@@ -1,6 +1,7 @@
 """FGSM, PGD and SPSA on a small network that reads digits."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.attacks import PAPER_BUDGET, AttackedInputs, fgsm, pgd, spsa, worst_of
+from holdfast.attacks.pixels import random_signs
 from holdfast.attacks.threat import NORMS, Norm
 
 Digits = tuple[nn.Module, Tensor, Tensor]
@@ -188,3 +190,19 @@ def test_wrong_arguments_are_named() -> None:
 def test_no_inputs_are_no_trouble() -> None:
     result = pgd(nn.Flatten().eval(), torch.zeros(0, 1, 2, 2), torch.zeros(0, dtype=torch.int64), budget=0.1)
     assert result.inputs.shape == (0, 1, 2, 2) and result.realised == 0
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 5, 5), (3,), (2, 4)], ids=str)
+def test_random_signs_are_the_bits_of_each_generator(shape: tuple[int, ...]) -> None:
+    """The signs of an example depend only on its own generator, however many others are drawn with it."""
+    count = math.prod(shape)
+    found = random_signs(
+        shape, [torch.Generator().manual_seed(seed) for seed in (4, 5)], torch.zeros(1, dtype=torch.float64)
+    )
+    assert found.shape == (2, *shape) and found.dtype == torch.float64
+    for row, seed in enumerate((4, 5)):
+        octets = torch.randint(256, (-(-count // 8),), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        signs = [1.0 if octets[place // 8] & (1 << place % 8) else -1.0 for place in range(count)]
+        assert found[row].flatten().tolist() == signs
+    both = random_signs((40_000,), [torch.Generator().manual_seed(0)], torch.zeros(1))
+    assert set(both.unique().tolist()) == {-1.0, 1.0} and abs(float(both.mean())) < 0.02

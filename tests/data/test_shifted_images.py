@@ -38,7 +38,9 @@ def test_layouts_are_recognised(tmp_path: Path) -> None:
         "stars": ("classes", "test split"),
     }
     assert len(found["stars"]) == 5 and [part.severity for part in found["g"].parts] == [3]
-    assert recognise(f"outliers={tmp_path / 'photos'}").kind == "outliers"
+    for name in ("photos", "imagenet-o"):
+        declared = recognise(f"outliers={tmp_path / name}")
+        assert (declared.kind, declared.layout) == ("outliers", "outliers")
 
 
 def test_a_published_list_of_classes_is_recognised_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

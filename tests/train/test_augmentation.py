@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from holdfast.data import Order, PixelScaling
-from holdfast.data.draws import Draws
+from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.labelled_images import ArrayImages, FileImages
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.augmentation import AugmentedPictures, AugmentPart, crop_box
+from holdfast.train.augmentation import AugmentedPictures, AugmentPart, MovedPictures, crop_box
 from holdfast.train.mixed_labels import mixing_term, soft_labels
 from holdfast.train.recipe import parse_router
 from holdfast.train.training import SingleRun, train
 
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 ALL: dict[str, Any] = {"crop": 0.3, "flip": True, "randaugment": 9, "erase": 0.5, "mixup": 0.8, "cutmix": 1.0}
 CASES: dict[str, dict[str, Any]] = {
     "crop": {"crop": 0.08},
@@ -64,6 +65,49 @@ def test_an_example_is_changed_anew_in_every_epoch() -> None:
     epochs = [pictures(order, range(4 * epoch, 4 * epoch + 4)) for epoch in range(3)]
     shown = [one["pixel_values"][one["labels"].argsort()] for one in epochs]
     assert not torch.equal(shown[0], shown[1]) and not torch.equal(shown[1], shown[2])
+
+
+@pytest.mark.parametrize("given", [{"pad": 4}, {"flip": True}, {"pad": 3, "flip": True}, {"pad": 40, "flip": True}], ids=str)
+@pytest.mark.parametrize(("channels", "top"), [(1, 16), (3, 255)])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_pictures_moved_on_a_device_are_those_of_the_host_to_the_bit(
+    place: str, channels: int, top: int, given: dict[str, Any]
+) -> None:
+    source, device = torch.Generator().manual_seed(0), torch.device(place)
+    values = torch.randint(top + 1, (61, channels, 13, 11), generator=source, dtype=torch.uint8)
+    images = ArrayImages(values, torch.randint(10, (61,), generator=source), top)
+    scaling = PixelScaling((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)) if channels == 3 else PixelScaling()
+    on_host = AugmentedPictures(images, scaling, AugmentPart(**given), batch=16, seed=5)
+    on_device = on_host.on(device)
+    assert isinstance(on_device, MovedPictures)
+    for places in (range(16), range(48, 80), [7, 3, 2**40]):
+        expected, found = on_host(Order(61, 16, seed=5), places), on_device(Order(61, 16, seed=5), places)
+        assert expected.keys() == found.keys() and all(value.device.type == place for value in found.values())
+        assert all(torch.equal(value, found[key].cpu()) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("case", ["flip", "randaugment"])
+def test_examples_on_a_gpu_are_made_there_if_pixels_only_move(case: str, digits: Callable[..., Recipe]) -> None:
+    """`Examples.on` passes the device on; the loop calls it with that of the model. `meta` stands for a GPU."""
+    examples = augmented(digits({"training.augment": CASES[case]}))
+    assert examples.on(torch.device("cpu")) is examples
+    assert isinstance(examples.on(torch.device("meta")).fetch_at, MovedPictures if case == "flip" else AugmentedPictures)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("pad", "flip")])
+def test_pictures_whose_values_change_are_made_on_the_host(case: str) -> None:
+    images = ArrayImages(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4))
+    pictures = AugmentedPictures(images, PixelScaling(), AugmentPart(**CASES[case]), batch=4, seed=0)
+    assert pictures.on(torch.device("cpu")) is pictures
+
+
+def test_many_draws_are_those_of_each_key() -> None:
+    last = [0, 1, 511, 2**40, 2**64 - 1]
+    many, single = ManyDraws(3, 1, last=last), [Draws(3, 1, number) for number in last]
+    for count in (1, 9, 81, 2**32 - 1):
+        assert many.below(count).tolist() == [draws.below(count) for draws in single]
+        assert many.uniform().tolist() == [draws.uniform() for draws in single]
+        assert many.bits().tolist() == [draws.bits() for draws in single]
 
 
 def naive_mixing(pictures: Tensor, labels: Tensor, part: AugmentPart, number: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ def test_the_recipe_asks_for_what_it_says() -> None:
     assert recipe.attack.all_budgets() == [0.5 / 255, 1 / 255, 2 / 255]
     assert (recipe.attack.examples, recipe.attack.spsa_examples, recipe.attack.corrupted_examples) == (2000, 512, 2000)
     assert recipe.sparse.layers == "last:2" and recipe.model.config["patch_size"] == 4
+    assert recipe.training.augment.in_use and recipe.training.augment.only_moves_pixels  # a GPU does not wait for the host
 
 
 def test_small_images_are_run_in_larger_batches_on_a_gpu() -> None:

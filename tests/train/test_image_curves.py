@@ -128,6 +128,9 @@ def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> No
     assert smoe["PGD, difference"] == "baseline" and "2 seeds" in symphony["PGD, difference"]
     page = render(stored)
     assert "Accuracy, clean and attacked" in page and symphony["corruptions"] in page and "PGD, error against budget" in page
+    counts = {"clean": stored.cells[0].clean.examples, "FGSM": 32, "PGD": 32, "SPSA": 8, "corruptions": 12}
+    assert f"Test images: {', '.join(f'{name} {count}' for name, count in counts.items())}." in page
+    assert page.count("<h2>Every attack</h2>") == 0  # the table of accuracies has all of it
 
 
 def test_a_gain_in_error_is_a_loss_in_accuracy(folder: Path) -> None:

@@ -12,10 +12,12 @@ from commands import Command
 from PIL import Image
 
 from holdfast.attacks import CORRUPTIONS
+from holdfast.data.labelled_images import ArrayImages
 from holdfast.metrics.tasks import ALEXNET_ERRORS
 from holdfast.train import Comparison, Recipe, make_task, parse_routers
 from holdfast.train.image_attacks import Corrupted, classifier
 from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
 from holdfast_command import main
 
 IDS = [f"n{10_000_000 + 13 * number:08}" for number in range(1000)]  # sorted, as the outputs of ImageNet's models are
@@ -120,6 +122,31 @@ def test_outliers_are_told_from_test_images_of_the_same_classes(
     assert found["imagenet-o"]["figure"] == pytest.approx(100 * average_precision_score(is_outlier, scores))
     assert (found["imagenet-o"]["examples"], found["imagenet-o"]["in_distribution"]) == (15, 15)
     assert found["clean"]["examples"] == 30
+
+
+def test_imagenet_o_without_a_class_of_the_model_is_told_from_all_classes_if_it_is_declared(tmp_path: Path) -> None:
+    """A model of a few classes has none of ImageNet-O's; the error names what to write, and that works."""
+    from sklearn.metrics import average_precision_score
+
+    write(tmp_path / "imagenet-o", ["n01440764", "n01443537"], 4)
+    values = torch.randint(256, (12, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    clean = CleanImages(ArrayImages(values, torch.arange(12) % 5), torch.arange(12) % 5)
+    place = tmp_path / "imagenet-o"
+    with pytest.raises(ValueError, match=f"no class in common with the model; .* write outliers={place}.$"):
+        ShiftedTests(recognise_all([str(place)]), SOME, (3, 8, 8), clean=clean)
+    weights = torch.randn(192, 5, generator=torch.Generator().manual_seed(1))
+
+    def classify(pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.flatten(1) @ weights
+
+    tests = ShiftedTests(recognise_all([f"outliers={place}"]), SOME, (3, 8, 8), clean=clean)
+    found = tests.score(classify, torch.device("cpu"))["imagenet-o"]
+    outliers = [torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(place.glob("*/*.png"))]
+    images = torch.cat([values, torch.stack(outliers)]).float() / 255
+    confidence = classify(images).softmax(-1).amax(-1)
+    expected = average_precision_score([0] * 12 + [1] * 8, (-confidence).tolist())
+    assert found["figure"] == pytest.approx(100 * expected)
+    assert (found["examples"], found["in_distribution"], found["classes"]) == (8, 12, 5)
 
 
 def test_all_corruptions_of_imagenet_c_give_mce(model: Any, saved: Path, tmp_path: Path, command: Command) -> None:

@@ -5,7 +5,7 @@ router of a comparison, a resumed run and each of several ranks see the same pic
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar, final
 
 import numpy as np
@@ -20,6 +20,12 @@ def _mixed(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _mixed_array(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @final
@@ -68,7 +74,28 @@ class Draws:
         """Return an array of random bytes."""
         count = math.prod(shape)
         steps = np.arange(1, -(-count // 8) + 1, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(self.bits())
-        steps = (steps ^ (steps >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        steps = (steps ^ (steps >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        steps = steps ^ (steps >> np.uint64(31))
-        return steps.astype("<u8").view(np.uint8)[:count].reshape(shape)
+        return _mixed_array(steps).astype("<u8").view(np.uint8)[:count].reshape(shape)
+
+
+@final
+class ManyDraws:
+    """The numbers of `Draws(*key, last)` for many last numbers of a key at once: an array with one number for each."""
+
+    def __init__(self, *key: int, last: Iterable[int]) -> None:
+        ends = np.fromiter((number & _MASK for number in last), dtype=np.uint64)
+        self._state = _mixed_array((ends ^ np.uint64(Draws(*key)._state)) + np.uint64(_STEP))
+
+    def bits(self) -> npt.NDArray[np.uint64]:
+        """Return 64 random bits of each."""
+        self._state = self._state + np.uint64(_STEP)
+        return _mixed_array(self._state)
+
+    def uniform(self) -> npt.NDArray[np.float64]:
+        """Return a number between 0 and 1 of each."""
+        return (self.bits() >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    def below(self, count: int) -> npt.NDArray[np.int64]:
+        """Return a whole number from 0 to count - 1 of each, for a count below 2^32."""
+        bits, factor, half = self.bits(), np.uint64(count), np.uint64(32)
+        low = (bits & np.uint64(2**32 - 1)) * factor  # in two halves: the product has up to 96 bits
+        return (((bits >> half) * factor + (low >> half)) >> half).astype(np.int64)

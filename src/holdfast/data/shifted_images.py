@@ -97,8 +97,8 @@ def recognise(written: str) -> ShiftedFolder:
     part = _part(place, folder)
     layout = published_set(part.counts) or _by_name(folder, part) or ("test split" if place != folder else "class folders")
     found: Kind = kind or ("outliers" if layout == "ImageNet-O" else "classes")
-    if found == "outliers" and layout != "ImageNet-O":
-        layout = "outliers"
+    if found == "outliers" and (kind or layout != "ImageNet-O"):
+        layout = "outliers"  # as the user writes it, whatever the folder is called: a model may have no class of ImageNet-O
     return ShiftedFolder(folder, found, layout, (part,), checksum(_names_and_sizes(folder, part)))
 
 

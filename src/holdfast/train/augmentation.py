@@ -4,6 +4,9 @@ What happens to an example follows only from the seed and from its place in the 
 So every router of a comparison and a resumed run see the same pictures at the same step, however a batch is split into
 micro-batches and over ranks. Pictures are changed in the order of the list above, which is that of the papers' code (timm).
 Pictures for validation and testing are never changed.
+
+Shifts and flips only move pixels, so a GPU makes them in its own memory, to the same numbers (`MovedPictures`). All other
+changes are made on the host.
 """
 
 import math
@@ -11,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.data import ExampleOrder, Images, PixelScaling
-from holdfast.data.draws import Draws
-from holdfast.data.labelled_images import Box, as_bytes
+from holdfast.data.draws import Draws, ManyDraws
+from holdfast.data.labelled_images import ArrayImages, Box, as_bytes
 from holdfast.data.picture_operations import LARGEST_MAGNITUDE, OPERATIONS
 from holdfast.routing.grammar import Limits
 from holdfast.train.mixed_labels import SECOND_LABELS, SECOND_SHARES
@@ -57,6 +61,11 @@ class AugmentPart:
         changes = (self.crop is not None, self.pad, self.flip, self.randaugment, self.erase, self.mixup, self.cutmix)
         return any(changes)
 
+    @property
+    def only_moves_pixels(self) -> bool:
+        """Whether no value of a pixel is computed: pictures are only shifted and mirrored."""
+        return self.crop is None and not any((self.randaugment, self.erase, self.mixup, self.cutmix))
+
 
 @final
 class AugmentedPictures:
@@ -68,6 +77,17 @@ class AugmentedPictures:
 
     def __init__(self, images: Images, scaling: PixelScaling, part: AugmentPart, *, batch: int, seed: int) -> None:
         self.images, self.scaling, self.part, self.batch, self.seed = images, scaling, part, batch, seed
+
+    def on(self, device: torch.device) -> "AugmentedPictures | MovedPictures":
+        """Return the same with inputs on the device, if pixels are only moved and all pictures fit there; otherwise this."""
+        images = self.images.on(device) if self.part.only_moves_pixels else self.images
+        if (
+            not self.part.only_moves_pixels
+            or not isinstance(images, ArrayImages)
+            or images.values.device.type != device.type
+        ):
+            return self
+        return MovedPictures(images, self.scaling, self.part, seed=self.seed)
 
     def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
         if not self.part.mixup and not self.part.cutmix:
@@ -123,6 +143,45 @@ class AugmentedPictures:
             for picture, own in zip(pictures, draws, strict=True):
                 _erase(picture, self.part.erase, own)
         return pictures
+
+
+@final
+class MovedPictures:
+    """The inputs of `AugmentedPictures` to the bit, on the device of the images, for changes that only move pixels.
+
+    Only the numbers, offsets and flips of a batch are copied to the device. Pixels are looked up in a table of the values
+    that the host computes: a GPU divides by a number by multiplying with its rounded reciprocal.
+    """
+
+    def __init__(self, images: ArrayImages, scaling: PixelScaling, part: AugmentPart, *, seed: int) -> None:
+        assert part.only_moves_pixels
+        self.images, self.part, self.seed, device = images, part, seed, images.values.device
+        channels, height, width = images.shape
+        pixels = as_bytes(torch.arange(256).float() / images.top).float() / 255
+        self.table = scaling(pixels.expand(1, channels, 1, 256)).flatten().to(device)  # (C * 256,)
+        self.rows_of_table = 256 * torch.arange(channels, device=device).view(-1, 1)
+        self.y, self.x = torch.arange(height, device=device), torch.arange(width, device=device)
+
+    def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
+        draws, pad = ManyDraws(self.seed, OF_PICTURES, last=places), self.part.pad
+        none = np.zeros(len(places), dtype=np.int64)
+        drawn = [draws.below(2 * pad + 1) - pad if pad else none for _ in range(2)]
+        drawn.append((draws.uniform() < 0.5).astype(np.int64) if self.part.flip else none)
+        moves = torch.from_numpy(np.stack((order.at(places).numpy(), *drawn)))
+        numbers, left, top, is_flipped = self.images.index(moves).unbind()
+        (_, height, width), x = self.images.shape, self.x
+        column = left[:, None] + torch.where(is_flipped[:, None] > 0, width - 1 - x, x)  # (B,W)
+        row = top[:, None] + self.y  # (B,H)
+        inside = _is_in(row, height)[:, :, None] & _is_in(column, width)[:, None, :]
+        source = (row.clamp(0, height - 1) * width)[:, :, None] + column.clamp(0, width - 1)[:, None, :]  # (B,H,W)
+        pictures = self.images.values[numbers]
+        moved = pictures.flatten(2).gather(2, source.flatten(1)[:, None].expand(-1, pictures.shape[1], -1)).long()
+        moved = moved.masked_fill(~inside.flatten(1)[:, None], 0) + self.rows_of_table
+        return {"pixel_values": self.table[moved].view(pictures.shape), "labels": self.images.labels[numbers]}
+
+
+def _is_in(places: Tensor, count: int) -> Tensor:
+    return (places >= 0) & (places < count)
 
 
 def crop_box(draws: Draws, width: int, height: int, smallest: float) -> Box:

@@ -139,8 +139,10 @@ class ImageTask(Task):
 
         fetch, steps, augment = partial(_inputs, images, self.scaling), training.step_count(len(images)), training.augment
         how: dict[str, Any] = {"batch": training.batch, "seed": seed}
-        fetch_at = AugmentedPictures(images, self.scaling, augment, **how) if augment.in_use else None
-        return Examples(order, fetch, steps, fetch_on=fetch_on, fetch_at=fetch_at)
+        if not augment.in_use:
+            return Examples(order, fetch, steps, fetch_on=fetch_on)
+        augmented = AugmentedPictures(images, self.scaling, augment, **how)
+        return Examples(order, fetch, steps, fetch_at=augmented, fetch_at_on=augmented.on)
 
     def validation(self) -> Dataset[Inputs]:
         return _SomeImages(self.image_set.images("valid"), self._most_validation_images, self.scaling)

@@ -115,6 +115,11 @@ class ShiftedTests:
     def _columns_of(self, one: ShiftedFolder, index: ClassIndex | None) -> list[int] | None:
         if one.kind == "outliers" and one.layout != "ImageNet-O" and not set(one.classes) & set(self.classes):
             return None  # these are told from images of all classes
+        if one.layout == "ImageNet-O" and are_wordnet_ids(self.classes) and not set(one.classes) & set(self.classes):
+            raise ValueError(
+                f"{one.folder} (ImageNet-O) has no class in common with the model; to tell its images from those of all the "
+                f"model's classes, write outliers={one.folder}."
+            )
         columns = outputs_of(one.folder, one.classes, self.classes, index)
         if len(columns) < 2 and one.kind == "classes":
             raise ValueError(f"{one.folder} has one class only; a model that may answer only this class is always right.")
