@@ -18,7 +18,7 @@ from upcycling import (
     windows,
 )
 
-EXPERTS = {"smoe": 2, "smooth": 2.5}  # a token: what top 2 and a strip with its default budget use
+EXPERTS = {"smoe": (2.0, 2.0), "smooth": (2.1, 3.9)}  # a token, at least and at most; the strip is open from the start
 TOKENS = 513  # from the beginning of the text; all but the first are predicted
 
 
@@ -63,24 +63,24 @@ def test_the_language_models_tokens_spell_the_text(text: str) -> None:
     assert tokenizer.convert_ids_to_tokens(tokenizer("4 ½").input_ids) == ["4", "Ġ", "Â½"]  # digits are split off first
 
 
-@pytest.mark.parametrize(("router", "experts"), EXPERTS.items())
-def test_an_upcycled_language_model_keeps_its_perplexity(
-    router: str, experts: float, tokens: Tensor, dense_losses: Tensor
-) -> None:
+@pytest.mark.parametrize("router", EXPERTS)
+def test_an_upcycled_language_model_keeps_its_perplexity(router: str, tokens: Tensor, dense_losses: Tensor) -> None:
     batch = {"input_ids": tokens[None]}
     model = sparse(pretrained.smollm2(), router, batch)
     losses = token_losses(model, tokens)
     assert perplexity(losses) == pytest.approx(perplexity(dense_losses), rel=1e-3)
     # Copies differ by rounding alone, which an average should not hide.
     torch.testing.assert_close(losses, dense_losses, rtol=0, atol=1e-3)
-    assert experts_per_token(model, batch) == pytest.approx(experts, abs=0.05)
+    least, most = EXPERTS[router]
+    assert least <= experts_per_token(model, batch) <= most
 
 
-@pytest.mark.parametrize(("router", "experts"), EXPERTS.items())
-def test_an_upcycled_encoder_keeps_its_embeddings(router: str, experts: float, encoder: tuple[list[str], Tensor]) -> None:
+@pytest.mark.parametrize("router", EXPERTS)
+def test_an_upcycled_encoder_keeps_its_embeddings(router: str, encoder: tuple[list[str], Tensor]) -> None:
     some, dense = encoder
     model, tokenizer = pretrained.minilm()
     batch = encode(tokenizer, some[:BATCH])
     model = sparse(model, router, batch)
     assert (embeddings(model, tokenizer, some) - dense).norm(dim=-1).max() < 1e-5
-    assert experts_per_token(model, batch) == pytest.approx(experts, abs=0.1)  # the strip was measured under dropout
+    least, most = EXPERTS[router]
+    assert least <= experts_per_token(model, batch) <= most

@@ -17,6 +17,7 @@ from holdfast.data import Bytes, LabelledText, Vocabulary
 from holdfast.data.encoded_texts import PairEncoder
 from holdfast.train import Recipe, attack_text, load_recipe, load_trained, make_task, recipes, save_trained
 from holdfast.train.label_task import LabelTask, predict
+from holdfast.train.preflight import preflight
 from holdfast.train.recipe import parse_router
 from holdfast.train.saved_model import AuditData, load_model_and_task
 from holdfast.train.task import attack_routers, routing_metrics
@@ -113,6 +114,13 @@ def test_predictions_do_not_depend_on_the_order_of_texts(reviews: Path) -> None:
     with torch.no_grad():
         alone = [int(model(**task.encoded([row]).batch([0])).logits.argmax()) for row in rows]
     assert forwards.tolist() == alone
+
+
+def test_a_length_that_cuts_most_texts_is_warned_about(reviews: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for tokens, length, is_short in (("bytes", 32, True), ("words", 32, False)):
+        caplog.clear()
+        preflight(task_of(reviews, **{"data.tokens": tokens, "data.length": length}), [parse_router("smoe")])
+        assert ("100% of the training texts have 32 tokens" in caplog.text) is is_short
 
 
 def test_batches_of_training_have_one_shape_and_their_labels(reviews: Path) -> None:
@@ -344,7 +352,14 @@ MINILM = {
         "num_attention_heads": 12,
     },
 }
-PARAMETERS = {"glue-bert": 0.46e9, "glue-phi3": 7.4e9, "sst2": 0.072e9, "sst5": 0.072e9, "banking77": 0.072e9}
+PARAMETERS = {
+    "glue-bert": 0.46e9,
+    "glue-phi3": 7.4e9,
+    "glue-minilm": 0.072e9,
+    "sst2": 0.072e9,
+    "sst5": 0.072e9,
+    "banking77": 0.072e9,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -52,6 +52,7 @@ PROBE_TOKENS = 2048  # with padding, rounded up to whole texts
 VIEW_TOKENS = 160
 VALIDATION_TEXTS = 4096  # at most
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}  # when scoring; at least one text
+MOST_CUT = 0.5  # share of training texts that fill the length; above it there is a warning
 ROUNDED_TO = 8  # tokens: the width of training batches is a multiple of this
 
 Values = npt.NDArray[Any]
@@ -169,6 +170,15 @@ class LabelTask(Task):
         """The number of tokens that training texts are padded to: one for all batches, so that a step can be captured."""
         longest = int(self.training.lengths.max())
         return min(self.recipe.data.length, -(-longest // ROUNDED_TO) * ROUNDED_TO)
+
+    def size_warning(self, model: Any) -> str | None:
+        share = float((self.training.lengths >= self.recipe.data.length).double().mean())
+        if share <= MOST_CUT:
+            return None
+        return (
+            f"{share:.0%} of the training texts have {self.recipe.data.length} tokens, the most that data.length allows: "
+            "texts that are longer lose their end. A larger data.length reads more of them."
+        )
 
     def examples(self, seed: int) -> Examples:
         training, labels = self.recipe.training, self.labels("train")
