@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny
 
 from holdfast.auditing import PERTURBATIONS, AuditReport, Settings, parse_condition
+from holdfast.cli.audit import print_what_if
 from holdfast_command import main
 
 MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
@@ -83,12 +84,37 @@ def test_a_model_trained_here_is_audited_on_its_own_text_with_another_router(
         str(tmp_path),
     ]
     assert main(given) == 0
-    assert "With smooth" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "What if: smooth instead" in shown and "Cost: experts per token 2 -> " in shown and "Cost: loss " in shown
     stored = json.loads((tmp_path / "audit.json").read_text())
     assert stored["what_if"]["router"] == "smooth" and stored["what_if"]["cost"]["experts_per_token"]["after"] > 2
     flips = stored["what_if"]["flip_output"]["noise.0.01"]
     assert flips["after"] < flips["before"]
     assert stored["perturbations"]["words"]["skipped"] is None and stored["at_risk"][0]["context"]
+
+
+def test_a_what_if_prints_the_part_of_flips_the_total_and_the_predictions_within_80_columns(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pairs(before: float, after: float) -> dict[str, dict[str, float]]:
+        return {name: {"before": before, "after": after} for name in ("noise.0.01", "routing.bf16")}
+
+    monkeypatch.setenv("COLUMNS", "80")
+    cost: dict[str, Any] = {"loss": {"before": None, "after": None}, "experts_per_token": {"before": 2.0, "after": 2.5}}
+    changes = {
+        "flip_output": pairs(0.0057, 0.0017),
+        "output": pairs(0.0083, 0.0099),
+        "prediction_flips": pairs(0.0013, 0.0024),
+    }
+    print_what_if({"router": "smooth[eps=0.1]@1,3", "cost": cost, "flips": {}, **changes})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "smooth[eps=0.1]@1,3" in lines[0]  # options in brackets are not markup
+    rows = [line.split() for line in lines if line.startswith(("noise.0.01", "routing.bf16"))]
+    assert [row[1:] for row in rows] == [["0.57%", "->", "0.17%", "0.83%", "->", "0.99%", "0.13%", "->", "0.24%"]] * 2
+    heading = "\n".join(lines[1:3])
+    assert all(word in heading for word in ("by flips", "total", "predictions"))
+    assert lines[-1] == "Cost: experts per token 2 -> 2.5" and not any("loss" in line for line in lines)
 
 
 def test_conditions_decide_the_exit_code(folder: Path, text: Path, capsys: Any) -> None:

@@ -303,7 +303,7 @@ class WhatIf:
     after: AuditReport
 
     def summary(self) -> dict[str, Any]:
-        """Return before and after: the cost, the flips, and the change of output that flips cause."""
+        """Return before and after: the cost, the flips, output changes by flips and in all, changed predictions."""
         one, two = self.before.overall, self.after.overall
         names = [name for name in one["flips"] if name in two["flips"]]
         return {

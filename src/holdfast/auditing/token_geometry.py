@@ -62,16 +62,15 @@ class LayerTokens:
             order, k = affine_order(subject, call.tokens, call.context)
         else:
             order, k = affine_order(subject, flat)
-        keys = affine_keys(order, flat).rows(rows)
-        keys = AffineKeys(*(each.cpu() for each in (keys.points, keys.weight, keys.bias, keys.factors, keys.index)))
+        places = rows.cpu()
         return cls(
             audited.moe_layers[layer],
             call,
             tokens=flat[rows].cpu(),
             inputs=record.tokens[rows].cpu(),
             output=record.routed[rows].cpu(),
-            rows=rows.cpu(),
-            keys=keys,
+            rows=places,
+            keys=affine_keys(order, flat).rows(places),
             k=k,
             weights=record.weights,
         )

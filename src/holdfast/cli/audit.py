@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,13 +33,29 @@ def print_report(report: AuditReport) -> None:
 
 
 def print_what_if(found: dict[str, Any]) -> None:
-    """Print the audit before and after another router was put in."""
-    shown = slim_table(f"With {found['router']} instead, untrained", "", "unchanged", f"with {found['router']}")
-    for name, pair in found["cost"].items():
-        shown.add_row(name.replace("_", " "), _number(pair["before"]), _number(pair["after"]))
-    for name, pair in found["flip_output"].items():
-        shown.add_row(f"output change by flips, {name}", _number(pair["before"]), _number(pair["after"]))
+    """Print what each perturbation changes before and after another router was put in, and what that router costs."""
+    from holdfast.report.page_shell import short_share
+
+    columns = ("flip_output", "output", "prediction_flips")
+    headings = ("output change\nby flips", "total output\nchange", "predictions\nthat change")
+    shown = slim_table(
+        "",
+        "before -> after",
+        *headings,
+        caption="before: the model's own router. Output changes: of layers, relative to the output's norm. The part that "
+        "flips cause can fall while the total or the changed predictions rise: compare all columns.",
+    )
+    shown.title = plain_text(f"What if: {found['router']} instead, without training")  # options are in brackets
+    for name in found["flip_output"]:
+        shown.add_row(plain_text(name), *(_before_and_after(found[key][name], short_share) for key in columns))
     show(shown)
+    for name, pair in found["cost"].items():
+        if pair["before"] is not None or pair["after"] is not None:  # without labels there is no loss
+            print(f"Cost: {name.replace('_', ' ')} {_before_and_after(pair, _cost)}")
+
+
+def _before_and_after(pair: dict[str, float | None], written: Callable[[float | None], str]) -> str:
+    return f"{written(pair['before'])} -> {written(pair['after'])}"
 
 
 def print_differences(before: AuditReport, after: AuditReport) -> None:
@@ -158,6 +175,10 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
+def _cost(value: float | None) -> str:
+    return "NaN" if value is None else f"{value:.4g}"
+
+
 NAME = "audit.json"
 
 
@@ -211,8 +232,7 @@ class Audit:
 
     def run(self) -> None:
         from holdfast.auditing import AuditReport, Settings, parse_condition
-        from holdfast.report import write_audit
-        from holdfast.report.stored_audit import read_audit
+        from holdfast.report import stored_audit, write_audit
 
         self.plugins.load()
         if self.compare is not None:
@@ -220,7 +240,7 @@ class Audit:
                 raise ValueError("--compare reads two finished audits; it takes no model.")
             stored = [path / NAME if path.is_dir() else path for path in self.compare]
             for path in stored:
-                read_audit(path)  # checks the whole file, not only the overall numbers
+                stored_audit.Audit.read(path)  # checks the whole file, not only the overall numbers
             print_differences(*map(AuditReport.load, stored))
             return
         conditions = [parse_condition(written) for written in self.fail_if]

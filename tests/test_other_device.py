@@ -1,0 +1,121 @@
+"""Audits, geometry and mismatch of a model on another device: no operation mixes devices.
+
+The device is a stand-in (`other_device.py`), so these tests need no GPU.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from auditing.audited_models import ALL, batches, sparse, texts, tokenizer
+from other_device import MixedDevices, other_device
+from tiers import quick_or_slow
+from tiny import tiny
+from tiny_dense import CONFIGS, inputs, tiny_dense
+from torch import Tensor
+
+import holdfast
+from holdfast.data import LabelledText
+
+MIXED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "indices": lambda here, there: here[there.argsort(0)[:, 0]],
+    "a mask": lambda here, there: here[there > 0],
+    "a sum": lambda here, there: here + there,
+    "a sum in place": lambda here, there: here.add_(there),
+    "an element": lambda here, there: here * there.sum(),
+    "an element in place": lambda here, there: here.sum().add_(there.sum()),
+    "a product": lambda here, there: here @ there.t(),
+    "a list": lambda here, there: torch.cat([here, there]),
+    "places": lambda here, there: there.gather(1, here.argsort(1)),
+    "values of indices": lambda here, there: there.index_put((torch.tensor([0]),), here[:1]),
+    "random numbers": lambda here, there: torch.randn(2, generator=torch.Generator(), device=there.device),
+    "numpy": lambda here, there: there.numpy(),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_the_stand_in_refuses_what_a_gpu_refuses(mixed: str) -> None:
+    with other_device() as device, pytest.raises(MixedDevices):
+        MIXED[mixed](torch.rand(3, 3), torch.rand(3, 3).to(device))
+
+
+def test_the_stand_in_allows_what_a_gpu_allows() -> None:
+    with other_device() as device:
+        there = torch.arange(6.0).view(2, 3).to(device)
+        assert there.device == device and not there.is_cpu and there.cpu().is_cpu
+        found = [there * torch.tensor(2.0), there[torch.tensor([1])], there.where(there > 1, torch.tensor(0.0))]
+        assert all(one.device == device for one in found)
+        there[torch.tensor([0])] = 7.0
+        torch.zeros(2, 3).copy_(there)
+        assert there.tolist() == [[7.0, 7.0, 7.0], [3.0, 4.0, 5.0]]
+
+
+def test_a_model_on_the_stand_in_has_the_outputs_and_gradients_of_the_cpu() -> None:
+    here, batch = sparse(), next(batches(1))
+    there = copy.deepcopy(here)
+    losses = [here(**batch, labels=batch["input_ids"]).loss]
+    losses[0].backward()
+    with other_device() as device:
+        moved = {name: tensor.to(device) for name, tensor in batch.items()}
+        losses.append(there.to(device)(**moved, labels=moved["input_ids"]).loss)
+        losses[1].backward()
+        assert losses[1].device == device and losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+        for one, two in zip(here.parameters(), there.parameters(), strict=True):
+            assert two.device == device
+            if one.grad is not None:
+                assert two.grad is not None
+                torch.testing.assert_close(two.grad.cpu(), one.grad, rtol=1e-3, atol=1e-5)
+
+
+def text_classifier(router: str = "smoe") -> Any:
+    """Return a BERT with experts that classifies the words of `audited_models`."""
+    config = transformers.BertConfig(**{**CONFIGS["bert"], "num_key_value_heads": 4, "num_labels": 3})
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config)
+    return holdfast.sparsify(model, experts=4, k=2, router=router).eval()
+
+
+def labelled() -> list[LabelledText]:
+    return [LabelledText(text, number % 3) for number, text in enumerate(texts(3, words=6))]
+
+
+AUDITED: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
+    "a classifier of texts": (text_classifier, labelled),
+    "a language model": (lambda: sparse("ac"), lambda: texts(2, words=7)),
+    "a native language model": (lambda: tiny("mixtral"), lambda: texts(2, words=7)),
+    "a model with groups": (lambda: tiny("deepseek_v3"), lambda: list(batches(1))),
+    "a picture model": (lambda: holdfast.sparsify(tiny_dense("vit"), experts=4, k=2), lambda: [inputs("vit")]),
+    "smooth": (lambda: sparse("smooth"), lambda: list(batches(1))),
+    "symphony": (lambda: sparse("symphony"), lambda: list(batches(1))),
+    "similarity": (lambda: sparse("similarity"), lambda: list(batches(1))),
+}
+QUICK = ("a classifier of texts",)
+
+
+@pytest.mark.parametrize("name", quick_or_slow(AUDITED, QUICK))
+def test_an_audit_mixes_no_devices(name: str) -> None:
+    make, data = AUDITED[name]
+    with other_device() as device:
+        found = holdfast.audit(make().eval().to(device), data(), tokenizer=tokenizer(), perturb=ALL, rate=0.5, batch=2)
+    assert not [one for one in found.perturbations.values() if "failed" in (one["skipped"] or "")]
+    assert found.overall["loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smoe", "ac", "smooth", "mixtral", "deepseek_v3"])
+def test_geometry_mixes_no_devices(name: str) -> None:
+    model = tiny(name) if name in ("mixtral", "deepseek_v3") else sparse(name)
+    with other_device() as device:
+        found = holdfast.measure_geometry(model.to(device), list(batches(1)), walking=8, walks=2, pictures=1)
+    assert found.layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smoe", "mixtral"])
+def test_mismatch_mixes_no_devices(name: str) -> None:
+    model = tiny(name) if name == "mixtral" else sparse(name)
+    with other_device() as device:
+        assert holdfast.measure_mismatch(model.to(device), list(batches(1)), draws=100).rows
