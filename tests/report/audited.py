@@ -121,6 +121,7 @@ STORED: dict[str, Any] = {
         "cost": {"loss": pair(2.0, 2.125), "perplexity": pair(7.389, 8.373), "experts_per_token": pair(2.0, 3.5)},
         "flips": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.055, 0.021)},
         "flip_output": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.0625, 0.003)},
+        "output": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.07, 0.081)},
         "prediction_flips": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.031, None)},
         "overall": {},
     },

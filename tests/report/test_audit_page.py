@@ -17,17 +17,17 @@ from wording import mentions
 
 from holdfast.auditing import AuditReport, diagnose
 from holdfast.report import render_audit, write_audit
-from holdfast.report.audit_page import LEAST, SHOWN, audit_plots, risks, token, view
+from holdfast.report.audit_page import LEAST, SHOWN, audit_plots, risks, token, view, what_if_tables
 from holdfast.report.expert_views import luminance
-from holdfast.report.page_shell import SCRIPTS
+from holdfast.report.page_shell import SCRIPTS, short_share
 from holdfast.report.plot_data import Plot
-from holdfast.report.stored_audit import AtRisk, parse_audit
+from holdfast.report.stored_audit import AtRisk, Audit
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
 
 def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
-    return {plot.name: plot for plot in audit_plots(parse_audit(stored))}
+    return {plot.name: plot for plot in audit_plots(Audit.parse(stored))}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def page() -> Tags:
         "What if: the router smooth",
         "8.373",
         "experts per token",
-        "2.10%",
+        "5.5% → 2.1%",  # what if: tokens that flip
         "f70d1419",
         "2.13.7",
     ],
@@ -202,7 +202,7 @@ def test_tokens_are_coloured_by_their_radius() -> None:
 def test_a_text_is_coloured_by_the_radius_in_each_layer_and_by_the_least_of_all() -> None:
     stored = stored_audit()
     stored["view"] = {"pieces": ["a", " b", "\n"], "layers": {"0": [1e-6, 0.5, None], "1": [0.5, 0.002, None]}}
-    shown = view(parse_audit(stored))
+    shown = view(Audit.parse(stored))
     assert {layer: [piece["level"] for piece in pieces] for layer, pieces in shown.items()} == {
         "all": [0, 3, 4], "0": [0, 4, 4], "1": [4, 3, 4],
     }  # fmt: skip
@@ -319,6 +319,7 @@ def without(*path: Any) -> dict[str, Any]:
         (json.dumps(without("perturbations", "none", "harmless")), "damaged at perturbations.none.harmless"),
         (json.dumps(without("layers", 0, "entropy_share")), "damaged at layers.0.entropy_share"),
         (json.dumps(without("what_if")), "damaged at what_if"),
+        (json.dumps(without("what_if", "output")), "damaged at what_if.output"),
         (json.dumps({**stored_audit(), "perturbations": {"magic": perturbed("", 1.0)}}), "'magic'"),
         (json.dumps({**stored_audit(), "layers": []}), "damaged at layers"),
         (json.dumps({**stored_audit(), "model": "mixtral"}), "damaged at model"),
@@ -335,6 +336,53 @@ def test_damaged_audits_get_one_sentence(text: str, says: str, tmp_path: Path) -
 def test_a_file_that_is_not_there_gets_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.json.*: No such file"):
         write_audit(tmp_path / "none.json", tmp_path / "page.html")
+
+
+def test_a_what_if_shows_the_part_of_flips_beside_the_total_and_the_predictions() -> None:
+    stored = stored_audit()
+    stored["what_if"]["prediction_flips"]["noise.0.01"]["after"] = 0.04
+    found = Audit.parse(stored).what_if
+    assert found is not None
+    changes = what_if_tables(found)["changes"]
+    assert changes.names == ["none", "noise.0.01"]
+    assert changes.rows[1] == {
+        "tokens that flip": "5.5% → 2.1%",
+        "output change by flips": "6.2% → 0.30%",
+        "total output change": "7.0% → 8.1%",  # rises while the part of flips falls
+        "predictions that change": "3.1% → 4.0%",
+    }
+    page = Tags(render_audit(stored))
+    columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
+    assert columns.count("total output change") == columns.count("output change by flips") == 2
+
+
+def test_a_what_if_without_labels_has_no_loss_among_its_costs() -> None:
+    stored = stored_audit()
+    for name in ("loss", "perplexity"):
+        stored["what_if"]["cost"][name] = {"before": None, "after": None}
+    found = Audit.parse(stored).what_if
+    assert found is not None
+    assert what_if_tables(found)["cost"].names == ["experts per token"]
+    assert what_if_tables(found)["cost"].rows == [{"before → after": "2 → 3.5"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0%"),
+        (1e-9, "<0.001%"),
+        (1e-5, "0.0010%"),
+        (0.00012783, "0.013%"),
+        (0.0507, "5.1%"),
+        (0.0996, "10%"),
+        (0.1445, "14%"),
+        (12.5, "1250%"),
+        (None, "\u2013"),
+        (math.nan, "\u2013"),
+    ],
+)
+def test_short_shares_have_two_significant_digits(value: float | None, text: str) -> None:
+    assert short_share(value) == text
 
 
 def test_numbers_that_broke_are_dashes() -> None:

@@ -24,7 +24,9 @@ return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => 
 """
 SLICES = {"slice-boundaries-0", "slice-boundaries-1", "slice-tokens-0", "slice-tokens-1"}
 CURVES = {"along", "difference", "ties", "hitting", "tsne"}
-SCREENS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
+on_all_screens = pytest.mark.parametrize(
+    "screen", [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +51,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     report = GeometryReport.load(folder / "out" / "geometry.json")
     assert report.data["tokens"] >= 4000 and len(report.measured) == len(report.layers) == 2
     return folder / "out" / "geometry.html"
-
-
-@pytest.fixture(params=SCREENS, ids=[f"{width} {theme}" for width, theme in SCREENS])
-def screen(chromium: Any, request: pytest.FixtureRequest) -> Any:
-    width, theme = request.param
-    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": theme}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    chromium.get("about:blank")  # so that no test takes the page of the last one for its own
-    for kind in ("browser", "performance"):
-        chromium.get_log(kind)
-    return chromium
 
 
 def drawn(browser: Any) -> dict[str, int]:
@@ -90,14 +79,17 @@ def check(browser: Any, page: Path, other: str) -> None:
     assert browser.get_log("browser") == []
 
 
+@on_all_screens
 def test_a_page_by_hand_is_drawn_and_silent(screen: Any, by_hand: Path) -> None:
     check(screen, by_hand, "3")
 
 
+@on_all_screens
 def test_the_page_of_the_demos_model_is_drawn_and_silent(screen: Any, demo: Path) -> None:
     check(screen, demo, "1")
 
 
+@on_all_screens
 def test_cells_have_the_colours_of_the_theme_and_can_be_zoomed(screen: Any, by_hand: Path) -> None:
     visit(screen, by_hand)
     drawn(screen)
@@ -114,6 +106,7 @@ def test_cells_have_the_colours_of_the_theme_and_can_be_zoomed(screen: Any, by_h
     assert screen.execute_script(mode) == (False if touch else "zoom")
 
 
+@on_all_screens
 def test_nothing_but_the_file_is_asked_for_and_it_prints_light(screen: Any, by_hand: Path) -> None:
     visit(screen, by_hand)
     drawn(screen)

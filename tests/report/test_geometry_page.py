@@ -12,13 +12,13 @@ from holdfast.report import render_geometry, write_geometry
 from holdfast.report.geometry_page import curve_plots, slice_plots
 from holdfast.report.plot_data import Plot
 from holdfast.report.slice_plots import COLOURS, cell_colours, set_name, token_name
-from holdfast.report.stored_geometry import parse_geometry
+from holdfast.report.stored_geometry import Geometry
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
 
 def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
-    geometry = parse_geometry(stored)
+    geometry = Geometry.parse(stored)
     return {plot.name: plot for plot in [*slice_plots(geometry), *curve_plots(geometry)]}
 
 

@@ -20,7 +20,9 @@ return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => 
   plot.querySelectorAll(".scatterlayer .point, .scatterlayer .js-line").length]));
 """
 PLOTS = {f"{name}-{kind}" for name in ("gaps", "tail", "layers", "tokens") for kind in ("recorded", "simulated")}
-SCREENS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
+on_all_screens = pytest.mark.parametrize(
+    "screen", [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mismatch(stored, tmp_path_factory.mktemp("mismatch") / "page.html")
 
 
-@pytest.fixture(params=SCREENS, ids=[f"{width} {theme}" for width, theme in SCREENS])
-def screen(chromium: Any, request: pytest.FixtureRequest) -> Any:
-    width, theme = request.param
-    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": theme}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    chromium.get("about:blank")  # so that no test takes the page of the last one for its own
-    for kind in ("browser", "performance"):
-        chromium.get_log(kind)
-    return chromium
-
-
+@on_all_screens
 def test_a_page_by_hand_is_drawn_fits_and_is_silent(screen: Any, page: Path) -> None:
     visit(screen, page)
     WebDriverWait(screen, 20).until(lambda browser: all(browser.execute_script(DRAWN).values()))

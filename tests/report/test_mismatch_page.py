@@ -11,13 +11,13 @@ from report.tags import Tags
 from holdfast.report import render_mismatch, write_mismatch
 from holdfast.report.mismatch_page import rollout_plots
 from holdfast.report.plot_data import Plot
-from holdfast.report.stored_mismatch import parse_mismatch
+from holdfast.report.stored_mismatch import Mismatch
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
 
 def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
-    mismatch = parse_mismatch(stored)
+    mismatch = Mismatch.parse(stored)
     return {plot.name: plot for kind in mismatch.rollouts for plot in rollout_plots(mismatch, kind)}
 
 
@@ -137,7 +137,7 @@ def test_a_page_is_written_from_a_file_or_a_folder_and_not_over_the_report(tmp_p
     (tmp_path / "mismatch.json").write_text(json.dumps(stored_mismatch()))
     one = write_mismatch(tmp_path / "mismatch.json", tmp_path / "one.html").read_text(encoding="utf-8")
     assert one == write_mismatch(tmp_path, tmp_path / "two.html").read_text(encoding="utf-8")
-    with pytest.raises(ValueError, match="the report itself"):
+    with pytest.raises(ValueError, match="the stored report itself"):
         write_mismatch(tmp_path / "mismatch.json", tmp_path / "mismatch.json", force=True)
     with pytest.raises(ValueError, match="--force"):
         write_mismatch(tmp_path, tmp_path / "one.html")

@@ -82,9 +82,19 @@ def accuracy_table(results: Results) -> Iterator[dict[str, str]]:
 def accuracy_caption(results: Results) -> str:
     return (
         "The share of images that is classified correctly, in percent; higher is better. Means over seeds with 95% "
-        f"intervals over seeds; differences to {results.rows[0].router}, paired by seed. Attacks and corruptions may be "
-        "measured on fewer test images than the clean accuracy."
+        f"intervals over seeds; differences to {results.rows[0].router}, paired by seed. {_counts_of_images(results)}"
     )
+
+
+def _counts_of_images(results: Results) -> str:
+    """Return on how many test images each column was measured, as far as it is stored."""
+    counts: dict[str, int] = {}
+    for cell in results.cells:
+        found = {"clean": cell.clean.examples, **{name: trial.examples for name, trial in cell.trials.items()}}
+        # The same in every cell: they follow from the recipe.
+        counts |= {name: count for name, count in found.items() if count is not None}
+    parts = [f"{name} {count:,}" for name, count in counts.items()]
+    return f"Test images: {', '.join(parts)}." if parts else ""
 
 
 def _accuracy(error: OverSeeds) -> str:

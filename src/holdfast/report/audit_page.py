@@ -6,14 +6,23 @@ Plots are data for plotly, as in `holdfast.report.plots`.
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from holdfast.report.boundary_plots import boundary_slice, near_ties
-from holdfast.report.page_shell import decimal, flattened, listed, render_template, with_text_colour, write_page
+from holdfast.report.page_shell import (
+    decimal,
+    flattened,
+    listed,
+    render_template,
+    short_share,
+    with_text_colour,
+    write_report_page,
+)
 from holdfast.report.plot_data import (
     ALL_LAYERS,
     Plot,
@@ -30,15 +39,12 @@ from holdfast.report.plot_data import (
 from holdfast.report.stored_audit import (
     AtRisk,
     Audit,
-    Pair,
     Radii,
     Skipped,
     WhatIf,
-    checked,
     findings,
-    parse_audit,
-    read_audit,
 )
+from holdfast.report.stored_reports import Pair
 
 DECADES = (-5, 0)  # powers of ten of the shares that flip; the lowest stands for 0
 LEAST = -4.5  # the smallest shares above 0 are drawn at this power of ten
@@ -231,20 +237,13 @@ class Token:
 
 def write_audit(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
     """Write the page of a stored audit, given as data, as its file or as its folder. Overwrite a file only with `force`."""
-    target = Path(path)
-    if isinstance(stored, str | Path):
-        source = Path(stored)
-        if target.exists() and source.exists() and target.samefile(source):
-            raise ValueError(f"{target} is the audit itself; name an .html file to write to.")
-        stored = read_audit(source)
-    content = stored
-    return write_page(target, lambda: render_audit(content), force=force)
+    return write_report_page(Audit, stored, path, render_audit, force=force)
 
 
 def render_audit(stored: Mapping[str, Any]) -> str:
     """Return the page as HTML. Raise ValueError with a one-line error if the stored audit is not valid."""
-    found = findings(checked(stored))
-    audit = parse_audit(stored)
+    audit = Audit.parse(stored)
+    found = findings(stored)
     drawn = audit_plots(audit)
     return render_template(
         "audit.html",
@@ -331,25 +330,30 @@ def skipped_table(audit: Audit) -> Table:
 
 def what_if_tables(found: WhatIf) -> dict[str, Any]:
     """Return the cost and the changes before and after the router was replaced."""
-    cost = Table(
-        [name.replace("_", " ") for name in found.cost],
-        [{"before": number(pair.before, 4), "after": number(pair.after, 4)} for pair in found.cost.values()],
-    )
+    cost = {name: pair for name, pair in found.cost.items() if pair.before is not None or pair.after is not None}
     columns = {
-        "flips": found.flips,
-        "output, by flips": found.flip_output,
-        "predictions": found.prediction_flips,
+        "tokens that flip": found.flips,
+        "output change by flips": found.flip_output,
+        "total output change": found.output,
+        "predictions that change": found.prediction_flips,
     }
     missing = Pair(before=None, after=None)
     rows = [
-        {
-            f"{column}, {when}": share(getattr(pairs.get(name, missing), when))
-            for column, pairs in columns.items()
-            for when in ("before", "after")
-        }
+        {column: before_and_after(pairs.get(name, missing), short_share) for column, pairs in columns.items()}
         for name in found.flips
     ]
-    return {"router": found.router, "cost": cost, "changes": Table(list(found.flips), rows)}
+    return {
+        "router": found.router,
+        "cost": Table(
+            [name.replace("_", " ") for name in cost],
+            [{"before → after": before_and_after(pair, partial(number, digits=4))} for pair in cost.values()],
+        ),
+        "changes": Table(list(found.flips), rows),
+    }
+
+
+def before_and_after(pair: Pair, written: Callable[[float | None], str]) -> str:
+    return f"{written(pair.before)} → {written(pair.after)}"
 
 
 def risks() -> list[dict[str, str]]:

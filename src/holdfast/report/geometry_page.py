@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.report.audit_page import Table, number, share
-from holdfast.report.page_shell import decimal, flattened, render_template, write_page
+from holdfast.report.page_shell import decimal, flattened, render_template, write_report_page
 from holdfast.report.plot_data import Plot, Trace, curve_of, escaped, trace
 from holdfast.report.slice_plots import cells_caption, slice_plot, slices_of, token_name
-from holdfast.report.stored_geometry import Geometry, Jump, Measured, parse_geometry, read_geometry
+from holdfast.report.stored_geometry import Geometry, Jump, Measured
 from holdfast.report.theory_table import theory_table, tsne
 
 OWN = "the model's own router"
@@ -34,19 +34,12 @@ class JumpRow:
 
 def write_geometry(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
     """Write the page of a stored report, given as data, as its file or as its folder. Overwrite a file only with `force`."""
-    target = Path(path)
-    if isinstance(stored, str | Path):
-        source = Path(stored)
-        if target.exists() and source.exists() and target.samefile(source):
-            raise ValueError(f"{target} is the report itself; name an .html file to write to.")
-        stored = read_geometry(source)
-    content = stored
-    return write_page(target, lambda: render_geometry(content), force=force)
+    return write_report_page(Geometry, stored, path, render_geometry, force=force)
 
 
 def render_geometry(stored: Mapping[str, Any]) -> str:
     """Return the page as HTML. Raise ValueError with a one-line error if the stored report is not valid."""
-    geometry = parse_geometry(stored)
+    geometry = Geometry.parse(stored)
     slices, curves = slice_plots(geometry), [plot for plot in curve_plots(geometry) if plot.data]
     layers = [str(layer.layer) for layer in geometry.measured]
     first = next((str(layer.layer) for layer in geometry.measured if layer.pictures), layers[0] if layers else "all")

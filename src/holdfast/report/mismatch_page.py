@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.report.audit_page import Table, number, share
-from holdfast.report.page_shell import decimal, flattened, render_template, write_page
+from holdfast.report.page_shell import decimal, flattened, render_template, write_report_page
 from holdfast.report.plot_data import (
     Plot,
     Trace,
@@ -22,7 +22,7 @@ from holdfast.report.plot_data import (
     trace,
     wrapped_label,
 )
-from holdfast.report.stored_mismatch import Estimate, LayerSets, Mismatch, Row, parse_mismatch, read_mismatch
+from holdfast.report.stored_mismatch import Estimate, LayerSets, Mismatch, Row
 
 REMEDIES = ("live", "replay", "smooth", "float32")
 LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
@@ -39,19 +39,12 @@ ABOUT = (
 
 def write_mismatch(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
     """Write the page of a stored report, given as data, as its file or as its folder. Overwrite a file only with `force`."""
-    target = Path(path)
-    if isinstance(stored, str | Path):
-        source = Path(stored)
-        if target.exists() and source.exists() and target.samefile(source):
-            raise ValueError(f"{target} is the report itself; name an .html file to write to.")
-        stored = read_mismatch(source)
-    content = stored
-    return write_page(target, lambda: render_mismatch(content), force=force)
+    return write_report_page(Mismatch, stored, path, render_mismatch, force=force)
 
 
 def render_mismatch(stored: Mapping[str, Any]) -> str:
     """Return the page as HTML. Raise ValueError with a one-line error if the stored report is not valid."""
-    mismatch = parse_mismatch(stored)
+    mismatch = Mismatch.parse(stored)
     parts = [
         {
             "kind": kind,

@@ -11,6 +11,7 @@ from holdfast.errors import require_extra
 from holdfast.files import write_atomically
 from holdfast.report.expert_views import BORDERS, COLOURS, text_colour_on
 from holdfast.report.stored_comparison import NAME
+from holdfast.report.stored_reports import ReportFile
 
 PAGE = Path(__file__).parent / "page"  # templates, style and scripts
 SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one uses the others
@@ -60,6 +61,25 @@ def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> P
         raise ValueError(f"{path} exists; choose another file with --out, or overwrite it with --force.")
     write_atomically(path, page())
     return path
+
+
+def write_report_page(
+    kind: type[ReportFile],
+    stored: Mapping[str, Any] | str | Path,
+    path: str | Path,
+    render: Callable[[Mapping[str, Any]], str],
+    *,
+    force: bool = False,
+) -> Path:
+    """Write the page of a stored report, given as data, as its file or as its folder. Overwrite a file only with `force`."""
+    target = Path(path)
+    if isinstance(stored, str | Path):
+        source = Path(stored)
+        if target.exists() and source.exists() and target.samefile(source):
+            raise ValueError(f"{target} is the stored report itself; name an .html file to write to.")
+        stored = kind.read(source)
+    content = stored
+    return write_page(target, lambda: render(content), force=force)
 
 
 def render_template(template: str, data: Mapping[str, Any], **values: Any) -> str:
@@ -115,6 +135,15 @@ def listed(names: Sequence[str]) -> str:
 def decimal(value: float | None, digits: int = 2) -> str:
     """Return a number with a fixed number of decimals, and a dash for None."""
     return "\u2013" if value is None else f"{value:,.{digits}f}"
+
+
+def short_share(value: float | None) -> str:
+    """Return a share in percent with two significant digits: with a fixed number of decimals, small shares would be 0."""
+    if value is None or not math.isfinite(value):
+        return decimal(None)
+    if value == 0 or value >= 0.0995:
+        return f"{value:.0%}"
+    return "<0.001%" if value < 1e-5 else f"{100 * value:#.2g}%"
 
 
 def rise(nats: float) -> float:

@@ -1,39 +1,27 @@
 """Read and check what `holdfast audit` stored. docs/audit.md explains every key."""
 
-import json
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     NonNegativeInt,
     PositiveInt,
     Tag,
-    ValidationError,
     model_validator,
 )
 
-from holdfast.files import LARGEST, read_bytes
 from holdfast.report.page_shell import AUDIT
-from holdfast.report.stored_comparison import Number
 from holdfast.report.stored_geometry import Slice
+from holdfast.report.stored_reports import Number, Pair, ReportFile, StoredModel
 
 if TYPE_CHECKING:
     from holdfast.auditing import Finding
 
 
-class _StoredModel(BaseModel):
-    """Numbers that findings need must be present; others may be None, where a model's numbers were NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Skipped(_StoredModel):
+class Skipped(StoredModel):
     skipped: str
 
 
@@ -45,7 +33,7 @@ def _kind(found: Any) -> str:
 _IfSkipped = Annotated[Skipped, Tag("skipped")]
 
 
-class Radii(_StoredModel):
+class Radii(StoredModel):
     """A histogram of radii: `counts` has the tokens below all edges, between neighbouring edges, and above all."""
 
     kind: str
@@ -63,45 +51,45 @@ class Radii(_StoredModel):
         return self
 
 
-class Undecided(_StoredModel):
+class Undecided(StoredModel):
     share: float
     decided_that_flip: int
 
 
-class Load(_StoredModel):
+class Load(StoredModel):
     percent: list[float] = Field(min_length=1)
     cv: float
     dead: list[int]
 
 
-class Dropped(_StoredModel):
+class Dropped(StoredModel):
     share: float
     tokens: float
 
 
-class Strip(_StoredModel):
+class Strip(StoredModel):
     width: float
     share: float
 
 
-class NearTies(_StoredModel):
+class NearTies(StoredModel):
     strips: list[Strip]
 
 
-class Usage(_StoredModel):
+class Usage(StoredModel):
     mean: float
 
 
-class CoSelection(_StoredModel):
+class CoSelection(StoredModel):
     groups: int
 
 
-class NearOrder(_StoredModel):
+class NearOrder(StoredModel):
     order: PositiveInt
     shares: list[float]
 
 
-class Boundaries(_StoredModel):
+class Boundaries(StoredModel):
     """How many of some tokens are near ties, and for one layer a slice."""
 
     tokens: PositiveInt
@@ -116,7 +104,7 @@ class Boundaries(_StoredModel):
         return self
 
 
-class Layer(_StoredModel):
+class Layer(StoredModel):
     layer: NonNegativeInt
     tokens: int
     experts: PositiveInt
@@ -132,17 +120,17 @@ class Layer(_StoredModel):
     boundaries: Annotated[_IfSkipped | Annotated[Boundaries, Tag("found")], Discriminator(_kind)] | None = None
 
 
-class Output(_StoredModel):
+class Output(StoredModel):
     total: Number
     flip: Number
     rest: Number
 
 
-class Loss(_StoredModel):
+class Loss(StoredModel):
     change: Number
 
 
-class Changes(_StoredModel):
+class Changes(StoredModel):
     flips: float
     first_flips: Number
     output: Output
@@ -150,17 +138,17 @@ class Changes(_StoredModel):
     loss: Loss | None
 
 
-class LayerChanges(_StoredModel):
+class LayerChanges(StoredModel):
     layer: NonNegativeInt
     flips: float
     weight_change: Number
 
 
-class Perturbed(_StoredModel):
+class Perturbed(StoredModel):
     about: str
     harmless: bool
     skipped: str | None
-    layers: list[LayerChanges] = []
+    layers: list[LayerChanges] = Field(default_factory=list)
     overall: Changes | None = None
 
     @model_validator(mode="after")
@@ -170,7 +158,7 @@ class Perturbed(_StoredModel):
         return self
 
 
-class AtRisk(_StoredModel):
+class AtRisk(StoredModel):
     batch: int
     layer: int
     place: int
@@ -186,20 +174,16 @@ class AtRisk(_StoredModel):
     enters: int
 
 
-class Pair(_StoredModel):
-    before: Number
-    after: Number
-
-
-class WhatIf(_StoredModel):
+class WhatIf(StoredModel):
     router: str
     cost: dict[str, Pair]
     flips: dict[str, Pair]
     flip_output: dict[str, Pair]
+    output: dict[str, Pair]
     prediction_flips: dict[str, Pair]
 
 
-class View(_StoredModel):
+class View(StoredModel):
     """The tokens of a text, and by layer the relative radius of each; None if it is infinite."""
 
     pieces: list[str]
@@ -212,13 +196,13 @@ class View(_StoredModel):
         return self
 
 
-class Audit(_StoredModel):
-    status: str
-    model: dict[str, Any]
-    data: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, str]
-    seconds: Number
+class Audit(ReportFile):
+    """Numbers that findings need must be present; others may be None, where a model's numbers were NaN."""
+
+    file_name: ClassVar[str] = AUDIT
+    kind: ClassVar[str] = "an audit"
+    remedy: ClassVar[str] = "audit the model again"
+
     overall: dict[str, Any]
     layers: list[Layer] = Field(min_length=1)
     perturbations: dict[str, Perturbed]
@@ -233,49 +217,12 @@ class Audit(_StoredModel):
         return self
 
     @property
-    def title(self) -> str:
-        return str(self.model.get("name") or self.model.get("class") or "a model")
-
-    @property
     def ran(self) -> dict[str, tuple[Perturbed, Changes]]:
         return {
             name: (one, one.overall)
             for name, one in self.perturbations.items()
             if one.skipped is None and one.overall is not None
         }
-
-
-def read_audit(path: Path) -> dict[str, Any]:
-    """Return the audit stored in a file, or in a folder that `holdfast audit` wrote to."""
-    path = path / AUDIT if path.is_dir() else path
-    try:
-        stored = json.loads(read_bytes(path, limit=LARGEST))
-    except OSError as problem:
-        raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path} is damaged: it is not JSON ({problem}); audit the model again.") from None
-    return checked(stored, str(path))
-
-
-def checked(stored: Any, source: str = AUDIT) -> dict[str, Any]:
-    """Return `stored`. Raise ValueError with a one-line error about the first problem; `source` is its name there."""
-    from holdfast.auditing.stored_report import SCHEMA
-
-    if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
-        found = stored.get("schema") if isinstance(stored, Mapping) else None
-        raise ValueError(f"{source} is not an audit of schema {SCHEMA} (it says {found!r}); audit the model again.")
-    parse_audit(stored, source)
-    return dict(stored)
-
-
-def parse_audit(stored: Mapping[str, Any], source: str = AUDIT) -> Audit:
-    """Return the stored audit as typed data. Raise ValueError with a one-line error about the first problem."""
-    try:
-        return Audit.model_validate(stored)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "its top level"
-        raise ValueError(f"{source} is damaged at {place}: {first['msg'].lower()}; audit the model again.") from None
 
 
 def findings(stored: Mapping[str, Any], source: str = AUDIT) -> "list[Finding]":

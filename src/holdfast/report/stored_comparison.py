@@ -2,16 +2,12 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -20,23 +16,13 @@ from pydantic import (
 )
 
 from holdfast.files import LARGEST, read_bytes
+from holdfast.report.stored_reports import Number, StoredModel, first_problem
 from holdfast.routing.grammar import short_keys, written_pairs
 
 NAME = "results.json"
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Number = Annotated[float | None, BeforeValidator(_finite)]  # None stands for NaN and infinity, which JSON does not have
-
-
-class _StoredModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Difference(_StoredModel):
+class Difference(StoredModel):
     mean: Number
     low: Number
     high: Number
@@ -44,7 +30,7 @@ class Difference(_StoredModel):
     words: str
 
 
-class Cost(_StoredModel):
+class Cost(StoredModel):
     """The rise of the loss on untouched words, in nats per word; `words` is the rise of the perplexity as text."""
 
     mean: Number
@@ -64,7 +50,7 @@ class EqualCompute(Difference):
     router: str
 
 
-class MetricRow(_StoredModel):
+class MetricRow(StoredModel):
     """A further metric of a router."""
 
     clean: Number = None
@@ -73,7 +59,7 @@ class MetricRow(_StoredModel):
     attacked_difference: Difference | None = Field(None, alias="attacked, difference")
 
 
-class ShiftRow(_StoredModel):
+class ShiftRow(StoredModel):
     """A router's result on a shifted test set."""
 
     measure: str
@@ -82,7 +68,7 @@ class ShiftRow(_StoredModel):
     difference: Difference | None = None
 
 
-class OverSeeds(_StoredModel):
+class OverSeeds(StoredModel):
     """A figure over seeds, with its 95% interval."""
 
     mean: Number = None
@@ -96,7 +82,7 @@ class ScoreRow(OverSeeds):
     difference: Difference | None = None
 
 
-class CurveRow(_StoredModel):
+class CurveRow(StoredModel):
     """The errors of a router against the budget of one attack."""
 
     budgets: list[float] = Field(min_length=1)
@@ -111,7 +97,7 @@ class CurveRow(_StoredModel):
         return self
 
 
-class Row(_StoredModel):
+class Row(StoredModel):
     router: str
     seeds: list[int]
     parameters: int
@@ -124,11 +110,11 @@ class Row(_StoredModel):
     cost_difference: Difference | None = Field(None, alias="cost, difference")
     equal_compute: EqualCompute | None = Field(None, alias="equal compute")
     changed: Number = Field(None, alias="predictions changed")  # share of predictions that the attack changes
-    metrics: dict[str, MetricRow] = {}
-    shifts: dict[str, ShiftRow] = {}
-    scores: dict[str, ScoreRow] = {}  # "clean", and the names of attacks
-    curves: dict[str, CurveRow] = {}  # by the name of the attack
-    settings: dict[str, Any] = {}  # of a sweep: keys of the recipe and their values
+    metrics: dict[str, MetricRow] = Field(default_factory=dict)
+    shifts: dict[str, ShiftRow] = Field(default_factory=dict)
+    scores: dict[str, ScoreRow] = Field(default_factory=dict)  # "clean", and the names of attacks
+    curves: dict[str, CurveRow] = Field(default_factory=dict)  # by the name of the attack
+    settings: dict[str, Any] = Field(default_factory=dict)  # of a sweep: keys of the recipe and their values
 
     @property
     def setting_label(self) -> str:
@@ -140,7 +126,7 @@ class Row(_StoredModel):
         return ", ".join(filter(None, [self.router, self.setting_label]))
 
 
-class Level(_StoredModel):
+class Level(StoredModel):
     """A mean over seeds with its 95% interval; one seed has none."""
 
     mean: Number
@@ -148,12 +134,12 @@ class Level(_StoredModel):
     high: Number = None
 
 
-class DomainRow(_StoredModel):
+class DomainRow(StoredModel):
     """The accuracies of a router over held-out domains, in percent; in a sweep, in one setting of it."""
 
     router: str
     seeds: list[int]
-    settings: dict[str, Any] = {}  # without the held-out domain
+    settings: dict[str, Any] = Field(default_factory=dict)  # without the held-out domain
     accuracy: dict[str, Level]  # by held-out domain
     mean: Level
     worst: Level
@@ -161,27 +147,27 @@ class DomainRow(_StoredModel):
     worst_difference: Difference | None = Field(None, alias="worst, difference")
 
 
-class Load(_StoredModel):
+class Load(StoredModel):
     percent: list[float]
     cv: Number
     dead: list[int]
 
 
-class Dropped(_StoredModel):
+class Dropped(StoredModel):
     share: float
     tokens: float
 
 
-class Strip(_StoredModel):
+class Strip(StoredModel):
     width: float
     share: Number
 
 
-class NearTies(_StoredModel):
+class NearTies(StoredModel):
     strips: list[Strip]
 
 
-class Layer(_StoredModel):
+class Layer(StoredModel):
     layer: int
     experts: int
     entropy: Number
@@ -191,33 +177,35 @@ class Layer(_StoredModel):
     dropped: Dropped | None = None  # None: experts are not limited
 
 
-class Routing(_StoredModel):
+class Routing(StoredModel):
     layers: list[Layer]
 
 
-class Score(_StoredModel):
+class Score(StoredModel):
     """`figure` is the number that routers are compared by; old results call it `perplexity`."""
 
     figure: Number = Field(validation_alias=AliasChoices("figure", "perplexity"))
     figure_of_kept: Number = Field(  # over the untouched targets
         None, validation_alias=AliasChoices("figure_of_kept", "perplexity_of_clean_targets")
     )
+    examples: int | None = None  # of images and labelled texts
     routing: Routing
 
 
-class AttackResult(_StoredModel):
+class AttackResult(StoredModel):
     figure: Number
+    examples: int | None = None
     cost: Cost | None = None
     changed: Number = Field(None, alias="predictions_changed")  # share of predictions
 
 
-class LayerSnapshots(_StoredModel):
+class LayerSnapshots(StoredModel):
     layer: int
     fluctuation: list[Number]  # between each snapshot and the next
-    graphs: list[list[list[Number]]] = []  # of each snapshot, experts x experts
+    graphs: list[list[list[Number]]] = Field(default_factory=list)  # of each snapshot, experts x experts
 
 
-class Snapshots(_StoredModel):
+class Snapshots(StoredModel):
     steps: list[int]
     graph: Literal["learned", "co-selection"] = "co-selection"
     layers: list[LayerSnapshots]
@@ -236,12 +224,12 @@ class Snapshots(_StoredModel):
         return self
 
 
-class Consistency(_StoredModel):
+class Consistency(StoredModel):
     what: str
     layers: list[Number]
 
 
-class TextView(_StoredModel):
+class TextView(StoredModel):
     kind: Literal["text"]
     pieces: list[str]
     experts: list[list[NonNegativeInt]]  # the first expert of each piece, for each layer
@@ -253,7 +241,7 @@ class TextView(_StoredModel):
         return self
 
 
-class Picture(_StoredModel):
+class Picture(StoredModel):
     label: str
     said: str
     pixels: list[Annotated[list[float], Field(min_length=1)]] = Field(min_length=1)  # grey, 0 is black and 1 white
@@ -269,32 +257,32 @@ class Picture(_StoredModel):
         return self
 
 
-class PicturesView(_StoredModel):
+class PicturesView(StoredModel):
     kind: Literal["pictures"]
     pictures: list[Picture]
 
 
-class Entry(_StoredModel):
+class Entry(StoredModel):
     step: int
     loss: Number = None
 
 
-class Cell(_StoredModel):
+class Cell(StoredModel):
     router: str
     seed: int
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default_factory=dict)
     first_batch: str = ""
     last_batch: str = ""
     log: list[Entry]
     clean: Score
     attacked: Score
-    trials: dict[str, AttackResult] = {}
+    trials: dict[str, AttackResult] = Field(default_factory=dict)
     snapshots: Snapshots | None = None
     consistency: Consistency | None = None
     view: Annotated[TextView | PicturesView, Field(discriminator="kind")] | None = None
 
 
-class Measure(_StoredModel):
+class Measure(StoredModel):
     """What `figure` measures; lower is better. In a name such as "error, %" the unit follows the comma."""
 
     name: str = "perplexity"
@@ -314,7 +302,7 @@ class Measure(_StoredModel):
         return f"{self.long[:1].upper()}{self.long[1:]}; lower is better."
 
 
-class Metric(_StoredModel):
+class Metric(StoredModel):
     """A further metric, beside the main measure."""
 
     name: str
@@ -322,24 +310,24 @@ class Metric(_StoredModel):
     better: Literal["higher", "lower"] = "higher"
 
 
-class Run(_StoredModel):
+class Run(StoredModel):
     holdfast: str
     recipe: dict[str, Any]
     data: dict[str, Any] = Field(validation_alias=AliasChoices("data", "text"))
     attack: dict[str, Any]
     measure: Measure = Measure()
-    metrics: list[Metric] = []
-    plugins: list[dict[str, Any]] = []
+    metrics: list[Metric] = Field(default_factory=list)
+    plugins: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class Results(_StoredModel):
+class Results(StoredModel):
     """A comparison. The first row is the baseline; in a sweep, its router is the baseline of each setting."""
 
     run: Run
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
     rows: list[Row] = Field(min_length=1)
     cells: list[Cell]
-    domains: list[DomainRow] = []  # if several domains were held out
+    domains: list[DomainRow] = Field(default_factory=list)  # if several domains were held out
     checksum: str = ""  # of the file, if it was read from one
 
     def cells_of(self, row: Row) -> list[Cell]:
@@ -398,9 +386,6 @@ def parse(stored: Any, source: str = NAME) -> Results:
     try:
         return Results.model_validate(stored)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "its top level"
         raise ValueError(
-            f"{source} is damaged or of another version, at {place}: {first['msg'].lower()}; "
-            "run the same `holdfast compare` again."
+            f"{source} is damaged or of another version, at {first_problem(error)}; run the same `holdfast compare` again."
         ) from None

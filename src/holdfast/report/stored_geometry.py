@@ -1,33 +1,24 @@
 """Read and check what `holdfast geometry` stored. docs/geometry-pages.md explains every key."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, ValidationError
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 from pydantic import model_validator as validator
 
-from holdfast.files import LARGEST, read_bytes
 from holdfast.report.page_shell import GEOMETRY
-from holdfast.report.stored_comparison import Number
+from holdfast.report.stored_reports import Number, Pair, ReportFile, StoredModel
 
-SCHEMA = 1
 LARGEST_GRID = 512  # points on each side of a slice
 
 
-class _StoredModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Order(_StoredModel):
+class Order(StoredModel):
     order: PositiveInt
     shares: list[float]
     median: Number
     law: list[Number] | None = None  # the share of a ball within each width
 
 
-class Ties(_StoredModel):
+class Ties(StoredModel):
     widths: list[Annotated[float, Field(gt=0)]] = Field(min_length=1)
     exact: bool
     orders: list[Order]
@@ -41,7 +32,7 @@ class Ties(_StoredModel):
         return self
 
 
-class Hitting(_StoredModel):
+class Hitting(StoredModel):
     times: list[Annotated[float, Field(gt=0)]] = Field(min_length=1)
     lower: list[float]
     upper: list[float]
@@ -57,13 +48,13 @@ class Hitting(_StoredModel):
         return self
 
 
-class JumpSizes(_StoredModel):
+class JumpSizes(StoredModel):
     mean: Number
     median: Number
     largest: Number
 
 
-class Jump(_StoredModel):
+class Jump(StoredModel):
     batch: int
     place: int
     sequence: int | None
@@ -78,22 +69,22 @@ class Jump(_StoredModel):
     enters: int
 
 
-class Jumps(_StoredModel):
+class Jumps(StoredModel):
     routers: list[JumpSizes] = Field(min_length=1, max_length=2)
     largest: list[Jump]
 
 
-class Mark(_StoredModel):
+class Mark(StoredModel):
     x: float
     y: float
     text: str | None
 
 
-class Panel(_StoredModel):
+class Panel(StoredModel):
     extra: list[list[NonNegativeInt]] | None
 
 
-class Slice(_StoredModel):
+class Slice(StoredModel):
     """A square of a plane: `cells` has an index into `sets` for each grid point, rows from low to high."""
 
     kind: str
@@ -120,7 +111,7 @@ class Slice(_StoredModel):
         return self
 
 
-class Normal(_StoredModel):
+class Normal(StoredModel):
     distance: float
     leaves: int
     enters: int
@@ -138,29 +129,29 @@ class Normal(_StoredModel):
         return self
 
 
-class PictureToken(_StoredModel):
+class PictureToken(StoredModel):
     text: str | None
     before: str | None
     after: str | None
     distance: float
 
 
-class Pictures(_StoredModel):
+class Pictures(StoredModel):
     token: PictureToken
     slices: list[Slice]
     normal: Normal
 
 
-class Extra(_StoredModel):
+class Extra(StoredModel):
     extra: list[float] = Field(min_length=3, max_length=3)
     extra_law: list[Number] | None = None
 
 
-class Skipped(_StoredModel):
+class Skipped(StoredModel):
     skipped: str
 
 
-class GraphPrecision(_StoredModel):
+class GraphPrecision(StoredModel):
     half_width: Number
     alpha: float
     noise: list[float] = Field(min_length=1)
@@ -169,40 +160,40 @@ class GraphPrecision(_StoredModel):
     beyond: list[Number] = Field(min_length=1)
 
 
-class Entropies(_StoredModel):
+class Entropies(StoredModel):
     own: Number
     informed: Number
     bound: Number
 
 
-class Space(_StoredModel):
+class Space(StoredModel):
     distance: Number
     predicted: Number
     measured: Number
     condition: Number
 
 
-class Clusters(_StoredModel):
+class Clusters(StoredModel):
     clusters: int
     noise: float
     plain: Space
     scaled: Space
 
 
-class Slope(_StoredModel):
+class Slope(StoredModel):
     at_token: Number
     jump: Number
     largest: Number
 
 
-class Slopes(_StoredModel):
+class Slopes(StoredModel):
     strip: float
     softmax: Slope
     top_k: Slope = Field(alias="top-k")
     smooth: Slope
 
 
-class Tsne(_StoredModel):
+class Tsne(StoredModel):
     x: list[float]
     y: list[float]
     experts: list[NonNegativeInt]
@@ -221,7 +212,7 @@ def _is_skipped(found: Any) -> str:
 _IfSkipped = Annotated[Skipped, Tag("skipped")]
 
 
-class Theory(_StoredModel):
+class Theory(StoredModel):
     """Statements of the papers beside measurement, each with the reason if it does not apply."""
 
     co_selection: Annotated[_IfSkipped | Annotated[GraphPrecision, Tag("found")], Discriminator(_is_skipped)]
@@ -231,12 +222,12 @@ class Theory(_StoredModel):
     tsne: Annotated[_IfSkipped | Annotated[Tsne, Tag("found")], Discriminator(_is_skipped)]
 
 
-class Norms(_StoredModel):
+class Norms(StoredModel):
     mean: float
     std: float
 
 
-class Measured(_StoredModel):
+class Measured(StoredModel):
     layer: NonNegativeInt
     name: str
     router: str
@@ -262,7 +253,7 @@ class Measured(_StoredModel):
         return {**stored, "pictures": stored.get("pictures") or None, "theory": stored.get("theory") or None}
 
 
-class Refused(_StoredModel):
+class Refused(StoredModel):
     layer: NonNegativeInt
     name: str
     router: str
@@ -278,30 +269,19 @@ def _kind(found: Any) -> str:
 Layer = Annotated[Annotated[Measured, Tag("measured")] | Annotated[Refused, Tag("refused")], Discriminator(_kind)]
 
 
-class Pair(_StoredModel):
-    before: Number
-    after: Number
-
-
-class WhatIf(_StoredModel):
+class WhatIf(StoredModel):
     router: str
     cost: dict[str, Pair]
     jump: Pair
 
 
-class Geometry(_StoredModel):
-    status: str
-    model: dict[str, Any]
-    data: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, str]
-    seconds: Number
+class Geometry(ReportFile):
+    file_name: ClassVar[str] = GEOMETRY
+    kind: ClassVar[str] = "a geometry report"
+    remedy: ClassVar[str] = "measure the model again"
+
     layers: list[Layer] = Field(min_length=1)
     what_if: WhatIf | None
-
-    @property
-    def title(self) -> str:
-        return str(self.model.get("name") or self.model.get("class") or "a model")
 
     @property
     def measured(self) -> list[Measured]:
@@ -310,31 +290,3 @@ class Geometry(_StoredModel):
     @property
     def refused(self) -> list[Refused]:
         return [layer for layer in self.layers if isinstance(layer, Refused)]
-
-
-def read_geometry(path: Path) -> dict[str, Any]:
-    """Return the report stored in a file, or in a folder that `holdfast geometry` wrote to."""
-    path = path / GEOMETRY if path.is_dir() else path
-    try:
-        stored = json.loads(read_bytes(path, limit=LARGEST))
-    except OSError as problem:
-        raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path} is damaged: it is not JSON ({problem}); measure the model again.") from None
-    parse_geometry(stored, str(path))
-    return dict(stored)
-
-
-def parse_geometry(stored: Any, source: str = GEOMETRY) -> Geometry:
-    """Return a stored report as typed data. Raise ValueError with a one-line error about the first problem."""
-    if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
-        found = stored.get("schema") if isinstance(stored, Mapping) else None
-        raise ValueError(
-            f"{source} is not a geometry report of schema {SCHEMA} (it says {found!r}); measure the model again."
-        )
-    try:
-        return Geometry.model_validate(stored)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "its top level"
-        raise ValueError(f"{source} is damaged at {place}: {first['msg'].lower()}; measure the model again.") from None

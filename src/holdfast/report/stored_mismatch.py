@@ -1,49 +1,39 @@
 """Read and check what `holdfast mismatch` stored. docs/mismatch.md explains every key."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, ValidationError
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 from pydantic import model_validator as validator
 
-from holdfast.files import LARGEST, read_bytes
 from holdfast.report.page_shell import MISMATCH
-from holdfast.report.stored_comparison import Number
-
-SCHEMA = 1
+from holdfast.report.stored_reports import Number, ReportFile, StoredModel
 
 
-class _StoredModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Estimate(_StoredModel):
+class Estimate(StoredModel):
     value: Number
     low: Number
     high: Number
 
 
-class LayerSets(_StoredModel):
+class LayerSets(StoredModel):
     layer: NonNegativeInt
     routers_differ: Estimate
     tokens_differ_so_far: Estimate
 
 
-class Sets(_StoredModel):
+class Sets(StoredModel):
     tokens: PositiveInt
     routers_differ: Estimate
     tokens_differ: Estimate
     layers: list[LayerSets] = Field(min_length=1)
 
 
-class Change(_StoredModel):
+class Change(StoredModel):
     mean: Estimate
     outside: Estimate
 
 
-class Logprobs(_StoredModel):
+class Logprobs(StoredModel):
     tokens: PositiveInt
     mean: Estimate
     std: Number
@@ -55,7 +45,7 @@ class Logprobs(_StoredModel):
     change: Change | None
 
 
-class Row(_StoredModel):
+class Row(StoredModel):
     remedy: str
     rollout: str
     router: str
@@ -70,7 +60,7 @@ class Row(_StoredModel):
         return self.router if self.remedy == "smooth" else self.remedy
 
 
-class SkippedRow(_StoredModel):
+class SkippedRow(StoredModel):
     remedy: str
     rollout: str
     router: str
@@ -86,7 +76,7 @@ def _kind(found: Any) -> str:
 StoredRow = Annotated[Annotated[Row, Tag("measured")] | Annotated[SkippedRow, Tag("skipped")], Discriminator(_kind)]
 
 
-class Settings(_StoredModel):
+class Settings(StoredModel):
     rollout_dtype: str
     rollout_batch: PositiveInt
     rollout_decode: bool
@@ -94,13 +84,12 @@ class Settings(_StoredModel):
     tail: list[Annotated[float, Field(gt=0)]] = Field(min_length=1)
 
 
-class Mismatch(_StoredModel):
-    status: str
-    model: dict[str, Any]
-    data: dict[str, Any]
-    settings: Settings
-    versions: dict[str, str]
-    seconds: Number
+class Mismatch(ReportFile):
+    file_name: ClassVar[str] = MISMATCH
+    kind: ClassVar[str] = "a mismatch report"
+    remedy: ClassVar[str] = "measure the model again"
+
+    settings: Settings  # type: ignore[assignment]
     rows: list[StoredRow] = Field(min_length=1)
 
     @validator(mode="after")
@@ -109,10 +98,6 @@ class Mismatch(_StoredModel):
             if row.logprobs is not None and len(row.logprobs.tail) != len(self.settings.tail):
                 raise ValueError("needs a share for each size in every tail")
         return self
-
-    @property
-    def title(self) -> str:
-        return str(self.model.get("name") or self.model.get("class") or "a model")
 
     @property
     def measured(self) -> list[Row]:
@@ -126,31 +111,3 @@ class Mismatch(_StoredModel):
     def rollouts(self) -> list[str]:
         """The kinds of rollout that there are rows for, in their order."""
         return list(dict.fromkeys(row.rollout for row in self.measured))
-
-
-def read_mismatch(path: Path) -> dict[str, Any]:
-    """Return the report stored in a file, or in a folder that `holdfast mismatch` wrote to."""
-    path = path / MISMATCH if path.is_dir() else path
-    try:
-        stored = json.loads(read_bytes(path, limit=LARGEST))
-    except OSError as problem:
-        raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path} is damaged: it is not JSON ({problem}); measure the model again.") from None
-    parse_mismatch(stored, str(path))
-    return dict(stored)
-
-
-def parse_mismatch(stored: Any, source: str = MISMATCH) -> Mismatch:
-    """Return a stored report as typed data. Raise ValueError with a one-line error about the first problem."""
-    if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
-        found = stored.get("schema") if isinstance(stored, Mapping) else None
-        raise ValueError(
-            f"{source} is not a mismatch report of schema {SCHEMA} (it says {found!r}); measure the model again."
-        )
-    try:
-        return Mismatch.model_validate(stored)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "its top level"
-        raise ValueError(f"{source} is damaged at {place}: {first['msg'].lower()}; measure the model again.") from None
