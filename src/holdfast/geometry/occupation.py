@@ -29,10 +29,9 @@ from torch import Tensor
 from holdfast.errors import require_extra
 from holdfast.geometry.affine import Noise, affine_keys
 from holdfast.geometry.flats import gram, independent, project
-from holdfast.geometry.quadrature import legendre_nodes
 from holdfast.geometry.thickening import MOST_SETS, sets_of
 from holdfast.geometry.ties import check_k
-from holdfast.geometry.volumes import log_ball
+from holdfast.geometry.volumes import legendre_nodes, log_ball
 from holdfast.routing.declarations import Order
 
 TIME_NODES = 96

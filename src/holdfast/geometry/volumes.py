@@ -22,19 +22,27 @@ N flats
 """
 
 import math
+from functools import cache
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.errors import require_extra
-from holdfast.geometry.quadrature import legendre_nodes
 
 Form = Literal["euclidean", "logit"]
 FORMS: tuple[Form, ...] = ("euclidean", "logit")
 NODES = 160  # of an integral over rho
 CUBE_NODES = {1: 16, 2: 10, 3: 6}  # of an integral over each side of a cube, by its dimension; 4 beyond
 NEGLIGIBLE = 60.0  # exp(-this) of the largest value is left out of an integral
+
+
+@cache
+def legendre_nodes(count: int) -> tuple[Tensor, Tensor]:
+    """Return nodes in (-1, 1) and their weights, in float64. Callers share them: do not change them in place."""
+    nodes, weights = np.polynomial.legendre.leggauss(count)
+    return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
 def log_ball(dim: int) -> float:
