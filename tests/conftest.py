@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from subprocess import CompletedProcess
 
 import hypothesis
@@ -19,6 +20,24 @@ gc.set_threshold(50_000, 20, 100)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--stop-after",
+        type=float,
+        metavar="SECONDS",
+        help="skip the tests that have not started by then, for a limited time",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--stop-after")
+    if limit is not None and time.monotonic() - STARTED > limit:
+        pytest.skip(f"the time for tests, {limit:g} s, was over")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by `-m`

@@ -312,7 +312,12 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "sorted"),
     "fails on T = 0": (lambda: with_score(NotWhenEmpty(DIM, EXPERTS)), "empty batch", "amax"),
     "swallows NaN": (lambda: with_score(SwallowsNaN(DIM, EXPERTS)), "bad input", "does not raise ValueError"),
-    "half precision": (lambda: with_score(HalfPrecision(DIM, EXPERTS)), "float32 routing", "medium"),
+    # Not every CPU rounds at "medium".
+    "half precision": (
+        lambda: with_score(HalfPrecision(DIM, EXPERTS)),
+        "float32 routing",
+        "medium|bfloat16 model",
+    ),  # not every CPU rounds at "medium"
     "unseeded": (lambda: with_score(Unseeded(DIM, EXPERTS)), "determinism", "seed"),
     "higher index first": (lambda: with_select(HigherIndexFirst(DIM, EXPERTS, 2)), "ties", "lower index"),
     "sees the future": (lambda: toy_parts.build(SeesTheFuture()), "causality", "declares the trait causal"),
