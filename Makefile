@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-matrix lint bench docs dist pretrained clean
+.PHONY: demo test test-all test-matrix lint bench figures docs dist pretrained clean
 
 # Both commands take up what is there: run again, nothing is trained twice.
 demo: .venv/ready
@@ -19,7 +19,7 @@ test: .venv/dev
 # The tests that `make test` leaves out: variants and combinations, torch.compile, the kernels' interpreter, several processes,
 # a browser. `make test test-all` runs everything once.
 test-all: .venv/dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(OPTIONS)
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -29,6 +29,11 @@ lint: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/everything.py --out results/speed --force
 	$(BIN)/python benchmarks/import_time.py
+
+# All pictures of the documents: docs/pictures from the stored numbers beside them, and those of the routers' pages.
+figures: .venv/ready
+	$(BIN)/python docs/site/figures.py
+	$(BIN)/python docs/site/router_pages.py
 
 # The pages of routers, which are stored, and the documentation site, in site/. A broken link or a name without a description is an error.
 docs: .venv/dev

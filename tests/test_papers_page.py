@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ COMMANDS = sorted({code for code in CODE if code.startswith("holdfast ") and "--
 CHECKPOINTS = {
     "google-bert/bert-large-uncased": ("bert", 24),
     "microsoft/Phi-3-mini-4k-instruct": ("phi3", 32),
-    "comparison/cells/smoe-seed0": ("gpt2", 8),
+    "comparison/cells/smoe-seed0": ("gpt2", 8),  # a cell of the recipe enwik8
 }
+EXPERTS = {"comparison/cells/smoe-seed0": load_recipe("enwik8").sparse.experts}  # of checkpoints that have experts
 OTHERS = ("report.html", "log.jsonl", "holdfast.metrics.jump", "pgd", "spsa", "@")
 
 
@@ -50,8 +52,12 @@ def build_on_meta(recipe: Recipe, choice: RouterChoice) -> None:
         family, layers = CHECKPOINTS[recipe.model.checkpoint]
         entries = {"num_hidden_layers": layers, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(family, **entries)
-    kind = getattr(transformers, HEADS[recipe.task])
+    head = "pictures" if recipe.task == "domains" else recipe.task
+    kind = getattr(transformers, HEADS[head])
     sparse = recipe.sparse
+    if (own := EXPERTS.get(recipe.model.checkpoint or "")) is not None:
+        assert sparse.experts in (None, own), "a number that contradicts the checkpoint is refused"
+        sparse = replace(sparse, experts=own)
     change = Change(sparse.experts, sparse.k, sparse.layers, sparse.hidden, copied=sparse.init == "copy")
     with torch.device("meta"):
         sparsify_on_meta(kind.from_config(config), Choice(choice.name, choice.router, choice.options, choice.k), change)

@@ -99,7 +99,7 @@ def test_an_issue_form_has_what_github_requires(form: Path) -> None:
 
 
 def test_the_public_ci_runs_what_our_own_runs() -> None:
-    own = re.findall(r"^make (\S+)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
+    own = re.findall(r"^make (\S+)", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
     workflow = read(GITHUB / "workflows" / "ci.yml")
     quick, weekly = workflow["jobs"]["quick"], workflow["jobs"]["everything"]
     targets = quick["strategy"]["matrix"]["target"]

@@ -2,9 +2,10 @@
 
     python docs/site/router_pages.py            # write them again, after a change of a router, of results or of times
 
-By hand are only the idea and the papers, in router_texts.yaml. Everything else is read from where it is true:
+By hand are only the idea, some formulas and the papers, in router_texts.yaml. Everything else is read from where it is true:
 
     formula, options    docstrings and constructors of the router's parts
+    picture             what the router does on the line between two tokens (router_slices.py), drawn to pictures/NAME.svg
     traits, needs       what the router declares, built at the sizes below
     cost                what its parts declare at the sizes below, and the times in docs/performance.md
     certificate         what `certify` answers for the router
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import yaml
+from router_slices import picture, slices
 from site_docstrings import option_texts, texts
 
 from holdfast.certificates import certify
@@ -37,6 +39,7 @@ from holdfast.routing.registry import DEFAULT_PARTS, FAMILIES, GIVEN, NOISE, Pre
 
 DOCS = Path(__file__).resolve().parent.parent
 PAGES = DOCS / "routers"
+PICTURES = PAGES / "pictures"
 TEXTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("router_texts.yaml").read_text(encoding="utf-8"))
 
 STAGES = {"expert": "inform, expert side", "token": "inform, token side", "capacity": "capacity, around select"}
@@ -97,7 +100,9 @@ def page(preset: Preset) -> str:
         "## Idea",
         " ".join(TEXTS[preset.name]["idea"].split()),
         "## Formula",
-        *_formulas(parts),
+        *_formulas(preset.name, parts),
+        "## Picture",
+        *_picture(preset.name),
         "## Options",
         _options(preset, parts),
         "## Traits",
@@ -114,6 +119,18 @@ def page(preset: Preset) -> str:
         "See also: [all routers](../routers.md), [which router when](../which-router.md), [tables of papers](../papers.md).",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def write_pictures(folder: Path) -> list[Path]:
+    """Draw all pictures in `folder`, and remove those of routers that are gone."""
+    folder.mkdir(exist_ok=True)
+    drawn = {folder / f"{preset.name}.svg": picture(preset.name, slices(preset.name)) for preset in own_presets()}
+    for file in folder.glob("*.svg"):
+        if file not in drawn:
+            file.unlink()
+    for file, content in drawn.items():
+        file.write_text(content, encoding="utf-8")
+    return list(drawn)
 
 
 def write_pages(folder: Path) -> list[Path]:
@@ -151,11 +168,13 @@ def _use(preset: Preset, router: Router) -> str:
     return f'Use it with `holdfast.reroute(model, "{preset.name}")`, or joined to others with `+`.'
 
 
-def _formulas(parts: dict[str, type[Part]]) -> Iterator[str]:
+def _formulas(name: str, parts: dict[str, type[Part]]) -> Iterator[str]:
     """Yield the first formulas of each module that is only about this router, and the text of each part's docstring.
 
-    A module with parts of other routers describes all of them, so there only the texts of the classes are used.
+    A module with parts of other routers describes all of them, so there the formula of router_texts.yaml is used.
     """
+    if "formula" in TEXTS[name]:
+        yield "\n".join(["```text", TEXTS[name]["formula"].rstrip(), "```"])
     bases = [base.__module__ for part in parts.values() for base in reversed(part.__mro__) if issubclass(base, Part)]
     others = {part.__module__ for preset in own_presets() for part in _parts(preset).values() if part not in parts.values()}
     for module in dict.fromkeys(bases):
@@ -168,6 +187,19 @@ def _formulas(parts: dict[str, type[Part]]) -> Iterator[str]:
         first, *more = texts(inspect.getdoc(part) or "")
         yield f"`{part.__name__}`: {first}"
         yield from more
+
+
+def _picture(name: str) -> Iterator[str]:
+    """Yield the stored picture, and its caption."""
+    found = re.search("<desc>(.+)</desc>", (PICTURES / f"{name}.svg").read_text(encoding="utf-8"))
+    assert found, name
+    yield f"![Weights of the experts of {name} between two tokens](pictures/{name}.svg)"
+    yield (
+        "The weights of the experts, one on top of the other, while a token moves straight from token A to token B; the "
+        f"numbers are those of the experts. {found[1]} Every router is drawn with the same two tokens and 6 experts, and "
+        "those with linear scores have the same vectors of experts: compare with [`smoe`](smoe.md), plain top-k, and "
+        "[`smooth`](smooth.md)."
+    )
 
 
 def _options(preset: Preset, parts: dict[str, type[Part]]) -> str:
@@ -390,7 +422,7 @@ def tables(markdown: str) -> list[Table]:
 
 
 def main() -> None:
-    for file in write_pages(PAGES):
+    for file in [*write_pictures(PICTURES), *write_pages(PAGES)]:
         print(file.relative_to(DOCS.parent), file=sys.stderr)
 
 

@@ -21,7 +21,7 @@ DOCS = "docs/"
 
 # Files of the top folder, and what they are called on the site.
 OUTSIDE = {
-    "README.md": "index.md",
+    "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",

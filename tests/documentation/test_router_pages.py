@@ -12,7 +12,7 @@ from router_pages import DOCS, PAGES, TEXTS, own_presets, router_names, tables
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import GIVEN, NOISE
 
-SECTIONS = ["Idea", "Formula", "Options", "Traits", "Cost", "Certificate", "Results", "Papers"]
+SECTIONS = ["Idea", "Formula", "Picture", "Options", "Traits", "Cost", "Certificate", "Results", "Papers"]
 NAMES = [preset.name for preset in own_presets()]
 WHICH = (DOCS / "which-router.md").read_text(encoding="utf-8")
 
@@ -51,7 +51,15 @@ def test_an_idea_is_three_sentences(name: str) -> None:
     idea = " ".join(TEXTS[name]["idea"].split())
     sentences = re.findall(r"[.!?](?= [A-Z`]|$)", idea)
     assert len(sentences) == 3, idea
-    assert TEXTS[name]["papers"] and TEXTS[name].keys() <= {"idea", "papers", "claims"}
+    assert TEXTS[name]["papers"] and TEXTS[name].keys() <= {"idea", "formula", "papers", "claims"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_combination
+def test_a_formula_is_a_block_that_fits_a_page(name: str) -> None:
+    section = (PAGES / f"{name}.md").read_text().split("## Formula\n")[1].split("\n## ")[0]
+    (formula,) = re.findall(r"```text\n(.+?)```", section, flags=re.DOTALL)
+    assert "=" in formula and max(map(len, formula.splitlines())) <= 125
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +118,8 @@ def test_the_table_of_routers_leads_to_the_pages() -> None:
 
 
 def test_the_advice_has_only_numbers_of_the_measurements() -> None:
-    measured = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("results.md", "performance.md"))
+    sources = ("results.md", "performance.md", "mismatch.md", "replay.md", "audit.md")
+    measured = "".join((DOCS / name).read_text(encoding="utf-8") for name in sources)
     numbers = re.findall(r"[-+]?\d+\.\d+(?:e-\d+)?", WHICH)
     assert len(numbers) > 40
     known = set(re.findall(r"[-+]?\d+\.\d+(?:e-\d+)?", measured))
@@ -118,10 +127,30 @@ def test_the_advice_has_only_numbers_of_the_measurements() -> None:
     assert [number for number in numbers if number not in (known if number[0] in "+-" else unsigned)] == []
 
 
+def test_the_advice_answers_problems_with_a_router_and_its_evidence() -> None:
+    (problems,) = [table for table in tables(WHICH) if table.columns[0] == "your problem"]
+    assert problems.columns[1:] == ["try", "evidence", "cost", "not known"] and len(problems.rows) >= 15
+    for row in problems.rows:
+        assert row[0] and row[1] and row[2], row[0]
+    for word in (
+        "bf16",
+        "batch",
+        "words",
+        "pictures",
+        "rollouts",
+        "overloaded",
+        "Little data",
+        "Long sequences",
+        "cost",
+        "guarantee",
+    ):
+        assert any(word in row[0] for row in problems.rows), word
+
+
 def test_the_advice_names_routers_that_exist() -> None:
     names = {name for code in re.findall(r"`([^`\s]+)`", WHICH) for name in router_names(f"`{code}`")}
     assert {"smooth", "symphony", "hash"} <= names
     unknown = {name for name in names if name and name not in NAMES}
-    assert unknown <= {"strength=learned"}, unknown
+    assert unknown <= {"strength=learned", "native", "batch", "check_router", "sparsify"}, unknown
     for name in re.findall(r"\]\(routers/([\w-]+)\.md\)", WHICH):
         assert name in NAMES

@@ -12,7 +12,15 @@ from report.browsing import visit
 
 ROOT = Path(__file__).parent.parent.parent
 SCREENS = [(1400, "light"), (390, "dark"), (390, "light"), (1400, "dark")]
-FEW = ("index.html", "routers.html", "reference/holdfast.html")  # seen on all screens; the other pages on two of them
+# Seen on all screens; the other pages on two of them.
+FEW = (
+    "index.html",
+    "routers.html",
+    "routers/smooth.html",
+    "which-router.html",
+    "how-to/trl.html",
+    "reference/holdfast.html",
+)
 
 pytestmark = pytest.mark.slow  # builds the site, starts a browser
 
@@ -51,6 +59,8 @@ def test_pages_open_from_a_file_without_a_message_or_a_request_elsewhere(
             "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
         )
         assert wide <= visible, f"{page} is {wide} pixels wide"
+        missing = "return [...document.images].filter(one => !one.naturalWidth).map(one => one.src)"
+        assert chromium.execute_script(missing) == [], page
         assert chromium.get_log("browser") == [], page
         asked = requests(chromium)
         assert any(url.endswith(".css") for url in asked), "the requests of the page were not seen"

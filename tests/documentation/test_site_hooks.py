@@ -13,14 +13,14 @@ import site_hooks
 
 def test_a_link_between_documents_leads_to_the_page_of_the_site() -> None:
     readme = "[models](docs/models.md#families), [docs/results.md](docs/results.md), ![p](docs/pictures/slice.svg)"
-    assert site_hooks.with_site_links(readme, "README.md", "index.md") == (
+    assert site_hooks.with_site_links(readme, "README.md", "overview.md") == (
         "[models](models.md#families), [results](results.md), ![p](pictures/slice.svg)"
     )
     assert (
         site_hooks.with_site_links("[how](../CONTRIBUTING.md)", "docs/routers.md", "routers.md") == "[how](contributing.md)"
     )
     below = site_hooks.with_site_links("[all](../routers.md) [n](../../README.md)", "docs/routers/ac.md", "routers/ac.md")
-    assert below == "[all](../routers.md) [n](../index.md)"
+    assert below == "[all](../routers.md) [n](../overview.md)"
 
 
 def test_a_link_to_a_file_that_is_not_on_the_site_becomes_text_and_a_broken_one_stays() -> None:

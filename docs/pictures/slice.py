@@ -1,28 +1,22 @@
-"""Draw docs/pictures/slice.svg, a slice through one layer's token space, from the stored numbers of one geometry report.
+"""A slice through one layer's token space: cells of top-k, strips of `smooth`, and the output on the way through a boundary.
 
-    python benchmarks/slice_picture.py                                        # draw from docs/pictures/slice.json
-    python benchmarks/slice_picture.py results/demo/geometry/geometry.json    # store its numbers first, then draw
-
-Left: the model's own top-k. Right: `smooth` on the same weights. Below: the layer's output on the way through a boundary.
-Cells and strips are polygons, cut exactly from the keys of the experts in the plane.
+Its numbers are from one geometry report of the trained `smoe` of `make demo`. Left: its own top-k. Right: `smooth` on the
+same weights. Cells and strips are polygons, cut exactly from the keys of the experts in the plane.
 """
 
-import argparse
-import json
-from html import escape
-from pathlib import Path
 from typing import Any
 
-PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-STORED, DRAWN = PICTURES / "slice.json", PICTURES / "slice.svg"
+from svg_parts import EDGE, WIDTH, origin, page, text
+
 COMMANDS = [
     "holdfast compare --out results/demo",
     "holdfast geometry results/demo/cells/smoe-seed0 --out results/demo/geometry",
 ]
+LAYER = 1  # the layer that is drawn
 
-WIDTH, HEIGHT, SIDE, TOP = 840, 690, 380, 84
-LEFT = (20, 440)  # of the two squares
-CURVE_TOP, CURVE_HEIGHT = 530, 108
+SIDE, TOP, HEIGHT = 204, 118, 592  # of a square, above it, of the page
+LEFT = (EDGE, WIDTH - EDGE - SIDE)  # of the two squares
+CURVE_TOP, CURVE_HEIGHT = 422, 84
 COLOURS = 8
 
 # Okabe and Ito's colours for the colour-blind as light or dark tints, and the same ones shaded for the strips.
@@ -32,9 +26,9 @@ DARK = ["#1d4b6b", "#6b4218", "#14503f", "#5f3350", "#57511a", "#3f464e", "#413a
 Polygon = list[tuple[float, float]]
 
 
-def stored_numbers(report: dict[str, Any], layer: int) -> dict[str, Any]:
+def stored_numbers(report: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a geometry report that the picture needs, with what is needed to reproduce it."""
-    found = report["layers"][layer]
+    found = report["layers"][LAYER]
     piece = next(each for each in found["pictures"]["slices"] if each["kind"] == "tokens")
     normal = found["pictures"]["normal"]
     source = report["data"]["source"]
@@ -44,7 +38,7 @@ def stored_numbers(report: dict[str, Any], layer: int) -> dict[str, Any]:
         "model": {key: report["model"][key] for key in ("class", "parameters", "experts", "routers")},
         "data": {"source": source["name"], "checksum": source["checksum"], "tokens": report["data"]["tokens"]},
         "settings": report["settings"],
-        "layer": layer,
+        "layer": LAYER,
         "k": found["k"],
         "strip": found["theory"]["slopes"]["strip"],
         "slice": {key: piece[key] for key in ("low", "high", "keys", "sets", "lines", "points", "tokens")},
@@ -104,52 +98,41 @@ def colours_of(stored: dict[str, Any]) -> list[int]:
 def picture(stored: dict[str, Any]) -> str:
     """Return the SVG."""
     jump = stored["jump"]
-    lines = [
-        _text(20, 30, "Where routing jumps", "title"),
-        _text(
-            20,
-            50,
-            f"A plane through three tokens, layer {stored['layer']}. Inputs in one cell use the same {stored['k']} experts.",
-            "small",
-        ),
-        _text(LEFT[0], TOP - 10, "top-k: the output jumps at every line"),
-        _text(LEFT[1], TOP - 10, "smooth, same weights: experts fade in and out in strips"),
+    parts = [
+        text(EDGE, 34, "Where routing jumps", "title"),
+        text(EDGE, 60, f"A plane through three tokens (layer {stored['layer']}). All inputs in a"),
+        text(EDGE, 80, f"coloured cell use the same {stored['k']} experts."),
+        text(LEFT[0], TOP - 12, "top-k: jumps at every line"),
+        text(LEFT[1], TOP - 12, "smooth: fades in the strips"),
     ]
-    lines += [part for panel in (0, 1) for part in _panel(stored, panel)]
-    lines += _curves(stored)
-    origin = (
-        f"smoe of `make demo`, {stored['data']['tokens']:,} tokens of {stored['data']['source']}. Mean jump at a token's "
-        f"nearest line, of the output: top-k {jump['before']:.0%}, smooth {jump['after']:.2%}."
-    )
-    lines.append(_text(20, HEIGHT - 14, origin, "small"))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'role="img" aria-label="Cells of a layer for top-k and smooth, and its output on the way through a boundary">'
-    )
-    page = f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="8"/>'
-    frame = f'<rect class="frame" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>'
-    return "\n".join([head, f"<style>\n{style()}\n</style>", page, frame, *lines, "</svg>"]) + "\n"
+    parts += [part for panel in (0, 1) for part in _panel(stored, panel)]
+    parts += _curves(stored)
+    parts += [
+        text(EDGE, HEIGHT - 58, "Mean jump at a token's nearest line, as a share of the"),
+        text(EDGE, HEIGHT - 38, f"output: {jump['before']:.0%} with top-k, {jump['after']:.2%} with smooth."),
+        text(EDGE, HEIGHT - 14, origin(stored), "small"),
+    ]
+    label = "Cells of a layer for top-k and smooth, and its output on the way through a boundary"
+    return page(HEIGHT, label, parts, *style())
 
 
-def style() -> str:
+def style() -> tuple[str, str]:
+    """Return the rules of this picture, and those of its dark theme."""
     light = " ".join(f".c{place} {{ fill: {colour} }}" for place, colour in enumerate(LIGHT))
     dark = " ".join(f".c{place} {{ fill: {colour} }}" for place, colour in enumerate(DARK))
-    return f"""\
-  text {{ font: 13px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #1f2328 }}
-  .title {{ font-size: 16px; font-weight: 600 }} .small {{ font-size: 12px; fill: #59636e }} .mid {{ text-anchor: middle }}
-  .page {{ fill: #ffffff }} .frame {{ fill: none; stroke: #d1d9e0 }}
+    return (
+        f"""\
   .axis {{ stroke: #59636e; stroke-width: 1; stroke-dasharray: 2 3 }}
   .tie {{ stroke: #1f2328; stroke-width: 1.5; stroke-linecap: round }} .soft {{ stroke-dasharray: 2 4 }}
-  .point {{ fill: #ffffff; stroke: #1f2328; stroke-width: 2 }} .token {{ fill: #1f2328 }}
+  .point {{ fill: #ffffff; stroke: #1f2328; stroke-width: 1.5 }} .token {{ fill: #1f2328 }}
   .shade {{ filter: brightness(0.72) }} .own {{ fill: none; stroke: #0072b2; stroke-width: 2.5 }}
   .other {{ fill: none; stroke: #c44e00; stroke-width: 2.5; stroke-dasharray: 7 4 }}
-  {light}
-  @media (prefers-color-scheme: dark) {{
-    text {{ fill: #f0f6fc }} .small {{ fill: #9198a1 }} .page {{ fill: #0d1117 }} .frame {{ stroke: #3d444d }}
-    .tie {{ stroke: #f0f6fc }} .point {{ fill: #0d1117; stroke: #f0f6fc }} .token {{ fill: #f0f6fc }}
-    .shade {{ filter: brightness(1.55) }} .own {{ stroke: #5aaee8 }} .other {{ stroke: #ff8f4a }}
-    {dark}
-  }}"""
+  {light}""",
+        f"""\
+    .axis {{ stroke: #9198a1 }} .tie {{ stroke: #f0f6fc }} .point {{ fill: #0d1117; stroke: #f0f6fc }}
+    .token {{ fill: #f0f6fc }} .shade {{ filter: brightness(1.55) }} .own {{ stroke: #5aaee8 }} .other {{ stroke: #ff8f4a }}
+    {dark}""",
+    )
 
 
 def _panel(stored: dict[str, Any], panel: int) -> list[str]:
@@ -171,26 +154,19 @@ def _panel(stored: dict[str, Any], panel: int) -> list[str]:
         lines.append(drawn(polygon, f"c{colour}"))
         if panel == 1:
             lines += [drawn(strip, f"c{colour} shade") for strip in strips(stored, chosen)]
-        if _area(polygon) > 0.02 * (high[0] - low[0]) ** 2:
-            x, y = at(sum(x for x, _ in polygon) / len(polygon), sum(y for _, y in polygon) / len(polygon))
-            clear = all(
-                abs(x - at(mark["x"], mark["y"])[0]) > 40 or abs(y - at(mark["x"], mark["y"])[1]) > 26
-                for mark in piece["tokens"]
-            )
-            names.append(_text(x, y + 5 if clear else y + 34, "{" + ", ".join(map(str, chosen)) + "}", "mid"))
     soft = " soft" if panel else ""
     for x0, y0, x1, y1, *_ in piece["lines"]:
         (a, b), (c, d) = at(x0, y0), at(x1, y1)
         lines.append(f'<line class="tie{soft}" x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}"/>')
     for x, y, *_ in piece["points"]:
-        lines.append('<circle class="point" cx="{:.1f}" cy="{:.1f}" r="4"/>'.format(*at(x, y)))
+        lines.append('<circle class="point" cx="{:.1f}" cy="{:.1f}" r="3"/>'.format(*at(x, y)))
     for mark in piece["tokens"]:
         x, y = at(mark["x"], mark["y"])
         lines.append(
-            f'<rect class="token" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" '
+            f'<rect class="token" x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" '
             f'transform="rotate(45 {x:.1f} {y:.1f})"/>'
         )
-        names.append(_text(x, y - 12, f"“{mark['text']}”", "mid"))
+        names.append(text(x, y - 11, f"“{mark['text']}”", "mid"))
     return lines + names
 
 
@@ -201,15 +177,16 @@ def _curves(stored: dict[str, Any]) -> list[str]:
     reach, low, high = max(positions), min(*own, *other), max(*own, *other)
 
     def at(position: float, change: float) -> str:
-        x = 20 + (position + reach) / (2 * reach) * (WIDTH - 40)
+        x = EDGE + (position + reach) / (2 * reach) * (WIDTH - 2 * EDGE)
         return f"{x:.1f},{CURVE_TOP + CURVE_HEIGHT * (1 - (change - low) / (high - low)):.1f}"
 
     half = len(positions) // 2
     parts = [(positions[:half], own[:half], "own"), (positions[half:], own[half:], "own"), (positions, other, "other")]
-    name = f"The layer's output as the input moves from “{stored['token']}” through its nearest line: "
     lines = [
-        _text(20, CURVE_TOP - 26, name + "top-k (solid) jumps, smooth (dashed) does not"),
-        f'<line class="axis" x1="{WIDTH / 2}" y1="{CURVE_TOP - 12}" x2="{WIDTH / 2}" y2="{CURVE_TOP + CURVE_HEIGHT + 8}"/>',
+        text(EDGE, CURVE_TOP - 60, f"The layer's output as its input moves from “{stored['token']}”"),
+        text(EDGE, CURVE_TOP - 40, "across the nearest line: top-k (solid) jumps there,"),
+        text(EDGE, CURVE_TOP - 20, "smooth (dashed) does not."),
+        f'<line class="axis" x1="{WIDTH / 2}" y1="{CURVE_TOP - 8}" x2="{WIDTH / 2}" y2="{CURVE_TOP + CURVE_HEIGHT + 8}"/>',
     ]
     for xs, ys, kind in parts:
         points = " ".join(at(x, y) for x, y in zip(xs, ys, strict=True))
@@ -220,22 +197,3 @@ def _curves(stored: dict[str, Any]) -> list[str]:
 def _area(polygon: Polygon) -> float:
     pairs = zip(polygon, polygon[1:] + polygon[:1], strict=True)
     return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in pairs)) / 2
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    name = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{name}>{escape(text)}</text>'
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", nargs="?", type=Path, help="a geometry.json to take the numbers from")
-    parser.add_argument("--layer", type=int, default=1, help="the layer to draw")
-    given = parser.parse_args()
-    if given.report is not None:
-        STORED.write_text(json.dumps(stored_numbers(json.loads(given.report.read_text()), given.layer)) + "\n")
-    DRAWN.write_text(picture(json.loads(STORED.read_text())))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,51 +1,37 @@
 """The picture of a slice shows the stored numbers of one geometry report, and nothing else."""
 
-import json
-import runpy
 from itertools import combinations
-from pathlib import Path
+from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
+import figures
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PICTURES = ROOT / "docs" / "pictures"
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return figures.script("slice")
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "benchmarks" / "slice_picture.py"))
+def stored() -> Any:
+    return figures.numbers("slice")
 
 
-@pytest.fixture(scope="module")
-def stored() -> dict[str, Any]:
-    numbers: dict[str, Any] = json.loads((PICTURES / "slice.json").read_text())
-    return numbers
-
-
-def test_the_stored_picture_is_the_one_that_the_script_draws(script: dict[str, Any], stored: dict[str, Any]) -> None:
-    drawn = (PICTURES / "slice.svg").read_text()
-    assert drawn == script["picture"](stored)
-    assert ElementTree.fromstring(drawn).tag.endswith("svg")
-
-
-def test_cells_cover_the_square_and_only_those_of_the_stored_sets_exist(
-    script: dict[str, Any], stored: dict[str, Any]
-) -> None:
+def test_cells_cover_the_square_and_only_those_of_the_stored_sets_exist(script: ModuleType, stored: Any) -> None:
     low, high = stored["slice"]["low"], stored["slice"]["high"]
     whole = (high[0] - low[0]) * (high[1] - low[1])
-    every = {chosen: script["cell"](stored, list(chosen)) for chosen in combinations(range(len(stored["slice"]["keys"])), 2)}
-    areas = {chosen: script["_area"](polygon) if len(polygon) > 2 else 0.0 for chosen, polygon in every.items()}
+    every = {chosen: script.cell(stored, list(chosen)) for chosen in combinations(range(len(stored["slice"]["keys"])), 2)}
+    areas = {chosen: script._area(polygon) if len(polygon) > 2 else 0.0 for chosen, polygon in every.items()}
     assert sum(areas.values()) == pytest.approx(whole, rel=1e-9)
     found = {chosen for chosen, area in areas.items() if area > 1e-3 * whole}
     assert found <= {tuple(chosen) for chosen in stored["slice"]["sets"]} and len(found) >= 5
 
 
-def test_strips_are_where_an_expert_outside_is_close(script: dict[str, Any], stored: dict[str, Any]) -> None:
+def test_strips_are_where_an_expert_outside_is_close(script: ModuleType, stored: Any) -> None:
     keys, checked = stored["slice"]["keys"], 0
     for chosen in stored["slice"]["sets"]:
-        for polygon in script["strips"](stored, chosen):
+        for polygon in script.strips(stored, chosen):
             x, y = (sum(each) / len(polygon) for each in zip(*polygon, strict=True))
             values = [across * x + up * y + offset for across, up, offset in keys]
             least = min(values[expert] for expert in chosen)
@@ -55,8 +41,8 @@ def test_strips_are_where_an_expert_outside_is_close(script: dict[str, Any], sto
     assert checked > 5
 
 
-def test_neighbouring_cells_have_different_colours(script: dict[str, Any], stored: dict[str, Any]) -> None:
-    sets, colours = stored["slice"]["sets"], script["colours_of"](stored)
+def test_neighbouring_cells_have_different_colours(script: ModuleType, stored: Any) -> None:
+    sets, colours = stored["slice"]["sets"], script.colours_of(stored)
     places = {tuple(chosen): place for place, chosen in enumerate(sets)}
     for *_, one, two in stored["slice"]["lines"]:
         for chosen in sets:

@@ -1,0 +1,135 @@
+"""Pictures of the documents show their stored numbers and nothing else, and can be read on a telephone."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import figures
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+NAMES = figures.names()
+SHOWN = 358  # pixels of a picture on a page of a telephone that is 390 pixels wide
+SMALLEST = 8  # pixels of a text
+
+
+@pytest.fixture
+def stored() -> Any:
+    return figures.numbers("what_if")
+
+
+def svg(name: str) -> ElementTree.Element:
+    return ElementTree.fromstring((figures.PICTURES / f"{name}.svg").read_text(encoding="utf-8"))
+
+
+def test_the_stored_pictures_are_what_make_figures_draws(tmp_path: Path) -> None:
+    """If this fails, run `make figures` and look at the difference."""
+    recipe = subprocess.run(["make", "--dry-run", "figures"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "python docs/site/figures.py" in recipe
+    drawn = figures.draw(tmp_path)
+    assert {file.name for file in drawn} == {file.name for file in figures.PICTURES.glob("*.svg")} != set()
+    assert [file.name for file in drawn if file.read_bytes() != (figures.PICTURES / file.name).read_bytes()] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_combination
+def test_a_picture_says_where_its_numbers_come_from(name: str) -> None:
+    numbers = figures.numbers(name)
+    assert numbers["versions"]["torch"]
+    if not name.startswith("tutorial_"):  # the code of a tutorial makes the numbers of its picture
+        assert re.fullmatch(r"[0-9a-f]{7}", numbers["commit"]) and numbers["commands"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_combination
+def test_a_picture_is_in_a_document(name: str) -> None:
+    assert any(f"pictures/{name}.svg)" in document.read_text(encoding="utf-8") for document in DOCUMENTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_combination
+def test_texts_of_a_picture_are_large_enough_on_a_telephone_and_have_two_themes(name: str) -> None:
+    style = "".join(element.text or "" for element in svg(name).iter() if element.tag.endswith("style"))
+    sizes = [float(size) for size in re.findall(r"(?:font|font-size): (\d+)px", style)]
+    width = float(svg(name).attrib["viewBox"].split()[2])
+    assert sizes and min(sizes) * SHOWN / width >= SMALLEST
+    assert "prefers-color-scheme: dark" in style and svg(name).attrib["aria-label"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_no_text_of_a_picture_leaves_its_frame(name: str, chromium: Any) -> None:
+    chromium.get((figures.PICTURES / f"{name}.svg").as_uri())
+    places = chromium.execute_script(
+        "const box = document.documentElement.viewBox.baseVal;"
+        "return [...document.querySelectorAll('text')].map(e => [e.textContent, e.getBBox()])"
+        ".map(([words, b]) => [words, b.x >= 0 && b.x + b.width <= box.width && b.y >= 0 && b.y + b.height <= box.height])"
+    )
+    assert places and [words for words, inside in places if not inside] == []
+
+
+def test_a_picture_follows_the_stored_numbers(stored: Any) -> None:
+    draw = figures.script("what_if").picture
+    changed = copy.deepcopy(stored)
+    changed["what_if"]["flip_output"]["attack"]["after"] = stored["what_if"]["flip_output"]["attack"]["before"] / 2
+    assert "50% remains" not in draw(stored) and "50% remains" in draw(changed)
+
+
+def test_every_perturbation_under_which_flips_changed_something_is_shown(stored: Any) -> None:
+    texts = [element.text for element in svg("what_if").iter() if element.text]
+    changed = [pair for pair in stored["what_if"]["flip_output"].values() if pair["before"] > 0]
+    assert len([text for text in texts if text.endswith("remains")]) == len(changed) > 0
+
+
+def test_every_row_shows_the_total_before_and_after_and_follows_the_stored_numbers(stored: Any) -> None:
+    draw = figures.script("what_if").picture
+    result = copy.deepcopy(stored["what_if"])
+    rows = [name for name, pair in result["flip_output"].items() if pair["before"] > 0]
+    assert draw(stored).count('class="small">total ') == len(rows) > 0
+    result["output"]["attack"] = {"before": 0.011, "after": 0.022}
+    changed = draw({**stored, "what_if": result})
+    assert ">total 1.1% → 2.2%<" in changed and " to 2.00 times that of top-k" in changed
+
+
+def test_the_picture_counts_perturbations_with_more_changed_predictions(stored: Any) -> None:
+    draw = figures.script("what_if").picture
+    result = copy.deepcopy(stored["what_if"])
+    rows = [name for name, pair in result["flip_output"].items() if pair["before"] > 0]
+    for place, name in enumerate(rows):
+        result["prediction_flips"][name] = {"before": 0.1, "after": (0.2, 0.05, 0.1)[min(place, 2)]}
+    assert f"fewer in 1 of {len(rows)} rows, more in 1." in draw({**stored, "what_if": result})
+
+
+def test_the_readme_shows_the_picture() -> None:
+    assert "](docs/pictures/what_if.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_new_numbers_are_stored_with_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any) -> None:
+    report = {key: stored[key] for key in ("versions", "model", "settings", "what_if")}
+    report["data"] = {"source": {"name": "texts", "checksum": "0"}, "tokens": 7}
+    (tmp_path / "audit.json").write_text(json.dumps(report))
+    monkeypatch.setattr(figures, "script", {"what_if": figures.script("what_if")}.__getitem__)
+    monkeypatch.setattr(figures, "commit", lambda: "abcdef0")
+    monkeypatch.setattr(figures, "PICTURES", tmp_path)
+    figures.store("what_if", tmp_path / "audit.json")
+    kept = figures.numbers("what_if")
+    assert kept["commit"] == "abcdef0" and kept["data"]["tokens"] == 7 and kept["what_if"] == stored["what_if"]
+
+
+def test_numbers_without_a_script_are_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lonely.json").write_text("{}")
+    monkeypatch.setattr(figures, "PICTURES", tmp_path)
+    with pytest.raises(ValueError, match=r"has no lonely\.py"):
+        figures.draw(tmp_path)
+
+
+def test_a_picture_without_a_report_is_refused() -> None:
+    line = [sys.executable, str(ROOT / "docs" / "site" / "figures.py"), "what_if"]
+    run = subprocess.run(line, capture_output=True, text=True)
+    assert run.returncode == 2 and "Traceback" not in run.stderr and "give a picture and a report" in run.stderr

@@ -1,0 +1,98 @@
+"""The tutorials: each page runs from top to bottom and prints what it shows; its picture shows the stored numbers."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tutorials
+from tutorials import Block, blocks_of, difference, is_close
+
+NAMES = sorted(tutorials.PICTURE_OF)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    written = tmp_path / "page.md"
+    written.write_text(
+        '# A page\n\n```python\nx = 2\nprint("x is", x)\n```\n\n```text title="Output"\nx is 2\n```\n\n'
+        'Words.\n\n```python\nprint(f"{x / 3:.2f} of it")\n```\n\n```text title="Output, approximate"\n0.66 of it\n```\n'
+    )
+    return written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_combination
+def test_a_tutorial_prints_what_it_shows(name: str) -> None:
+    """In a process of its own, as a newcomer's script. If this fails after a change on purpose, run it without `--check`."""
+    script = tutorials.DOCS / "site" / "tutorials.py"
+    ran = subprocess.run([sys.executable, str(script), "--check", name], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_combination
+def test_a_tutorial_shows_its_picture(name: str) -> None:
+    assert f"](../pictures/{tutorials.PICTURE_OF[name]}.svg)" in (tutorials.PAGES / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_every_page_of_the_folder_is_run() -> None:
+    assert sorted(page.stem for page in tutorials.PAGES.glob("*.md")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_combination
+def test_all_code_of_a_tutorial_is_found_and_prints_are_shown(name: str) -> None:
+    """A fence that the pattern does not read would never be run."""
+    page = tutorials.PAGES / f"{name}.md"
+    text, blocks = page.read_text(encoding="utf-8"), blocks_of(page)
+    assert len(blocks) == text.count("```python") >= 4
+    assert (
+        sum(block.title is not None for block in blocks)
+        == len(re.findall(r"^```text title=", text, flags=re.MULTILINE))
+        >= 2
+    )
+
+
+def test_names_carry_on_and_output_is_collected_block_by_block(page: Path) -> None:
+    printed, names = tutorials.run(page)
+    assert printed == ["x is 2\n", "0.67 of it\n"] and names["x"] == 2
+
+
+def test_an_error_has_the_line_of_the_page(page: Path) -> None:
+    page.write_text(page.read_text().replace("x / 3", "x / 0"))
+    with pytest.raises(ZeroDivisionError) as caught:
+        tutorials.run(page)
+    assert caught.traceback[-1].lineno + 1 == 15
+
+
+def test_written_output_is_what_was_printed(page: Path) -> None:
+    page.write_text(page.read_text().replace('\n```text title="Output, approximate"\n0.66 of it\n```\n', ""))
+    written = tutorials.with_output(page, ["x is 2\n", "0.67 of it\n"])
+    assert written.endswith('```\n\n```text title="Output, approximate"\n0.67 of it\n```\n') and written.count("x is 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("title", "shown", "printed", "numbers", "differs"),
+    [
+        ("Output", "a 1\n", "a 1\n", True, False),
+        ("Output", "a 1\n", "a 2\n", False, True),
+        ("Output, approximate", "loss 4.00\n", "loss 4.40\n", True, False),
+        ("Output, approximate", "loss 4.00\n", "loss 8.00\n", True, True),
+        ("Output, approximate", "loss 4.00\n", "loss 8.00\n", False, False),
+        ("Output, approximate", "loss 4.00\n", "cost 4.00\n", False, True),
+        ("Output, for example", "loss 4.00\n", "other words\n", True, False),
+        ("Output, for example", "loss 4.00\n", "", True, True),
+        (None, None, "a\n", True, True),
+        (None, None, "", True, False),
+    ],
+)
+def test_a_difference_is_found(title: str | None, shown: str | None, printed: str, numbers: bool, differs: bool) -> None:
+    assert (difference(Block("", 1, title, shown), printed, numbers=numbers) is not None) == differs
+
+
+def test_numbers_are_close_in_relation_to_their_size_and_digits() -> None:
+    assert is_close("0.02", "0.01") and is_close("1,300", "1,000")
+    assert not is_close("0.05", "0.01") and not is_close("2,000", "1,000")

@@ -1,0 +1,182 @@
+"""The scripts of examples/ run, on tiny models, and do what they say. tests/integrations has the test of grpo_replay.py."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+import holdfast
+
+FOLDER = Path(__file__).parent.parent / "examples"
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+SENTENCE = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a script of the folder in this process and return what it prints."""
+
+    def script(name: str, *arguments: object) -> str:
+        monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
+        importlib.import_module(name).main()
+        return capsys.readouterr().out
+
+    return script
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n\n".join(f"{number} times. {SENTENCE * 3}" for number in range(40)))
+    return path
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """Save a model with a tokeniser, as a checkpoint of Hugging Face."""
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    pieces.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<pad>", "<eos>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    pieces.train_from_iterator([SENTENCE], trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+    return saved(transformers.OlmoeForCausalLM(config), tmp_path / "experts")
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    return saved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), tmp_path / "dense")
+
+
+def test_every_script_has_a_test_and_says_how_to_run_it() -> None:
+    written = Path(__file__).read_text() + (Path(__file__).parent / "integrations" / "test_grpo_replay.py").read_text()
+    scripts = sorted(FOLDER.glob("*.py"))
+    assert len(scripts) >= 7
+    for script in scripts:
+        first, empty, usage = script.read_text().splitlines()[:3]
+        assert first.startswith('"""') and not empty and usage.startswith(f"    python examples/{script.name}"), script.name
+        assert f'run("{script.stem}"' in written or f"import {script.stem}" in written, f"{script.name} has no test"
+
+
+@pytest.mark.parametrize("name", [script.stem for script in sorted(FOLDER.glob("*.py"))])
+@pytest.mark.every_combination
+def test_help_begins_with_what_the_script_does(name: str, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    if name in ("grpo_replay", "peft_lora"):
+        pytest.importorskip("trl" if name == "grpo_replay" else "peft")
+    with pytest.raises(SystemExit) as end:
+        run(name, "--help")
+    assert end.value.code == 0
+    first = (FOLDER / f"{name}.py").read_text().splitlines()[0].removeprefix('"""')
+    assert first in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["audit_and_mend", "upcycle_and_finetune", "peft_lora"])
+def test_a_missing_text_is_refused_in_one_sentence(
+    name: str, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "peft_lora":
+        pytest.importorskip("peft")
+    with pytest.raises(SystemExit):
+        run(name, "model", tmp_path / "gone.txt", "--out", tmp_path / "out")
+    assert capsys.readouterr().err.endswith("gone.txt is not a file.\n")
+
+
+def test_a_text_that_is_too_short_is_refused(run: Any, dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Too short.")
+    with pytest.raises(SystemExit, match="give a longer one"):
+        run("upcycle_and_finetune", dense, tmp_path / "short.txt", "--out", tmp_path / "out")
+
+
+def test_a_mended_model_is_saved_with_its_router(run: Any, experts: Path, texts: Path, tmp_path: Path) -> None:
+    options = ["--tokens", 200, "--length", 32, "--router", "smooth[eps=0.3]", "--out", tmp_path / "mended"]
+    printed = run("audit_and_mend", experts, texts, *options)
+    assert "experts_per_token: 2 -> " in printed and "noise.0.01" in printed
+    stored = json.loads((tmp_path / "mended" / "config.json").read_text())["model_config"]["holdfast"]
+    assert "smooth" in json.dumps(stored)
+    ids = torch.arange(8)[None] + 5
+    plain = transformers.AutoModelForCausalLM.from_pretrained(experts)
+    assert not torch.equal(holdfast.load(tmp_path / "mended")(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_an_upcycled_model_learns_from_the_loss_of_the_dense_one(run: Any, dense: Path, texts: Path, tmp_path: Path) -> None:
+    options = [
+        "--experts",
+        4,
+        "--steps",
+        8,
+        "--batch",
+        2,
+        "--length",
+        32,
+        "--learning-rate",
+        1e-2,
+        "--out",
+        tmp_path / "out",
+    ]
+    printed = run("upcycle_and_finetune", dense, texts, *options)
+    losses = [float(line.rsplit(maxsplit=1)[1]) for line in printed.splitlines() if "held-out loss" in line]
+    model = transformers.LlamaForCausalLM.from_pretrained(dense)
+    assert losses[-1] < losses[0] and len(losses) == 5
+    assert sum(p.numel() for p in holdfast.load(tmp_path / "out").parameters()) > sum(p.numel() for p in model.parameters())
+
+
+def test_the_router_passes_the_suite_with_nothing_skipped(run: Any) -> None:
+    assert run("write_a_router").endswith(" checks passed, 0 skipped\n")
+
+
+@pytest.mark.slow
+def test_a_comparison_has_a_row_for_each_router(run: Any, texts: Path, tmp_path: Path) -> None:
+    options = ["--routers", "smoe,symphony", "--seeds", 2, "--steps", 3, "--out", tmp_path / "out"]
+    printed = run("compare_on_your_data", texts, *options)
+    assert [line.split()[0] for line in printed.splitlines()[-3:-1]] == ["smoe", "symphony"]
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_an_adapter_is_trained_and_loads_on_a_model_that_is_rerouted_alike(
+    run: Any, experts: Path, texts: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    printed = run("peft_lora", experts, texts, "--steps", 6, "--batch", 2, "--length", 32, "--out", tmp_path / "adapter")
+    first, last = (float(line.rsplit(maxsplit=1)[1]) for line in printed.splitlines() if ": loss " in line)
+    assert last < first
+    model = holdfast.reroute(transformers.AutoModelForCausalLM.from_pretrained(experts), "smooth")
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    ids = torch.arange(8)[None] + 5
+    assert not torch.equal(adapted(input_ids=ids).logits, holdfast.load(experts)(input_ids=ids).logits)
+
+
+def test_every_generated_token_has_a_number(run: Any, experts: Path, tmp_path: Path) -> None:
+    model = holdfast.reroute(transformers.AutoModelForCausalLM.from_pretrained(experts), "smooth")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(experts)
+    holdfast.save(model, tmp_path / "saved", tokenizer=tokenizer)
+    printed = run("generate", tmp_path / "saved", "The quick", "--tokens", 4)
+    rows = printed.partition("before it flips\n")[2].splitlines()
+    shares = [float(row.rsplit(maxsplit=1)[1]) for row in rows]
+    assert len(shares) == len(tokenizer("The quick")["input_ids"]) + 4 and all(0 <= share < 10 for share in shares)
