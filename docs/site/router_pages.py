@@ -123,26 +123,12 @@ def page(preset: Preset) -> str:
 
 def write_pictures(folder: Path) -> list[Path]:
     """Draw all pictures in `folder`, and remove those of routers that are gone."""
-    folder.mkdir(exist_ok=True)
-    drawn = {folder / f"{preset.name}.svg": picture(preset.name, slices(preset.name)) for preset in own_presets()}
-    for file in folder.glob("*.svg"):
-        if file not in drawn:
-            file.unlink()
-    for file, content in drawn.items():
-        file.write_text(content, encoding="utf-8")
-    return list(drawn)
+    return _write_all(folder, ".svg", {preset.name: picture(preset.name, slices(preset.name)) for preset in own_presets()})
 
 
 def write_pages(folder: Path) -> list[Path]:
     """Write all pages to `folder`, and remove pages of routers that are gone."""
-    folder.mkdir(exist_ok=True)
-    pages = {folder / f"{preset.name}.md": page(preset) for preset in own_presets()}
-    for file in folder.glob("*.md"):
-        if file not in pages:
-            file.unlink()
-    for file, content in pages.items():
-        file.write_text(content, encoding="utf-8")
-    return list(pages)
+    return _write_all(folder, ".md", {preset.name: page(preset) for preset in own_presets()})
 
 
 def own_presets() -> list[Preset]:
@@ -419,6 +405,17 @@ def tables(markdown: str) -> list[Table]:
         if line.startswith("#"):
             heading = line.lstrip("# ")
     return found
+
+
+def _write_all(folder: Path, suffix: str, contents: dict[str, str]) -> list[Path]:
+    """Write a file for each name, and remove the other files with this suffix."""
+    folder.mkdir(exist_ok=True)
+    files = {folder / f"{name}{suffix}": content for name, content in contents.items()}
+    for file in set(folder.glob(f"*{suffix}")) - set(files):
+        file.unlink()
+    for file, content in files.items():
+        file.write_text(content, encoding="utf-8")
+    return list(files)
 
 
 def main() -> None:

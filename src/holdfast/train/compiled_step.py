@@ -1,7 +1,7 @@
 """Compile forward and backward of a training step with torch.compile, after a comparison with the step as it is.
 
-A compiled step takes less time because it fuses small kernels. Two options keep its numbers close: it differs from the step
-that is not compiled only in the order of sums.
+A compiled step fuses small kernels. Two options keep its numbers close to those of the step that is not compiled: sums are
+added in another order, and nothing else is meant to differ.
 
     fallback_random            dropout draws the random numbers that it draws without a compiler
     emulate_precision_casts    bf16 results are rounded where they are rounded without a compiler
