@@ -105,9 +105,11 @@ def is_supported(case: Case) -> bool:
         return torch.empty(GROUPS, count, width, dtype=case.dtype, device="meta")
 
     query, key, value = rows(case.queries, case.width), rows(case.keys, case.width), rows(case.keys, case.values)
-    second = (rows(case.queries, case.second), rows(case.keys, case.second)) if case.second else (None, None)
+    second_query, second_key = (
+        (rows(case.queries, case.second), rows(case.keys, case.second)) if case.second else (None, None)
+    )
     with mock.patch.object(launch, "SLOPES_HELD", case.held):
-        return launch.supports(query, key, value, *second, case.shared)
+        return launch.supports(query, key, value, second_query, second_key, case.shared)
 
 
 def compare(case: Case, device: str, types: PartTypes) -> None:
