@@ -86,6 +86,7 @@ WIDE_CASES = [
     replace(WIDE, name="chunks, full", causal=False, total=True),
     replace(WIDE_SHARED, name="chunks, shared, width of whole chunks", width=320, queries=200, keys=200),
     replace(WIDE_SHARED, name="chunks, shared and padded", padded=True),
+    replace(WIDE_SHARED, name="chunks, shared, 32 values", values=32),
     replace(WIDE_SHARED, name="chunks, shared, some keys at a time", queries=150, keys=150, held=1),
     replace(WIDE, name="chunks, some keys at a time", queries=130, keys=150, held=1),
     replace(WIDE, name="chunks, decoding", queries=1, keys=90),

@@ -73,6 +73,7 @@ def test_on_a_gpu_wide_vectors_are_compared_only_in_calls_that_the_router_makes(
         "mix: chunks, shared",
         "mix: chunks, shared, width of whole chunks",
         "mix: chunks, shared and padded",
+        "mix: chunks, shared, 32 values",
         "mix: chunks, shared, torch.bfloat16",
         "mix: chunks, shared, torch.float16",
     }
