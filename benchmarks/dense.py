@@ -8,9 +8,8 @@ The sparse cells are those of `holdfast compare`: finished ones are not trained 
 
 import argparse
 import json
-import math
 import shutil
-import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,11 +17,10 @@ from unittest.mock import patch
 import torch
 import yaml
 
+from holdfast.metrics.paired import paired
 from holdfast.train import Comparison, Task, load_recipe, parse_routers
 from holdfast.train.label_task import LabelTask
 from holdfast.train.training import quiet, train
-
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided, by degrees of freedom
 
 
 def main() -> None:
@@ -37,6 +35,8 @@ def main() -> None:
     quiet()
     changes = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in given.set)}
     routers = parse_routers(given.router)
+    if len(routers) != 1:
+        parser.error("give one router; the dense model is compared with one at a time.")
     comparison = Comparison(load_recipe(given.recipe, changes), routers, given.seeds, given.out, data=given.data)
     task = comparison.task
     if not isinstance(task, LabelTask):
@@ -76,11 +76,8 @@ def trained_dense(task: Task, seed: int, folder: Path) -> dict[str, Any]:
 
 def interval(values: list[float]) -> dict[str, float | None]:
     """Return the mean with its 95% interval, Student's t over seeds; one value has no interval."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return {"mean": mean, "low": None, "high": None}
-    half = T95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    found = asdict(paired([0.0] * len(values), values))
+    return {key: found[key] for key in ("mean", "low", "high")}
 
 
 if __name__ == "__main__":

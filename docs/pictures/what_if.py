@@ -5,7 +5,9 @@ Its numbers are from one audit of the demo's trained `smoe`: results/demo/audit/
 
 from typing import Any
 
-from svg_parts import EDGE, INSIDE, WIDTH, bar, origin, page, percent, text
+from svg_parts import EDGE, INSIDE, WIDTH, bar, origin, page, text
+
+from holdfast.report.page_shell import short_share
 
 COMMANDS = ["holdfast compare --out results/demo", "holdfast audit results/demo/cells/smoe-seed0 --what-if smooth"]
 MEASURES = ("router", "cost", "flips", "flip_output", "output", "prediction_flips")  # stored of `what_if`
@@ -61,11 +63,11 @@ def picture(stored: dict[str, Any]) -> str:
         blue = INSIDE * min(remaining[name], 1.0)
         parts += [
             text(EDGE, y, labels[name]),
-            text(WIDTH - EDGE, y, f"{percent(before)} → {percent(after)}", "end"),
+            text(WIDTH - EDGE, y, f"{short_share(before)} → {short_share(after)}", "end"),
             bar(EDGE, y + 6, INSIDE, BAR, "grey"),
             bar(EDGE, y + 6, blue, BAR, "blue"),
-            text(min(EDGE + blue + 6, WIDTH - EDGE - 100), y + 20, f"{percent(remaining[name])} remains"),
-            text(EDGE, y + 41, f"total {percent(total[name]['before'])} → {percent(total[name]['after'])}", "small"),
+            text(min(EDGE + blue + 6, WIDTH - EDGE - 100), y + 20, f"{short_share(remaining[name])} remains"),
+            text(EDGE, y + 41, f"total {short_share(total[name]['before'])} → {short_share(total[name]['after'])}", "small"),
         ]
     perplexity, used = cost["perplexity"], cost["experts_per_token"]
     ratios = [total[name]["after"] / total[name]["before"] for name in rows]

@@ -10,6 +10,7 @@ By hand are only the idea, some formulas and the papers, in router_texts.yaml. E
     cost                what its parts declare at the sizes below, and the times in docs/performance.md
     certificate         what `certify` answers for the router
     results             the rows of docs/results.md that name it
+    when to take it     the problems of docs/which-router.md that it is advised for
 """
 
 import functools
@@ -99,6 +100,7 @@ def page(preset: Preset) -> str:
         f"Family: {preset.family}, {FAMILIES[preset.family]}. Replaces stage: {_stages(preset)}. {_use(preset, router)}",
         "## Idea",
         " ".join(TEXTS[preset.name]["idea"].split()),
+        _advice(preset.name),
         "## Formula",
         *_formulas(preset.name, parts),
         "## Picture",
@@ -152,6 +154,23 @@ def _use(preset: Preset, router: Router) -> str:
     if router.select.layer_kind != "moe":
         return f'Use it with `holdfast.sparsify(model, experts=16, router="{preset.name}")`: it is a layer of its own.'
     return f'Use it with `holdfast.reroute(model, "{preset.name}")`, or joined to others with `+`.'
+
+
+def _advice(name: str) -> str:
+    """Return the problems that docs/which-router.md advises the router for, each with a link to its evidence."""
+    (table,) = [one for one in tables((DOCS / "which-router.md").read_text(encoding="utf-8")) if one.columns[1] == "take"]
+    problems = [row[0].replace("](#", "](../which-router.md#") for row in table.rows if name in names_in(row[1])]
+    if problems:
+        return f"**When to take it**: {'; '.join(problems)}."
+    return (
+        "**When to take it**: [which router when](../which-router.md) advises it for no problem. "
+        "Take it to compare routers, or to follow its paper."
+    )
+
+
+def names_in(text: str) -> set[str]:
+    """Return the names of routers in all code of a text."""
+    return set[str]().union(*(router_names(code) for code in re.findall(r"`[^`]+`", text)))
 
 
 def _formulas(name: str, parts: dict[str, type[Part]]) -> Iterator[str]:

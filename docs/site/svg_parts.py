@@ -44,11 +44,6 @@ def bar(x: float, y: float, width: float, height: float, kind: str) -> str:
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.0):.1f}" height="{height:.1f}" rx="2"/>'
 
 
-def percent(share: float) -> str:
-    """Return a share in percent with two significant digits."""
-    return "<0.001%" if share < 1e-5 else f"{100 * share:#.2g}".rstrip(".") + "%"
-
-
 def origin(stored: dict[str, object]) -> str:
     """Return where the numbers of the demo's model come from, for the last line of a picture."""
     data = stored["data"]

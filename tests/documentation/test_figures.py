@@ -81,6 +81,14 @@ def test_a_picture_follows_the_stored_numbers(stored: Any) -> None:
     assert "50% remains" not in draw(stored) and "50% remains" in draw(changed)
 
 
+def test_shares_of_all_and_more_are_readable(stored: Any) -> None:
+    changed = copy.deepcopy(stored)
+    for share, after in (("100", 1.0), ("120", 1.2)):
+        changed["what_if"]["flip_output"]["attack"] = {"before": 1.0, "after": after}
+        drawn = figures.script("what_if").picture(changed)
+        assert f">100% → {share}%<" in drawn and f">{share}% remains<" in drawn
+
+
 def test_every_perturbation_under_which_flips_changed_something_is_shown(stored: Any) -> None:
     texts = [element.text for element in svg("what_if").iter() if element.text]
     changed = [pair for pair in stored["what_if"]["flip_output"].values() if pair["before"] > 0]

@@ -86,7 +86,7 @@ def test_results_and_times_are_those_of_the_documents() -> None:
 
 
 def test_a_changed_result_makes_the_stored_page_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("results.md", "performance.md"):
+    for name in ("results.md", "performance.md", "which-router.md"):
         shutil.copy(DOCS / name, tmp_path)
     results = (tmp_path / "results.md").read_text()
     (tmp_path / "results.md").write_text(results.replace("| `ac` | 2.00 | 2.503 |", "| `ac` | 2.00 | 9.999 |"))
@@ -118,7 +118,7 @@ def test_the_table_of_routers_leads_to_the_pages() -> None:
 
 
 def test_the_advice_has_only_numbers_of_the_measurements() -> None:
-    sources = ("results.md", "performance.md", "mismatch.md", "replay.md", "audit.md")
+    sources = ("results.md", "performance.md", "mismatch.md", "replay.md", "audit.md", "comparing.md")
     measured = "".join((DOCS / name).read_text(encoding="utf-8") for name in sources)
     numbers = re.findall(r"[-+]?\d+\.\d+(?:e-\d+)?", WHICH)
     assert len(numbers) > 40
@@ -127,11 +127,18 @@ def test_the_advice_has_only_numbers_of_the_measurements() -> None:
     assert [number for number in numbers if number not in (known if number[0] in "+-" else unsigned)] == []
 
 
-def test_the_advice_answers_problems_with_a_router_and_its_evidence() -> None:
-    (problems,) = [table for table in tables(WHICH) if table.columns[0] == "your problem"]
-    assert problems.columns[1:] == ["try", "evidence", "cost", "not known"] and len(problems.rows) >= 15
-    for row in problems.rows:
+def problems() -> list[list[str]]:
+    """Return the rows of the table of problems."""
+    (table,) = [table for table in tables(WHICH) if table.columns[0] == "your problem"]
+    assert table.columns[1:] == ["take", "why"]
+    return table.rows
+
+
+def test_the_advice_answers_problems_with_a_router_in_one_line() -> None:
+    assert len(problems()) >= 15
+    for row in problems():
         assert row[0] and row[1] and row[2], row[0]
+        assert max(len(re.sub(r"\]\([^)]*\)", "", cell)) for cell in row) <= 75, row[0]
     for word in (
         "bf16",
         "batch",
@@ -144,13 +151,31 @@ def test_the_advice_answers_problems_with_a_router_and_its_evidence() -> None:
         "cost",
         "guarantee",
     ):
-        assert any(word in row[0] for row in problems.rows), word
+        assert any(word in row[0] for row in problems()), word
+
+
+def test_every_problem_leads_to_its_evidence_its_cost_and_what_is_not_known() -> None:
+    sections = dict(re.findall(r"^### (.+?)\n(.+?)(?=^##)", WHICH, flags=re.MULTILINE | re.DOTALL))
+    by_anchor = {re.sub(r"[^a-z0-9-]", "", title.lower().replace(" ", "-")): text for title, text in sections.items()}
+    linked = [re.findall(r"\]\(#([^)]+)\)", row[0]) for row in problems()]
+    assert [anchor for (anchor,) in linked] == list(by_anchor), "in the order of the table"
+    for anchor, text in by_anchor.items():
+        if anchor != "cost":  # it is about nothing else
+            assert "- **Evidence" in text and "- **Cost" in text, anchor
+        assert "- **Not known**" in text, anchor
+
+
+def test_a_page_names_the_problems_that_its_router_is_advised_for() -> None:
+    problem = "[Small changes make the output jump, and you cannot train](../which-router.md#jumps-without-training)"
+    assert problem in (PAGES / "smooth.md").read_text() and problem not in (PAGES / "symphony.md").read_text()
+    assert "advises it for no problem" in (PAGES / "xmoe.md").read_text()
 
 
 def test_the_advice_names_routers_that_exist() -> None:
     names = {name for code in re.findall(r"`([^`\s]+)`", WHICH) for name in router_names(f"`{code}`")}
     assert {"smooth", "symphony", "hash"} <= names
     unknown = {name for name in names if name and name not in NAMES}
-    assert unknown <= {"strength=learned", "native", "batch", "check_router", "sparsify"}, unknown
+    others = {"strength=learned", "native", "batch", "check_router", "sparsify", "reroute", "eps", "overflow"}
+    assert unknown <= {*others, "losses=holdfast.Losses(balance=0.01)"}, unknown
     for name in re.findall(r"\]\(routers/([\w-]+)\.md\)", WHICH):
         assert name in NAMES

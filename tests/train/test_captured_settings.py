@@ -1,14 +1,19 @@
 """The settings of a model show what a captured step has decided in Python: after a change of them it is captured anew."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import holdfast
-from holdfast.train.captured_step import _settings
+from holdfast.train import captured_step
+from holdfast.train.captured_step import CapturedStep, _settings
+from holdfast.train.recipe import TrainingPart
+from holdfast.train.schedule import schedule_of
+from holdfast.train.step import TrainingStep, adamw
 
 LOSSES = holdfast.Losses(balance=0.01)
 
@@ -57,3 +62,33 @@ def test_training_changes_no_setting() -> None:
     model.eval()
     model.train()
     assert _settings(model) == before
+
+
+class TwoLayers(nn.Module):
+    """A model with a loss, for a step without a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.last(self.first(x)).sum()}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_setting_that_changes_before_the_first_step_ends_compilation(
+    is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a resumed run whose first step sets the progress at which a router is frozen."""
+    model, training = TwoLayers(), TrainingPart(steps=10, batch=1, learning_rate=0.1)
+    step = TrainingStep(model, adamw(model, training), schedule_of(training, 10), 1, 1.0, "float32")
+    monkeypatch.setattr("torch.cuda.Stream", lambda: None)
+    monkeypatch.setattr(CapturedStep, "_on_own_stream", lambda self: nullcontext())
+    monkeypatch.setattr(CapturedStep, "_run_first_step", lambda self, inputs: self.step(inputs))
+    monkeypatch.setattr(captured_step, "compile_step", lambda step, inputs: step.use_compiled(model, inputs))
+    captured, inputs = CapturedStep(step), [{"x": torch.ones(1, 4)}]
+    captured.compile(inputs)
+    assert step.is_compiled
+    model.first.requires_grad_(not is_frozen)
+    captured(inputs)
+    assert step.is_compiled == (not is_frozen)

@@ -83,6 +83,8 @@ class CapturedStep:
         """Compile the step if that changes no numbers, on the stream on which it will be captured."""
         with self._on_own_stream():
             compile_step(self.step, inputs)
+        # The comparison holds for these settings: if the first step has others, it is not compiled.
+        self._key = shapes_of(inputs), _settings(self.step.model)
 
     def _run_first_step(self, inputs: Sequence[Inputs]) -> StepRecord:
         """Run a step without a graph, on the stream on which it will be captured."""

@@ -45,8 +45,9 @@ def supports(
     """Return whether the kernels take rows of these widths and dtypes, none of them empty; `shared`: keys equal queries."""
     # On an H200 with Triton 3.6, a call with wide vectors, keys of their own and a second product ended with an illegal
     # memory access. No cause was found: in Triton's interpreter and in the compiled PTX, all global pointers of that call
-    # are inside of its tensors. The wide calls that ran on that GPU had keys equal to queries, no second product, and all
-    # slopes held at a time.
+    # are inside of its tensors. Triton's issues 10573 (since Triton 3.6) and 11366 (an illegal read of shared memory) are
+    # about such GPUs, kernels with several products, and tiles of 32 columns; whether they are the cause was not tested.
+    # The wide calls that ran on that GPU had keys equal to queries, no second product, and all slopes held at a time.
     if is_wide(query, second_query) and not (shared and second_query is None and _holds_all_slopes(query)):
         return False
     operands = [rows for rows in (query, key, value, second_query, second_key) if rows is not None]
