@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.kernels import token_mixing
 from holdfast.kernels.attention import triton as attention_triton
 from holdfast.kernels.float32_parts import PartTypes
-from holdfast.kernels.token_mixing import launch, naive, parts_for_backward
+from holdfast.kernels.token_mixing import launch, naive, parts_for_backward, tilings
 from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK as BLOCK
 from holdfast.kernels.token_mixing.blocks import sampled
 
@@ -54,6 +54,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     held: int = launch.SLOPES_HELD  # slopes that are held at a time
     slope: float = 1.0  # the size of the gradient of the output
+    memory: int | None = None  # bytes of shared memory, for smaller tiles; None: those of the device
 
 
 CASES = [
@@ -87,6 +88,8 @@ WIDE_CASES = [
     replace(WIDE_SHARED, name="chunks, shared, width of whole chunks", width=320, queries=200, keys=200),
     replace(WIDE_SHARED, name="chunks, shared and padded", padded=True),
     replace(WIDE_SHARED, name="chunks, shared, 32 values", values=32),
+    replace(WIDE_SHARED, name="chunks, shared, tiles for 99 KiB", memory=99 * 1024),
+    replace(WIDE_SHARED, name="chunks, shared, tiles for 16 KiB", memory=16 * 1024),
     replace(WIDE_SHARED, name="chunks, shared, some keys at a time", queries=150, keys=150, held=1),
     replace(WIDE, name="chunks, some keys at a time", queries=130, keys=150, held=1),
     replace(WIDE, name="chunks, decoding", queries=1, keys=90),
@@ -114,6 +117,11 @@ def is_supported(case: Case) -> bool:
 
 
 def compare(case: Case, device: str, types: PartTypes) -> None:
+    with mock.patch.object(tilings, "shared_memory", return_value=case.memory) if case.memory else nullcontext():
+        _compare(case, device, types)
+
+
+def _compare(case: Case, device: str, types: PartTypes) -> None:
     torch.manual_seed(0)
     groups, scale, second_scale = GROUPS, case.scale, 0.2
 

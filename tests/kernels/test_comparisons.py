@@ -74,6 +74,8 @@ def test_on_a_gpu_wide_vectors_are_compared_only_in_calls_that_the_router_makes(
         "mix: chunks, shared, width of whole chunks",
         "mix: chunks, shared and padded",
         "mix: chunks, shared, 32 values",
+        "mix: chunks, shared, tiles for 99 KiB",
+        "mix: chunks, shared, tiles for 16 KiB",
         "mix: chunks, shared, torch.bfloat16",
         "mix: chunks, shared, torch.float16",
     }
