@@ -1,4 +1,4 @@
-"""What replay does to the gap between a bf16 run and a float32 run of the same model: the figures of docs/replay.md.
+"""What replay does to the gap between a bf16 run and a float32 run of the same model: figures of docs/mismatch.md.
 
     python benchmarks/replay.py --text FILE [--steps 300] [--out FILE] [--save FOLDER]
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from holdfast.data import class_names
 from holdfast.data.class_names import ClassIndex, outputs_of, read_class_index
-from holdfast.data.shifted_images import recognise
+from holdfast.data.shifted_images import recognise, unsplit_images
 
 IDS = [f"n{20_000_000 + number:08}" for number in range(1000)]
 
@@ -41,6 +41,20 @@ def test_layouts_are_recognised(tmp_path: Path) -> None:
     for name in ("photos", "imagenet-o"):
         declared = recognise(f"outliers={tmp_path / name}")
         assert (declared.kind, declared.layout) == ("outliers", "outliers")
+
+
+def test_a_folder_of_one_class_is_described_in_the_singular(tmp_path: Path) -> None:
+    write(tmp_path / "one" / "cat" / "1.png", tmp_path / "c" / "fog" / "3" / "cat" / "1.png")
+    write(*(tmp_path / "two" / name / f"{number}.png" for name in ("cat", "dog") for number in (1, 2)))
+    says = {name: recognise(str(tmp_path / name)).about.split(": ", 1)[1] for name in ("one", "c", "two")}
+    assert says == {
+        "one": "class folders, 1 image of 1 class",
+        "c": "corruption folders, 1 image of 1 class, 1 corruption",
+        "two": "class folders, 4 images of 2 classes",
+    }
+    about = {name: unsplit_images(tmp_path / name, ["cat", "dog"], size=4).image_set.about for name in ("one", "two")}
+    assert about["one"] == "1 test image of 1 class in one, 4 pixels per side"
+    assert about["two"] == "4 test images of 2 classes in two, 4 pixels per side"
 
 
 def test_a_published_list_of_classes_is_recognised_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

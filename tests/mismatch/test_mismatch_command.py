@@ -1,7 +1,9 @@
 """`holdfast mismatch`: what it prints, writes and refuses."""
 
 import json
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from auditing.audited_models import texts, tokenizer
 from tiny import tiny
 
 import holdfast
+from holdfast.cli.mismatch import print_mismatch
 from holdfast.mismatch import MismatchReport, Rollout
 from holdfast_command import main
 
@@ -65,6 +68,32 @@ def test_the_table_has_every_remedy_with_intervals(folder: Path, text: Path, cap
     for part in ("live", "replay", "smooth[budget=0.25]", "float32", "99.9%", "outside", "by layer", "minus live"):
         assert part in shown, part
     assert "All numbers" not in shown and "batches of 1" in " ".join(shown.split())  # a narrow terminal breaks lines
+
+
+def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
+    measured: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, experts per token and the share outside the clip range too, in 80 columns without broken headings."""
+    monkeypatch.setenv("COLUMNS", "80")
+    report = MismatchReport.load(measured / "mismatch.json")
+    print_mismatch(report)
+    shown = capsys.readouterr().out
+    page = (measured / "mismatch.html").read_text(encoding="utf-8")
+    (verdict,) = re.findall(r'<p id="verdict">(.*?)</p>', page, flags=re.DOTALL)
+    assert verdict in shown and "% of the tokens have a ratio of probabilities outside 0.8 to 1.2" in verdict
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["routers", "tokens", "mean", "gap", "largest", "outside", "loss", "experts"] in lines
+    assert ["50%", "below", "90%", "below", "99%", "below", "99.9%", "below", "std", "ratio"] in lines
+    for row in report.rows:
+        found = row["logprobs"]
+        cells = [f"{found['outside']['value']:.2%}", f"{row['loss']:.4g}", f"{row['experts_per_token']:.3g}"]
+        assert any(line[:1] == [row["remedy"]] and line[-3:] == cells for line in lines), row["remedy"]
+    smooth, live = report.row("smooth"), report.row("live")
+    assert f"smooth changes the model: its loss is {smooth['loss']:.4g} (live {live['loss']:.4g})" in shown
+    without = replace(report, rows=[row | {"logprobs": None} for row in report.rows[:2]])  # a file without log-probabilities
+    print_mismatch(without)
+    shown = capsys.readouterr().out
+    assert "routers select other experts" in shown and "log-probability" not in shown and "99.9%" not in shown
 
 
 def test_a_rollout_from_a_file_is_compared_and_not_overwritten(

@@ -32,7 +32,7 @@ def page() -> Tags:
         "tiny-mixtral",
         "In training, 2.13% of the routers select other experts than in the recorded rollout, and 6.39% of the tokens",
         "differs by 0.0123 on average and by 0.135 at most",
-        "With replay by 0.0045 and 0.0495; the mean gap changes by -0.0078 (95% interval -0.0088 to -0.0068).",
+        "With replay by 0.0045 and 0.0495, and 0.00% are outside; the mean gap changes by -0.0078 (95% interval -0.0088 to",
         "Recorded rollout: vLLM on a GPU",
         "Simulated rollout: bfloat16, batches of 1, token by token",
         "2.13% (2.03% to 2.23%)",
@@ -73,7 +73,7 @@ def test_no_difference_and_no_interval_are_said() -> None:
     stored["rows"][1]["logprobs"]["change"]["mean"] = estimate(0.0001, 0.001)
     stored["rows"][3]["logprobs"]["change"]["mean"] = estimate(-0.5)
     text = Tags(render_mismatch(stored)).text
-    assert "With replay by 0.0045 and 0.0495; the mean gap does not clearly differ from live (95% interval" in text
+    assert "0.00% are outside; the mean gap does not clearly differ from live (95% interval" in text
     assert "from one sequence there is no interval" in text
     stored["rows"][0]["sets"]["layers"][0]["routers_differ"] = estimate(0.02)
     assert plots_of(stored)["layers-recorded"].data[0]["error_y"] == {"visible": False}

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import holdfast
+from holdfast.cli.evaluate import against_majority
 from holdfast.cli.main import main
 from holdfast.data import Bytes, LabelledText, Vocabulary
 from holdfast.data.encoded_texts import PairEncoder
@@ -307,6 +308,25 @@ def test_every_command_works_on_a_comparison_of_classifiers(reviews: Path, tmp_p
     assert main(["audit", cell, "--tokens", "200", "--out", str(tmp_path / "audit"), *where]) == 0
     assert main(["certify", cell, "--tokens", "200", *where]) == 0
     assert main(["attack", cell, "pgd", "--budget", "0.1", *where]) == 2
+
+
+@pytest.mark.parametrize(
+    ("below", "says"),
+    [
+        ((12.3, 10.0, 14.5), "the model is better by 12.30 points (95% interval +10.00 to +14.50, 277 examples)."),
+        (
+            (-0.05, -3.1, 2.9),
+            "the model is worse by 0.05 points (95% interval -2.90 to +3.10, 277 examples, no clear difference).",
+        ),
+        ((-8.0, -9.0, -7.0), "the model is worse by 8.00 points (95% interval +7.00 to +9.00, 277 examples)."),
+        ((0.0, -1.0, 1.0), "the model is as good (95% interval -1.00 to +1.00, 277 examples, no clear difference)."),
+        ((-2.0, None, None), "the model is worse by 2.00 points (no interval)."),
+    ],
+)
+def test_a_model_below_the_most_frequent_class_is_called_worse(below: tuple[float, ...], says: str) -> None:
+    found = dict(zip(("mean", "low", "high"), below, strict=True)) | {"examples": 277}
+    said = against_majority({"figure": 47.29, "below": found})
+    assert said == f"Always predicting the most frequent class has 47.29; {says}"
 
 
 @pytest.mark.slow

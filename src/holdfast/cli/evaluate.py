@@ -153,11 +153,25 @@ def print_certainty(found: dict[str, Any]) -> None:
     clean, attacked = found["clean"], found["attacked"]
     if "undefined" in clean:
         print(f"Clean texts: {clean['undefined']}")
-    if (below := clean.get("majority", {}).get("below")) is not None:
-        usual = clean["majority"]["figure"]
-        print(f"Always predicting the most frequent class has {usual:.2f}, more than the model by {below['words']}.")
+    if clean.get("majority", {}).get("below") is not None:
+        print(against_majority(clean["majority"]))
     if attacked.get("paired") is not None:
         print(f"The attack changes the figure by {attacked['paired']['words']}.")
+
+
+def against_majority(majority: dict[str, Any]) -> str:
+    """Return whether the model is better than always predicting the most frequent class, and by how much."""
+    below = majority["below"]  # the figure of that class minus the model's; a lower figure is better
+    mean, low, high = below["mean"], below["low"], below["high"]
+    if mean < 0:
+        low, high = (None, None) if low is None else (-high, -low)
+    amount = f"{abs(mean):.2f}"
+    word = "as good" if amount == "0.00" else f"{'better' if mean > 0 else 'worse'} by {amount} points"
+    said = f"Always predicting the most frequent class has {majority['figure']:.2f}; the model is {word}"
+    if low is None or high is None:
+        return f"{said} (no interval)."
+    unclear = ", no clear difference" if low <= 0 <= high else ""
+    return f"{said} (95% interval {low:+.2f} to {high:+.2f}, {below['examples']} examples{unclear})."
 
 
 def print_routing(routing: dict[str, Any] | None) -> None:

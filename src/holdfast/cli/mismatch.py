@@ -181,8 +181,20 @@ def print_mismatch(report: MismatchReport) -> None:
             print(f"{row['remedy']} was skipped: {row['skipped']}")
     if report.data.get("logprobs") is False:
         print("The file has no log-probabilities: only its sets of experts were compared.")
+    if rows:
+        print(" ".join(_summary(report)))
     if report.status == "interrupted":
         print("Interrupted: these are the finished rows.")
+
+
+def _summary(report: MismatchReport) -> list[str]:
+    """Return the sentences at the top of the report's page."""
+    import json
+
+    from holdfast.report.mismatch_page import summary
+    from holdfast.report.stored_mismatch import Mismatch
+
+    return summary(Mismatch.parse(json.loads(report.to_json())))
 
 
 def _print_remedies(report: MismatchReport, rows: list[dict[str, Any]], kind: str) -> None:
@@ -193,39 +205,49 @@ def _print_remedies(report: MismatchReport, rows: list[dict[str, Any]], kind: st
         if kind == "recorded"
         else f"simulated rollout, {chosen['rollout_dtype']}, batches of {chosen['rollout_batch']}"
     )
-    columns = ("", "routers", "tokens", "mean gap", "50%", "90%", "99%", "99.9%", "largest", "ratio", "outside", "loss")
     shown = slim_table(
         "",
-        *columns,
-        "experts",
+        *("", "routers", "tokens", "mean gap", "largest", "outside", "loss", "experts"),
         caption="routers, tokens: share with other experts than in the rollout, in one layer and in any layer. gap: "
-        "|log ratio| of a token's probability in training and rollout; its quantiles. ratio: mean ratio. outside: share of "
-        f"tokens with a ratio outside {low:g} to {high:g}. loss, experts: of the training forward. 95% intervals below.",
+        "|log ratio| of a token's probability in training and rollout. outside: share of tokens with a ratio outside "
+        f"{low:g} to {high:g}. loss, experts per token: of the training forward. 95% intervals below.",
     )
     shown.title = plain_text(f"{report.model['name']}, {report.model['dtype']}, against a {what}")
     for row in rows:
         found = row["logprobs"]
         cells = [_share(row["sets"]["routers_differ"]["value"]), _share(row["sets"]["tokens_differ"]["value"])]
-        numbers = [""] * 8
+        numbers = ["", "", ""]
         if found is not None:
-            numbers = [_number(found["mean"]["value"])]
-            numbers += [_number(one["value"]) for one in found["quantiles"].values()]
-            numbers += [_number(found["largest"]), _number(found["ratio"]["value"], 5), _share(found["outside"]["value"])]
+            numbers = [_number(found["mean"]["value"]), _number(found["largest"]), _share(found["outside"]["value"])]
         last = [_number(row["loss"], 4), _number(row["experts_per_token"])]
         shown.add_row(plain_text(_name(row)), *cells, *numbers, *last)
     show(shown)
     for row in rows:
         print(f"{_name(row)}: {_intervals(row)}")
+    _print_gaps([row for row in rows if row["logprobs"] is not None])
+
+
+def _print_gaps(rows: list[dict[str, Any]]) -> None:
+    """Print the quantiles of the gap, in a table of their own: one with all columns does not fit a terminal."""
+    if not rows:
+        return
+    quantiles = [f"{name}% below" for name in rows[0]["logprobs"]["quantiles"]]
+    shown = slim_table("The gap, and the mean ratio", "", *quantiles, "std", "ratio")
+    for row in rows:
+        found = row["logprobs"]
+        cells = [_number(one["value"]) for one in found["quantiles"].values()]
+        shown.add_row(plain_text(_name(row)), *cells, _number(found["std"]), _number(found["ratio"]["value"], 5))
+    show(shown)
 
 
 def _intervals(row: dict[str, Any]) -> str:
     parts = [f"routers {_range(row['sets']['routers_differ'], _share)}"]
     found = row["logprobs"]
     if found is not None:
-        parts.append(f"mean gap {_range(found['mean'], _number)}")
-        if found["change"] is not None:
-            parts.append(f"minus live {_range(found['change']['mean'], _number)}")
-    return ", ".join(parts)
+        for key, name, shown in (("mean", "mean gap", _number), ("outside", "outside", _share)):
+            change = "" if found["change"] is None else f", minus live {_range(found['change'][key], shown)}"
+            parts.append(f"{name} {_range(found[key], shown)}{change}")
+    return "; ".join(parts)
 
 
 def _range(found: dict[str, Any], shown: Any) -> str:

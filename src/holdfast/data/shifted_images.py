@@ -69,15 +69,20 @@ class ShiftedFolder:
     @property
     def about(self) -> str:
         """What the folder is, in one line."""
-        found = f"{len(self):,} images of {len(self.classes):,} classes"
+        found = f"{counted(len(self), 'image')} of {counted(len(self.classes), 'class', 'classes')}"
         if self.kind == "corrupted":
-            found += f", {len({part.corruption for part in self.parts})} corruptions"
+            found += f", {counted(len({part.corruption for part in self.parts}), 'corruption')}"
         return f"{self.folder}: {self.layout}, {found}"
 
     def images(self, part: Part, labels: Mapping[str, int], size: int, prepare: Prepare | None = None) -> FileImages:
         """Return the images of a part; `labels` has the number of each class folder."""
         files = [(path, labels[name]) for name in part.counts for path in _files(part.place / name)]
         return FileImages([path for path, _ in files], [label for _, label in files], size, prepare)
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """Return a number with its noun: "1 class", "2 classes"."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def recognise(written: str) -> ShiftedFolder:
@@ -210,5 +215,6 @@ def unsplit_images(
     outputs = outputs_of(folder, found.classes, classes, index)
     numbers = {name: number for number, name in enumerate(found.classes)}
     images = found.images(found.parts[0], numbers, size, prepare)
-    about = f"{len(images):,} test images of {len(outputs):,} classes in {found.name}, {size} pixels per side"
+    about = f"{counted(len(images), 'test image')} of {counted(len(outputs), 'class', 'classes')}"
+    about += f" in {found.name}, {size} pixels per side"
     return UnsplitImages(ImageSet(found.name, about, tuple(found.classes), {"test": images}, found.checksum), tuple(outputs))

@@ -88,11 +88,18 @@ def rollout_name(mismatch: Mismatch, kind: str) -> str:
 
 
 def verdict(mismatch: Mismatch) -> str:
-    """Return the main numbers as sentences, of the first kind of rollout."""
+    """Return the main numbers as one paragraph."""
     parts = [] if mismatch.status == "complete" else ["Interrupted: this page covers the finished rows."]
     if not mismatch.measured:
         return " ".join([*parts, "No row could be measured; the reasons are below."])
-    kind = mismatch.rollouts[0]
+    return " ".join([*parts, *summary(mismatch)])
+
+
+def summary(mismatch: Mismatch) -> list[str]:
+    """Return the main numbers as sentences, of the first kind of rollout: the page and the terminal have the same ones."""
+    parts: list[str] = []
+    kind = mismatch.rollouts[0] if mismatch.rollouts else ""
+    low, high = mismatch.settings.clip
     rows = {row.remedy: row for row in rows_of(mismatch, kind)}
     live, replay = rows.get("live"), rows.get("replay")
     if live is not None:
@@ -103,14 +110,27 @@ def verdict(mismatch: Mismatch) -> str:
     if live is not None and live.logprobs is not None:
         parts.append(
             f"The log-probability of a token differs by {number(live.logprobs.mean.value)} on average and by "
-            f"{number(live.logprobs.largest)} at most."
+            f"{number(live.logprobs.largest)} at most; {share(live.logprobs.outside.value)} of the tokens have a ratio of "
+            f"probabilities outside {low:g} to {high:g}."
         )
         if replay is not None and replay.logprobs is not None and replay.logprobs.change is not None:
             parts.append(
-                f"With replay by {number(replay.logprobs.mean.value)} and {number(replay.logprobs.largest)}; "
-                f"{change_words(replay.logprobs.change.mean)}."
+                f"With replay by {number(replay.logprobs.mean.value)} and {number(replay.logprobs.largest)}, and "
+                f"{share(replay.logprobs.outside.value)} are outside; {change_words(replay.logprobs.change.mean)}."
             )
-    return " ".join(parts)
+    return [*parts, *_changed_models(mismatch)]
+
+
+def _changed_models(mismatch: Mismatch) -> list[str]:
+    """Return what another router costs: it changes the model, and not only its mismatch."""
+    simulated = {row.remedy: row for row in rows_of(mismatch, "simulated")}
+    before, after = simulated.get("live"), simulated.get("smooth")
+    if before is None or after is None:
+        return []
+    return [
+        f"{after.label} changes the model: its loss is {number(after.loss, 4)} (live {number(before.loss, 4)}), with "
+        f"{number(after.experts_per_token)} experts per token (live {number(before.experts_per_token)})."
+    ]
 
 
 def change_words(found: Estimate) -> str:

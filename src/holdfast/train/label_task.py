@@ -398,7 +398,8 @@ def _as_figure(metric: Mapping[str, Any]) -> dict[str, Any]:
     """Return a difference of a metric as one of the figure, which is lower if the metric is higher."""
     mean, low, high = (None if metric[key] is None else 0.0 - metric[key] for key in ("mean", "high", "low"))
     interval = "no interval" if low is None else f"95% interval {low:+.2f} to {high:+.2f}, {metric['examples']} examples"
-    return {"mean": mean, "low": low, "high": high, "words": f"{mean:+.2f} points ({interval})"}
+    words = f"{mean:+.2f} points ({interval})"
+    return {"mean": mean, "low": low, "high": high, "examples": metric["examples"], "words": words}
 
 
 def _known_metric(name: str) -> Any:

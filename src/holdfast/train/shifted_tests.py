@@ -24,7 +24,7 @@ from holdfast.attacks import CORRUPTIONS, corrupt
 from holdfast.data import Images
 from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
 from holdfast.data.labelled_images import Prepare
-from holdfast.data.shifted_images import ShiftedFolder, recognise
+from holdfast.data.shifted_images import ShiftedFolder, counted, recognise
 from holdfast.metrics.tasks import (
     ALEXNET_CLEAN_ERROR,
     ALEXNET_ERRORS,
@@ -335,7 +335,8 @@ def _note(one: ShiftedFolder) -> str | None:
     if missing := _missing_corruptions(one):
         return f"mCE needs all 15 corruptions at 5 severities; {len(missing)} of 75 are missing, such as {missing[0]}."
     if published_set(one.classes) != "ImageNet":
-        return f"mCE over {len(one.classes):,} classes cannot be compared with numbers that are published for ImageNet-C."
+        classes = counted(len(one.classes), "class", "classes")
+        return f"mCE over {classes} cannot be compared with numbers that are published for ImageNet-C."
     return None
 
 
