@@ -40,6 +40,7 @@ PICTURE_OF = {
     "replay-routes": "tutorial_replay",
     "write-a-router": "tutorial_router",
     "compare-routers": "tutorial_compare",
+    "attack-an-image-classifier": "tutorial_images",
 }
 
 BLOCK = re.compile(

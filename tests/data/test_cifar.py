@@ -113,7 +113,7 @@ def test_wrong_data_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "other size": ({**whole, "train/cat/9.png": encoded(np.zeros((32, 31, 3), np.uint8))}, "31 x 32 pixels"),
         "no ships": (
             {name: data for name, data in whole.items() if "test/ship" not in name},
-            "0 pictures of ship in test.*some are missing",
+            "0 images of ship in test.*some are missing",
         ),
         "no picture": ({**whole, "train/cat/9.png": b"no picture"}, "train/cat/9.png"),
         "no record": ({f"{BINARY}/test_batch.bin": b"123"}, "3 bytes"),

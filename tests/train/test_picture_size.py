@@ -61,7 +61,7 @@ def test_pictures_that_are_scaled_up_are_warned_about_before_training(
         preflight(task, parse_routers("smoe,ac"))
         found = messages(caplog)
         assert [level for level, _ in found] == expected
-        assert found[0][1] == f"{(size // 2) ** 2:,} patches per picture: {size} pixels per side, 2 per patch."
+        assert found[0][1] == f"{(size // 2) ** 2:,} patches per image: {size} pixels per side, 2 per patch."
         if size == 96:
             assert "about 40 pixels per side and are scaled up to 96" in found[1][1]
             assert "2,304 patches, and 400 with data.size=40" in found[1][1]
@@ -101,7 +101,7 @@ def test_the_size_is_reported_once_for_all_held_out_domains(
     recipe = load_recipe("gmoe-tiny", {**FEW, "data.source": small_domains, "training.schedule": "constant"})
     comparison = Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run")
     assert len(comparison.run()) == 3
-    assert [message for _, message in messages(caplog)] == ["16 patches per picture: 32 pixels per side, 8 per patch."]
+    assert [message for _, message in messages(caplog)] == ["16 patches per image: 32 pixels per side, 8 per patch."]
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_the_size_is_not_reported_again_for_the_baseline_of_equal_compute(
     caplog.set_level(logging.INFO, "holdfast")
     found = holdfast.compare("smoe,sparsemax", recipe="vmoe-tiny", seeds=1, out=tmp_path / "run", changes=FEW)
     assert [row.router for row in found.rows][2:] == ["smoe, top 4"]
-    assert sum("patches per picture" in message for _, message in messages(caplog)) == 1
+    assert sum("patches per image" in message for _, message in messages(caplog)) == 1
 
 
 @pytest.mark.parametrize(
@@ -226,4 +226,4 @@ def test_training_measures_its_steps(
         train(build_model(task, "smoe", {}, seed=0), task, tmp_path / str(trainer), seed=0, k=2, trainer=trainer)
         (warning,) = [text for level, text in messages(caplog) if level == "WARNING"]
         assert "this run will take about 0 hours" in warning and "2 steps are left" in warning
-        assert "16 patches per picture: 8 pixels per side" in warning and "data.size" in warning
+        assert "16 patches per image: 8 pixels per side" in warning and "data.size" in warning

@@ -107,7 +107,7 @@ def _image_set(place: Path, files: Iterator[tuple[str, bytes]]) -> ImageSet:
         if len(set(counts)) > 1 or not counts[0]:  # also of an archive that is cut off
             few, most = min(counts), max(counts)
             raise ValueError(
-                f"{place} has {few:,} pictures of {CLASSES[counts.index(few)]} in {split}, and {most:,} of another class; "
+                f"{place} has {few:,} images of {CLASSES[counts.index(few)]} in {split}, and {most:,} of another class; "
                 "CIFAR-10 has as many of each, so some are missing."
             )
     names = sorted(found["train"])
@@ -120,7 +120,7 @@ def _image_set(place: Path, files: Iterator[tuple[str, bytes]]) -> ImageSet:
 def _add_picture(pictures: dict[str, tuple[int, Any]], name: str, content: bytes, place: Path) -> None:
     _, label, _ = name.split("/")
     if label not in CLASSES:
-        raise ValueError(f"{place} has pictures of {label!r}, which is no class of CIFAR-10: {', '.join(CLASSES)}.")
+        raise ValueError(f"{place} has images of {label!r}, which is no class of CIFAR-10: {', '.join(CLASSES)}.")
     pixels = np.asarray(read_image(io.BytesIO(content), f"{name} in {place}"), dtype=np.uint8)
     if pixels.shape != (SIDE, SIDE, 3):
         raise ValueError(f"{name} in {place} has {pixels.shape[1]} x {pixels.shape[0]} pixels; CIFAR-10 has 32 x 32.")
@@ -130,7 +130,7 @@ def _add_picture(pictures: dict[str, tuple[int, Any]], name: str, content: bytes
 def _add_records(found: Found, name: str, content: bytes, place: Path) -> None:
     """Add the pictures of a file of the authors' binary version."""
     if not content or len(content) % RECORD:
-        raise ValueError(f"{name} in {place} has {len(content):,} bytes; a picture has {RECORD:,}, so it is damaged.")
+        raise ValueError(f"{name} in {place} has {len(content):,} bytes; an image has {RECORD:,}, so it is damaged.")
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, RECORD)
     if int(records[:, 0].max()) >= len(CLASSES):
         raise ValueError(f"{name} in {place} has a class that CIFAR-10 does not have; it is damaged.")

@@ -57,7 +57,7 @@ def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
         _require_windows(config, pixels)
     if count > MOST_PATCHES and not has_windows(config):
         side, most = side_on_disk(images), patch * math.isqrt(MOST_PATCHES)
-        found = f"; these pictures have about {side} pixels per side" if side is not None else ""
+        found = f"; these images have about {side} pixels per side" if side is not None else ""
         smaller = min(most, side // patch * patch) if side is not None and side >= patch else most
         raise ValueError(
             f"images of {pixels} pixels per side have {count:,} patches of {patch}, more than {MOST_PATCHES:,}{found}: "
@@ -86,7 +86,7 @@ def size_line(config: Any) -> str | None:
     if count is None:
         return None
     stages = " in the first stage" if has_windows(config) else ""
-    return f"{count:,} patches per picture{stages}: {config.image_size} pixels per side, {config.patch_size} per patch"
+    return f"{count:,} patches per image{stages}: {config.image_size} pixels per side, {config.patch_size} per patch"
 
 
 def scale_warning(config: Any, images: Images) -> str | None:
@@ -97,6 +97,6 @@ def scale_warning(config: Any, images: Images) -> str | None:
     patch = config.patch_size
     fitting = max(1, side // patch)
     return (
-        f"the pictures have about {side} pixels per side and are scaled up to {images.shape[1]}, which shows no more "
-        f"detail: a picture has {count:,} patches, and {fitting**2:,} with data.size={fitting * patch}."
+        f"the images have about {side} pixels per side and are scaled up to {images.shape[1]}, which shows no more "
+        f"detail: an image has {count:,} patches, and {fitting**2:,} with data.size={fitting * patch}."
     )
