@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.routing import Context, Router, Routing, Score
-from holdfast.routing.bounds import gamma, unit
-from holdfast.routing.declarations import Cost, LayerSizes, Order, Values
+from holdfast.routing import Context, Cost, LayerSizes, Order, Router, Routing, Score, Values, gamma, linear_float32, unit
 from holdfast.testing import check_router
 
 

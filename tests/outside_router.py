@@ -4,10 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.routing import Context, Score
-from holdfast.routing.bounds import gamma, unit
-from holdfast.routing.declarations import Cost, LayerSizes, Order, Values
+from holdfast.routing import Context, Cost, LayerSizes, Order, Score, Values, gamma, linear_float32, unit
 
 
 @holdfast.register("distance", stage="score", about="minus half the squared distance to a centre", paper="this page")

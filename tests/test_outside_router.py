@@ -34,6 +34,12 @@ def distant() -> Any:
     return holdfast.reroute(tiny("mixtral", num_hidden_layers=2), "distance")
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/tutorials/write-a-router.md", "examples/write_a_router.py"])
+def test_who_writes_a_router_imports_from_packages_only(page: str) -> None:
+    modules = set(re.findall(r"^from (holdfast\S*) import", (ROOT / page).read_text(), flags=re.MULTILINE))
+    assert "holdfast.routing" in modules and all(module.count(".") == 1 for module in modules), modules
+
+
 def test_it_has_at_most_60_lines_and_is_the_example_of_the_contributing_page() -> None:
     text = Path(outside_router.__file__).read_text()
     assert len(text.splitlines()) <= 60

@@ -1,6 +1,9 @@
 """Decoding in models: the cached, the padded, the cropped and the reordered result is that of one full forward."""
 
 import copy
+import pickle
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -17,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import holdfast
 from holdfast.routing import RouterCache, Routing
+from holdfast.routing.cache import new_router_number
 from holdfast.testing.router_under_test import STEEP
 
 # Every sequence-aware router at least once, alone and with everything else a router can have.
@@ -444,12 +448,43 @@ def test_a_copied_cache_continues_a_prompt_more_than_once(router: str) -> None:
     model = changed("mixtral", router)
     full = model(input_ids=IDS).logits[:, 6:]
     past = filled(model)
-    for again in (copy.deepcopy(past), past):
+    for again in (copy.deepcopy(past), pickle.loads(pickle.dumps(past)), past):
         torch.testing.assert_close(model(input_ids=IDS[:, 6:], past_key_values=again).logits, full, rtol=0, atol=1e-4)
     past.reset()  # and what is emptied can be filled anew
     if past.get_seq_length():
         pytest.skip("this version of transformers zeroes a cache without emptying it")
     torch.testing.assert_close(model(input_ids=IDS, past_key_values=past).logits[:, 6:], full, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("router", AWARE)
+@torch.no_grad()
+def test_a_copied_static_cache_continues_a_prompt_more_than_once(router: str) -> None:
+    model = changed("mixtral", router)
+    full = model(input_ids=IDS).logits[:, 6:]
+    past = transformers.StaticCache(config=model.config, max_cache_len=12)
+    model(input_ids=IDS[:, :6], past_key_values=past)
+    for again in (copy.deepcopy(past), pickle.loads(pickle.dumps(past)), past):
+        torch.testing.assert_close(model(input_ids=IDS[:, 6:], past_key_values=again).logits, full, rtol=0, atol=1e-4)
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys, torch
+from holdfast.routing.cache import new_router_number
+model, past, ids, full = pickle.load(sys.stdin.buffer)
+with torch.no_grad():
+    torch.testing.assert_close(model(input_ids=ids, past_key_values=past).logits, full, rtol=0, atol=1e-4)
+print(new_router_number())
+"""
+
+
+@pytest.mark.slow  # starts a process
+@torch.no_grad()
+def test_another_process_continues_a_pickled_cache_with_the_pickled_model() -> None:
+    model = changed("mixtral", "similarity+top-p")  # with Holdfast's functions for attention and for experts
+    given = pickle.dumps((model, filled(model), IDS[:, 6:], model(input_ids=IDS).logits[:, 6:]))
+    done = subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS], input=given, stdout=subprocess.PIPE, check=True)
+    # A router that the other process makes itself is not taken for one of this process.
+    assert abs(int(done.stdout) - new_router_number()) > 10**5
 
 
 @torch.no_grad()

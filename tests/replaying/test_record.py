@@ -55,6 +55,28 @@ def test_every_way_to_generate_is_recorded(options: dict[str, Any]) -> None:
     assert_recorded(tiny("mixtral"), **options)
 
 
+@pytest.mark.parametrize("router", ["the family's own", pytest.param("smooth", marks=pytest.mark.slow)])
+def test_a_model_that_was_compiled_before_is_recorded(router: str) -> None:
+    """Compiled code does not run hooks that are added later to modules inside the model."""
+    torch.compiler.reset()
+    model = tiny("mixtral", num_hidden_layers=2)
+    model = model if router == "the family's own" else holdfast.reroute(model, router)
+    expected = model(input_ids=IDS).logits
+    compiled: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(input_ids=IDS).logits, expected)
+        with holdfast.record(model) as recorder:
+            compiled(input_ids=IDS)
+        with holdfast.trace(model) as traced:
+            compiled(input_ids=IDS)
+        recorded = recorder._rollouts[0].length
+        compiled(input_ids=IDS)  # the compiled code again, without hooks
+    routes = recorder.routes(IDS)
+    assert routes.recorded.all() and len(recorder._rollouts) == 1 and recorder._rollouts[0].length == recorded
+    assert int(routes.differs(holdfast.Routes.from_trace(traced, model)).sum()) == 0
+    torch.compiler.reset()
+
+
 def test_sequences_that_end_early_have_no_record_in_their_padding() -> None:
     model = tiny("mixtral")
     with torch.no_grad():

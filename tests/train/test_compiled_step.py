@@ -164,6 +164,45 @@ def test_a_compiler_that_fails_leaves_the_step_as_it_is(caplog: pytest.LogCaptur
     step(batch())
 
 
+def failing_on_gpu(step: TrainingStep) -> Callable[[Any], Callable[..., Any]]:
+    """Return a compiler whose kernels make an illegal memory access, on a step that then counts as one on a GPU."""
+
+    def compiler(model: Any) -> Callable[..., Any]:
+        def run(**inputs: Any) -> Any:
+            step.on_gpu = True
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors ...")
+
+        return run
+
+    return compiler
+
+
+def test_a_compiled_kernel_that_makes_the_gpu_unusable_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    step = step_of(build())
+    monkeypatch.setattr("torch.cuda.synchronize", failing)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: pytest.fail("the GPU was used again"))
+    with pytest.raises(compiled_step.GpuLostError) as found:
+        compile_step(step, batch(), failing_on_gpu(step))
+    assert isinstance(found.value, ValueError)  # commands print it without a traceback
+    assert str(found.value) == (
+        "a compiled kernel failed, and this process cannot use the GPU any more (AcceleratorError: CUDA error: an illegal "
+        "memory access was encountered): run again with training.compile=false, into a new folder."
+    )
+
+
+def test_an_error_that_leaves_the_gpu_usable_leaves_the_step_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = step_of(build())
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    compile_step(step, batch(), failing_on_gpu(step))
+    assert not step.is_compiled and "the compiler failed (AcceleratorError: CUDA error: an illegal memory" in caplog.text
+
+
 def test_a_fault_of_the_model_itself_is_raised() -> None:
     model = build()
     with torch.no_grad():

@@ -26,7 +26,6 @@ import copy
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from holdfast.routing.attention_masks import (
 from holdfast.routing.cache import (
     has_recurrent_state,
     has_static_length,
+    new_router_number,
     prepare_static_rows,
     router_cache_of,
     static_router_cache_of,
@@ -57,7 +57,6 @@ NOT_CAUSAL_IN_TRAINING = (
     f"{NOT_CAUSAL} in training: its perplexity in training cannot be compared with that of a causal model. In evaluation "
     "and generation it is causal."
 )
-_router_numbers = count(1)
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class ContextCapture:
         self.warns_in_training = False
         # A KV cache stores this number with its router rows. After a change to the model the number differs, so that rows of
         # the earlier router are not used.
-        self.router_number = next(_router_numbers)
+        self.router_number = new_router_number()
         self.replay_layer = collector.replay.next_layer()
         self._current = _CurrentForward()
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread

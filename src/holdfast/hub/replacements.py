@@ -240,7 +240,11 @@ class ConfigView:
     """A view of a config in which one entry has the value "holdfast"; all else is read from and written to the config."""
 
     def __init__(self, config: Any, attribute: str) -> None:
-        self.__dict__.update(config=config, attribute=attribute, override=_ThreadOverride())
+        self.__setstate__({"config": config, "attribute": attribute, "override": _ThreadOverride()})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _register_functions()  # here too: a pickle may be loaded by a process that has changed no model
+        self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` reads these before `config` is set
@@ -264,13 +268,17 @@ class ConfigView:
 
 def override_config(module: Any, attribute: str) -> None:
     """Make `module` use Holdfast's function: give it a view of its config in which `attribute` is "holdfast"."""
+    if not isinstance(module.config, ConfigView):
+        module.config = ConfigView(module.config, attribute)
+
+
+def _register_functions() -> None:
+    """Add Holdfast's functions to transformers' tables."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_with_capture)
     ALL_EXPERTS_FUNCTIONS.register(NAME, _holdfast_experts)
-    if not isinstance(module.config, ConfigView):
-        module.config = ConfigView(module.config, attribute)
 
 
 def restore_config(module: Any) -> None:

@@ -8,7 +8,7 @@ require_finite, require_known_tokens, require_positions
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -96,7 +96,7 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
     each    `each(layer, routing, token_mask)` is called and nothing is kept: memory is then bounded by one layer
 
     This works for every family of `holdfast.hub.families` and for models with Holdfast routers. A recomputation by
-    activation checkpointing is not recorded.
+    activation checkpointing is not recorded. What `torch.compile` has compiled runs uncompiled inside the `with`.
     """
     if keep not in ("last", "all"):
         raise ValueError(unknown_name("keep", keep, ("last", "all")))
@@ -112,10 +112,20 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
     for layer, (_, module, rule) in enumerate(routers):
         handles.append(module.register_forward_hook(partial(recorder.record, rule, layer)))
     try:
-        yield recorder.routes
+        with without_compilation():
+            yield recorder.routes
     finally:
         for handle in handles:
             handle.remove()
+
+
+def without_compilation() -> AbstractContextManager[None]:
+    """Inside the `with`, everything that `torch.compile` has compiled runs uncompiled, in all threads.
+
+    A forward that was compiled earlier would not run hooks of inner modules that are added later, and one that is compiled
+    with them would still run them after they are removed: the compiler does not check whether hooks have changed.
+    """
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def has_routers(model: nn.Module) -> bool:
@@ -227,7 +237,8 @@ def router_calls(model: nn.Module) -> Iterator[list[RouterCall]]:
         hook = partial(_capture_call, captured, layer, name, rule)
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
-        yield captured
+        with without_compilation():
+            yield captured
     finally:
         for handle in handles:
             handle.remove()

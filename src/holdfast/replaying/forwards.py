@@ -111,7 +111,7 @@ class Recorder:
                     return rollout
         raise ValueError(
             f"no forward over these {rows} x {length} tokens was recorded, row by row. (A beam search moves sequences "
-            "between rows; compiled forwards and continuous batching are not seen: generate greedily or by sampling.)"
+            "between rows; continuous batching is not seen: generate greedily or by sampling.)"
         )
 
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -145,7 +145,8 @@ def record(model: nn.Module) -> Iterator[Recorder]:
         routes = recorder.routes(sequences)
 
     Works for every model that `holdfast.trace` supports, changed or not. Several calls of `generate` may be recorded:
-    `routes` finds the one that a batch of sequences came from.
+    `routes` finds the one that a batch of sequences came from. What `torch.compile` has compiled runs uncompiled inside the
+    `with`: the hooks that record are not part of it.
     """
     inner = unwrapped(model)
     generation = getattr(inner, "generation_config", None)

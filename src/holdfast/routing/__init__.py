@@ -14,12 +14,22 @@ registry.py, presets.py, plugins.py                 routers by name
 declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
 """
 
+from holdfast.kernels.fp32_linear import linear_float32 as linear_float32
 from holdfast.routing.balanced import BaseAssignment as BaseAssignment
 from holdfast.routing.balanced import ExpertChoice as ExpertChoice
 from holdfast.routing.balanced import Sinkhorn as Sinkhorn
+from holdfast.routing.bounds import gamma as gamma
+from holdfast.routing.bounds import unit as unit
 from holdfast.routing.cache import RouterCache as RouterCache
 from holdfast.routing.capacity import Capacity as Capacity
 from holdfast.routing.clustering import Clustered as Clustered
+from holdfast.routing.declarations import ActiveExperts as ActiveExperts
+from holdfast.routing.declarations import Conditions as Conditions
+from holdfast.routing.declarations import Cost as Cost
+from holdfast.routing.declarations import LayerSizes as LayerSizes
+from holdfast.routing.declarations import Mixing as Mixing
+from holdfast.routing.declarations import Order as Order
+from holdfast.routing.declarations import Values as Values
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
 from holdfast.routing.fixed import Distilled as Distilled
 from holdfast.routing.fixed import EqualWeights as EqualWeights
@@ -59,4 +69,5 @@ from holdfast.routing.similarity import Similarity as Similarity
 from holdfast.routing.smoothing import SmoothTopK as SmoothTopK
 from holdfast.routing.sparsemax import Sparsemax as Sparsemax
 from holdfast.routing.state import StatefulPart as StatefulPart
+from holdfast.routing.state import sum_over_ranks as sum_over_ranks
 from holdfast.routing.token_graph import TokenGraph as TokenGraph

@@ -9,8 +9,10 @@ positions of the current tokens. These positions are a tensor: nothing is read f
 the same shapes at every token. A mask excludes the rows that are not written yet.
 """
 
+import secrets
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -152,6 +154,15 @@ class _RowsAtPositions(RouterCache):
         return super().current(rows, count) if self._positions is None else rows.index_select(1, self._positions)
 
 
+# They start anywhere: a pickled KV cache must not be taken for one of another process's routers.
+_router_numbers = count(secrets.randbits(40) << 20)
+
+
+def new_router_number() -> int:
+    """Return a number for a router in a model. A KV cache stores it with the rows that this router has written."""
+    return next(_router_numbers)
+
+
 def router_cache_of(cache_layer: Any, past: int, router_number: int) -> RouterCache:
     """Return the router's rows that are stored on a layer of a KV cache; create the store on first use.
 
@@ -225,7 +236,13 @@ def _with_router_rows(kind: Any) -> type:
 
     class WithRouterRows(kind):  # type: ignore[misc]
         _layer_type = None  # otherwise transformers registers this class for all later caches
-        has_router_rows = True
+        has_router_rows, has_static_rows = True, False
+        extended = kind
+
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            # For pickles: this class has the name of the class that it extends, so it is not found by its name.
+            _, _, *state = super().__reduce_ex__(max(protocol, 2))
+            return _new_cache_layer, (self.extended, self.has_static_rows), *state
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             super().reorder_cache(beam_idx)
@@ -273,6 +290,12 @@ def _with_static_rows(kind: Any) -> type:
 
     WithStaticRows.__name__, WithStaticRows.__module__ = kind.__name__, kind.__module__
     return WithStaticRows
+
+
+def _new_cache_layer(kind: Any, has_static_rows: bool) -> Any:
+    """Return an object for the state of a copied or pickled cache layer with router rows."""
+    made: Any = _with_static_rows(kind) if has_static_rows else _with_router_rows(kind)
+    return made.__new__(made)
 
 
 def has_recurrent_state(mixer: Any, cache: Any) -> bool:

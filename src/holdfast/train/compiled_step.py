@@ -15,7 +15,8 @@ allowed for the gradient g of a parameter, as a norm, is
 
 The second term is for parameters whose gradient is 0 up to rounding, such as biases of keys. In bf16 a token close to a tie
 may select another expert; 0.05 leaves room for a few of these. If a value differs by more, or the compiler fails, the step
-stays as it is, and one sentence says why.
+stays as it is, and one sentence says why. A kernel that reads memory it does not own makes the GPU unusable for the whole
+process: then nothing can stay as it is, and `GpuLostError` says what to do.
 """
 
 import logging
@@ -40,6 +41,10 @@ logger = logging.getLogger("holdfast")
 Compiler = Callable[[Any], Callable[..., Any]]  # from a model to a function that is called in its place
 
 
+class GpuLostError(ValueError):
+    """A compiled kernel has failed, and this process cannot use the GPU any more."""
+
+
 def with_inductor(model: Any) -> Callable[..., Any]:
     """Return the model compiled for inputs of fixed shape, without CUDA graphs of the compiler."""
     # The compiler keeps at most 8 versions of a function: forget those of models that this process has trained before.
@@ -51,7 +56,7 @@ def with_inductor(model: Any) -> Callable[..., Any]:
 def compile_step(step: TrainingStep, inputs: Sequence[Inputs], compiler: Compiler = with_inductor) -> None:
     """Make the step use a compiled model if that agrees with the model itself; otherwise log one sentence that says why not.
 
-    Weights, router state and random numbers are as before.
+    Weights, router state and random numbers are as before. Raise GpuLostError if a compiled kernel makes the GPU unusable.
     """
     start = {name: buffer.clone() for name, buffer in step.model.named_buffers()}
     logger.info("compiling the training step; this can take a minute.")
@@ -59,9 +64,10 @@ def compile_step(step: TrainingStep, inputs: Sequence[Inputs], compiler: Compile
         expected = _trial(step, inputs, step.model, start)
         problem = _try_compiled(step, inputs, compiler, start, expected)
     finally:
-        _restore(step, start)
-        if step.on_gpu:
-            torch.cuda.empty_cache()  # a captured step cannot use this memory
+        if not _gpu_is_lost(step):  # otherwise this would fail too, and hide the first error
+            _restore(step, start)
+            if step.on_gpu:
+                torch.cuda.empty_cache()  # a captured step cannot use this memory
     if problem is not None:
         logger.warning("training runs without torch.compile, which is slower: %s.", problem)
 
@@ -75,11 +81,28 @@ def _try_compiled(
         _trial(step, inputs, run, start)  # compiles, and measures which kernels are fastest
         found = _trial(step, inputs, run, start)
     except Exception as failure:  # a compiler fails in many ways: no C compiler, no Triton, out of memory, its own faults
-        return f"the compiler failed ({type(failure).__name__}: {first_line(failure)})"
+        reason = f"{type(failure).__name__}: {first_line(failure)}"
+        if _gpu_is_lost(step):
+            raise GpuLostError(
+                f"a compiled kernel failed, and this process cannot use the GPU any more ({reason}): run again with "
+                "training.compile=false, into a new folder."
+            ) from failure
+        return f"the compiler failed ({reason})"
     problem = disagreement(found, expected)
     if problem is None:
         step.use_compiled(run, inputs)
     return problem
+
+
+def _gpu_is_lost(step: TrainingStep) -> bool:
+    """Return whether the step's GPU fails whatever is asked of it, as after an illegal memory access."""
+    if not step.on_gpu:
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 @final
