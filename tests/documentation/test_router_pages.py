@@ -143,7 +143,7 @@ def test_the_advice_answers_problems_with_a_router_in_one_line() -> None:
         "bf16",
         "batch",
         "words",
-        "pictures",
+        "images",
         "rollouts",
         "overloaded",
         "Little data",
