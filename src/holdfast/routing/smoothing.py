@@ -70,7 +70,7 @@ class SmoothTopK(Selector, StatefulPart):
                 On a GPU, memory is allocated for `most` slots per token in evaluation, and for k + 2 budget in training,
                 if that is less: the strips of a batch with more experts end earlier, see above and `overflow`
     eps         the width of the strip before the first training or calibration batch. The default 0 is for random weights.
-                In a trained model (`reroute`, or `sparsify` with copies) the default is None: the fixed width described above
+                In a trained model (`reroute`, or `sparsify` with copies) it is None: the fixed width described above
     eta         control="loss": eta at the start of training, eps = softplus(eta). It takes precedence over `eps`; None: -9,
                 or the eta of a positive `eps`
     a, b        the exponents of S, positive: a factor grows from 0 as u^a at the lower edge of the strip, and reaches 1 as
