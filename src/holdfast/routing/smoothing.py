@@ -52,8 +52,8 @@ ETA_START = -9.0  # eta at the start of training, with eps = softplus(eta)
 class SmoothTopK(Selector, StatefulPart):
     """Select the k best experts and those in the strip below the k-th, whose weights fall to 0 at the strip's lower edge.
 
-    Without training, the width eps of the strip is fixed: 0.1 in logits, so that with softmax gates an expert is in the strip
-    if its gate is less than about 10% below the k-th; 0.02 in gates where sigmoid gates plus a bias rank experts
+    Without training, the width eps of the strip is fixed: 0.1 in logits, so that with softmax gates an expert is in the
+    strip if its gate is less than about 10% below the k-th; 0.02 in gates where sigmoid gates plus a bias rank experts
     (deepseek_v3). The option `eps` sets another width. How many experts a token then runs depends on the model, not on the
     budget (only a budget of 0 has an effect: plain top-k). In training, and in `holdfast.calibrate`, the width follows from
     the budget, and the fixed width is only the start. A model with random weights starts with width 0, plain top-k.
@@ -69,8 +69,8 @@ class SmoothTopK(Selector, StatefulPart):
                 strip, which ends at the level of the first expert without a slot, so that the output stays continuous.
                 On a GPU, memory is allocated for `most` slots per token in evaluation, and for k + 2 budget in training,
                 if that is less: the strips of a batch with more experts end earlier, see above and `overflow`
-    eps         the width of the strip before the first training or calibration batch. The default 0 is for random weights. In
-                a trained model (`reroute`, or `sparsify` with copies) the default is None: the fixed width described above
+    eps         the width of the strip before the first training or calibration batch. The default 0 is for random weights.
+                In a trained model (`reroute`, or `sparsify` with copies) it is None: the fixed width described above
     eta         control="loss": eta at the start of training, eps = softplus(eta). It takes precedence over `eps`; None: -9,
                 or the eta of a positive `eps`
     a, b        the exponents of S, positive: a factor grows from 0 as u^a at the lower edge of the strip, and reaches 1 as
