@@ -87,7 +87,7 @@ AUDITED: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
     "a language model": (lambda: sparse("ac"), lambda: texts(2, words=7)),
     "a native language model": (lambda: tiny("mixtral"), lambda: texts(2, words=7)),
     "a model with groups": (lambda: tiny("deepseek_v3"), lambda: list(batches(1))),
-    "a picture model": (lambda: holdfast.sparsify(tiny_dense("vit"), experts=4, k=2), lambda: [inputs("vit")]),
+    "an image model": (lambda: holdfast.sparsify(tiny_dense("vit"), experts=4, k=2), lambda: [inputs("vit")]),
     "smooth": (lambda: sparse("smooth"), lambda: list(batches(1))),
     "symphony": (lambda: sparse("symphony"), lambda: list(batches(1))),
     "similarity": (lambda: sparse("similarity"), lambda: list(batches(1))),

@@ -52,7 +52,7 @@ def build_on_meta(recipe: Recipe, choice: RouterChoice) -> None:
         family, layers = CHECKPOINTS[recipe.model.checkpoint]
         entries = {"num_hidden_layers": layers, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(family, **entries)
-    head = "pictures" if recipe.task == "domains" else recipe.task
+    head = "images" if recipe.task == "domains" else recipe.task
     kind = getattr(transformers, HEADS[head])
     sparse = recipe.sparse
     if (own := EXPERTS.get(recipe.model.checkpoint or "")) is not None:

@@ -273,9 +273,9 @@ def test_our_jpeg_loses_what_pillows_does(severity: int, channels: int, large: T
     image = large[0, :, :90] if channels == 3 else large[0, :, :90].mean(0, keepdim=True)  # no multiples of 8
     quality = CORRUPTIONS["jpeg_compression"].large[severity - 1][0]
 
-    def work(pillow: Any, picture: Any) -> Any:
+    def work(pillow: Any, pillow_image: Any) -> Any:
         file = io.BytesIO()
-        picture.save(file, "JPEG", quality=quality)
+        pillow_image.save(file, "JPEG", quality=quality)
         return pillow.open(file)
 
     theirs = through_pillow(image, work)
@@ -293,8 +293,8 @@ def test_our_pixels_are_pillows(severity: int, large: Tensor) -> None:
     share = CORRUPTIONS["pixelate"].large[severity - 1][0]
     height, width = image.shape[-2:]
 
-    def work(pillow: Any, picture: Any) -> Any:
-        return picture.resize((int(width * share), int(height * share)), pillow.BOX).resize((width, height), pillow.BOX)
+    def work(pillow: Any, pillow_image: Any) -> Any:
+        return pillow_image.resize((int(width * share), int(height * share)), pillow.BOX).resize((width, height), pillow.BOX)
 
     ours = corrupt(image[None], "pixelate", severity=severity).images[0]
     assert float((ours - through_pillow(image, work)).abs().max()) * 255 < 1.01  # Pillow rounds twice

@@ -226,7 +226,7 @@ def _make(kind: str, path: Path, folder: Path) -> Path:
 
 def test_an_image_model_is_audited(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    out = tmp_path / "pictures"
+    out = tmp_path / "images"
     small = ["training.steps=2", "training.batch=8", "model.config.hidden_size=32", "sparse.hidden=32"]
     assert main(["train", "vmoe-tiny", "--router", "smoe", "--out", str(out), "--set", *small]) == 0
     assert main(["audit", str(out), "--perturb", "none,noise,batch", "--out", str(tmp_path / "audit")]) == 0

@@ -156,7 +156,7 @@ def test_an_error_inside_a_plugin_comes_from_a_worker_as_one_sentence(
 def test_an_attack_on_pixels_and_images_of_a_plugin_are_used(files: list[str], command: Command) -> None:
     Path("bars.py").write_text(
         "import holdfast, torch\n"
-        "@holdfast.register_dataset('bars', task='pictures', about='a bright row or column')\n"
+        "@holdfast.register_dataset('bars', task='images', about='a bright row or column')\n"
         "def bars(folder):\n"
         "    labels = torch.arange(40) % 2\n"
         "    pixels = torch.zeros(40, 1, 8, 8)\n"
@@ -178,7 +178,7 @@ def test_an_attack_on_pixels_and_images_of_a_plugin_are_used(files: list[str], c
     told = refused(command, "attack", home, "backwards", "--rate=0.2", *given)
     assert "attacks texts" in told
     told = refused(command, "evaluate", home, "--source=sums", *given)
-    assert "sums is a text (task: text); this needs a set of images (task: pictures)" in told
+    assert "sums is a text (task: text); this needs a set of images (task: images)" in told
 
 
 def no_folder() -> dict[str, Any]:
@@ -202,7 +202,7 @@ class NeedsAnArgument:
         (holdfast.register_dataset, {"task": "text"}, no_folder, "must take one argument"),
         (holdfast.register_dataset, {"task": "txt"}, lambda folder: {}, "did you mean 'text'?"),
         (holdfast.register_attack, {"task": "text"}, lambda texts: None, "no parameter rate"),
-        (holdfast.register_attack, {"task": "pictures"}, lambda model, pixels, labels, rate: None, "no parameter budget"),
+        (holdfast.register_attack, {"task": "images"}, lambda model, pixels, labels, rate: None, "no parameter budget"),
         (holdfast.register_attack, {"task": "audio"}, lambda texts, rate: None, "unknown task 'audio'"),
         (holdfast.register_metric, {"of": "logit"}, lambda logits, labels: None, "did you mean 'logits'?"),
         (holdfast.register_metric, {"of": "logits", "better": "smaller"}, lambda logits, labels: None, "unknown direction"),
@@ -240,11 +240,11 @@ def test_a_misspelt_name_gets_the_nearest_one(command: Command) -> None:
     for names, sentence in (
         (["data.source=python-dcs"], "did you mean 'python-docs'?"),
         (["attack.name=typo"], "did you mean 'typos'?"),
-        (["attack.name=pgd"], "pgd is an attack for the task pictures, but this task is text: use words, generic, typos."),
+        (["attack.name=pgd"], "pgd is an attack for the task images, but this task is text: use words, generic, typos."),
         (["attack.name=words", "attack.token=AAA"], "leave the token out"),
         (["metrics=[acuracy]"], "did you mean 'accuracy'?"),
         (["metrics=[accuracy,accuracy]"], "name each only once"),
-        (["data.source=digits"], "digits is a set of images (task: pictures); this needs a text (task: text)"),
+        (["data.source=digits"], "digits is a set of images (task: images); this needs a text (task: text)"),
     ):
         assert sentence in refused(command, "compare", "--routers=smoe", "--out=nowhere", "--set", *names)
     assert not Path("nowhere").exists()
@@ -304,7 +304,7 @@ PIXELS, LABELS = np.zeros((4, 1, 2, 2), dtype=np.uint8), np.array([0, 1, 0, 1])
     ],
 )
 def test_images_that_are_not_what_a_dataset_returns(pair: Any, sentence: str) -> None:
-    holdfast.register_dataset("own", task="pictures", about="mine")(lambda folder: dict.fromkeys(SPLITS, pair))
+    holdfast.register_dataset("own", task="images", about="mine")(lambda folder: dict.fromkeys(SPLITS, pair))
     with pytest.raises(ValueError, match=re.escape(sentence)):
         image_set("own")
 
@@ -314,14 +314,14 @@ SPLITS = ("train", "valid", "test")
 
 def test_a_class_that_is_only_in_the_test_images_is_refused() -> None:
     splits = {**dict.fromkeys(SPLITS, (PIXELS, LABELS)), "test": (PIXELS, LABELS + 1)}
-    holdfast.register_dataset("own", task="pictures", about="mine")(lambda folder: splits)
+    holdfast.register_dataset("own", task="images", about="mine")(lambda folder: splits)
     with pytest.raises(ValueError, match="test has a class that is not in the training images"):
         image_set("own")
 
 
 def test_pixels_between_0_and_1_are_kept_to_the_precision_of_a_byte() -> None:
     values = torch.rand(4, 1, 2, 2)
-    holdfast.register_dataset("own", task="pictures", about="")(lambda folder: dict.fromkeys(SPLITS, (values, LABELS)))
+    holdfast.register_dataset("own", task="images", about="")(lambda folder: dict.fromkeys(SPLITS, (values, LABELS)))
     assert torch.allclose(image_set("own").images("test").pixels(range(4)), values, atol=0.5 / 255 + 1e-6)
 
 
@@ -353,7 +353,7 @@ def test_an_attack_beyond_its_budget_is_refused() -> None:
 
         return Threat(2 * budget).run(attack, model, pixels, labels, name="greedy", check=False)
 
-    holdfast.register_attack("greedy", task="pictures", about="")(greedy)
+    holdfast.register_attack("greedy", task="images", about="")(greedy)
     with pytest.raises(ValueError, match=r"changed an image by 0\.2 \(linf\); its budget is 0\.1"):
         attack_pixels(find_attack("greedy"), model, pixels, labels, budget=0.1)
 

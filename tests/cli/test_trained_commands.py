@@ -23,7 +23,7 @@ SMALL = [
     "sparse.hidden=16",
     "attack.rate=0.2",
 ]
-PICTURES = ["training.steps=4", "training.batch=16", "model.config.hidden_size=32", "sparse.hidden=32", "attack.examples=16"]
+IMAGES = ["training.steps=4", "training.batch=16", "model.config.hidden_size=32", "sparse.hidden=32", "attack.examples=16"]
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pictures") / "out"
-    assert main(["train", "vmoe-tiny", "--router", "ac", "--out", str(out), "--set", *PICTURES]) == 0
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("images") / "out"
+    assert main(["train", "vmoe-tiny", "--router", "ac", "--out", str(out), "--set", *IMAGES]) == 0
     return out
 
 
@@ -148,11 +148,11 @@ def test_attacked_routes_are_reported_by_layer(trained: Path, text: Path, tmp_pa
     assert shares[0] == 0 < shares[1]
 
 
-def test_attacks_on_pictures_grow_with_their_budget(pictures: Path, tmp_path: Path) -> None:
+def test_attacks_on_images_grow_with_their_budget(images: Path, tmp_path: Path) -> None:
     errors = {}
     for kind, budget in (("pgd", "0"), ("pgd", "0.3"), ("fgsm", "0.3"), ("corruptions", "5")):
         out = tmp_path / f"{kind}{budget}.json"
-        given = ["attack", str(pictures), kind, "--budget", budget, "--examples", "32", "--steps", "5", "--out", str(out)]
+        given = ["attack", str(images), kind, "--budget", budget, "--examples", "32", "--steps", "5", "--out", str(out)]
         assert main(given) == 0
         rows = json.loads(out.read_text())["rows"]
         errors[kind, budget] = {row[0]: row[1] if kind == "corruptions" else row[2] for row in rows}
@@ -162,21 +162,19 @@ def test_attacks_on_pictures_grow_with_their_budget(pictures: Path, tmp_path: Pa
     assert len(errors["corruptions", "5"]) == 16  # clean, fourteen kinds, their mean
 
 
-def test_scores_of_pictures_have_no_column_that_only_attacks_fill(
-    pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(pictures)]) == 0
+def test_scores_of_images_have_no_column_that_only_attacks_fill(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(images)]) == 0
     shown = capsys.readouterr().out
     assert "top-5 error, %" in shown and "accuracy" not in shown
 
 
 def test_several_budgets_in_one_call_give_a_curve_and_a_page(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, page = tmp_path / "curve.json", tmp_path / "curve.html"
     budgets = ["--budget", "0", "8/255", "0.2", "2e-3"]
     few = ["--examples", "24", "--steps", "3", "--samples", "2", "--seed", "1", "--step", "4/255"]
-    assert main(["attack", str(pictures), "spsa", *budgets, *few, "--out", str(out), "--page", str(page)]) == 0
+    assert main(["attack", str(images), "spsa", *budgets, *few, "--out", str(out), "--page", str(page)]) == 0
     stored = json.loads(out.read_text())
     curve = stored["curves"]["SPSA"]
     assert curve["budgets"] == [0, 2e-3, 8 / 255, 0.2] and curve["examples"] == 24
@@ -187,8 +185,8 @@ def test_several_budgets_in_one_call_give_a_curve_and_a_page(
     html = page.read_text()
     assert "Error against budget" in html and f"{curve['figure'][-1]:.2f}" in html
     assert "SPSA" in capsys.readouterr().out
-    assert main(["attack", str(pictures), "spsa", *budgets, *few, "--page", str(page)]) == 2  # it exists
-    both = ["attack", str(pictures), "fgsm,pgd", "--budget", "8/255", "--examples", "24", "--steps", "3", "--force"]
+    assert main(["attack", str(images), "spsa", *budgets, *few, "--page", str(page)]) == 2  # it exists
+    both = ["attack", str(images), "fgsm,pgd", "--budget", "8/255", "--examples", "24", "--steps", "3", "--force"]
     assert main([*both, "--out", str(out), "--page", str(page)]) == 0
     assert list(json.loads(out.read_text())["curves"]) == ["FGSM", "PGD"]
 
@@ -212,19 +210,19 @@ def test_several_budgets_in_one_call_give_a_curve_and_a_page(
         (["attack", "TRAINED", "words", "--rate", "2"], "rate is 2"),
         (["attack", "TRAINED", "pgd", "--budget", "0.1"], "text"),
         (["attack", "TRAINED", "routes", "--budget", "-1"], "budget"),
-        (["attack", "PICTURES", "words", "--rate", "0.1"], "pictures"),
-        (["attack", "PICTURES", "corruptions", "--budget", "0.5"], "severity"),
-        (["attack", "PICTURES", "corruptions", "--budget", "5", "--page", "page.html"], "no curve"),
-        (["attack", "PICTURES", "corruptions,pgd", "--budget", "5"], "alone"),
-        (["attack", "PICTURES", "pgd"], "--budget"),
-        (["attack", "PICTURES", "pgd", "--budget", "1/0"], "'1/0' is not a number"),
-        (["attack", "PICTURES", "pgd", "--budget", "1/255", "-1/255"], "budget is -0.0039"),
-        (["attack", "PICTURES", "pgd,pgd", "--budget", "1/255"], "only once"),
-        (["attack", "PICTURES", "pgd,words", "--budget", "1/255"], "together"),
-        (["attack", "PICTURES", "fgsm", "--budget", "1/255", "--restarts", "2"], "fgsm has no option restarts"),
-        (["attack", "PICTURES", "pgd", "--budget", "1/255", "--step", "big"], "'big' is not a number"),
-        (["attack", "PICTURES", "pgd", "--budget", "1/255", "--examples", "0"], "examples is 0"),
-        (["attack", "PICTURES", "pgd", "--budget", "1/255", "--class-index", "none.txt"], "none.txt"),
+        (["attack", "IMAGES", "words", "--rate", "0.1"], "task is images"),
+        (["attack", "IMAGES", "corruptions", "--budget", "0.5"], "severity"),
+        (["attack", "IMAGES", "corruptions", "--budget", "5", "--page", "page.html"], "no curve"),
+        (["attack", "IMAGES", "corruptions,pgd", "--budget", "5"], "alone"),
+        (["attack", "IMAGES", "pgd"], "--budget"),
+        (["attack", "IMAGES", "pgd", "--budget", "1/0"], "'1/0' is not a number"),
+        (["attack", "IMAGES", "pgd", "--budget", "1/255", "-1/255"], "budget is -0.0039"),
+        (["attack", "IMAGES", "pgd,pgd", "--budget", "1/255"], "only once"),
+        (["attack", "IMAGES", "pgd,words", "--budget", "1/255"], "together"),
+        (["attack", "IMAGES", "fgsm", "--budget", "1/255", "--restarts", "2"], "fgsm has no option restarts"),
+        (["attack", "IMAGES", "pgd", "--budget", "1/255", "--step", "big"], "'big' is not a number"),
+        (["attack", "IMAGES", "pgd", "--budget", "1/255", "--examples", "0"], "examples is 0"),
+        (["attack", "IMAGES", "pgd", "--budget", "1/255", "--class-index", "none.txt"], "none.txt"),
         (["attack", "TRAINED", "words", "--rate", "0.1", "--page", "page.html"], "page is for attacks on pixels"),
         (["attack", "TRAINED", "routes", "--budget", "0.1", "0.2"], "one --budget"),
     ],
@@ -233,7 +231,7 @@ def test_a_mistake_gets_one_sentence(
     arguments: list[str],
     says: str,
     trained: Path,
-    pictures: Path,
+    images: Path,
     text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -243,7 +241,7 @@ def test_a_mistake_gets_one_sentence(
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     named = ["--source", str(text)] if "TRAINED" in arguments else []
-    words = [{"TRAINED": str(trained), "PICTURES": str(pictures)}.get(word, word) for word in arguments]
+    words = [{"TRAINED": str(trained), "IMAGES": str(images)}.get(word, word) for word in arguments]
     assert main([*words, *named]) == 2
     told = capsys.readouterr().err.strip()
     assert says in told and "Traceback" not in told and told.startswith("holdfast: ") and len(told.splitlines()) == 1

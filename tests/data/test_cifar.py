@@ -1,4 +1,4 @@
-"""CIFAR-10 from folders, archives and the authors' binary files, which all give the same pictures."""
+"""CIFAR-10 from folders, archives and the authors' binary files, which all give the same images."""
 
 import io
 import lzma
@@ -12,10 +12,10 @@ import torch
 from holdfast.data import ImageSet, image_set
 from holdfast.data.cifar import BINARY, CLASSES
 
-EACH = {"train": 4, "test": 2}  # pictures of a class
+EACH = {"train": 4, "test": 2}  # images of a class
 
 
-def picture(split: str, label: int, number: int) -> np.ndarray:  # type: ignore[type-arg]
+def image(split: str, label: int, number: int) -> np.ndarray:  # type: ignore[type-arg]
     """Return (32,32,3): the class is in the red channel, the number in the green one, and the corner is blue."""
     pixels = np.zeros((32, 32, 3), dtype=np.uint8)
     pixels[..., 0], pixels[..., 1] = 20 * label, 10 * number + 100 * (split == "test")
@@ -33,7 +33,7 @@ def encoded(pixels: np.ndarray) -> bytes:  # type: ignore[type-arg]
 
 def files() -> dict[str, bytes]:
     return {
-        f"{split}/{name}/{number:04}.png": encoded(picture(split, label, number))
+        f"{split}/{name}/{number:04}.png": encoded(image(split, label, number))
         for split, count in EACH.items()
         for label, name in enumerate(CLASSES)
         for number in range(count)
@@ -58,8 +58,8 @@ def archive(content: dict[str, bytes], prefix: str = "") -> bytes:
 
 
 def records(split: str) -> bytes:
-    pictures = [(label, picture(split, label, number)) for label in range(10) for number in range(EACH[split])]
-    return b"".join(bytes((label,)) + pixels.transpose(2, 0, 1).tobytes() for label, pixels in pictures)
+    images = [(label, image(split, label, number)) for label in range(10) for number in range(EACH[split])]
+    return b"".join(bytes((label,)) + pixels.transpose(2, 0, 1).tobytes() for label, pixels in images)
 
 
 def check(found: ImageSet) -> None:
@@ -75,7 +75,7 @@ def check(found: ImageSet) -> None:
     assert not {row.tobytes() for row in numbers["train"]} & {row.tobytes() for row in numbers["valid"]}
 
 
-def test_folders_and_archives_give_the_same_pictures(tmp_path: Path) -> None:
+def test_folders_and_archives_give_the_same_images(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     write_folder(tmp_path / "plain", files())
     for ending, packed in (("", archive(files())), (".xz", lzma.compress(archive(files(), "./cifar/")))):
@@ -109,13 +109,13 @@ def test_wrong_data_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         image_set("cifar10")
     whole = files()
     wrong = {
-        "other class": ({**whole, "train/cow/0000.png": encoded(picture("train", 0, 0))}, "'cow'"),
+        "other class": ({**whole, "train/cow/0000.png": encoded(image("train", 0, 0))}, "'cow'"),
         "other size": ({**whole, "train/cat/9.png": encoded(np.zeros((32, 31, 3), np.uint8))}, "31 x 32 pixels"),
         "no ships": (
             {name: data for name, data in whole.items() if "test/ship" not in name},
             "0 images of ship in test.*some are missing",
         ),
-        "no picture": ({**whole, "train/cat/9.png": b"no picture"}, "train/cat/9.png"),
+        "no image": ({**whole, "train/cat/9.png": b"no image"}, "train/cat/9.png"),
         "no record": ({f"{BINARY}/test_batch.bin": b"123"}, "3 bytes"),
         "no class": ({f"{BINARY}/test_batch.bin": b"\xff" * 3073}, "class that CIFAR-10 does not have"),
     }
@@ -142,7 +142,7 @@ def test_wrong_data_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_links_and_devices_in_an_archive_are_not_followed(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    (tmp_path / "secret.png").write_bytes(encoded(picture("train", 3, 9)))
+    (tmp_path / "secret.png").write_bytes(encoded(image("train", 3, 9)))
     file = io.BytesIO(archive(files()))
     with tarfile.open(fileobj=file, mode="a") as written:
         link = tarfile.TarInfo("train/cat/7777.png")
@@ -151,11 +151,11 @@ def test_links_and_devices_in_an_archive_are_not_followed(tmp_path: Path) -> Non
     path = tmp_path / "cifar10" / "cifar10.tar"
     path.parent.mkdir()
     path.write_bytes(file.getvalue())
-    check(image_set("cifar10", folder=tmp_path))  # not one picture more
+    check(image_set("cifar10", folder=tmp_path))  # not one image more
 
 
 @pytest.mark.slow
-def test_the_shared_pictures_are_read(shared: Path) -> None:
+def test_the_shared_images_are_read(shared: Path) -> None:
     if not (shared / "cifar10").is_dir():
         pytest.skip("there is no cifar10 in ../shared/data")
     found = image_set("cifar10", folder=shared)

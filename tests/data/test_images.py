@@ -20,8 +20,8 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
 
 
-def sizes(pictures: ImageSet) -> list[int]:
-    return [len(pictures.images(split)) for split in ("train", "valid", "test")]
+def sizes(found: ImageSet) -> list[int]:
+    return [len(found.images(split)) for split in ("train", "valid", "test")]
 
 
 def test_the_digits_have_their_labels() -> None:
@@ -44,8 +44,8 @@ def test_the_digits_have_their_labels() -> None:
 def test_no_digit_is_in_two_splits() -> None:
     pytest.importorskip("sklearn")
     digits = image_set("digits")
-    pictures = [p.numpy().tobytes() for split in digits.splits for p in digits.images(split).pixels(range(180))]
-    assert len(set(pictures)) == len(pictures)
+    images = [p.numpy().tobytes() for split in digits.splits for p in digits.images(split).pixels(range(180))]
+    assert len(set(images)) == len(images)
 
 
 def write_idx(path: Path, values: np.ndarray[Any, Any], ending: str) -> None:
@@ -59,11 +59,11 @@ def write_idx(path: Path, values: np.ndarray[Any, Any], ending: str) -> None:
 def write_fashion(folder: Path, ending: str = "", joint: str = "-") -> np.ndarray[Any, Any]:
     """Write 20 and 6 images whose first pixel is their number and whose label is the number's last digit."""
     for part, count in (("train", 20), ("t10k", 6)):
-        pictures = np.zeros((count, 28, 28), dtype=np.uint8)
-        pictures[:, 0, 0] = np.arange(count)
-        write_idx(folder / f"{part}-images{joint}idx3-ubyte", pictures, ending)
+        images = np.zeros((count, 28, 28), dtype=np.uint8)
+        images[:, 0, 0] = np.arange(count)
+        write_idx(folder / f"{part}-images{joint}idx3-ubyte", images, ending)
         write_idx(folder / f"{part}-labels{joint}idx1-ubyte", np.arange(count) % 10, ending)
-    return pictures
+    return images
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".xz"])
@@ -133,11 +133,11 @@ def write_images(folder: Path, classes: str, count: int) -> None:
 def test_an_image_folder_is_split_by_file(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     write_images(tmp_path, "abc", 10)
-    (tmp_path / "a" / "notes.md").write_text("not a picture")
-    pictures = image_set(tmp_path, size=10)
-    assert pictures.classes == ("a", "b", "c") and sizes(pictures) == [24, 3, 3]
-    for split in pictures.splits:
-        images = pictures.images(split)
+    (tmp_path / "a" / "notes.md").write_text("not an image")
+    found = image_set(tmp_path, size=10)
+    assert found.classes == ("a", "b", "c") and sizes(found) == [24, 3, 3]
+    for split in found.splits:
+        images = found.images(split)
         pixels = images.pixels(range(len(images)))
         assert pixels.shape == (len(images), 3, 10, 10) and images.shape == (3, 10, 10)
         assert torch.equal((pixels[:, 1].mean((1, 2)) * 25.5).round().long(), images.labels)
@@ -150,19 +150,19 @@ def test_imagenets_layout_is_tested_on_val(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     write_images(tmp_path / "train", "ab", 10)
     write_images(tmp_path / "val", "ab", 3)
-    pictures = image_set(str(tmp_path), size=8)
-    assert sizes(pictures) == [18, 2, 6]
+    found = image_set(str(tmp_path), size=8)
+    assert sizes(found) == [18, 2, 6]
     write_images(tmp_path / "test", "b", 4)
     with_test = image_set(tmp_path, size=8)
     assert sizes(with_test) == [20, 6, 4] and with_test.images("test").labels.tolist() == [1] * 4
-    assert with_test.checksum != pictures.checksum
+    assert with_test.checksum != found.checksum
 
 
 def test_images_are_decoded_when_they_are_read(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     write_images(tmp_path, "ab", 5)
     for path in tmp_path.rglob("*.png"):
-        path.write_bytes(b"no picture")
+        path.write_bytes(b"no image")
     images = image_set(tmp_path, size=8).images("train")
     with pytest.raises(ValueError, match=r"\.png"):
         images.pixels([0])
@@ -229,11 +229,11 @@ def test_a_folder_of_one_class_is_refused(tmp_path: Path) -> None:
     from PIL import Image
 
     for number in range(6):
-        path = tmp_path / "pictures" / "cats" / f"{number}.png"
+        path = tmp_path / "images" / "cats" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
     with pytest.raises(ValueError, match="cats"):
-        image_set(tmp_path / "pictures")
+        image_set(tmp_path / "images")
 
 
 def test_a_file_is_decoded_once_if_all_images_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

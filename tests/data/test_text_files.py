@@ -61,7 +61,7 @@ def folder(place: Path, count: int) -> dict[str, str]:
 @pytest.mark.parametrize("count", [3, 4, 30])
 def test_a_folder_is_split_by_file_and_no_split_is_empty(tmp_path: Path, count: int) -> None:
     files = folder(tmp_path, count)
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
     source = corpus(tmp_path)
     found = {split: [document.title for document in source.documents(split)] for split in source.splits}
     assert sorted(title for titles in found.values() for title in titles) == sorted(files)

@@ -1,4 +1,4 @@
-"""Small comparisons as `holdfast compare` stores them, made by hand: of texts, of pictures, and as they were once stored."""
+"""Small comparisons as `holdfast compare` stores them, made by hand: of texts, of images, and as they were once stored."""
 
 import copy
 import math
@@ -47,12 +47,12 @@ def stored_costs(routers: Sequence[str] = ("smoe", "smooth", "ac", "smoe, top 3"
     return content
 
 
-def stored_pictures(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
-    """The same of pictures, where the attack leaves the labels alone."""
+def stored_images(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
+    """The same of images, where the attack leaves the labels alone."""
     content = stored(routers, seeds)
     content["run"]["measure"] = {
         "name": "error, %",
-        "long": "share of test pictures that are classified wrongly, in percent",
+        "long": "share of test images that are classified wrongly, in percent",
         "attack": "PGD, l_inf 8/255, 20 steps",
     }
     for cell in content["cells"]:
@@ -60,7 +60,7 @@ def stored_pictures(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: in
             del score["figure_of_kept"]
             score["top5"] = 1.5
         cell["trials"] = {"PGD": {"figure": 40.0}, "FGSM": {"figure": 30.0}}
-        cell["view"] = {"kind": "pictures", "pictures": [_picture("3", "3", 0), _picture("8", "5", 1)]}
+        cell["view"] = {"kind": "images", "images": [_image("3", "3", 0), _image("8", "5", 1)]}
     return content
 
 
@@ -141,7 +141,7 @@ def _snapshots(layer: int, place: int, seed: int) -> dict[str, Any]:
     }
 
 
-def _picture(label: str, said: str, shift: int) -> dict[str, Any]:
+def _image(label: str, said: str, shift: int) -> dict[str, Any]:
     """4 x 6 pixels, black but for a white corner, in 2 x 3 patches."""
     pixels = [[0.0] * 6 for _ in range(4)]
     pixels[0][shift] = 1.0

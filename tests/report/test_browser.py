@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from report.browsing import visit
-from report.stored import SNAPSHOTS, stored_costs, stored_once, stored_pictures
+from report.stored import SNAPSHOTS, stored_costs, stored_images, stored_once
 
 from holdfast.report import write_report
 from holdfast.report.expert_views import COLOURS
@@ -48,7 +48,7 @@ def texts() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("report")
-    kinds = {"texts": texts(), "pictures": stored_pictures(ROUTERS), "once": stored_once(ROUTERS)}
+    kinds = {"texts": texts(), "images": stored_images(ROUTERS), "once": stored_once(ROUTERS)}
     return {name: write_report(parse(content), folder / f"{name}.html") for name, content in kinds.items()}
 
 
@@ -59,8 +59,8 @@ def browser(screen: Any, pages: dict[str, Path]) -> Any:
 
 
 @pytest.fixture
-def pictures(screen: Any, pages: dict[str, Path]) -> Any:
-    visit(screen, pages["pictures"])
+def images(screen: Any, pages: dict[str, Path]) -> Any:
+    visit(screen, pages["images"])
     return screen
 
 
@@ -129,14 +129,14 @@ def test_a_router_has_one_colour_in_all_plots(browser: Any) -> None:
     assert len(colours) == len(ROUTERS)
 
 
-@pytest.mark.parametrize("page", ["texts", "pictures", "once"])
+@pytest.mark.parametrize("page", ["texts", "images", "once"])
 def test_nothing_is_wider_than_the_screen(screen: Any, pages: dict[str, Path], page: str) -> None:
     browser = screen
     visit(browser, pages[page])
     # not innerWidth: a phone zooms out until all fits, and says that its window is that wide
     width = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert width[0] <= width[1]
-    parts = ".plot .main-svg, .piece, .patch, .picture, canvas, select:not(nav *)"
+    parts = ".plot .main-svg, .piece, .patch, .image, canvas, select:not(nav *)"
     edges = f"return [...document.querySelectorAll('{parts}')].map((part) => part.getBoundingClientRect().right)"
     assert max(browser.execute_script(edges)) <= width[1]
     assert browser.get_log("browser") == []
@@ -288,7 +288,7 @@ def test_the_legend_shows_every_expert_in_its_colour(browser: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["texts", "pictures"])
+@pytest.mark.parametrize("kind", ["texts", "images"])
 def test_hiding_a_router_hides_its_view(screen: Any, pages: dict[str, Path], kind: str) -> None:
     visit(screen, pages[kind])
     views = screen.find_elements("css selector", ".view")
@@ -298,27 +298,27 @@ def test_hiding_a_router_hides_its_view(screen: Any, pages: dict[str, Path], kin
     assert [view.is_displayed() for view in views] == [True, True, True]
 
 
-def test_a_picture_is_drawn_under_the_colours_of_its_patches(pictures: Any) -> None:
+def test_an_image_is_drawn_under_the_colours_of_its_patches(images: Any) -> None:
     grey = """return [...document.querySelectorAll(".view[data-router='2'] canvas")].map((canvas) =>
       [canvas.width, canvas.height, ...canvas.getContext("2d").getImageData(0, 0, 3, 1).data])"""
     black, white = [0, 0, 0, 255], [255, 255, 255, 255]
-    assert pictures.execute_script(grey) == [[6, 4, *white, *black, *black], [6, 4, *black, *white, *black]]
-    found = painted(pictures, 2, "patch")
+    assert images.execute_script(grey) == [[6, 4, *white, *black, *black], [6, 4, *black, *white, *black]]
+    found = painted(images, 2, "patch")
     assert [title for _, title, *_ in found] == [f"expert {at}" for at in (0, 1, 2, 3, 0, 1, 1, 2, 3, 0, 1, 2)]
     assert [ground for *_, ground, _ in found][:4] == [rgb(expert) for expert in range(4)]
-    click(pictures, "#layer option[value='1']")
-    assert [title for _, title, *_ in painted(pictures, 2, "patch")][:3] == ["expert 1", "expert 2", "expert 3"]
-    captions = [found.text for found in pictures.find_elements("css selector", ".view[data-router='0'] figcaption")]
+    click(images, "#layer option[value='1']")
+    assert [title for _, title, *_ in painted(images, 2, "patch")][:3] == ["expert 1", "expert 2", "expert 3"]
+    captions = [found.text for found in images.find_elements("css selector", ".view[data-router='0'] figcaption")]
     assert captions == ["3", "8, predicted 5"]
-    assert pictures.get_log("browser") == []
+    assert images.get_log("browser") == []
 
 
-def test_patches_cover_the_picture_row_by_row(pictures: Any) -> None:
+def test_patches_cover_the_image_row_by_row(images: Any) -> None:
     ask = """
-    const box = (part) => part.getBoundingClientRect(), picture = document.querySelector(".patches");
-    const whole = box(picture.querySelector("canvas"));
-    return [...picture.querySelectorAll(".patch")].map(box).map(({ left, top, width, height }) => [
+    const box = (part) => part.getBoundingClientRect(), image = document.querySelector(".patches");
+    const whole = box(image.querySelector("canvas"));
+    return [...image.querySelectorAll(".patch")].map(box).map(({ left, top, width, height }) => [
       (left - whole.left) / whole.width, (top - whole.top) / whole.height, width / whole.width, height / whole.height]);
     """
     boxes = [[column / 3, row / 2, 1 / 3, 1 / 2] for row in range(2) for column in range(3)]
-    assert pictures.execute_script(ask) == [pytest.approx(box, abs=0.02) for box in boxes]
+    assert images.execute_script(ask) == [pytest.approx(box, abs=0.02) for box in boxes]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from report.browsing import visit
-from report.stored import stored_pictures
+from report.stored import stored_images
 
 from holdfast.report import write_report
 from holdfast.report.comparison_page import main_table, render, verdict
@@ -26,7 +26,7 @@ def stored_domains(
     more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The second router is 5 points better on each domain and the third varies; the last domain is the hardest."""
-    content = stored_pictures(routers, seeds)
+    content = stored_images(routers, seeds)
     rows: list[dict[str, Any]] = []
     cells: list[dict[str, Any]] = []
     for place, domain in enumerate(domains):
@@ -106,7 +106,7 @@ def test_a_sweep_over_domains_has_both_tables() -> None:
 
 
 def test_a_comparison_without_domains_has_no_such_table() -> None:
-    results = parse(stored_pictures())
+    results = parse(stored_images())
     assert results.domains == [] and domain_table(results) == ([], [])
     assert "Held-out domains" not in render(results)
 

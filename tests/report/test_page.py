@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs
-from report.stored import stored, stored_costs, stored_once, stored_pictures
+from report.stored import stored, stored_costs, stored_images, stored_once
 from report.tags import Tags
 
 from holdfast.report import read_results, render, write_report
@@ -71,16 +71,16 @@ def test_the_cost_of_the_attack_is_in_the_verdict_the_table_and_a_plot() -> None
 
 
 def test_a_page_is_headed_by_the_name_of_its_own_data() -> None:
-    content = stored_pictures()
-    content["run"]["data"] |= {"name": "my pictures", "about": "60 images of 3 classes, 40 pixels per side; <b>mine</b>"}
-    content["run"]["recipe"]["task"] = "pictures"
-    assert "Holdfast: a small model, on my pictures (60 images of 3 classes, 40 pixels per side)" in render(parse(content))
+    content = stored_images()
+    content["run"]["data"] |= {"name": "my images", "about": "60 images of 3 classes, 40 pixels per side; <b>mine</b>"}
+    content["run"]["recipe"]["task"] = "images"
+    assert "Holdfast: a small model, on my images (60 images of 3 classes, 40 pixels per side)" in render(parse(content))
     content["run"]["recipe"]["task"] = "text"
-    assert "Holdfast: a small model, on my pictures<" in render(parse(content))
+    assert "Holdfast: a small model, on my images<" in render(parse(content))
 
 
-def test_results_of_pictures_do_not_talk_of_words() -> None:
-    page = page_of(stored_pictures())
+def test_results_of_images_do_not_talk_of_words() -> None:
+    page = page_of(stored_images())
     columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
     assert "clean error, %" in columns and "attacked error, %" in columns
     assert "lower is better" in page.text
@@ -104,7 +104,7 @@ def test_results_as_they_were_once_stored_give_the_same_figures() -> None:
 
 def test_clean_figures_of_untouched_words_are_shown_only_where_they_are_stored() -> None:
     columns = [[attributes["data-column"] for tag, attributes in page_of(content).tags if tag == "td"]
-               for content in (stored(), stored_once(), stored_pictures())]  # fmt: skip
+               for content in (stored(), stored_once(), stored_images())]  # fmt: skip
     assert ["clean, untouched words" in found for found in columns] == [True, False, False]
     assert ["attacked, untouched words" in found for found in columns] == [True, True, False]
 
@@ -273,8 +273,8 @@ def without(content: dict[str, Any], *path: Any) -> dict[str, Any]:
         (json.dumps(without(stored(), "cells", 1, "snapshots", "layers", 1, "graphs", 0)), "graph"),
         (json.dumps(without(stored(), "cells", 1, "snapshots", "layers", 1, "graphs", 0, 2, 1)), "square"),
         (json.dumps(without(stored(), "cells", 0, "view", "experts", 1, 0)), "piece"),
-        (json.dumps(without(stored_pictures(), "cells", 0, "view", "pictures", 1, "experts", 1, 0)), "patch"),
-        (json.dumps(without(stored_pictures(), "cells", 0, "view", "pictures", 1, "pixels", 1, 0)), "length"),
+        (json.dumps(without(stored_images(), "cells", 0, "view", "images", 1, "experts", 1, 0)), "patch"),
+        (json.dumps(without(stored_images(), "cells", 0, "view", "images", 1, "pixels", 1, 0)), "length"),
     ],
 )
 def test_damaged_results_get_one_sentence(text: str, says: str, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from report.stored import stored, stored_costs, stored_pictures
+from report.stored import stored, stored_costs, stored_images
 from wording import mentions
 
 from holdfast.report.comparison_page import verdict
@@ -27,7 +27,7 @@ def test_the_cost_of_the_attack_on_untouched_words_is_said() -> None:
 
 def with_shifts(**differences: tuple[float, float, float]) -> dict[str, Any]:
     """Return a comparison with two shifted test sets; the differences of the second router are given by test."""
-    content = stored_pictures()
+    content = stored_images()
     measures = {"drawings": ("error, %", "lower"), "others": ("AUPR, %", "higher")}
     for place, row in enumerate(content["rows"]):
         row["shifts"] = {name: {"measure": one, "better": better, "figure": 5.0} for name, (one, better) in measures.items()}
@@ -100,9 +100,9 @@ def test_a_single_router_has_nothing_to_be_compared_with() -> None:
 
 
 def test_an_error_in_percent_changes_by_percentage_points() -> None:
-    clean, _ = verdict(parse(stored_pictures()))
+    clean, _ = verdict(parse(stored_images()))
     assert mentions(clean, "smooth lowered", "3.12 percentage points", "95%", "1.62 to 4.62")
-    _, level = verdict(parse(stored_pictures(["smoe"])))
+    _, level = verdict(parse(stored_images(["smoe"])))
     assert mentions(level, "184.50%", "191.25%")
 
 

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from report.stored import PIECES, stored, stored_once, stored_pictures
+from report.stored import PIECES, stored, stored_images, stored_once
 
 from holdfast.report import render
 from holdfast.report.expert_views import BORDERS, COLOURS, css_classes, luminance, text_colour_on, views
@@ -37,19 +37,19 @@ def test_a_text_has_the_experts_of_the_first_seed() -> None:
     assert "seed 0" in found.caption
 
 
-def test_a_picture_is_kept_once_for_all_routers() -> None:
-    found = views(parse(stored_pictures()))
-    assert [[picture["pixels"] for picture in view["pictures"]] for view in found.shown] == [[0, 1]] * 3
+def test_an_image_is_kept_once_for_all_routers() -> None:
+    found = views(parse(stored_images()))
+    assert [[image["pixels"] for image in view["images"]] for view in found.shown] == [[0, 1]] * 3
     assert [(width, height) for width, height, _ in found.pixels] == [(6, 4)] * 2
     assert base64.b64decode(found.pixels[1][2]) == b"\x00\xff" + bytes(22)
-    picture = found.shown[2]["pictures"][1]
-    assert (picture["label"], picture["said"], list(picture["grid"])) == ("8", "5", [2, 3])
-    assert picture["experts"][1] == [2, 3, 0, 1, 2, 3]
+    image = found.shown[2]["images"][1]
+    assert (image["label"], image["said"], list(image["grid"])) == ("8", "5", [2, 3])
+    assert image["experts"][1] == [2, 3, 0, 1, 2, 3]
 
 
 def test_pixels_beyond_black_and_white_are_cut_off() -> None:
-    content = stored_pictures(["smoe"], seeds=1)
-    content["cells"][0]["view"]["pictures"][0]["pixels"] = [[-1.0, 0.5, 2.0]]
+    content = stored_images(["smoe"], seeds=1)
+    content["cells"][0]["view"]["images"][0]["pixels"] = [[-1.0, 0.5, 2.0]]
     assert base64.b64decode(views(parse(content)).pixels[0][2]) == bytes([0, 128, 255])
 
 
@@ -87,7 +87,7 @@ def test_words_can_be_read_on_the_colour_of_their_expert(colour: str) -> None:
 
 
 def test_sixteen_experts_can_be_told_apart() -> None:
-    """By their distance in CIELAB, where 2 can just be seen, and from the greys of the pictures."""
+    """By their distance in CIELAB, where 2 can just be seen, and from the greys of the images."""
 
     def lab(colour: str) -> tuple[float, float, float]:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

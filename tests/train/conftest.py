@@ -23,7 +23,7 @@ TEXT = {
     "sparse.hidden": 16,
     "attack.rate": 0.2,
 }
-PICTURES = {
+IMAGES = {
     "training.steps": 40,
     "training.batch": 32,
     "training.save_every": 16,
@@ -72,6 +72,6 @@ def digits() -> Callable[..., Recipe]:
     """Return an image recipe, with changes by their path."""
 
     def recipe(changes: dict[str, Any] | None = None) -> Recipe:
-        return load_recipe("vmoe-tiny", {**PICTURES, **(changes or {})})
+        return load_recipe("vmoe-tiny", {**IMAGES, **(changes or {})})
 
     return recipe

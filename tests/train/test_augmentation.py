@@ -1,4 +1,4 @@
-"""Augmented pictures follow from the seed and the step alone, equal a naive recount, and train with the right loss."""
+"""Augmented images follow from the seed and the step alone, equal a naive recount, and train with the right loss."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from holdfast.data import Order, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.labelled_images import ArrayImages, FileImages
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.augmentation import AugmentedPictures, AugmentPart, MovedPictures, crop_box
+from holdfast.train.augmentation import AugmentedImages, AugmentPart, MovedImages, crop_box
 from holdfast.train.mixed_labels import mixing_term, soft_labels
 from holdfast.train.recipe import parse_router
 from holdfast.train.training import SingleRun, train
@@ -41,7 +41,7 @@ def augmented(recipe: Recipe, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pictures_follow_from_the_seed_and_the_step(case: str, digits: Callable[..., Recipe]) -> None:
+def test_images_follow_from_the_seed_and_the_step(case: str, digits: Callable[..., Recipe]) -> None:
     recipe = digits({"training.augment": CASES[case], "training.batch": 16})
     examples, again = augmented(recipe), augmented(recipe)
     later = examples.__getitems__(range(32, 48))  # first, as in a run that is resumed
@@ -60,9 +60,9 @@ def test_pictures_follow_from_the_seed_and_the_step(case: str, digits: Callable[
 
 def test_an_example_is_changed_anew_in_every_epoch() -> None:
     images = ArrayImages(torch.arange(4 * 64, dtype=torch.uint8).view(4, 1, 8, 8), torch.arange(4))
-    pictures = AugmentedPictures(images, PixelScaling(), AugmentPart(crop=0.3), batch=4, seed=0)
+    augmented = AugmentedImages(images, PixelScaling(), AugmentPart(crop=0.3), batch=4, seed=0)
     order = Order(4, 4, seed=0)
-    epochs = [pictures(order, range(4 * epoch, 4 * epoch + 4)) for epoch in range(3)]
+    epochs = [augmented(order, range(4 * epoch, 4 * epoch + 4)) for epoch in range(3)]
     shown = [one["pixel_values"][one["labels"].argsort()] for one in epochs]
     assert not torch.equal(shown[0], shown[1]) and not torch.equal(shown[1], shown[2])
 
@@ -70,16 +70,16 @@ def test_an_example_is_changed_anew_in_every_epoch() -> None:
 @pytest.mark.parametrize("given", [{"pad": 4}, {"flip": True}, {"pad": 3, "flip": True}, {"pad": 40, "flip": True}], ids=str)
 @pytest.mark.parametrize(("channels", "top"), [(1, 16), (3, 255)])
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=on_gpu)])
-def test_pictures_moved_on_a_device_are_those_of_the_host_to_the_bit(
+def test_images_moved_on_a_device_are_those_of_the_host_to_the_bit(
     place: str, channels: int, top: int, given: dict[str, Any]
 ) -> None:
     source, device = torch.Generator().manual_seed(0), torch.device(place)
     values = torch.randint(top + 1, (61, channels, 13, 11), generator=source, dtype=torch.uint8)
     images = ArrayImages(values, torch.randint(10, (61,), generator=source), top)
     scaling = PixelScaling((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)) if channels == 3 else PixelScaling()
-    on_host = AugmentedPictures(images, scaling, AugmentPart(**given), batch=16, seed=5)
+    on_host = AugmentedImages(images, scaling, AugmentPart(**given), batch=16, seed=5)
     on_device = on_host.on(device)
-    assert isinstance(on_device, MovedPictures)
+    assert isinstance(on_device, MovedImages)
     for places in (range(16), range(48, 80), [7, 3, 2**40]):
         expected, found = on_host(Order(61, 16, seed=5), places), on_device(Order(61, 16, seed=5), places)
         assert expected.keys() == found.keys() and all(value.device.type == place for value in found.values())
@@ -91,14 +91,14 @@ def test_examples_on_a_gpu_are_made_there_if_pixels_only_move(case: str, digits:
     """`Examples.on` passes the device on; the loop calls it with that of the model. `meta` stands for a GPU."""
     examples = augmented(digits({"training.augment": CASES[case]}))
     assert examples.on(torch.device("cpu")) is examples
-    assert isinstance(examples.on(torch.device("meta")).fetch_at, MovedPictures if case == "flip" else AugmentedPictures)
+    assert isinstance(examples.on(torch.device("meta")).fetch_at, MovedImages if case == "flip" else AugmentedImages)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("pad", "flip")])
-def test_pictures_whose_values_change_are_made_on_the_host(case: str) -> None:
+def test_images_whose_values_change_are_made_on_the_host(case: str) -> None:
     images = ArrayImages(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4))
-    pictures = AugmentedPictures(images, PixelScaling(), AugmentPart(**CASES[case]), batch=4, seed=0)
-    assert pictures.on(torch.device("cpu")) is pictures
+    augmented = AugmentedImages(images, PixelScaling(), AugmentPart(**CASES[case]), batch=4, seed=0)
+    assert augmented.on(torch.device("cpu")) is augmented
 
 
 def test_many_draws_are_those_of_each_key() -> None:
@@ -110,12 +110,12 @@ def test_many_draws_are_those_of_each_key() -> None:
         assert many.bits().tolist() == [draws.bits() for draws in single]
 
 
-def naive_mixing(pictures: Tensor, labels: Tensor, part: AugmentPart, number: int) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch mixed with its reverse, picture by picture and pixel by pixel, and (B,10) targets."""
-    draws, mixed, targets = Draws(0, 2, number), pictures.clone(), torch.zeros(len(labels), 10)
+def naive_mixing(images: Tensor, labels: Tensor, part: AugmentPart, number: int) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch mixed with its reverse, image by image and pixel by pixel, and (B,10) targets."""
+    draws, mixed, targets = Draws(0, 2, number), images.clone(), torch.zeros(len(labels), 10)
     is_mixup = bool(part.mixup) and not (part.cutmix and draws.uniform() < 0.5)
     share = draws.symmetric_beta(part.mixup if is_mixup else part.cutmix)
-    side = pictures.shape[-1]
+    side = images.shape[-1]
     if not is_mixup:
         cut, x, y = int(side * share**0.5) // 2, draws.below(side), draws.below(side)
         inside = [(v, u) for v in range(side) for u in range(side) if y - cut <= v < y + cut and x - cut <= u < x + cut]
@@ -123,17 +123,17 @@ def naive_mixing(pictures: Tensor, labels: Tensor, part: AugmentPart, number: in
     for row in range(len(labels)):
         other = len(labels) - 1 - row
         if is_mixup:
-            mixed[row] = (1 - share) * pictures[row] + share * pictures[other]
+            mixed[row] = (1 - share) * images[row] + share * images[other]
         else:
             for v, u in inside:
-                mixed[row, :, v, u] = pictures[other, :, v, u]
+                mixed[row, :, v, u] = images[other, :, v, u]
         targets[row, labels[row]] += 1 - share
         targets[row, labels[other]] += share
     return mixed, targets
 
 
 @pytest.mark.parametrize("case", ["mixup", "cutmix", "both"])
-def test_pictures_are_mixed_as_a_loop_mixes_them(case: str, digits: Callable[..., Recipe]) -> None:
+def test_images_are_mixed_as_a_loop_mixes_them(case: str, digits: Callable[..., Recipe]) -> None:
     given = {"mixup": 0.8, "cutmix": 1.0} if case == "both" else CASES[case]
     single = augmented(digits({"training.augment": {"flip": True}, "training.batch": 7}))
     mixed = augmented(digits({"training.augment": {"flip": True, **given}, "training.batch": 7}))
@@ -162,7 +162,7 @@ def test_a_crop_of_an_array_is_that_of_pillow() -> None:
         assert np.abs(found[row].permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
 
 
-def test_a_crop_of_a_file_is_of_the_whole_picture(tmp_path: Path) -> None:
+def test_a_crop_of_a_file_is_of_the_whole_image(tmp_path: Path) -> None:
     """And not of the scaled central square that evaluation reads."""
     wide = np.zeros((40, 100, 3), dtype=np.uint8)
     wide[:, 90:] = 255
@@ -224,7 +224,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in LOOPS if name != "all")])
-def test_the_loop_and_the_trainer_see_the_same_pictures(case: str, digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_the_loop_and_the_trainer_see_the_same_images(case: str, digits: Callable[..., Recipe], tmp_path: Path) -> None:
     few = {"training.steps": 4, "training.batch": 8, "training.warmup": 1, "model.config.hidden_dropout_prob": 0.1}
     task = make_task(digits({**few, **LOOPS[case]}))
     found = []
@@ -239,7 +239,7 @@ def test_the_loop_and_the_trainer_see_the_same_pictures(case: str, digits: Calla
     assert [line["loss"] for line in other] != [line["loss"] for line in found[0][0]]
 
 
-def test_a_resumed_run_and_every_router_see_the_same_pictures(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_resumed_run_and_every_router_see_the_same_images(digits: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = digits({"training.augment": ALL, "training.steps": 6, "training.save_every": 2, "training.warmup": 0})
 
     class Interrupted(Exception):
@@ -260,7 +260,7 @@ def test_a_resumed_run_and_every_router_see_the_same_pictures(digits: Callable[.
 
 
 @pytest.mark.slow
-def test_two_ranks_train_with_the_pictures_of_one(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_two_ranks_train_with_the_images_of_one(digits: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = digits({"training.augment": ALL, "training.steps": 4, "training.batch": 8, "training.label_smoothing": 0.1})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.describe()))
     given = [str(tmp_path / "recipe.yaml"), str(tmp_path / "two"), "smoe"]
@@ -283,8 +283,8 @@ def test_two_ranks_train_with_the_pictures_of_one(digits: Callable[..., Recipe],
         ("vmoe-tiny", {"erase": 2}, "training.augment.erase is 2"),
         ("vmoe-tiny", {"flip": 3}, "training.augment.flip"),
         ("vmoe-tiny", {"cutmx": 1}, "unknown key 'cutmx': did you mean 'cutmix'"),
-        ("tiny", {"flip": True}, "training.augment is for pictures, and this task is text"),
-        ("labels-tiny", {"mixup": 1}, "training.augment is for pictures, and this task is labels"),
+        ("tiny", {"flip": True}, "training.augment is for images, and this task is text"),
+        ("labels-tiny", {"mixup": 1}, "training.augment is for images, and this task is labels"),
     ],
 )
 def test_mistakes_are_one_sentence(name: str, changes: dict[str, Any], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The recipe `cifar10`, and its tiny form on the real pictures."""
+"""The recipe `cifar10`, and its tiny form on the real images."""
 
 from pathlib import Path
 from types import SimpleNamespace

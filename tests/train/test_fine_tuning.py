@@ -175,7 +175,7 @@ def test_the_smoothing_term_is_that_of_cross_entropy() -> None:
         smoothing_term(logits, torch.rand(3, 7))
 
 
-@pytest.mark.parametrize("kind", ["text", "pictures"])
+@pytest.mark.parametrize("kind", ["text", "images"])
 def test_labels_are_smoothed_in_training_only(kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe]) -> None:
     task = make_task(tiny({"sparse.balance": 0.0}) if kind == "text" else digits({"sparse.balance": 0.0}))
     model, inputs = build_model(task, "smoe", {}, seed=0), task.examples(0).fetch(torch.arange(4))

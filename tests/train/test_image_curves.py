@@ -215,7 +215,7 @@ def test_wrong_values_are_refused(changes: dict[str, Any], says: str) -> None:
 
 
 def test_budgets_of_texts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"attack\.budgets is for pictures"):
+    with pytest.raises(ValueError, match=r"attack\.budgets is for images"):
         load_recipe("tiny", {"attack.budgets": [0.1]})
 
 

@@ -21,7 +21,7 @@ ROUTERS = "smoe,symphony+smooth"
 
 @pytest.fixture(scope="module")
 def run(digits: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures") / "run"
+    folder = tmp_path_factory.mktemp("images") / "run"
     Comparison(digits(), parse_routers(ROUTERS), 1, folder).run()
     return folder
 
@@ -129,9 +129,9 @@ def test_the_view_has_a_grid_of_experts_for_each_image(run: Path, results: list[
         assert isinstance(task, ImageTask)
         images = task.image_set.images("test")
         numbers, view = evenly_spaced(len(images), 8), result["view"]
-        assert view["kind"] == "pictures" and len(view["pictures"]) == len(numbers) == 8
+        assert view["kind"] == "images" and len(view["images"]) == len(numbers) == 8
         classes = said(trained.model, task, numbers)
-        for number, shown, found in zip(numbers, view["pictures"], classes, strict=True):
+        for number, shown, found in zip(numbers, view["images"], classes, strict=True):
             assert shown["label"] == str(int(images.labels[number])) and shown["said"] == str(int(found))
             assert shown["grid"] == [4, 4] and [len(layer) for layer in shown["experts"]] == [16, 16]
             pixels = images.pixels([number])
@@ -212,10 +212,10 @@ def test_images_with_too_many_patches_are_refused_before_training(tmp_path: Path
     from PIL import Image
 
     for number in range(12):
-        path = tmp_path / "pictures" / ("cats", "dogs")[number % 2] / f"{number}.png"
+        path = tmp_path / "images" / ("cats", "dogs")[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
-    source = {"data.source": str(tmp_path / "pictures")}
+    source = {"data.source": str(tmp_path / "images")}
     with pytest.raises(ValueError, match=r"12,544 patches.*set data\.size to 8,"):
         make_task(load_recipe("vmoe-tiny", source)).initial_model()
     make_task(load_recipe("vmoe-tiny", {**source, "data.size": 8})).initial_model()

@@ -21,19 +21,19 @@ def cells(
     few = {"training.steps": 6, "training.save_every": 3}
     text = tiny({**few, "data.tokens": "words"})
     by_bytes = tiny({**few, "data.tokens": "bytes", "data.test_bytes": 1500})
-    pictures = digits({**few, "attack.examples": 8, "attack.steps": 1})
-    for name, recipe in (("text", text), ("bytes", by_bytes), ("pictures", pictures)):
+    images = digits({**few, "attack.examples": 8, "attack.steps": 1})
+    for name, recipe in (("text", text), ("bytes", by_bytes), ("images", images)):
         Comparison(recipe, parse_routers("symphony+smooth[beta=0.5]"), 1, folder / name).run()
-    return {name: folder / name / "cells" / "symphony+smooth[beta=0.5]-seed0" for name in ("text", "bytes", "pictures")}
+    return {name: folder / name / "cells" / "symphony+smooth[beta=0.5]-seed0" for name in ("text", "bytes", "images")}
 
 
-@pytest.mark.parametrize("kind", ["text", "bytes", "pictures"])
+@pytest.mark.parametrize("kind", ["text", "bytes", "images"])
 def test_stored_scores_are_reproduced_exactly(kind: str, cells: dict[str, Path], text: Path) -> None:
     stored = json.loads((cells[kind] / "result.json").read_text())
     for folder in (cells[kind], cells[kind] / "model"):
         assert is_trained(folder)
         trained = load_trained(folder)
-        task = trained.task(source=None if kind == "pictures" else str(text))
+        task = trained.task(source=None if kind == "images" else str(text))
         scores = json.loads(json.dumps(without_nan(task.score(trained.model))))
         assert scores == {key: stored[key] for key in ("clean", "attacked", "trials")}
 

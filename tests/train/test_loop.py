@@ -18,7 +18,7 @@ from holdfast.train.training import train
 
 USUAL = {"training.steps": 6, "training.save_every": 3, "training.warmup": 2, "training.weight_decay": 0.1}
 TEXT = {**USUAL, "model.config.attention_dropout": 0.2}
-PICTURES = {**USUAL, "training.batch": 8, "model.config.hidden_dropout_prob": 0.1}
+IMAGES = {**USUAL, "training.batch": 8, "model.config.hidden_dropout_prob": 0.1}
 SAME: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of data, the router, and changes to the recipe
     "text": ("text", "symphony+smooth", {}),
     "text, accumulated": ("text", "smoe", {"training.accumulate": 2}),
@@ -40,18 +40,18 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of data, the ro
     ),
     "text, smoothed": ("text", "smoe", {"training.label_smoothing": 0.1, "training.accumulate": 2}),
     "text, all losses": ("text", "smoe", {"losses": {"z": 0.1, "entropy": 0.1, "importance": 0.1, "load": 0.1}}),
-    "pictures, smoothed": ("pictures", "smoe", {"training.label_smoothing": 0.2, "training.schedule": "cosine"}),
-    "pictures, the best figure": (
-        "pictures",
+    "images, smoothed": ("images", "smoe", {"training.label_smoothing": 0.2, "training.schedule": "cosine"}),
+    "images, the best figure": (
+        "images",
         "smoe",
         {"training.keep": "best", "training.best_by": "figure", "training.validate_every": 1, "training.learning_rate": 0.2},
     ),
     "text, noise": ("text", "smoe[noise=gaussian]", {}),
     "text, annealed": ("text", "smooth[anneal=true]", {}),
-    "pictures": ("pictures", "smoe", {}),
-    "pictures, accumulated": ("pictures", "symphony", {"training.accumulate": 2}),
-    "pictures, bf16": ("pictures", "smoe", {"training.precision": "bf16"}),
-    "pictures, the best": ("pictures", "smoe", {"training.keep": "best", "training.learning_rate": 0.2}),
+    "images": ("images", "smoe", {}),
+    "images, accumulated": ("images", "symphony", {"training.accumulate": 2}),
+    "images, bf16": ("images", "smoe", {"training.precision": "bf16"}),
+    "images, the best": ("images", "smoe", {"training.keep": "best", "training.learning_rate": 0.2}),
 }
 
 
@@ -73,7 +73,7 @@ def test_the_loop_and_the_trainer_give_the_same_numbers(
 ) -> None:
     """Dropout is on, so the random numbers must be the same, too."""
     kind, router, changes = SAME[case]
-    task = make_task(tiny({**TEXT, **changes}) if kind == "text" else digits({**PICTURES, **changes}))
+    task = make_task(tiny({**TEXT, **changes}) if kind == "text" else digits({**IMAGES, **changes}))
     ours, log = trained(task, router, tmp_path / "ours")
     theirs, expected = trained(task, router, tmp_path / "theirs", trainer=True)
     assert log == expected

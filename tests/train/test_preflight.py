@@ -18,7 +18,7 @@ from holdfast.train.training import SingleRun
 
 
 class Reader(Informer):
-    """An informer that reads token ids, which pictures do not have."""
+    """An informer that reads token ids, which images do not have."""
 
     side = "token"
     reads = ("token_ids",)
@@ -39,10 +39,10 @@ def reader() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def swin(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """Return the shipped recipe of Swin-MoE, for a few pictures in the place of ImageNet, which need no warm-up."""
+    """Return the shipped recipe of Swin-MoE, for a few images in the place of ImageNet, which need no warm-up."""
     from PIL import Image
 
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     for split in ("train", "val"):
         for colour in ("red", "blue"):
             (folder / split / colour).mkdir(parents=True)
@@ -101,12 +101,12 @@ def test_a_preflight_leaves_no_trace_in_the_task(tiny: Callable[..., Recipe]) ->
 
 
 @pytest.mark.parametrize("router", [*holdfast.list_routers(), "xmoe[k=1]@0|symphony+smooth", "smoe[k=99]", "smoe@odd"])
-@pytest.mark.parametrize("pictures", [False, True])
+@pytest.mark.parametrize("images", [False, True])
 def test_the_preflight_accepts_what_can_be_built(
-    pictures: bool, router: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe]
+    images: bool, router: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe]
 ) -> None:
     """And only that: the model on `meta` and the real one have the same layers, or raise errors for the same reason."""
-    task, choice = make_task(digits() if pictures else tiny()), parse_router(router)
+    task, choice = make_task(digits() if images else tiny()), parse_router(router)
     reasons = []
     for build in (
         lambda: preflight(task, [choice]),

@@ -74,6 +74,10 @@ def test_mistakes_raise_a_one_line_error(tmp_path: Path) -> None:
         (lambda: load_recipe("tiny", {"attack.rate": 2}), "between 0 and 1"),
         (lambda: load_recipe("tiny", {"sparse": 3}), "sparse"),
         (lambda: load_recipe("tiny", {"training.precision": "fp8"}), "precision"),
+        (
+            lambda: load_recipe("tiny", {"task": "pictures"}),
+            "task is .pictures., not .text. or .labels. or .images. or .domains.",
+        ),
         (lambda: load_recipe("tiny", {"about.x": 1}), "about"),
         (lambda: load_recipe(str(tmp_path / "none.yaml")), "none.yaml"),
         (lambda: load_recipe(str(tmp_path / "broken.yaml")), "YAML"),

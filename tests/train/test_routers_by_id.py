@@ -30,11 +30,11 @@ def test_a_balanced_hash_table_counts_the_ids_of_the_training_text(tiny: Callabl
     assert largest_share(True) < 1.01 < 1.1 < largest_share(False)
 
 
-def test_pictures_have_no_token_counts(digits: Callable[..., Recipe]) -> None:
+def test_images_have_no_token_counts(digits: Callable[..., Recipe]) -> None:
     assert make_task(digits()).token_counts() is None
 
 
-def test_a_picture_recipe_refuses_routers_that_read_ids(digits: Callable[..., Recipe]) -> None:
+def test_an_image_recipe_refuses_routers_that_read_ids(digits: Callable[..., Recipe]) -> None:
     with pytest.raises(ValueError, match="chooses experts by token id, and this part of the model reads none"):
         build_model(make_task(digits()), "hash", {}, seed=0)
 

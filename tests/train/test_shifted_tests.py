@@ -255,8 +255,8 @@ def test_a_folder_without_splits_is_tested_as_a_whole(saved: Path, tmp_path: Pat
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    folder = tmp_path / "pictures"
+def image_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
     for split, each in (("train", 12), ("test", 4)):
         write(folder / split, ["cat", "dog", "ship"], each)
     write(tmp_path / "drawings", ["cat", "ship"], 3)
@@ -268,12 +268,12 @@ SMALL = {"data.size": 8, "training.steps": 3, "training.batch": 8, "attack.steps
 
 @pytest.mark.slow
 def test_a_comparison_scores_shifted_tests_and_compares_them_by_seed(
-    digits: Callable[..., Recipe], pictures: Path, tmp_path: Path
+    digits: Callable[..., Recipe], image_folder: Path, tmp_path: Path
 ) -> None:
     from holdfast.report import read_results
     from holdfast.report.comparison_page import render
 
-    shifts = {"data.source": f"{pictures}/", "data.shifts": [str(tmp_path / "drawings"), "corruptions"]}
+    shifts = {"data.source": f"{image_folder}/", "data.shifts": [str(tmp_path / "drawings"), "corruptions"]}
     recipe = digits({**SMALL, **shifts})
     comparison = Comparison(recipe, parse_routers("smoe,symphony"), 2, tmp_path / "run")
     results = comparison.run()
@@ -292,11 +292,11 @@ def test_a_comparison_scores_shifted_tests_and_compares_them_by_seed(
 
 
 def test_shifts_of_a_recipe_are_checked_before_training(
-    digits: Callable[..., Recipe], pictures: Path, tmp_path: Path
+    digits: Callable[..., Recipe], image_folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "plants", ["oak", "rose"], 1)
     with pytest.raises(ValueError, match="no class in common"):
-        make_task(digits({**SMALL, "data.source": f"{pictures}/", "data.shifts": [str(tmp_path / "plants")]}))
+        make_task(digits({**SMALL, "data.source": f"{image_folder}/", "data.shifts": [str(tmp_path / "plants")]}))
     with pytest.raises(ValueError, match="colour images"):
         make_task(digits({"data.shifts": [str(tmp_path / "drawings")]}))
     with pytest.raises(ValueError, match="given twice"):
@@ -323,14 +323,14 @@ def test_corruptions_are_the_same_in_batches_and_at_once(digits: Callable[..., R
 def test_a_folder_that_a_model_was_trained_on_is_still_split(digits: Callable[..., Recipe], tmp_path: Path) -> None:
     from holdfast.train import load_trained
 
-    write(tmp_path / "pictures", ["cat", "dog", "ship"], 30)
-    source = f"{tmp_path / 'pictures'}/"
+    write(tmp_path / "images", ["cat", "dog", "ship"], 30)
+    source = f"{tmp_path / 'images'}/"
     recipe = digits({**SMALL, "data.source": source, "data.shifts": []})
     Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run()
     trained = load_trained(tmp_path / "run" / "cells" / "smoe-seed0")
     split, own = make_task(recipe), trained.task(source=source)
     assert isinstance(own, ImageTask) and isinstance(split, ImageTask)
     assert len(own.image_set.images("test")) == len(split.image_set.images("test")) < 30
-    (tmp_path / "pictures" / "cat" / "0.png").unlink()  # other images now: all of them are test images
+    (tmp_path / "images" / "cat" / "0.png").unlink()  # other images now: all of them are test images
     other = trained.task(source=source)
     assert isinstance(other, ImageTask) and len(other.image_set.images("test")) == 89

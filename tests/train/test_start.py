@@ -301,7 +301,7 @@ def test_what_is_not_a_language_model_is_refused_as_one(folders: dict[str, str],
     with pytest.raises(ValueError, match="in both directions"):
         make_task(recipe_from(both, words)).initial_model()
     with pytest.raises(ValueError, match="no AutoModelForImageClassification"):
-        start_model(ModelPart(checkpoint=folders["llama"]), "pictures", num_labels=2)
+        start_model(ModelPart(checkpoint=folders["llama"]), "images", num_labels=2)
 
 
 # Checkpoints are untrusted

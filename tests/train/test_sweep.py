@@ -64,7 +64,7 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Tiny
         ("attack.rate=0.1,0.2", "scored on the same test data under the same attack"),
         ("model.checkpoint=a,b", "run a comparison for each checkpoint"),
         ("training.steps=1,2 training.epochs=1,2", "the sweep cannot have training.steps=1, training.epochs=1"),
-        ("task=text,pictures", "scored on the same test data under the same attack"),
+        ("task=text,images", "scored on the same test data under the same attack"),
         (f"training.steps={','.join(map(str, range(1, 2002)))}", "2,001 settings; at most 1,000 cells"),
     ],
 )

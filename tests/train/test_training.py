@@ -67,7 +67,7 @@ def test_no_knob_of_training_is_inert(tiny: Callable[..., Recipe], tmp_path: Pat
         assert [line["loss"] for line in changed] != [line["loss"] for line in plain], knob
 
 
-@pytest.mark.parametrize("kind", ["text", "pictures"])
+@pytest.mark.parametrize("kind", ["text", "images"])
 def test_training_uses_the_batches_of_the_recorded_hashes(
     kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:
@@ -106,7 +106,7 @@ def test_the_learning_rate_warms_up_and_stays(tiny: Callable[..., Recipe], tmp_p
     assert [line["learning_rate"] for line in log] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
-@pytest.mark.parametrize("kind", quick_or_slow(["text", "pictures"], ["text"]))
+@pytest.mark.parametrize("kind", quick_or_slow(["text", "images"], ["text"]))
 def test_bf16_trains_on_a_cpu_with_finite_losses(
     kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write noise of three colours into train/CLASS and val/CLASS, the layout of ImageNet."""
     from PIL import Image
 
-    folder, source = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    folder, source = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 4)):
         for channel, name in enumerate(("blue", "green", "red")):
             (folder / split / name).mkdir(parents=True)
@@ -84,13 +84,13 @@ def test_the_papers_layers_are_sparse_and_a_step_of_training_works(name: str, fo
     before = {key: value.clone() for key, value in model.named_parameters()}
     (line,) = train(model, task, tmp_path / "run", seed=0, k=2)
     assert line["step"] == 1 and 0.5 < line["loss"] < 2.5
-    assert "second_labels" in task.examples(0).__getitems__(range(6))  # the recipe augments its pictures
+    assert "second_labels" in task.examples(0).__getitems__(range(6))  # the recipe augments its images
     moved = {key for key, value in model.named_parameters() if not torch.equal(value, before[key])}
     assert any(".experts." in key for key in moved) and any("router.score" in key for key in moved)
     view = task.view(model.eval())
-    assert len(view["pictures"]) == 8 and {shown["label"] for shown in view["pictures"]} == {"blue", "green", "red"}
+    assert len(view["images"]) == 8 and {shown["label"] for shown in view["images"]} == {"blue", "green", "red"}
     side = max(SIDES[name])
-    for shown in view["pictures"]:
+    for shown in view["images"]:
         assert shown["grid"] == [side, side] and len(shown["pixels"]) == 32
         assert [len(layer) for layer in shown["experts"]] == [side * side] * len(SPARSE[name])
 
@@ -100,9 +100,7 @@ def test_a_recipe_has_the_parameters_that_its_paper_gives(name: str) -> None:
     recipe = load_recipe(name)
     (choice,) = parse_routers("smoe")
     with torch.device("meta"):
-        model = start_model(
-            recipe.model, "pictures", image_size=224, id2label={number: str(number) for number in range(1000)}
-        )
+        model = start_model(recipe.model, "images", image_size=224, id2label={number: str(number) for number in range(1000)})
         put_router(model, recipe, choice)
     low, high = PARAMETERS[name]
     assert low < sum(parameter.numel() for parameter in model.parameters()) / 1e6 < high
@@ -111,7 +109,7 @@ def test_a_recipe_has_the_parameters_that_its_paper_gives(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_the_tiny_form_of_a_recipe_trains_every_router_and_learns(name: str, tmp_path: Path) -> None:
-    """The shipped recipe as it is, but for fewer attacked pictures; a guess is wrong in 90% of the cases."""
+    """The shipped recipe as it is, but for fewer attacked images; a guess is wrong in 90% of the cases."""
     routers, changes = TINY[name]
     recipe = load_recipe(name, {"attack.examples": 8, "attack.steps": 2, **changes})
     results = Comparison(recipe, parse_routers(routers), 1, tmp_path / "run").run()
@@ -124,7 +122,7 @@ def test_the_tiny_form_of_a_recipe_trains_every_router_and_learns(name: str, tmp
 def test_a_patch_of_a_later_stage_covers_the_smaller_patches_below_it(folder: Path) -> None:
     task = make_task(small("swin-moe", folder))
     model = build_model(task, "smoe", {}, seed=0).eval()
-    shown = task.view(model)["pictures"][0]["experts"]
+    shown = task.view(model)["images"][0]["experts"]
     with torch.no_grad(), trace(model) as routes:
         model(pixel_values=task.probe()["pixel_values"][:1])
     early, late = routes[0].experts[:, 0].tolist(), routes[9].experts[:, 0].tolist()

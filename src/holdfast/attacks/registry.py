@@ -20,11 +20,11 @@ from holdfast.attacks.words import GENERIC, misspell, swap_words
 from holdfast.errors import unknown_name
 from holdfast.plugins import Registry, check_name, watch
 
-BUDGETS = {"text": "rate", "pictures": "budget"}  # task: the keyword of an attack's budget, which it must have
+BUDGETS = {"text": "rate", "images": "budget"}  # task: the keyword of an attack's budget, which it must have
 PIXEL_OPTIONS = ("top", "step", "restarts", "random_start", "samples")  # of attacks on pixels; passed only if given
 KEYWORDS = {
     "text": ("rate", "seed", "keys", "words", "pieces"),
-    "pictures": ("budget", "steps", "seed", "batch", *PIXEL_OPTIONS),
+    "images": ("budget", "steps", "seed", "batch", *PIXEL_OPTIONS),
 }
 TABLES = {  # `holdfast attack` runs these too; each returns a table, not one attacked text or batch
     "corruptions": "every common corruption that needs no files, at one severity",
@@ -42,7 +42,7 @@ class Attack:
 
     name: str
     about: str
-    task: str  # "text" or "pictures"
+    task: str  # "text" or "images"
     run: Callable[..., Any]
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ def register_attack(name: str, *, task: str, about: str) -> Callable[[Function],
     task="text"       attack(texts, *, rate, seed, keys) returns an `AttackedText`; `holdfast.attacks.change_words` makes one
                       from a function of a word. It may also have the keywords `words` (the words that the model knows) and
                       `pieces` (the spans of each document's tokens; None if the tokeniser can write every word)
-    task="pictures"   attack(model, pixels, labels, *, budget, steps, seed, batch) returns an `AttackedInputs`, which
+    task="images"     attack(model, pixels, labels, *, budget, steps, seed, batch) returns an `AttackedInputs`, which
                       `holdfast.attacks.Threat.run` makes; the model maps pixels between 0 and 1 to logits
 
     The budget (`rate` or `budget`) is required; other keywords are passed only if the function has them. Attacks on pixels
@@ -189,8 +189,8 @@ for _attack in (
     Attack("words", "words swapped for others that the model knows", "text", _swap_for_known_words),
     Attack("generic", f"words swapped for the papers' token, {GENERIC}", "text", _swap_for_generic),
     Attack("typos", "words misspelt", "text", misspell),
-    Attack("fgsm", "one step along the sign of the gradient", "pictures", fgsm),
-    Attack("pgd", "many small steps along the sign of the gradient, each followed by a projection", "pictures", pgd),
-    Attack("spsa", "steps along a gradient that is estimated from logits only", "pictures", spsa),
+    Attack("fgsm", "one step along the sign of the gradient", "images", fgsm),
+    Attack("pgd", "many small steps along the sign of the gradient, each followed by a projection", "images", pgd),
+    Attack("spsa", "steps along a gradient that is estimated from logits only", "images", spsa),
 ):
     ATTACKS.add(_attack)

@@ -174,7 +174,7 @@ def print_accuracies(rows: list[dict[str, Any]], comparison: Comparison) -> None
 
     from holdfast.routing.grammar import written_pairs
 
-    if comparison.recipe.task != "pictures":
+    if comparison.recipe.task != "images":
         return
     caption = "Classified correctly, in percent, with 95% intervals over seeds; differences are paired by seed."
     table = slim_table("Accuracy", "images", "router", "accuracy", "interval", "difference", caption=caption)

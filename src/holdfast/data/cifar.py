@@ -1,8 +1,8 @@
-"""CIFAR-10: 60,000 colour pictures of 32x32 pixels in ten classes, decoded once and kept in memory as bytes.
+"""CIFAR-10: 60,000 colour images of 32x32 pixels in ten classes, decoded once and kept in memory as bytes.
 
 In a folder cifar10, one of:
 
-    train/CLASS/*.jpg, test/CLASS/*.jpg     pictures, in folders or in cifar10.tar, cifar10-jpg.tar (plain, .gz or .xz)
+    train/CLASS/*.jpg, test/CLASS/*.jpg     image files, in folders or in cifar10.tar, cifar10-jpg.tar (plain, .gz or .xz)
     data_batch_1.bin ... test_batch.bin     the authors' binary version, in cifar-10-batches-bin or cifar-10-binary.tar.gz
 
 The authors' Python version is a pickle, which can execute code, and is not read.
@@ -24,18 +24,18 @@ from holdfast.data.images import ENDINGS, ImageSet, array_checksum
 from holdfast.data.labelled_images import ArrayImages, read_image
 from holdfast.files import MIB, require_regular
 
-ABOUT = "60,000 colour pictures of 32x32 pixels, ten classes of animals and vehicles"
+ABOUT = "60,000 colour images of 32x32 pixels, ten classes of animals and vehicles"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
 FOLDERS, BINARY = ("cifar10", "cifar-10"), "cifar-10-batches-bin"
 ARCHIVES = ("cifar10.tar", "cifar10-jpg.tar", "cifar-10-binary.tar")
 RECORD = 1 + 3 * SIDE * SIDE  # bytes of the authors' format: the class, then red, green and blue
 MOST_UNPACKED, LARGEST_FILE, MOST_FILES = 1024 * MIB, 64 * MIB, 200_000  # of an archive
-Found = dict[str, dict[str, tuple[int, Any]]]  # split: name of a picture: its class and its pixels (3,32,32)
+Found = dict[str, dict[str, tuple[int, Any]]]  # split: name of an image: its class and its pixels (3,32,32)
 
 
 def load_cifar10(folder: Path | None) -> ImageSet:
-    """Return CIFAR-10; a tenth of the training pictures is held out for validation."""
+    """Return CIFAR-10; a tenth of the training images is held out for validation."""
     if folder is None:
         raise ValueError("cifar10 is not downloaded; name the folder around cifar10/ with --data.")
     for place in source_folders(folder, FOLDERS):
@@ -101,9 +101,9 @@ def _image_set(place: Path, files: Iterator[tuple[str, bytes]]) -> ImageSet:
         if parts[-1].endswith(".bin"):
             _add_records(found, parts[-1], content, place)
         elif len(parts) >= 3 and parts[-3] in found and Path(name).suffix.lower() in ENDINGS:
-            _add_picture(found[parts[-3]], "/".join(parts[-3:]), content, place)
-    for split, pictures in found.items():
-        counts = np.bincount([label for label, _ in pictures.values()], minlength=len(CLASSES)).tolist()
+            _add_image(found[parts[-3]], "/".join(parts[-3:]), content, place)
+    for split, images in found.items():
+        counts = np.bincount([label for label, _ in images.values()], minlength=len(CLASSES)).tolist()
         if len(set(counts)) > 1 or not counts[0]:  # also of an archive that is cut off
             few, most = min(counts), max(counts)
             raise ValueError(
@@ -117,31 +117,31 @@ def _image_set(place: Path, files: Iterator[tuple[str, bytes]]) -> ImageSet:
     return ImageSet("cifar10", ABOUT, CLASSES, splits, array_checksum(splits))
 
 
-def _add_picture(pictures: dict[str, tuple[int, Any]], name: str, content: bytes, place: Path) -> None:
+def _add_image(images: dict[str, tuple[int, Any]], name: str, content: bytes, place: Path) -> None:
     _, label, _ = name.split("/")
     if label not in CLASSES:
         raise ValueError(f"{place} has images of {label!r}, which is no class of CIFAR-10: {', '.join(CLASSES)}.")
     pixels = np.asarray(read_image(io.BytesIO(content), f"{name} in {place}"), dtype=np.uint8)
     if pixels.shape != (SIDE, SIDE, 3):
         raise ValueError(f"{name} in {place} has {pixels.shape[1]} x {pixels.shape[0]} pixels; CIFAR-10 has 32 x 32.")
-    pictures[name] = CLASSES.index(label), pixels.transpose(2, 0, 1)
+    images[name] = CLASSES.index(label), pixels.transpose(2, 0, 1)
 
 
 def _add_records(found: Found, name: str, content: bytes, place: Path) -> None:
-    """Add the pictures of a file of the authors' binary version."""
+    """Add the images of a file of the authors' binary version."""
     if not content or len(content) % RECORD:
         raise ValueError(f"{name} in {place} has {len(content):,} bytes; an image has {RECORD:,}, so it is damaged.")
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, RECORD)
     if int(records[:, 0].max()) >= len(CLASSES):
         raise ValueError(f"{name} in {place} has a class that CIFAR-10 does not have; it is damaged.")
-    pictures = found["test" if name.startswith("test") else "train"]
+    images = found["test" if name.startswith("test") else "train"]
     for number, record in enumerate(records):
-        pictures[f"{name}/{number:05}"] = int(record[0]), record[1:].reshape(3, SIDE, SIDE)
+        images[f"{name}/{number:05}"] = int(record[0]), record[1:].reshape(3, SIDE, SIDE)
 
 
-def _images(pictures: dict[str, tuple[int, Any]], names: list[str]) -> ArrayImages:
-    labels, pixels = zip(*(pictures[name] for name in names), strict=True)
+def _images(images: dict[str, tuple[int, Any]], names: list[str]) -> ArrayImages:
+    labels, pixels = zip(*(images[name] for name in names), strict=True)
     return ArrayImages(torch.from_numpy(np.stack(pixels)), torch.tensor(labels, dtype=torch.int64))
 
 
-DATASETS.add(Dataset("cifar10", ABOUT, "pictures", load_cifar10))
+DATASETS.add(Dataset("cifar10", ABOUT, "images", load_cifar10))

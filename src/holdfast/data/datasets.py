@@ -10,7 +10,7 @@ from holdfast.errors import unknown_name
 from holdfast.plugins import Registry, check_name, watch
 
 # The tasks that a dataset can be for, as in recipes, and what it is then called in messages.
-TASKS = {"text": "a text", "labels": "a set of labelled texts", "pictures": "a set of images"}
+TASKS = {"text": "a text", "labels": "a set of labelled texts", "images": "a set of images"}
 Load = Callable[[Path | None], Any]
 Function = TypeVar("Function", bound=Load)
 
@@ -45,7 +45,7 @@ def register_dataset(name: str, *, task: str, about: str) -> Callable[[Function]
                       `holdfast.data.Corpus`
     task="labels"     {"train": rows, ...}, each row a pair (text, label), or (text, second text, label); labels are strings
                       or whole numbers, or numbers to predict if one of them is not whole
-    task="pictures"   {"train": (pixels, labels), ...}, pixels (N,C,H,W) as bytes or as numbers between 0 and 1, labels (N,)
+    task="images"     {"train": (pixels, labels), ...}, pixels (N,C,H,W) as bytes or as numbers between 0 and 1, labels (N,)
                       class numbers; or a `holdfast.data.ImageSet`, which also has the names of the classes
 
     about   one line of help, stored with results

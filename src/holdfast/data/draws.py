@@ -1,7 +1,7 @@
 """Random numbers that follow from a key alone: SplitMix64, written out so that no library release changes them.
 
-Augmented pictures depend only on the seed and on the place of an example in the sequence of all training examples. So every
-router of a comparison, a resumed run and each of several ranks see the same pictures.
+Augmented images depend only on the seed and on the place of an example in the sequence of all training examples. So every
+router of a comparison, a resumed run and each of several ranks see the same images.
 """
 
 import math

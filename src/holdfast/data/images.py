@@ -1,7 +1,7 @@
 """Labelled images in three splits, by name or path.
 
 digits          of scikit-learn, embedded there
-cifar10         pictures or the authors' binary files (`cifar`)
+cifar10         image files or the authors' binary files (`cifar`)
 fashion-mnist   IDX files of the MNIST family: a magic number, the sizes, the bytes
 a folder        one folder per class, split by file, or train/CLASS, val/CLASS and test/CLASS; decoded when needed
 """
@@ -60,7 +60,7 @@ class ImageSet:
 
 def image_sets() -> dict[str, str]:
     """Return the names of the image sources, each with one line of help."""
-    return datasets_for("pictures")
+    return datasets_for("images")
 
 
 def image_set(name: str | Path, *, folder: str | Path | None = None, size: int | None = None) -> ImageSet:
@@ -70,7 +70,7 @@ def image_set(name: str | Path, *, folder: str | Path | None = None, size: int |
     """
     path = Path(name)
     found = (
-        find_dataset(name, "pictures", installed=not path.is_dir()) if isinstance(name, str) and os.sep not in name else None
+        find_dataset(name, "images", installed=not path.is_dir()) if isinstance(name, str) and os.sep not in name else None
     )
     if found:
         if size is not None:
@@ -264,5 +264,5 @@ def _class(path: Path) -> str:
     return path.parent.name
 
 
-DATASETS.add(Dataset("digits", ABOUT["digits"], "pictures", _digits))
-DATASETS.add(Dataset("fashion-mnist", ABOUT["fashion-mnist"], "pictures", _fashion))
+DATASETS.add(Dataset("digits", ABOUT["digits"], "images", _digits))
+DATASETS.add(Dataset("fashion-mnist", ABOUT["fashion-mnist"], "images", _fashion))

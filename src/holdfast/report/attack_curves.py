@@ -64,7 +64,7 @@ def attack_curves(results: Results) -> Iterator[Plot]:
 
 def accuracy_table(results: Results) -> Iterator[dict[str, str]]:
     """Yield for each router its accuracy on clean images and under every attack; nothing for other tasks."""
-    if results.run.recipe.get("task") != "pictures":
+    if results.run.recipe.get("task") != "images":
         return
     names = list(dict.fromkeys(name for row in results.rows for name in row.scores))
     for row in results.rows if names else []:

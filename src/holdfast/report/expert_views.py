@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.report.stored_comparison import Cell, Picture, Results, Snapshots, TextView
+from holdfast.report.stored_comparison import Cell, Results, ShownImage, Snapshots, TextView
 
 Graph = list[list[float | None]]
 
@@ -97,18 +97,17 @@ class Views:
 def views(results: Results) -> Views:
     """Return the views of the first seed of each router that has one."""
     cells = [results.first_seed_of(row, _has_a_view) for row in results.rows]
-    pixels = {pixels_of(picture): None for cell in cells if cell for picture in _pictures(cell)}
+    pixels = {pixels_of(image): None for cell in cells if cell for image in _images(cell)}
     places = {found: place for place, found in enumerate(pixels)}
     shown: list[dict[str, Any]] = []
     for router, cell in enumerate(cells):
         if cell and isinstance(cell.view, TextView):
             shown.append({"router": router, "pieces": cell.view.pieces, "experts": cell.view.experts})
         elif cell:
-            pictures = [
-                {**picture.model_dump(exclude={"pixels"}), "pixels": places[pixels_of(picture)]}
-                for picture in _pictures(cell)
+            images = [
+                {**image.model_dump(exclude={"pixels"}), "pixels": places[pixels_of(image)]} for image in _images(cell)
             ]
-            shown.append({"router": router, "pictures": pictures})
+            shown.append({"router": router, "images": images})
     experts = {expert for cell in cells if cell for expert in _experts(cell)}
     return Views(shown, list(pixels), sorted(experts), _caption([cell for cell in cells if cell]))
 
@@ -130,9 +129,9 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def pixels_of(picture: Picture) -> Pixels:
-    grey = bytes(round(255 * min(1.0, max(0.0, value))) for row in picture.pixels for value in row)
-    return len(picture.pixels[0]), len(picture.pixels), base64.b64encode(grey).decode()
+def pixels_of(image: ShownImage) -> Pixels:
+    grey = bytes(round(255 * min(1.0, max(0.0, value))) for row in image.pixels for value in row)
+    return len(image.pixels[0]), len(image.pixels), base64.b64encode(grey).decode()
 
 
 def _caption(cells: list[Cell]) -> str:
@@ -148,11 +147,11 @@ def _has_a_view(cell: Cell) -> bool:
     return cell.view is not None
 
 
-def _pictures(cell: Cell) -> list[Picture]:
-    return [] if cell.view is None or isinstance(cell.view, TextView) else cell.view.pictures
+def _images(cell: Cell) -> list[ShownImage]:
+    return [] if cell.view is None or isinstance(cell.view, TextView) else cell.view.images
 
 
 def _experts(cell: Cell) -> Iterator[int]:
-    layered = [cell.view] if isinstance(cell.view, TextView) else _pictures(cell)
+    layered = [cell.view] if isinstance(cell.view, TextView) else _images(cell)
     for layer in (layer for each in layered for layer in each.experts):
         yield from layer

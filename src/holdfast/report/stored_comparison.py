@@ -241,7 +241,7 @@ class TextView(StoredModel):
         return self
 
 
-class Picture(StoredModel):
+class ShownImage(StoredModel):
     label: str
     said: str
     pixels: list[Annotated[list[float], Field(min_length=1)]] = Field(min_length=1)  # grey, 0 is black and 1 white
@@ -257,9 +257,9 @@ class Picture(StoredModel):
         return self
 
 
-class PicturesView(StoredModel):
-    kind: Literal["pictures"]
-    pictures: list[Picture]
+class ImagesView(StoredModel):
+    kind: Literal["images"]
+    images: list[ShownImage]
 
 
 class Entry(StoredModel):
@@ -279,7 +279,7 @@ class Cell(StoredModel):
     trials: dict[str, AttackResult] = Field(default_factory=dict)
     snapshots: Snapshots | None = None
     consistency: Consistency | None = None
-    view: Annotated[TextView | PicturesView, Field(discriminator="kind")] | None = None
+    view: Annotated[TextView | ImagesView, Field(discriminator="kind")] | None = None
 
 
 class Measure(StoredModel):
@@ -354,7 +354,7 @@ class Results(StoredModel):
     def title(self) -> str:
         """What was trained, and on which data."""
         about, name = str(self.run.recipe.get("about") or "A comparison of routers"), self.run.data.get("name")
-        if name and self.run.recipe.get("task") == "pictures" and (data := self.run.data.get("about")):
+        if name and self.run.recipe.get("task") == "images" and (data := self.run.data.get("about")):
             name = f"{name} ({str(data).partition(';')[0]})"
         return f"{about}, on {name}" if name else about
 

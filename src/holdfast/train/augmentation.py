@@ -1,11 +1,11 @@
-"""Random changes of training pictures: crops, flips, RandAugment, random erasing, mixup and cutmix.
+"""Random changes of training images: crops, flips, RandAugment, random erasing, mixup and cutmix.
 
 What happens to an example follows only from the seed and from its place in the sequence of all training examples (`Order`).
-So every router of a comparison and a resumed run see the same pictures at the same step, however a batch is split into
-micro-batches and over ranks. Pictures are changed in the order of the list above, which is that of the papers' code (timm).
-Pictures for validation and testing are never changed.
+So every router of a comparison and a resumed run see the same images at the same step, however a batch is split into
+micro-batches and over ranks. Images are changed in the order of the list above, which is that of the papers' code (timm).
+Images for validation and testing are never changed.
 
-Shifts and flips only move pixels, so a GPU makes them in its own memory, to the same numbers (`MovedPictures`). All other
+Shifts and flips only move pixels, so a GPU makes them in its own memory, to the same numbers (`MovedImages`). All other
 changes are made on the host.
 """
 
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from holdfast.data import ExampleOrder, Images, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
+from holdfast.data.image_operations import LARGEST_MAGNITUDE, OPERATIONS
 from holdfast.data.labelled_images import ArrayImages, Box, as_bytes
-from holdfast.data.picture_operations import LARGEST_MAGNITUDE, OPERATIONS
 from holdfast.routing.grammar import Limits
 from holdfast.train.mixed_labels import SECOND_LABELS, SECOND_SHARES
 
-OF_PICTURES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws
+OF_IMAGES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws
 RATIO = (3 / 4, 4 / 3)  # of the sides of a crop; Szegedy et al. 2015
 ERASED_SHARE, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)  # Zhong et al. 2020
-ATTEMPTS = 10  # at a box that lies within the picture
+ATTEMPTS = 10  # at a box that lies within the image
 MAGNITUDE_STD = 0.5  # of RandAugment's magnitude, as for Swin
 
 Area = Annotated[float, Limits(0.001, 1, "a number from 0.001 to 1")]
@@ -41,16 +41,16 @@ Probability = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentPart:
-    """How training pictures are changed at random. By default they are not."""
+    """How training images are changed at random. By default they are not."""
 
-    crop: Area | None = None  # a random box with at least this share of the picture, scaled to the picture's size
-    pad: Padding = 0  # black pixels around a picture, of which a random part of the picture's size is used
-    flip: bool = False  # every other picture is mirrored, left to right
+    crop: Area | None = None  # a random box with at least this share of the image, scaled to the image's size
+    pad: Padding = 0  # black pixels around an image, of which a random part of the image's size is used
+    flip: bool = False  # every other image is mirrored, left to right
     randaugment: Magnitude = 0.0  # magnitude of RandAugment's operations
-    operations: Operations = 2  # how many operations RandAugment draws for a picture; each is applied to every other picture
-    erase: Probability = 0.0  # share of pictures in which a random box is replaced by noise
-    mixup: Alpha = 0.0  # pictures are averaged in pairs, with a share from Beta(mixup, mixup)
-    cutmix: Alpha = 0.0  # a box of a picture is replaced by that of another; its area is from Beta(cutmix, cutmix)
+    operations: Operations = 2  # how many operations RandAugment draws for an image; each is applied to every other image
+    erase: Probability = 0.0  # share of images in which a random box is replaced by noise
+    mixup: Alpha = 0.0  # images are averaged in pairs, with a share from Beta(mixup, mixup)
+    cutmix: Alpha = 0.0  # a box of an image is replaced by that of another; its area is from Beta(cutmix, cutmix)
 
     def __post_init__(self) -> None:
         if self.crop is not None and self.pad:
@@ -63,23 +63,23 @@ class AugmentPart:
 
     @property
     def only_moves_pixels(self) -> bool:
-        """Whether no value of a pixel is computed: pictures are only shifted and mirrored."""
+        """Whether no value of a pixel is computed: images are only shifted and mirrored."""
         return self.crop is None and not any((self.randaugment, self.erase, self.mixup, self.cutmix))
 
 
 @final
-class AugmentedPictures:
+class AugmentedImages:
     """Call it with an order and places in it; it returns the inputs of a model, changed as `part` says.
 
-    batch   the pictures of a micro-batch: a picture is mixed with another one of its micro-batch, the first with the last,
+    batch   the images of a micro-batch: an image is mixed with another one of its micro-batch, the first with the last,
             and all of them with the same share or box, as in the papers' code
     """
 
     def __init__(self, images: Images, scaling: PixelScaling, part: AugmentPart, *, batch: int, seed: int) -> None:
         self.images, self.scaling, self.part, self.batch, self.seed = images, scaling, part, batch, seed
 
-    def on(self, device: torch.device) -> "AugmentedPictures | MovedPictures":
-        """Return the same with inputs on the device, if pixels are only moved and all pictures fit there; otherwise this."""
+    def on(self, device: torch.device) -> "AugmentedImages | MovedImages":
+        """Return the same with inputs on the device, if pixels are only moved and all images fit there; otherwise this."""
         images = self.images.on(device) if self.part.only_moves_pixels else self.images
         if (
             not self.part.only_moves_pixels
@@ -87,18 +87,18 @@ class AugmentedPictures:
             or images.values.device.type != device.type
         ):
             return self
-        return MovedPictures(images, self.scaling, self.part, seed=self.seed)
+        return MovedImages(images, self.scaling, self.part, seed=self.seed)
 
     def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
         if not self.part.mixup and not self.part.cutmix:
             numbers = order.at(places)
-            pixels = self._pictures(numbers, places).float() / 255
+            pixels = self._changed(numbers, places).float() / 255
             return {"pixel_values": self.scaling(pixels), "labels": self.images.labels[numbers]}
         partners = [self._partner(place) for place in places]
         needed = sorted({*places, *partners})  # a partner may be in the part of another rank
         index = {place: position for position, place in enumerate(needed)}
         numbers = order.at(needed)
-        pixels, labels = self._pictures(numbers, needed).float() / 255, self.images.labels[numbers]
+        pixels, labels = self._changed(numbers, needed).float() / 255, self.images.labels[numbers]
         own, other = (torch.tensor([index[place] for place in chosen]) for chosen in (places, partners))
         mixed, shares = pixels[own], torch.zeros(len(places))
         for number in sorted({place // self.batch for place in places}):
@@ -108,12 +108,12 @@ class AugmentedPictures:
         return {**inputs, SECOND_LABELS: labels[other], SECOND_SHARES: shares}
 
     def _partner(self, place: int) -> int:
-        """Return the place of the picture that the one at `place` is mixed with."""
+        """Return the place of the image that the one at `place` is mixed with."""
         first = place // self.batch * self.batch
         return first + self.batch - 1 - (place - first)
 
     def _mixed(self, number: int, own: Tensor, other: Tensor) -> tuple[Tensor, float]:
-        """Return pictures of micro-batch `number` mixed with `other` ones, and the share of the others."""
+        """Return images of micro-batch `number` mixed with `other` ones, and the share of the others."""
         draws, part = Draws(self.seed, OF_MIXING, number), self.part
         if part.mixup and not (part.cutmix and draws.uniform() < 0.5):
             share = draws.symmetric_beta(part.mixup)
@@ -124,30 +124,30 @@ class AugmentedPictures:
         pasted[..., top:bottom, left:right] = other[..., top:bottom, left:right]
         return pasted, (right - left) * (bottom - top) / (height * width)
 
-    def _pictures(self, numbers: Tensor, places: Sequence[int]) -> Tensor:
-        """Return (B,C,H,W) uint8: the pictures of these numbers, changed by what their places give."""
-        draws = [Draws(self.seed, OF_PICTURES, place) for place in places]
+    def _changed(self, numbers: Tensor, places: Sequence[int]) -> Tensor:
+        """Return (B,C,H,W) uint8: the images of these numbers, changed by what their places give."""
+        draws = [Draws(self.seed, OF_IMAGES, place) for place in places]
         smallest = self.part.crop
         if smallest is not None:
-            pictures = self.images.crops(numbers, lambda row, width, height: crop_box(draws[row], width, height, smallest))
+            pixels = self.images.crops(numbers, lambda row, width, height: crop_box(draws[row], width, height, smallest))
         else:
-            pictures = as_bytes(self.images.pixels(numbers))
+            pixels = as_bytes(self.images.pixels(numbers))
         if self.part.pad:
-            pictures = _shifted(pictures, self.part.pad, draws)
+            pixels = _shifted(pixels, self.part.pad, draws)
         if self.part.flip:
             flipped = torch.tensor([own.uniform() < 0.5 for own in draws]).view(-1, 1, 1, 1)
-            pictures = pictures.flip(-1).where(flipped, pictures)
+            pixels = pixels.flip(-1).where(flipped, pixels)
         for _ in range(self.part.operations if self.part.randaugment else 0):
-            pictures = _randaugmented(pictures, self.part.randaugment, draws)
+            pixels = _randaugmented(pixels, self.part.randaugment, draws)
         if self.part.erase:
-            for picture, own in zip(pictures, draws, strict=True):
-                _erase(picture, self.part.erase, own)
-        return pictures
+            for image, own in zip(pixels, draws, strict=True):
+                _erase(image, self.part.erase, own)
+        return pixels
 
 
 @final
-class MovedPictures:
-    """The inputs of `AugmentedPictures` to the bit, on the device of the images, for changes that only move pixels.
+class MovedImages:
+    """The inputs of `AugmentedImages` to the bit, on the device of the images, for changes that only move pixels.
 
     Only the numbers, offsets and flips of a batch are copied to the device. Pixels are looked up in a table of the values
     that the host computes: a GPU divides by a number by multiplying with its rounded reciprocal.
@@ -163,7 +163,7 @@ class MovedPictures:
         self.y, self.x = torch.arange(height, device=device), torch.arange(width, device=device)
 
     def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
-        draws, pad = ManyDraws(self.seed, OF_PICTURES, last=places), self.part.pad
+        draws, pad = ManyDraws(self.seed, OF_IMAGES, last=places), self.part.pad
         none = np.zeros(len(places), dtype=np.int64)
         drawn = [draws.below(2 * pad + 1) - pad if pad else none for _ in range(2)]
         drawn.append((draws.uniform() < 0.5).astype(np.int64) if self.part.flip else none)
@@ -174,10 +174,10 @@ class MovedPictures:
         row = top[:, None] + self.y  # (B,H)
         inside = _is_in(row, height)[:, :, None] & _is_in(column, width)[:, None, :]
         source = (row.clamp(0, height - 1) * width)[:, :, None] + column.clamp(0, width - 1)[:, None, :]  # (B,H,W)
-        pictures = self.images.values[numbers]
-        moved = pictures.flatten(2).gather(2, source.flatten(1)[:, None].expand(-1, pictures.shape[1], -1)).long()
+        pixels = self.images.values[numbers]
+        moved = pixels.flatten(2).gather(2, source.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)).long()
         moved = moved.masked_fill(~inside.flatten(1)[:, None], 0) + self.rows_of_table
-        return {"pixel_values": self.table[moved].view(pictures.shape), "labels": self.images.labels[numbers]}
+        return {"pixel_values": self.table[moved].view(pixels.shape), "labels": self.images.labels[numbers]}
 
 
 def _is_in(places: Tensor, count: int) -> Tensor:
@@ -197,7 +197,7 @@ def crop_box(draws: Draws, width: int, height: int, smallest: float) -> Box:
 
 
 def _cutmix_box(draws: Draws, share: float, width: int, height: int) -> Box:
-    """Return left, top, right and bottom of a box with about this share of the area, cut where it leaves the picture."""
+    """Return left, top, right and bottom of a box with about this share of the area, cut where it leaves the image."""
     across, down = (int(side * math.sqrt(share)) for side in (width, height))
     x, y = draws.below(width), draws.below(height)
     left, right = max(0, x - across // 2), min(width, x + across // 2)
@@ -205,19 +205,19 @@ def _cutmix_box(draws: Draws, share: float, width: int, height: int) -> Box:
     return left, top, right, bottom
 
 
-def _shifted(pictures: Tensor, pad: int, draws: Sequence[Draws]) -> Tensor:
-    """Return a random part of each picture after `pad` black pixels were put around it."""
-    height, width = pictures.shape[-2:]
-    padded = torch.nn.functional.pad(pictures, (pad, pad, pad, pad))
-    found = torch.empty_like(pictures)
+def _shifted(pixels: Tensor, pad: int, draws: Sequence[Draws]) -> Tensor:
+    """Return a random part of each image after `pad` black pixels were put around it."""
+    height, width = pixels.shape[-2:]
+    padded = torch.nn.functional.pad(pixels, (pad, pad, pad, pad))
+    found = torch.empty_like(pixels)
     for row, own in enumerate(draws):
         left, top = own.below(2 * pad + 1), own.below(2 * pad + 1)
         found[row] = padded[row, :, top : top + height, left : left + width]
     return found
 
 
-def _randaugmented(pictures: Tensor, magnitude: float, draws: Sequence[Draws]) -> Tensor:
-    """Apply one random operation to every other picture. Pictures with the same operation are changed together."""
+def _randaugmented(pixels: Tensor, magnitude: float, draws: Sequence[Draws]) -> Tensor:
+    """Apply one random operation to every other image. Images with the same operation are changed together."""
     rows: dict[str, list[int]] = {}
     strengths: dict[str, list[float]] = {}
     for row, own in enumerate(draws):
@@ -229,17 +229,17 @@ def _randaugmented(pictures: Tensor, magnitude: float, draws: Sequence[Draws]) -
         if is_applied:
             rows.setdefault(name, []).append(row)
             strengths.setdefault(name, []).append(sign * strength)
-    changed = pictures.clone()
+    changed = pixels.clone()
     for name, chosen in rows.items():
-        changed[chosen] = OPERATIONS[name].apply(pictures[chosen], torch.tensor(strengths[name], dtype=torch.float64))
+        changed[chosen] = OPERATIONS[name].apply(pixels[chosen], torch.tensor(strengths[name], dtype=torch.float64))
     return changed
 
 
-def _erase(picture: Tensor, probability: float, draws: Draws) -> None:
-    """With this probability, replace a random box of the picture by random values, in place."""
+def _erase(image: Tensor, probability: float, draws: Draws) -> None:
+    """With this probability, replace a random box of the image by random values, in place."""
     if draws.uniform() >= probability:
         return
-    channels, height, width = picture.shape
+    channels, height, width = image.shape
     for _ in range(ATTEMPTS):
         area = width * height * draws.uniform(*ERASED_SHARE)
         ratio = math.exp(draws.uniform(math.log(ERASED_RATIO[0]), math.log(ERASED_RATIO[1])))
@@ -247,5 +247,5 @@ def _erase(picture: Tensor, probability: float, draws: Draws) -> None:
         if 0 < across < width and 0 < down < height:
             left, top = draws.below(width - across + 1), draws.below(height - down + 1)
             noise = torch.from_numpy(draws.byte_array(channels, down, across))
-            picture[:, top : top + down, left : left + across] = noise
+            image[:, top : top + down, left : left + across] = noise
             return

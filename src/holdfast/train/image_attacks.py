@@ -129,7 +129,7 @@ def attack_all(
     for kind, name in kinds.items():
         count = (attack.spsa_examples or attack.examples) if name == "SPSA" else attack.examples
         images = few(count)
-        points = curve_of(find_attack(kind, "pictures"), classify, *images, attack.all_budgets(), **options)
+        points = curve_of(find_attack(kind, "images"), classify, *images, attack.all_budgets(), **options)
         point = next(point for point in points if point.budget == attack.budget)
         results[name] = _attacked(point)
         if len(points) > 1:
@@ -193,7 +193,7 @@ def check_images_attacks(kinds: Sequence[str], budgets: Sequence[float], options
             if options:
                 raise ValueError(f"corruptions have no option {next(iter(options))}.")
         else:
-            require_options(find_attack(kind, "pictures"), options)
+            require_options(find_attack(kind, "images"), options)
     if "corruptions" in kinds and len(kinds) > 1:
         raise ValueError("the budget of corruptions is a severity; run them alone.")
     if len(set(kinds)) < len(kinds):
@@ -219,7 +219,7 @@ def attack_table(
     if list(kinds) == ["corruptions"]:
         return _corruption_table(classify, pixels, labels, clean, [int(budget) for budget in budgets], seed)
     how = {"steps": steps, "seed": seed, **options}
-    curves = [curve_of(find_attack(kind, "pictures"), classify, pixels, labels, budgets, **how) for kind in kinds]
+    curves = [curve_of(find_attack(kind, "images"), classify, pixels, labels, budgets, **how) for kind in kinds]
     points = [point for curve in curves for point in curve]
     shown = f"{points[0].norm} {points[0].budget:.4g}, " if len(set(budgets)) == 1 else ""
     rows = [[point.attack, point.budget, attacked_error(point), attacked_error(point, TOP)] for point in points]

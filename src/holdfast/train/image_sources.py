@@ -26,7 +26,7 @@ def image_size(model: Any) -> int:
 
 def is_folder(source: str) -> bool:
     """Return whether a source of images is a folder, and not the name of a dataset."""
-    is_name = os.sep not in source and find_dataset(source, "pictures") is not None
+    is_name = os.sep not in source and find_dataset(source, "images") is not None
     return not is_name and Path(source).is_dir()
 
 

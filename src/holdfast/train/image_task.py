@@ -19,7 +19,7 @@ from holdfast.data.shifted_images import UnsplitImages
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
-from holdfast.train.augmentation import AugmentedPictures
+from holdfast.train.augmentation import AugmentedImages
 from holdfast.train.image_attacks import (
     Corrupted,
     attack_all,
@@ -31,7 +31,7 @@ from holdfast.train.image_attacks import (
     classifier,
     error_percent,
 )
-from holdfast.train.picture_size import require_patches, scale_warning, size_line
+from holdfast.train.image_size_check import require_patches, scale_warning, size_line
 from holdfast.train.recipe import Recipe
 from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
 from holdfast.train.start import start_model, start_scaling
@@ -119,7 +119,7 @@ class ImageTask(Task):
         if height != width:
             raise ValueError(f"{self.image_set.name} has images of {height} x {width} pixels; a model needs square images.")
         given = {"image_size": height, "num_channels": channels, "id2label": dict(enumerate(self.image_set.classes))}
-        model = start_model(self.recipe.model, "pictures", **given)
+        model = start_model(self.recipe.model, "images", **given)
         require_patches(model.config, self.image_set.images("train"), is_new=self.recipe.model.checkpoint is None)
         return model
 
@@ -141,7 +141,7 @@ class ImageTask(Task):
         how: dict[str, Any] = {"batch": training.batch, "seed": seed}
         if not augment.in_use:
             return Examples(order, fetch, steps, fetch_on=fetch_on)
-        augmented = AugmentedPictures(images, self.scaling, augment, **how)
+        augmented = AugmentedImages(images, self.scaling, augment, **how)
         return Examples(order, fetch, steps, fetch_at=augmented, fetch_at_on=augmented.on)
 
     def validation(self) -> Dataset[Inputs]:
@@ -193,8 +193,8 @@ class ImageTask(Task):
         layers = [_enlarged(layer, side) for layer in layers]  # later layers of Swin have larger patches
         names = self.image_set.classes
         return {
-            "kind": "pictures",
-            "pictures": [
+            "kind": "images",
+            "images": [
                 {
                     "label": names[int(images.labels[number])],
                     "said": names[int(predicted[place])],

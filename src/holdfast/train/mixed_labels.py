@@ -1,4 +1,4 @@
-"""The loss of mixed pictures (mixup and cutmix): a target is 1 - s of the class y and s of a second class z.
+"""The loss of mixed images (mixup and cutmix): a target is 1 - s of the class y and s of a second class z.
 
 The cross entropy with such a target differs from that with y by s (l_y - l_z), because the logarithm of the softmax's
 denominator cancels. A hook adds this term to `outputs.loss` in training mode, as label smoothing adds its own. With labels

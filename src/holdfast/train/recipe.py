@@ -130,7 +130,7 @@ class TrainingPart:
     best_by: Literal["loss", "figure"] = "loss"  # what "best" compares: the loss, or the figure of the task
     label_smoothing: Smoothing = 0.0  # the share of a target that is spread over all classes
     compile: bool = False  # the step, with torch.compile, on one GPU
-    augment: AugmentPart = field(default_factory=AugmentPart)  # random changes of training pictures
+    augment: AugmentPart = field(default_factory=AugmentPart)  # random changes of training images
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -188,7 +188,7 @@ class Recipe:
     training: TrainingPart
     sparse: SparsePart = SparsePart()
     losses: LossesPart = LossesPart()
-    task: Literal["text", "labels", "pictures", "domains"] = "text"
+    task: Literal["text", "labels", "images", "domains"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
     metrics: list[str] = field(default_factory=list)  # further metrics beside the main one, by name
@@ -206,14 +206,14 @@ class Recipe:
             raise ValueError(f"data.{of_text[0]} is for language models (task: text), and this task is {self.task}.")
         if self.data.held_out is not None and self.task != "domains":
             raise ValueError("data.held_out is a domain: set `task: domains` to train on the other domains of a folder.")
-        if self.data.shifts and self.task != "pictures":
-            raise ValueError(f"data.shifts is for images (task: pictures), and this task is {self.task}.")
+        if self.data.shifts and self.task != "images":
+            raise ValueError(f"data.shifts is for images (task: images), and this task is {self.task}.")
         if self.training.augment.in_use and self.task in ("text", "labels"):
-            raise ValueError(f"training.augment is for pictures, and this task is {self.task}.")
+            raise ValueError(f"training.augment is for images, and this task is {self.task}.")
         if self.attack.name is not None:
-            find_attack(self.attack.name, "pictures" if self.task in ("pictures", "domains") else "text")
-        if self.attack.budgets and self.task not in ("pictures", "domains"):
-            raise ValueError(f"attack.budgets is for pictures, and this task is {self.task}.")
+            find_attack(self.attack.name, "images" if self.task in ("images", "domains") else "text")
+        if self.attack.budgets and self.task not in ("images", "domains"):
+            raise ValueError(f"attack.budgets is for images, and this task is {self.task}.")
         ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
 

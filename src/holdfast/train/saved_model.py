@@ -42,7 +42,7 @@ LETTERS_PER_TOKEN = 64  # more than a token has: limits how much of a long docum
 TASKS: dict[str, Callable[[Recipe, Path | None], Task]] = {
     "text": TextTask,
     "labels": LabelTask,
-    "pictures": ImageTask,
+    "images": ImageTask,
     "domains": DomainTask,
 }
 
@@ -254,7 +254,7 @@ def _default_image_task(
     """Return the task of an image classifier that Holdfast has not trained, on all images of a folder or on a named set."""
     where = source or "digits"
     reading = image_reading(local_folder(path), model.config.model_type, image_size(model))
-    recipe = Recipe(**_fixed(model, path, attack), task="pictures", data=DataPart(source=where))
+    recipe = Recipe(**_fixed(model, path, attack), task="images", data=DataPart(source=where))
     tested = None
     if is_folder(where):
         tested = named_images(model, classes_of(model), where, index_for(where, class_index), reading.prepare)

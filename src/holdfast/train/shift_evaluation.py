@@ -59,7 +59,7 @@ def load_with_shifts(
     """
     found = recognise_all(written)
     record = read_record(Path(path)) if is_trained(Path(path)) else None
-    if record is not None and record.recipe.task not in ("pictures", "domains"):
+    if record is not None and record.recipe.task not in ("images", "domains"):
         raise ValueError(f"{path} is trained for the task {record.recipe.task}; --shift is for models that classify images.")
     no_clean = _why_no_clean_images(record, source, data)
     if no_clean is not None:

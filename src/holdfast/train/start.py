@@ -30,7 +30,7 @@ from holdfast.train.task_record import MODEL, is_trained, read_record
 HEADS = {  # Auto classes of transformers
     "text": "AutoModelForCausalLM",
     "labels": "AutoModelForSequenceClassification",
-    "pictures": "AutoModelForImageClassification",
+    "images": "AutoModelForImageClassification",
 }
 OF_DATA = ("vocab_size", "image_size", "num_channels")  # entries that a checkpoint has, and that the data must fit
 PROCESSOR = "preprocessor_config.json"
@@ -41,7 +41,7 @@ logger = logging.getLogger("holdfast")
 def start_model(part: ModelPart, head: str, **entries: Any) -> Any:
     """Return the model of a recipe, before routers are put into it: new and dense, or from its checkpoint.
 
-    head        "text" (predicts the next token), "labels" (classifies texts) or "pictures" (classifies images)
+    head        "text" (predicts the next token), "labels" (classifies texts) or "images" (classifies images)
     entries     entries of the config that follow from the data. A new model gets all of them. A checkpoint gets those of its
                 head (num_labels, id2label, problem_type, pad_token_id); vocab_size, image_size and num_channels must fit it
 

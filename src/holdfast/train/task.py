@@ -48,7 +48,7 @@ class Examples(Dataset[Inputs]):
 
     fetch       from the numbers of examples to their inputs
     fetch_on    from a device to a `fetch` that keeps the data on it; None: they stay in memory
-    fetch_at    for inputs that also depend on the place of an example in the order (augmented pictures); replaces both
+    fetch_at    for inputs that also depend on the place of an example in the order (augmented images); replaces both
     fetch_at_on from a device to a `fetch_at` whose inputs are on it, if possible
     """
 
@@ -177,7 +177,7 @@ class Task(ABC):
 
     def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
         """Attack the words of the test texts: "words", "generic" or "typos". Raise ValueError if the task has no texts."""
-        raise ValueError(f"{kind} attacks texts, but this model's task is pictures: use fgsm, pgd, spsa or corruptions.")
+        raise ValueError(f"{kind} attacks texts, but this model's task is images: use fgsm, pgd, spsa or corruptions.")
 
     @abstractmethod
     def probe(self) -> Inputs:

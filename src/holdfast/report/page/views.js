@@ -40,11 +40,11 @@ const buildViews = (() => {
     context.putImageData(image, 0, 0);
   }
 
-  function pictureOf(parent, { label, said, grid: [rows, columns], experts, pixels }, known) {
-    const picture = make(parent, "figure", "picture");
-    const patches = make(picture, "div", "patches");
+  function imageOf(parent, { label, said, grid: [rows, columns], experts, pixels }, known) {
+    const image = make(parent, "figure", "image");
+    const patches = make(image, "div", "patches");
     pixelsOn(make(patches, "canvas"), known[pixels]);
-    const caption = make(picture, "figcaption", said === label ? "" : "wrong");
+    const caption = make(image, "figcaption", said === label ? "" : "wrong");
     caption.textContent = said === label ? label : `${label}, predicted ${said}`;
     const overlay = make(patches, "div", "overlay");
     overlay.style.gridTemplate = `repeat(${rows}, 1fr) / repeat(${columns}, 1fr)`;
@@ -58,8 +58,8 @@ const buildViews = (() => {
     const parts = views.flatMap((view) => {
       const parent = document.querySelector(`.view[data-router="${view.router}"]`);
       if (view.pieces) return textOf(parent, view);
-      const pictures = make(parent, "div", "pictures");
-      return view.pictures.flatMap((picture) => pictureOf(pictures, picture, pixels));
+      const images = make(parent, "div", "images");
+      return view.images.flatMap((image) => imageOf(images, image, pixels));
     });
     return (layer) => { for (const paint of parts) paint(layer, look); };
   };

@@ -19,8 +19,8 @@ from holdfast.train.training import train
 
 
 @pytest.fixture(scope="module")
-def small_pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Write pictures of 40 x 48 pixels in three classes."""
+def small_images(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write images of 40 x 48 pixels in three classes."""
     folder, source = tmp_path_factory.mktemp("small"), np.random.default_rng(0)
     for name in ("blue", "green", "red"):
         (folder / name).mkdir()
@@ -29,17 +29,17 @@ def small_pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{folder}/"
 
 
-def test_a_folder_of_40_pixel_pictures_is_refused_with_the_remedy_within_ten_seconds(
-    small_pictures: str, tmp_path: Path
+def test_a_folder_of_40_pixel_images_is_refused_with_the_remedy_within_ten_seconds(
+    small_images: str, tmp_path: Path
 ) -> None:
     began = time.process_time()
     with pytest.raises(ValueError, match=r"12,544 patches of 2, more than 4,096; .* about 40 pixels .* data.size to 40,"):
         Comparison(
-            load_recipe("vmoe-tiny", {"data.source": small_pictures}), parse_routers("smoe,ac"), 1, tmp_path / "run"
+            load_recipe("vmoe-tiny", {"data.source": small_images}), parse_routers("smoe,ac"), 1, tmp_path / "run"
         ).run()
     assert time.process_time() - began < 10
     assert not (tmp_path / "run").exists()
-    task = make_task(load_recipe("vmoe-tiny", {"data.source": small_pictures, "data.size": 40}))
+    task = make_task(load_recipe("vmoe-tiny", {"data.source": small_images, "data.size": 40}))
     preflight(task, parse_routers("smoe"))  # the remedy helps
 
 
@@ -47,8 +47,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "holdfast"]
 
 
-def test_pictures_that_are_scaled_up_are_warned_about_before_training(
-    small_pictures: str, caplog: pytest.LogCaptureFixture
+def test_images_that_are_scaled_up_are_warned_about_before_training(
+    small_images: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     for size, expected in (
@@ -57,7 +57,7 @@ def test_pictures_that_are_scaled_up_are_warned_about_before_training(
         (40, ["INFO"]),
     ):
         caplog.clear()
-        task = make_task(load_recipe("vmoe-tiny", {"data.source": small_pictures, "data.size": size}))
+        task = make_task(load_recipe("vmoe-tiny", {"data.source": small_images, "data.size": size}))
         preflight(task, parse_routers("smoe,ac"))
         found = messages(caplog)
         assert [level for level, _ in found] == expected
@@ -68,18 +68,18 @@ def test_pictures_that_are_scaled_up_are_warned_about_before_training(
 
 
 @pytest.fixture(scope="module")
-def small_domains(small_pictures: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Copy the small pictures to three domains."""
+def small_domains(small_images: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Copy the small images to three domains."""
     folder = tmp_path_factory.mktemp("small-domains")
     for domain in ("art", "photo", "sketch"):
-        shutil.copytree(small_pictures, folder / domain)
+        shutil.copytree(small_images, folder / domain)
     return str(folder)
 
 
 FEW = {"training.steps": 1, "training.batch": 4, "training.warmup": 0, "attack.examples": 2, "attack.steps": 1}
 
 
-def test_domains_of_small_pictures_are_warned_about_and_told_their_size(
+def test_domains_of_small_images_are_warned_about_and_told_their_size(
     small_domains: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast")  # an earlier test may have left another level
@@ -124,21 +124,21 @@ def test_the_size_is_not_reported_again_for_the_baseline_of_equal_compute(
         ({"data.size": 40, "model.config.patch_size": 41}, "smaller than a patch of 41; .* or data.size to more"),
     ],
 )
-def test_sizes_that_patches_do_not_divide_are_refused(changes: dict[str, Any], sentence: str, small_pictures: str) -> None:
-    task = make_task(load_recipe("vmoe-tiny", {"data.source": small_pictures, **changes}))
+def test_sizes_that_patches_do_not_divide_are_refused(changes: dict[str, Any], sentence: str, small_images: str) -> None:
+    task = make_task(load_recipe("vmoe-tiny", {"data.source": small_images, **changes}))
     with pytest.raises(ValueError, match=sentence) as caught:
         preflight(task, parse_routers("smoe"))
     assert "\n" not in str(caught.value)
 
 
-def test_embedded_pictures_are_not_told_to_change_their_size(digits: Callable[..., Recipe]) -> None:
+def test_embedded_images_are_not_told_to_change_their_size(digits: Callable[..., Recipe]) -> None:
     with pytest.raises(ValueError, match=r"patches of 3, .* model.config.patch_size to one of 1, 2, 4, 8\.$"):
         preflight(make_task(digits({"model.config.patch_size": 3})), parse_routers("smoe"))
 
 
-def test_swin_fills_up_sizes_that_patches_do_not_divide(small_pictures: str) -> None:
+def test_swin_fills_up_sizes_that_patches_do_not_divide(small_images: str) -> None:
     config = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2, "patch_size": 4}
-    changes = {"model": {"family": "swin", "config": config}, "data.source": small_pictures, "data.size": 30}
+    changes = {"model": {"family": "swin", "config": config}, "data.source": small_images, "data.size": 30}
     task = make_task(load_recipe("vmoe-tiny", {**changes, "sparse": {"experts": 2, "layers": [1]}}))
     preflight(task, parse_routers("smoe"))
     build_model(task, "smoe", {}, seed=0)(**task.probe())

@@ -1,6 +1,6 @@
-"""The size of pictures, checked before the first step: what a model makes of it, and what a user can change.
+"""The size of images, checked before the first step: what a model makes of it, and what a user can change.
 
-A transformer over all patches of a picture takes time with the square of their number, and a folder of small pictures is
+A transformer over all patches of an image takes time with the square of their number, and a folder of small images is
 scaled up without need if nothing is said: 40 pixels as 224 are 12,544 patches of 2, and minutes a step.
 """
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from holdfast.data.labelled_images import Images
 
-MOST_PATCHES = 4096  # of a picture, if attention is over all patches
-SAMPLED = 8  # pictures whose size on disk is read
-LARGE_SCALE = 2  # pictures that are scaled up at least so much are warned about
+MOST_PATCHES = 4096  # of an image, if attention is over all patches
+SAMPLED = 8  # images whose size on disk is read
+LARGE_SCALE = 2  # images that are scaled up at least so much are warned about
 
 
 def patch_count(config: Any) -> int | None:
-    """Return how many patches a picture has, in the first layer if later ones merge them; None if it has no patches."""
+    """Return how many patches an image has, in the first layer if later ones merge them; None if it has no patches."""
     pixels, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     return (pixels // patch) ** 2 if isinstance(pixels, int) and isinstance(patch, int) and patch > 0 else None
 
@@ -26,14 +26,14 @@ def has_windows(config: Any) -> bool:
 
 
 def side_on_disk(images: Images) -> int | None:
-    """Return the usual shorter side of pictures in files, in pixels; None for other pictures, which are not scaled."""
+    """Return the usual shorter side of images in files, in pixels; None for other images, which are not scaled."""
     wanted = min(SAMPLED, len(images))
     sides = images.sides([place * len(images) // wanted for place in range(wanted)])
     return None if sides is None else sorted(sides)[len(sides) // 2]
 
 
 def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
-    """Raise ValueError if the pictures do not fit the patches of a model, or would take hours.
+    """Raise ValueError if the images do not fit the patches of a model, or would take hours.
 
     is_new   whether the model is new; a checkpoint decides on its own sizes
     """
@@ -81,7 +81,7 @@ def _require_windows(config: Any, pixels: int) -> None:
 
 
 def size_line(config: Any) -> str | None:
-    """Return what a model makes of a picture, in one line; None if it has no patches."""
+    """Return what a model makes of an image, in one line; None if it has no patches."""
     count = patch_count(config)
     if count is None:
         return None
@@ -90,7 +90,7 @@ def size_line(config: Any) -> str | None:
 
 
 def scale_warning(config: Any, images: Images) -> str | None:
-    """Return a warning if pictures are scaled up a lot, with the number of patches without it; None if they are not."""
+    """Return a warning if images are scaled up a lot, with the number of patches without it; None if they are not."""
     side, count = side_on_disk(images), patch_count(config)
     if side is None or count is None or images.shape[1] < LARGE_SCALE * side:
         return None

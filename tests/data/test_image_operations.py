@@ -1,4 +1,4 @@
-"""RandAugment's operations equal Pillow's, for colour and grey pictures of awkward sizes; draws follow a key."""
+"""RandAugment's operations equal Pillow's, for colour and grey images of awkward sizes; draws follow a key."""
 
 import math
 from collections.abc import Callable
@@ -11,51 +11,51 @@ from scipy import stats
 from torch import Tensor
 
 from holdfast.data.draws import Draws
-from holdfast.data.picture_operations import OPERATIONS
+from holdfast.data.image_operations import OPERATIONS
 
 GREY = (128, 128, 128)
 
 
-def _affine(picture: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
-    fill = GREY if picture.mode == "RGB" else GREY[0]
-    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
+def _affine(image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
+    fill = GREY if image.mode == "RGB" else GREY[0]
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
 
 
-def _rotate(picture: Image.Image, degrees: float) -> Image.Image:
-    return picture.rotate(degrees, Image.Resampling.BILINEAR, fillcolor=GREY if picture.mode == "RGB" else GREY[0])
+def _rotate(image: Image.Image, degrees: float) -> Image.Image:
+    return image.rotate(degrees, Image.Resampling.BILINEAR, fillcolor=GREY if image.mode == "RGB" else GREY[0])
 
 
-def _solarize_add(picture: Image.Image, amount: float) -> Image.Image:
+def _solarize_add(image: Image.Image, amount: float) -> Image.Image:
     table = [min(255, value + int(amount)) if value < 128 else value for value in range(256)]
-    return picture.point(table * len(picture.getbands()))
+    return image.point(table * len(image.getbands()))
 
 
-def _posterize(picture: Image.Image, bits: float) -> Image.Image:
-    return ImageOps.posterize(picture, int(bits)) if bits else picture.point([0] * 256 * len(picture.getbands()))
+def _posterize(image: Image.Image, bits: float) -> Image.Image:
+    return ImageOps.posterize(image, int(bits)) if bits else image.point([0] * 256 * len(image.getbands()))
 
 
 # The operation of Pillow for a strength, as timm calls it.
 PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
-    "autocontrast": lambda picture, _: ImageOps.autocontrast(picture),
-    "equalize": lambda picture, _: ImageOps.equalize(picture),
-    "invert": lambda picture, _: ImageOps.invert(picture),
+    "autocontrast": lambda image, _: ImageOps.autocontrast(image),
+    "equalize": lambda image, _: ImageOps.equalize(image),
+    "invert": lambda image, _: ImageOps.invert(image),
     "rotate": _rotate,
     "posterize": _posterize,
-    "solarize": lambda picture, threshold: ImageOps.solarize(picture, int(threshold)),
+    "solarize": lambda image, threshold: ImageOps.solarize(image, int(threshold)),
     "solarize_add": _solarize_add,
-    "color": lambda picture, change: ImageEnhance.Color(picture).enhance(max(0.1, 1 + change)),
-    "contrast": lambda picture, change: ImageEnhance.Contrast(picture).enhance(max(0.1, 1 + change)),
-    "brightness": lambda picture, change: ImageEnhance.Brightness(picture).enhance(max(0.1, 1 + change)),
-    "sharpness": lambda picture, change: ImageEnhance.Sharpness(picture).enhance(max(0.1, 1 + change)),
-    "shear_x": lambda picture, factor: _affine(picture, (1, factor, 0, 0, 1, 0)),
-    "shear_y": lambda picture, factor: _affine(picture, (1, 0, 0, factor, 1, 0)),
-    "translate_x": lambda picture, share: _affine(picture, (1, 0, share * picture.size[0], 0, 1, 0)),
-    "translate_y": lambda picture, share: _affine(picture, (1, 0, 0, 0, 1, share * picture.size[1])),
+    "color": lambda image, change: ImageEnhance.Color(image).enhance(max(0.1, 1 + change)),
+    "contrast": lambda image, change: ImageEnhance.Contrast(image).enhance(max(0.1, 1 + change)),
+    "brightness": lambda image, change: ImageEnhance.Brightness(image).enhance(max(0.1, 1 + change)),
+    "sharpness": lambda image, change: ImageEnhance.Sharpness(image).enhance(max(0.1, 1 + change)),
+    "shear_x": lambda image, factor: _affine(image, (1, factor, 0, 0, 1, 0)),
+    "shear_y": lambda image, factor: _affine(image, (1, 0, 0, factor, 1, 0)),
+    "translate_x": lambda image, share: _affine(image, (1, 0, share * image.size[0], 0, 1, 0)),
+    "translate_y": lambda image, share: _affine(image, (1, 0, 0, 0, 1, share * image.size[1])),
 }
 INTERPOLATED = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
 
 
-def pictures(channels: int, height: int, width: int) -> Tensor:
+def images(channels: int, height: int, width: int) -> Tensor:
     """Return noise, a slope, one colour, few values, and two values: what tables of values treat differently."""
     source = np.random.default_rng(height)
     noise = source.integers(0, 256, (channels, height, width))
@@ -65,13 +65,13 @@ def pictures(channels: int, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.stack([noise, slope, np.full_like(noise, 77), few, two]).astype(np.uint8))
 
 
-def as_pillow(picture: Tensor) -> Image.Image:
-    array = picture.permute(1, 2, 0).numpy()
+def as_pillow(image: Tensor) -> Image.Image:
+    array = image.permute(1, 2, 0).numpy()
     return Image.fromarray(array if array.shape[2] == 3 else array[:, :, 0])
 
 
-def from_pillow(picture: Image.Image) -> Tensor:
-    array = np.array(picture)
+def from_pillow(image: Image.Image) -> Tensor:
+    array = np.array(image)
     return torch.from_numpy(array[:, :, None] if array.ndim == 2 else array).permute(2, 0, 1)
 
 
@@ -79,7 +79,7 @@ def from_pillow(picture: Image.Image) -> Tensor:
 @pytest.mark.parametrize("shape", [(3, 33, 30), (1, 8, 8), (3, 2, 5)], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_is_that_of_pillow(name: str, shape: tuple[int, int, int]) -> None:
-    operation, given = OPERATIONS[name], pictures(*shape)
+    operation, given = OPERATIONS[name], images(*shape)
     for magnitude in (0.0, 3.3, 9.0, 10.0):
         for sign in (1, -1) if operation.signed else (1,):
             strength = sign * operation.strength(magnitude)
@@ -90,8 +90,8 @@ def test_an_operation_is_that_of_pillow(name: str, shape: tuple[int, int, int]) 
             assert int((found.int() - expected.int()).abs().max()) <= allowed, (magnitude, sign)
 
 
-def test_every_picture_of_a_batch_has_its_own_strength() -> None:
-    given = pictures(3, 16, 17)
+def test_every_image_of_a_batch_has_its_own_strength() -> None:
+    given = images(3, 16, 17)
     for name, operation in OPERATIONS.items():
         strengths = torch.tensor([operation.strength(magnitude) for magnitude in (1, 4, 6, 9, 10)], dtype=torch.float64)
         together = operation.apply(given, strengths)
@@ -99,7 +99,7 @@ def test_every_picture_of_a_batch_has_its_own_strength() -> None:
         assert torch.equal(together, torch.stack(alone)), name
 
 
-def test_a_larger_magnitude_changes_a_picture_more() -> None:
+def test_a_larger_magnitude_changes_an_image_more() -> None:
     row, column = torch.arange(32)[:, None], torch.arange(32)
     smooth = torch.stack([3 * (row + column), 2 * (row + column) + 20, 190 - 3 * (row + column)]).to(torch.uint8)
     for name in set(OPERATIONS) - {"autocontrast", "equalize", "invert", "posterize", "sharpness"}:
