@@ -93,7 +93,7 @@ def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
     without = replace(report, rows=[row | {"logprobs": None} for row in report.rows[:2]])  # a file without log-probabilities
     print_mismatch(without)
     shown = capsys.readouterr().out
-    assert "routers select other experts" in shown and "log-probability" not in shown and "99.9%" not in shown
+    assert "different experts in at least one layer" in shown and "log-probability" not in shown and "99.9%" not in shown
 
 
 def test_a_rollout_from_a_file_is_compared_and_not_overwritten(
