@@ -82,7 +82,7 @@ def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
     (verdict,) = re.findall(r'<p id="verdict">(.*?)</p>', page, flags=re.DOTALL)
     assert verdict in shown and "% of the tokens have a ratio of probabilities outside 0.8 to 1.2" in verdict
     lines = [line.split() for line in shown.splitlines()]
-    assert ["routers", "tokens", "mean", "gap", "largest", "outside", "loss", "experts"] in lines
+    assert ["decisions", "tokens", "mean", "gap", "largest", "outside", "loss", "experts"] in lines
     assert ["50%", "below", "90%", "below", "99%", "below", "99.9%", "below", "std", "ratio"] in lines
     for row in report.rows:
         found = row["logprobs"]
@@ -93,7 +93,7 @@ def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
     without = replace(report, rows=[row | {"logprobs": None} for row in report.rows[:2]])  # a file without log-probabilities
     print_mismatch(without)
     shown = capsys.readouterr().out
-    assert "routers select other experts" in shown and "log-probability" not in shown and "99.9%" not in shown
+    assert "different experts in at least one layer" in shown and "log-probability" not in shown and "99.9%" not in shown
 
 
 def test_a_rollout_from_a_file_is_compared_and_not_overwritten(

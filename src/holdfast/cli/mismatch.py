@@ -1,4 +1,4 @@
-"""`holdfast mismatch`: measure how far a training forward is from a rollout, with four remedies side by side."""
+"""`holdfast mismatch`: measure how far a training forward is from a rollout, with three remedies beside the live router."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SHOWN_LAYERS = 12
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Measure how far a training forward is from a rollout of the same model: which routers select other experts, and what
-    this does to log-probabilities. Compare the live router, replay, smooth and float32 routing.
+    """Measure how far a training forward is from a rollout of the same model: how often routers select different
+    experts, and what this does to log-probabilities. Compare the live router, replay, smooth and float32 routing.
 
     The model is the trainer's, in --dtype. The rollout is a file of `holdfast.Rollout.save` with the tokens, routes and
     log-probabilities of vLLM, SGLang or another engine; a file of `Routes.save`, with its text in --text, one sequence per
@@ -207,9 +207,10 @@ def _print_remedies(report: MismatchReport, rows: list[dict[str, Any]], kind: st
     )
     shown = slim_table(
         "",
-        *("", "routers", "tokens", "mean gap", "largest", "outside", "loss", "experts"),
-        caption="routers, tokens: share with other experts than in the rollout, in one layer and in any layer. gap: "
-        "|log ratio| of a token's probability in training and rollout. outside: share of tokens with a ratio outside "
+        *("", "decisions", "tokens", "mean gap", "largest", "outside", "loss", "experts"),
+        caption="decisions: share of the routing decisions (one token in one layer) with different experts than in the "
+        "rollout. tokens: share of the tokens with different experts in at least one layer. gap: |log ratio| of a token's "
+        "probability in training and rollout. outside: share of tokens with a ratio outside "
         f"{low:g} to {high:g}. loss, experts per token: of the training forward. 95% intervals below.",
     )
     shown.title = plain_text(f"{report.model['name']}, {report.model['dtype']}, against a {what}")
@@ -241,7 +242,7 @@ def _print_gaps(rows: list[dict[str, Any]]) -> None:
 
 
 def _intervals(row: dict[str, Any]) -> str:
-    parts = [f"routers {_range(row['sets']['routers_differ'], _share)}"]
+    parts = [f"decisions {_range(row['sets']['routers_differ'], _share)}"]
     found = row["logprobs"]
     if found is not None:
         for key, name, shown in (("mean", "mean gap", _number), ("outside", "outside", _share)):
@@ -257,12 +258,13 @@ def _range(found: dict[str, Any], shown: Any) -> str:
 
 
 def _print_layers(rows: list[dict[str, Any]]) -> None:
-    """Print the shares of routers that differ, for some layers evenly spaced."""
+    """Print the shares of routing decisions that differ, for some layers evenly spaced."""
     from holdfast.auditing.geometry_run import spread
 
     layers = rows[0]["sets"]["layers"]
     chosen = spread(len(layers), SHOWN_LAYERS)
-    shown = slim_table("Routers with other experts, by layer", "", *(str(layers[place]["layer"]) for place in chosen))
+    numbers = [str(layers[place]["layer"]) for place in chosen]
+    shown = slim_table("Routing decisions with different experts, by layer", "", *numbers)
     for row in rows:
         found = row["sets"]["layers"]
         shown.add_row(plain_text(_name(row)), *(_share(found[place]["routers_differ"]["value"]) for place in chosen))

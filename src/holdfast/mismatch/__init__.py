@@ -2,7 +2,7 @@
 
 rollout.py     `Rollout`: token ids, routes and log-probabilities of an inference engine
 forwards.py    run a model over sequences under stated conditions
-remedies.py    the four remedies, and how a model gets each of them
+remedies.py    the live router and three remedies, and how a model gets each of them
 estimates.py   shares, means and tails, with intervals
 run.py         `measure_mismatch`
 report.py      `MismatchReport`

@@ -1,4 +1,5 @@
-"""What can be done against the mismatch of rollout and training: four remedies, and how a model gets each of them.
+"""What can be done against the mismatch of rollout and training: three remedies beside the live router, and how a model gets
+each of them.
 
 live       nothing: the model's own router on both sides
 replay     training uses the experts of the rollout, with live weights

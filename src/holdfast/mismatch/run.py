@@ -1,8 +1,8 @@
-"""`measure_mismatch`: how far a training forward is from a rollout of the same model, and what four remedies change.
+"""`measure_mismatch`: how far a training forward is from a rollout of the same model, and what three remedies change.
 
 There are two kinds of rollout. A *recorded* one comes from another engine (`Rollout`): live and replayed training forwards
 are compared with it. A *simulated* one is made here: the same model in another number format and another batch, over the
-same tokens. All four remedies are compared with simulated rollouts, because two of them change the rollout as well, and an
+same tokens. All remedies are compared with simulated rollouts, because two of them change the rollout as well, and an
 engine elsewhere cannot be asked again.
 """
 
@@ -75,7 +75,7 @@ def measure_mismatch(
     on_rollout: Callable[[Rollout], None] | None = None,
     **settings: Any,
 ) -> MismatchReport:
-    """Measure how far a training forward of a model is from a rollout, with four remedies side by side.
+    """Measure how far a training forward of a model is from a rollout, live and with three remedies.
 
     model              a causal language model of any MoE family, or sparsified; it is not changed. Its own dtype is that of
                        training

@@ -1,4 +1,4 @@
-"""The HTML page of a mismatch report, rendered from the stored JSON alone: four remedies side by side, layers and tails.
+"""The HTML page of a mismatch report, rendered from the stored JSON alone: remedies side by side, layers and tails.
 
 Plots are data for plotly, as in `holdfast.report.plots`; a remedy has the colour and the mark of its place in REMEDIES.
 """
@@ -104,8 +104,9 @@ def summary(mismatch: Mismatch) -> list[str]:
     live, replay = rows.get("live"), rows.get("replay")
     if live is not None:
         parts.append(
-            f"In training, {share(live.sets.routers_differ.value)} of the routers select other experts than in the {kind} "
-            f"rollout, and {share(live.sets.tokens_differ.value)} of the tokens have other experts in at least one layer."
+            f"In training, {share(live.sets.routers_differ.value)} of the routing decisions (one token in one layer) have "
+            f"different experts than in the {kind} rollout, and {share(live.sets.tokens_differ.value)} of the tokens have "
+            "different experts in at least one layer."
         )
     if live is not None and live.logprobs is not None:
         parts.append(
@@ -155,7 +156,7 @@ def remedies_table(mismatch: Mismatch, kind: str) -> Table:
     rows = []
     for row in rows_of(mismatch, kind):
         cells = {
-            "routers that differ": with_interval(row.sets.routers_differ, share),
+            "routing decisions that differ": with_interval(row.sets.routers_differ, share),
             "tokens that differ": with_interval(row.sets.tokens_differ, share),
         }
         found = row.logprobs
@@ -270,13 +271,13 @@ def tail(mismatch: Mismatch, kind: str) -> Plot:
 def by_layer(mismatch: Mismatch, kind: str) -> Plot:
     caption = "The share of tokens whose set of experts in this layer is not that of the rollout. Bars: 95% intervals."
     data, layout = _layers(mismatch, kind, lambda layer: layer.routers_differ)
-    return Plot(f"layers-{kind}", "Routers with other experts, by layer", caption, data, layout)
+    return Plot(f"layers-{kind}", "Routing decisions with different experts, by layer", caption, data, layout)
 
 
 def so_far(mismatch: Mismatch, kind: str) -> Plot:
-    caption = "The share of tokens with another set of experts in this layer or an earlier one. Bars: 95% intervals."
+    caption = "The share of tokens with a different set of experts in this layer or an earlier one. Bars: 95% intervals."
     data, layout = _layers(mismatch, kind, lambda layer: layer.tokens_differ_so_far)
-    return Plot(f"tokens-{kind}", "Tokens with other experts, up to each layer", caption, data, layout)
+    return Plot(f"tokens-{kind}", "Tokens with different experts, up to each layer", caption, data, layout)
 
 
 def _layers(mismatch: Mismatch, kind: str, read: Callable[[LayerSets], Estimate]) -> tuple[list[Trace], dict[str, Any]]:
