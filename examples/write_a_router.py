@@ -1,7 +1,7 @@
 """A router of your own with certificate and cost: run it to check it, or give the file to a command to use its name.
 
     python examples/write_a_router.py                                                                # the conformance suite
-    holdfast plan llama --experts 64 --router smoe low-rank --plugin examples/write_a_router.py      # its costs
+    holdfast plan llama --experts 64 --routers smoe,low-rank --plugin examples/write_a_router.py     # its costs
 
 docs/tutorials/write-a-router.md explains each method.
 """

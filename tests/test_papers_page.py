@@ -11,6 +11,7 @@ import transformers
 
 from holdfast.cli.compare import changes
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
+from holdfast.routing.grammar import split_routers
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
 from holdfast.train import Recipe, RouterChoice, load_recipe, parse_routers
 from holdfast.train.start import HEADS
@@ -85,8 +86,9 @@ def test_every_router_of_a_comparison_of_the_page_can_be_built_with_its_recipe(c
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("holdfast plan")])
 def test_a_plan_of_the_page_names_routers_that_exist(command: str) -> None:
     given = options(command)
-    assert set(given) == {"", "--experts", "--router"} and given[""][:2] == ["holdfast", "plan"]
-    for router in given["--router"]:
+    assert set(given) == {"", "--experts", "--routers"} and given[""][:2] == ["holdfast", "plan"]
+    (routers,) = given["--routers"]
+    for router in split_routers(routers):
         resolve_layers(router)
 
 

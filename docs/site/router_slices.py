@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from svg_parts import head, text, theme
 
 from holdfast.cli.routers import HEADS, synthetic_context
 from holdfast.routing import Router
@@ -82,13 +83,10 @@ def picture(name: str, found: Sequence[Slice]) -> str:
     lines = [line for place, each in enumerate(found) for line in _panel(each, TOP + place * (PANEL + GAP))]
     light = " ".join(f".e{expert} {{ fill: {colour} }}" for expert, colour in enumerate(LIGHT))
     dark = " ".join(f".e{expert} {{ fill: {colour} }}" for expert, colour in enumerate(DARK))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{1.5 * WIDTH:.0f}" '
-        f'height="{1.5 * height:.0f}" role="img" aria-label="Weights of experts of {name} between two tokens">'
-    )
-    style = f"<style>\n{STYLE}  {light}\n  @media (prefers-color-scheme: dark) {{\n{STYLE_IN_DARK}    {dark}\n  }}\n</style>"
+    opening = head(WIDTH, height, f"Weights of experts of {name} between two tokens", scale=1.5)
+    style = theme(f"{STYLE}  {light}", f"{STYLE_IN_DARK}    {dark}")
     page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="6"/>'
-    return "\n".join([head, f"<desc>{caption(found)}</desc>", style, page, *lines, "</svg>"]) + "\n"
+    return "\n".join([opening, f"<desc>{caption(found)}</desc>", style, page, *lines, "</svg>"]) + "\n"
 
 
 def caption(found: Sequence[Slice]) -> str:
@@ -191,7 +189,7 @@ def _panel(found: Slice, top: float) -> list[str]:
     def up(weight: float) -> float:
         return top + PANEL * (1 - weight / highest)
 
-    lines, names = [_text(LEFT, top - 9, f"weights of experts, in {found.mode}")], []
+    lines, names = [text(LEFT, top - 9, f"weights of experts, in {found.mode}")], []
     for expert in range(EXPERTS):
         lower = [sum(point.weights[:expert]) for point in found.points]
         upper = [sum(point.weights[: expert + 1]) for point in found.points]
@@ -209,10 +207,10 @@ def _panel(found: Slice, top: float) -> list[str]:
     ]
     bottom = top + PANEL
     lines.append(f'<path class="axis" fill="none" d="M{LEFT} {top}V{bottom}H{WIDTH - RIGHT}"/>')
-    lines += [_text(LEFT - 5, up(value) + 4, f"{value:g}", "small end") for value in (0, highest / 2, highest)]
-    lines += [_text(LEFT, bottom + 17, "token A", "small"), _text(WIDTH - RIGHT, bottom + 17, "token B", "small end")]
+    lines += [text(LEFT - 5, up(value) + 4, f"{value:g}", "small end") for value in (0, highest / 2, highest)]
+    lines += [text(LEFT, bottom + 17, "token A", "small"), text(WIDTH - RIGHT, bottom + 17, "token B", "small end")]
     if found.changes:
-        lines.append(_text(across(0.5), bottom + 17, "dashed: the set changes", "small mid"))
+        lines.append(text(across(0.5), bottom + 17, "dashed: the set changes", "small mid"))
     return [*lines, *names]
 
 
@@ -229,7 +227,7 @@ def _name(
     _, low, high = min(widest, key=lambda edge: abs(edge[0].at - middle))
     if up(low) - up(high) < 14 or across(widest[-1][0].at) - across(widest[0][0].at) < 12:
         return []
-    return [_text(across(middle), (up(low) + up(high)) / 2 + 4, str(expert), "mid")]
+    return [text(across(middle), (up(low) + up(high)) / 2 + 4, str(expert), "mid")]
 
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:
@@ -237,8 +235,3 @@ def _runs(flags: list[bool]) -> list[tuple[int, int]]:
     edges = [place for place, flag in enumerate(flags) if flag and (place == 0 or not flags[place - 1])]
     ends = [place for place, flag in enumerate(flags) if flag and (place + 1 == len(flags) or not flags[place + 1])]
     return list(zip(edges, ends, strict=True))
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    style = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{style}>{text}</text>'

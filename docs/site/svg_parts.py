@@ -1,6 +1,7 @@
 """What the pictures of docs/pictures share: a page that is readable on a telephone, in a light and in a dark theme.
 
 A picture is WIDTH units wide. A telephone of 390 pixels shows it 358 pixels wide: a text of 14 units is 10.9 pixels there.
+The pictures of docs/routers/pictures have other sizes and rules, and use `head`, `theme` and `text`.
 """
 
 from collections.abc import Sequence
@@ -22,16 +23,24 @@ DARK = """\
 
 def page(height: float, label: str, parts: Sequence[str], style: str = "", dark: str = "", width: int = WIDTH) -> str:
     """Return the SVG of a page with `parts` on it; `style` and `dark` add rules to those of all pictures."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" height="{height:g}" '
-        f'role="img" aria-label="{escape(label)}">'
-    )
     rules = "\n".join(part for part in (STYLE, style) if part)
     dark_rules = "\n".join(part for part in (DARK, dark) if part)
-    theme = f"<style>\n{rules}\n  @media (prefers-color-scheme: dark) {{\n{dark_rules}\n  }}\n</style>"
     background = f'<rect class="page" width="{width}" height="{height:g}" rx="8"/>'
     frame = f'<rect class="frame" x="0.5" y="0.5" width="{width - 1}" height="{height - 1:g}" rx="8"/>'
-    return "\n".join([head, theme, background, frame, *parts, "</svg>"]) + "\n"
+    return "\n".join([head(width, height, label), theme(rules, dark_rules), background, frame, *parts, "</svg>"]) + "\n"
+
+
+def head(width: float, height: float, label: str, scale: float = 1) -> str:
+    """Return the tag that opens an SVG of width x height units, each of which is shown as `scale` pixels."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{scale * width:g}" '
+        f'height="{scale * height:g}" role="img" aria-label="{escape(label)}">'
+    )
+
+
+def theme(rules: str, dark: str) -> str:
+    """Return the style of an SVG; the rules of `dark` are for dark themes."""
+    return f"<style>\n{rules}\n  @media (prefers-color-scheme: dark) {{\n{dark}\n  }}\n</style>"
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:

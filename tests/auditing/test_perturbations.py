@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.attacks import swap_words
 from holdfast.auditing import AuditReport, audit
+from holdfast.auditing.batches import labelled_batch
 from holdfast.auditing.model_and_data import TextEncoder
 from holdfast.auditing.perturbations import aligned_rows
 
@@ -200,6 +201,32 @@ def test_alignment_follows_longer_replacements_and_bytes_of_one_character() -> N
     assert torch.equal(before.ids.flatten()[first], after.ids.flatten()[second])
     assert bytes(before.ids.flatten()[first].tolist()).decode() == "the  caf\u00e9 a "
     assert not torch.equal(first, second)
+
+
+def test_both_texts_of_a_pair_are_attacked_and_aligned() -> None:
+    from holdfast.data import LabelledText, Vocabulary
+    from holdfast.data.encoded_texts import PairEncoder
+    from holdfast.data.labelled_texts import with_texts
+
+    examples = [
+        LabelledText("the cat sat", 0, "a dog ran on the mat"),
+        LabelledText("one text only", 1),
+        LabelledText("a fine film", 1, "the cat ran"),
+    ]
+    vocabulary = Vocabulary([" ".join(f"{one.text} {one.pair or ''} AAA" for one in examples)], 100)
+    reader = TextEncoder(PairEncoder(vocabulary, 64, pad=0))
+    before = labelled_batch(reader, 0, examples, 64, classes=2)
+    assert before.texts == ("the cat sat", "one text only", "a fine film", "a dog ran on the mat", "the cat ran")
+    attacked = swap_words(before.texts, rate=1.0, seed=0, stop_words=("the", "a", "on", "one"))
+    changed = with_texts(examples, attacked.texts)
+    assert changed[0] == LabelledText("the AAA AAA", 0, "a AAA AAA on the AAA")
+    assert changed[1:] == [LabelledText("one AAA AAA", 1), LabelledText("a AAA AAA", 1, "the AAA AAA")]
+    after = labelled_batch(reader, 0, changed, 64, classes=2)
+    first, second = aligned_rows(before, after, attacked)
+    assert before.ids is not None and after.ids is not None
+    shared = before.ids.flatten()[first]
+    assert torch.equal(shared, after.ids.flatten()[second])
+    assert vocabulary.decode(shared.tolist()).split() == ["the", "one", "a", "a", "on", "the", "the"]
 
 
 def test_left_padding_flips_no_token() -> None:

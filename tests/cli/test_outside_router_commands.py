@@ -36,7 +36,7 @@ def run(command: Command, *arguments: str) -> str:
 
 def test_a_router_outside_the_package_works_in_every_command(plugin: list[str], command: Command) -> None:
     assert "distance" in run(command, "routers", *plugin)
-    planned = json.loads(run(command, "plan", "llama", "--experts", "4", "--router", "distance", "smoe", "--json", *plugin))
+    planned = json.loads(run(command, "plan", "llama", "--experts", "4", "--routers", "distance,smoe", "--json", *plugin))
     assert "cost not declared" not in json.dumps(planned) and "distance" in json.dumps(planned)
     run(command, "compare", "--routers", "smoe,distance", *SMALL, "--out", "compared", *plugin)
     home = "compared/cells/distance-seed0"

@@ -26,9 +26,9 @@ def test_a_table_has_a_column_for_each_router(command: Command) -> None:
 
 
 def test_json_holds_every_number(command: Command) -> None:
-    done = command("plan", "llama", "--experts", "8", "--json", "--router", "smoe", "similarity[rank=4]", *SMALL)
+    done = command("plan", "llama", "--experts", "8", "--json", "--routers", "smoe,similarity[rank=4,causal=false]", *SMALL)
     stored = json.loads(done.stdout)
-    assert [column["router"] for column in stored["columns"]] == ["smoe", "similarity[rank=4]"]
+    assert [column["router"] for column in stored["columns"]] == ["smoe", "similarity[rank=4,causal=false]"]
     plain, ranked = (column["parameters"] for column in stored["columns"])
     assert ranked - plain == 2 * 4 * 64
     assert stored["columns"][0]["fits"] == {"ddp": True, "fsdp": True, "expert": True}
@@ -37,7 +37,7 @@ def test_json_holds_every_number(command: Command) -> None:
 def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) -> None:
     config = {"model_type": "olmoe", "num_hidden_layers": 2, "auto_map": {"AutoModel": "evil--code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = command("plan", str(tmp_path), "--router", "native", "--json")
+    done = command("plan", str(tmp_path), "--routers", "native", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sparse_layers"] == 2
 
@@ -53,8 +53,9 @@ def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) ->
         (["{tmp}/nameless"], "model_type"),
         (["llama"], "llama is dense"),
         (["llama", "--experts", "4", "--k", "5"], "k is 5"),
-        (["llama", "--experts", "4", "--router", "smo"], "'smoe'"),
-        (["llama", "--experts", "4", "--router", "native"], "native"),
+        (["llama", "--experts", "4", "--routers", "smo"], "'smoe'"),
+        (["llama", "--experts", "4", "--routers", "native"], "native"),
+        (["llama", "--experts", "4", "--routers", ","], "at least one"),
         (["llama", "--experts", "4", "--set", "num_hidden_layers=0"], "feed-forward"),
         (["llama", "--experts", "4", "--set", "num_hiden_layers=3"], "'num_hidden_layers'"),
         (["llama", "--experts", "4", "--set", "hidden_size=33"], "attention heads"),

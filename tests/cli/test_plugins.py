@@ -104,14 +104,14 @@ def test_a_plugin_that_is_not_there_or_has_changed_is_refused(plugin: Path) -> N
 
 
 def test_an_unknown_router_is_told_the_nearest_and_of_plugins(command: Command) -> None:
-    told = command("plan", "llama", "--experts", "4", "--router", "smoth").stderr
+    told = command("plan", "llama", "--experts", "4", "--routers", "smoth").stderr
     assert "did you mean 'smooth'?" in told and "--plugin FILE" in told
 
 
 def test_commands_build_the_routers_of_a_plugin(plugin: Path, command: Command) -> None:
     both = ["--plugin", str(plugin), "--plugin", str(plugin)]
     assert "twice the linear score" in command("routers", *both, columns=200).stdout
-    done = command("plan", "llama", "--experts", "4", "--router", "doubled[times=3]", *both)
+    done = command("plan", "llama", "--experts", "4", "--routers", "doubled[times=3]", *both)
     assert done.returncode == 0 and "doubled" in done.stdout
 
 

@@ -28,11 +28,17 @@ def test_routers_are_listed_by_family_in_the_same_order_always(command: Command)
     assert {name: below[name] for name in families} == families
 
 
-def test_names_select_what_is_listed(command: Command) -> None:
-    rows = [
-        line.split("│")[1].strip() for line in command("routers", "--names", "ac+xmoe").stdout.splitlines() if "│" in line
-    ]
+@pytest.mark.parametrize("routers", ["ac+xmoe", "ac,xmoe", "ac[mix=2,spread=iqr], xmoe"])
+def test_names_select_what_is_listed(routers: str, command: Command) -> None:
+    listed = command("routers", "--routers", routers).stdout
+    rows = [line.split("│")[1].strip() for line in listed.splitlines() if "│" in line]
     assert [row for row in rows if row] == ["PLAIN", "xmoe", "ROBUST", "ac"]
+
+
+def test_several_routers_are_routed_with_options_that_contain_commas(command: Command) -> None:
+    routers = "smoe[k=3],xmoe[width=16,temperature=0.5]+top-p"
+    routed = command("routers", "--route", "--routers", routers, "--sequences", "2", columns=160).stdout
+    assert "smoe[k=3] " in routed and "xmoe[width=16,temperature=0.5]+top-p " in routed
 
 
 @pytest.mark.slow
@@ -49,7 +55,7 @@ def test_routing_the_embedded_text_gives_a_row_for_each_router(command: Command)
 @pytest.mark.slow
 def test_the_same_seed_prints_the_same_table(command: Command) -> None:
     """Here and in a process of its own."""
-    arguments = ("routers", "--route", "--names", "xmoe+top-p", "--seed", "3")
+    arguments = ("routers", "--route", "--routers", "xmoe+top-p", "--seed", "3")
     there = [sys.executable, "-m", "holdfast", *arguments]
     done = subprocess.run(there, check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert "xmoe+top-p" in done.stdout
@@ -59,11 +65,12 @@ def test_the_same_seed_prints_the_same_table(command: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--names", "smo"], "'smoe'"),
-        (["--route", "--names", "top-p+remoe"], "'top-p' and 'remoe'"),
-        (["--names", "ac@1"], "'ac@1' names layers of a model"),
-        (["--route", "--names", "ac@1|smoe"], "'ac@1|smoe' names layers of a model"),
-        (["--route", "--names", "smoe[k=3]", "--k", "2"], "the option k is given twice"),
+        (["--routers", "smo"], "'smoe'"),
+        (["--routers", ","], "at least one"),
+        (["--route", "--routers", "top-p+remoe"], "'top-p' and 'remoe'"),
+        (["--routers", "ac@1"], "'ac@1' names layers of a model"),
+        (["--route", "--routers", "ac@1|smoe"], "'ac@1|smoe' names layers of a model"),
+        (["--route", "--routers", "smoe[k=3]", "--k", "2"], "the option k is given twice"),
         (["--route", "--k", "40"], "k is 40"),
         (["--route", "--experts", "0"], "experts is 0"),
         (["--route", "--dim", "0"], "divisible by 4"),

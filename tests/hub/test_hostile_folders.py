@@ -563,4 +563,4 @@ def test_the_hubs_own_cache_is_read_through_its_links(made: dict[str, Path], tmp
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_the_largest_models_there_are_can_be_planned(family: str, refused: Callable[..., str], capsys: Any) -> None:
     sizes = {"deepseek_v3": ["num_hidden_layers=61", "n_routed_experts=384"], "qwen3_moe": ["num_experts=512"]}
-    assert main(["plan", family, "--router", "native", "--set", *sizes[family]]) == 0
+    assert main(["plan", family, "--routers", "native", "--set", *sizes[family]]) == 0

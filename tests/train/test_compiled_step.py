@@ -285,3 +285,16 @@ def test_the_error_that_is_reported_is_the_first_one() -> None:
     except RuntimeError as problem:
         assert compiled_step.first_line(problem) == "this waits"
     assert compiled_step.first_line(RuntimeError("")) == "no message"
+
+
+def test_equal_infinities_and_nan_in_the_state_agree_and_hide_no_difference() -> None:
+    inf, nan = torch.inf, torch.nan
+
+    def trial(*state: float) -> compiled_step._Trial:
+        return compiled_step._Trial(torch.ones(2), {"weight": torch.ones(3)}, {"bias": torch.tensor(state)})
+
+    expected = trial(inf, -inf, nan, 1.0)
+    assert compiled_step.disagreement(trial(inf, -inf, nan, 1.0), expected) is None
+    for wrong in ((inf, -inf, nan, 2.0), (-inf, -inf, nan, 1.0), (0.0, -inf, nan, 1.0), (inf, -inf, 0.0, 1.0)):
+        assert "the router state bias" in str(compiled_step.disagreement(trial(*wrong), expected))
+    assert "the router state bias" in str(compiled_step.disagreement(trial(inf, 1.0), trial(0.0, 1.0)))

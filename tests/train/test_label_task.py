@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import holdfast
+from holdfast.attacks import swap_words
 from holdfast.cli.evaluate import against_majority
 from holdfast.cli.main import main
 from holdfast.data import Bytes, LabelledText, Vocabulary
@@ -466,7 +467,12 @@ def test_audit_of_a_classifier_in_python_scores_its_labels_and_pairs(foreign: Pa
     texts = [LabelledText(review(n)[0], n % 2, "its music was " + GOOD[n % 4] if n % 3 else "film") for n in range(12)]
     report = holdfast.audit(model, texts, tokenizer=tokenizer, perturb=["none", "words", "typos", "batch"], rate=0.5)
     assert report.perturbations["none"]["overall"]["prediction_flips"] == 0
-    assert report.perturbations["words"]["skipped"] is None and report.perturbations["words"]["tokens"] > 0
+    words = report.perturbations["words"]
+    assert words["skipped"] is None and words["tokens"] > 0
+    flat = [*(one.text for one in texts), *(one.pair or "" for one in texts)]
+    assert sum(batch["words"] for batch in words["details"]) == sum(
+        swap_words(flat, rate=0.5, seed=0).words
+    )  # of both texts
     inner = model.eval()
     with torch.no_grad():
         losses = [

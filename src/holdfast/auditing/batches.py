@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from holdfast.attacks.text import Spans
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, check_size, next_tokens
 from holdfast.data import LabelledText
+from holdfast.data.labelled_texts import flat_texts
 
 
 def audit_batches(
@@ -105,30 +106,34 @@ def labelled_batch(
 ) -> AuditBatch:
     """Return labelled texts or pairs as one batch, encoded and cut as a classifier reads them.
 
-    The spans of a pair are those of its first text. `classes` is 0 if the model does not classify: then labels are
-    not scored.
+    The texts of the batch are those of `flat_texts`: the second texts of pairs follow. `classes` is 0 if the model does not
+    classify: then labels are not scored.
     """
     cut = {} if length is None else {"truncation": True, "max_length": length}
     spans: list[Spans] = []
+    spans_of_second: list[Spans] = []
     rows, types = [], []
     for one in examples:
         found = encoder.tokenizer(one.text, one.pair, verbose=False, return_offsets_mapping=encoder.has_spans, **cut)
         rows.append(torch.tensor(found["input_ids"], dtype=torch.int64))
         types.append(torch.tensor(found.get("token_type_ids", [0] * len(rows[-1])), dtype=torch.int64))
         if encoder.has_spans:
-            of_pair = _in_second_text(found, len(rows[-1]))
-            spans.append(np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2) * ~of_pair[:, None])
+            of_pair = _in_second_text(found, len(rows[-1]))[:, None]
+            offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+            spans.append(offsets * ~of_pair)
+            if one.pair is not None:
+                spans_of_second.append(offsets * of_pair)
     ids = pad_sequence(rows, batch_first=True, padding_value=encoder.pad)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if any(one.pair is not None for one in examples) and "token_type_ids" in found:
         inputs["token_type_ids"] = pad_sequence(types, batch_first=True)
     labels = torch.tensor([int(one.label) for one in examples]) if classes else None
-    texts = tuple(one.text for one in examples)
-    return AuditBatch(number, inputs, labels, texts, tuple(spans) or None, tuple(examples))
+    spans += spans_of_second
+    return AuditBatch(number, inputs, labels, tuple(flat_texts(examples)), tuple(spans) or None, tuple(examples))
 
 
 def _in_second_text(found: Any, count: int) -> Any:
     """Return (T,) bool: which tokens of an encoded pair belong to its second text."""
-    numbers = found.sequence_ids(0) if hasattr(found, "sequence_ids") else [0] * count
+    numbers = found.sequence_ids(0) if hasattr(found, "sequence_ids") else found.get("sequence_ids", [0] * count)
     return np.array([number == 1 for number in numbers], dtype=bool)

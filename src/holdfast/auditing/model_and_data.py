@@ -216,8 +216,8 @@ class AuditBatch:
     number: int
     inputs: dict[str, Tensor]
     labels: Tensor | None
-    texts: tuple[str, ...] | None = None
-    spans: tuple[Spans, ...] | None = None  # of each text's tokens
+    texts: tuple[str, ...] | None = None  # one for each row, then the second texts of pairs
+    spans: tuple[Spans, ...] | None = None  # for each text, of all tokens of its row; empty for tokens of no or another text
     examples: tuple[LabelledText, ...] | None = None  # the texts with their pairs and labels
 
     @property
@@ -227,6 +227,12 @@ class AuditBatch:
     @property
     def size(self) -> int:
         return len(next(iter(self.inputs.values())))
+
+    @property
+    def rows_of_texts(self) -> list[int]:
+        """Return the row of each of `texts`."""
+        second = [row for row, one in enumerate(self.examples or ()) if one.pair is not None]
+        return [*range(self.size), *second]
 
     @property
     def tokens(self) -> int:

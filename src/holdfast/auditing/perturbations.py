@@ -28,6 +28,7 @@ from holdfast.auditing.forwards import ForwardComparison, Observation, Rows, obs
 from holdfast.auditing.layer_certificates import DTYPES, call_in_dtype, rounded, route_again
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, weights_in_dtype
 from holdfast.data import Vocabulary
+from holdfast.data.labelled_texts import with_texts
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 
@@ -260,8 +261,8 @@ class WordChanges(Perturbation):
             return
         if batch.examples is None:
             changed = self.encoder.batch(batch.number, attacked.texts, self.length)
-        else:  # of a pair, only the first text is changed
-            examples = [replace(one, text=text) for one, text in zip(batch.examples, attacked.texts, strict=True)]
+        else:
+            examples = with_texts(batch.examples, attacked.texts)
             changed = labelled_batch(self.encoder, batch.number, examples, self.length, classes=audited.classes)
         first, second = aligned_rows(batch, changed, attacked)
         device = clean.layers[0].tokens.device
@@ -284,13 +285,13 @@ def aligned_rows(before: AuditBatch, after: AuditBatch, attacked: AttackedText) 
     """Return the row indices, in each of the two batches, of the untouched tokens that both texts share."""
     assert before.ids is not None and after.ids is not None and before.spans is not None and after.spans is not None
     first, second = [], []
-    for document, (old, new) in enumerate(zip(before.spans, after.spans, strict=True)):
+    for document, (row, old, new) in enumerate(zip(before.rows_of_texts, before.spans, after.spans, strict=True)):
         old_real, new_real = (np.flatnonzero(spans[:, 0] < spans[:, 1]) for spans in (old, new))
         shared = attacked.common_tokens(document, old[old_real], new[new_real])
         places = torch.from_numpy(old_real[shared[0]]), torch.from_numpy(new_real[shared[1]])
-        same = before.ids[document, places[0]] == after.ids[document, places[1]]
-        first.append(document * before.ids.shape[1] + places[0][same])
-        second.append(document * after.ids.shape[1] + places[1][same])
+        same = before.ids[row, places[0]] == after.ids[row, places[1]]
+        first.append(row * before.ids.shape[1] + places[0][same])
+        second.append(row * after.ids.shape[1] + places[1][same])
     return torch.cat(first), torch.cat(second)
 
 

@@ -5,10 +5,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from holdfast.files import LARGEST, read_json, write_atomically
+from holdfast.files import LARGEST, REPORT_SCHEMA, read_json, write_atomically
 from holdfast.metrics.report import without_nan
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +23,7 @@ class StoredReport:
     settings: dict[str, Any]  # everything that determines the numbers, seeds included
     versions: dict[str, str]
     seconds: float
-    schema: int = field(default=SCHEMA)
+    schema: int = field(default=REPORT_SCHEMA)
 
     def to_json(self) -> str:
         return json.dumps(without_nan(asdict(self)), indent=self.indent, allow_nan=False) + "\n"
@@ -42,9 +40,9 @@ class StoredReport:
             stored = read_json(Path(path), limit=LARGEST)
         except (OSError, ValueError) as problem:
             raise ValueError(f"{path} cannot be read as {cls.kind}: {problem}") from None
-        if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        if not isinstance(stored, dict) or stored.get("schema") != REPORT_SCHEMA:
             found = stored.get("schema") if isinstance(stored, dict) else None
-            raise ValueError(f"{path} is not {cls.kind} of schema {SCHEMA} (it has {found!r}); {cls.remedy}.")
+            raise ValueError(f"{path} is not {cls.kind} of schema {REPORT_SCHEMA} (it has {found!r}); {cls.remedy}.")
         needed = {entry.name for entry in fields(cls) if entry.default is MISSING}
         wrong = (needed - stored.keys()) | (stored.keys() - {entry.name for entry in fields(cls)})
         if wrong:

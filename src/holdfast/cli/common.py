@@ -186,6 +186,18 @@ def require_folder(folder: Path) -> None:
             raise ValueError(f"{place} is not a folder to write into.")
 
 
+def router_names(written: str | None) -> list[str]:
+    """Return the names of `--routers`, joined by commas; an empty list if the option is not given."""
+    from holdfast.routing.grammar import split_routers
+
+    if written is None:
+        return []
+    names = split_routers(written)
+    if not names:
+        raise ValueError(f"--routers is {written!r}; name at least one router.")
+    return names
+
+
 def write_out(path: Path | None, stored: dict[str, Any]) -> None:
     """Write the numbers of a command to its JSON file, if it has one."""
     from holdfast.train.run_folder import write_json

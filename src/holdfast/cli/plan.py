@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, screen, show
+from holdfast.cli.common import PluginFiles, router_names, screen, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,14 +144,15 @@ class Plan:
     """Count the parameters, FLOPs, memory and traffic of a model with each router, without building it. Only config.json is
     read.
 
-    Examples: `holdfast plan llama --experts 16 --k 2 --gpus 8`, `holdfast plan path/to/olmoe --router native smooth`,
-    `holdfast plan llama --experts 8 --set hidden_size=2048 num_hidden_layers=24 --router smoe similarity[rank=64]`
+    Examples: `holdfast plan llama --experts 16 --k 2 --gpus 8`, `holdfast plan path/to/olmoe --routers native,smooth`,
+    `holdfast plan llama --experts 8 --set hidden_size=2048 num_hidden_layers=24 --routers smoe,similarity[rank=64]`
     """
 
     model: Positional[str]
     """A Hugging Face folder or name, a config.json, or a family: llama, qwen3, mixtral, deepseek_v3, ..."""
-    router: tuple[str, ...] = ()
-    """Router names, + joins names, options in brackets, layers after @; by default `smoe` and the five robust routers."""
+    routers: str | None = None
+    """Router names, joined by commas; + joins names, options in brackets, layers after @; by default `smoe` and the five
+    robust routers."""
     experts: int | None = None
     """For a dense model: the number of experts that replace each feed-forward network."""
     k: int | None = None
@@ -193,7 +194,7 @@ class Plan:
             raise ValueError(f"tokens is {self.tokens:g}; give a finite number above 0.")
         done = plan(
             self.model,
-            self.router,
+            router_names(self.routers),
             experts=self.experts,
             k=self.k,
             layers=_layers(self.layers),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, show
+from holdfast.cli.common import PluginFiles, router_names, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +25,12 @@ WARM_UP = 4  # batches that update router state before anything is measured
 class Routers:
     """List the routers by family, or route a batch of text with each of them and print metrics of the routing.
 
-    Examples: `holdfast routers`, `holdfast routers --route`, `holdfast routers --route --names smoe xmoe+top-p --experts 32`
+    Examples: `holdfast routers`, `holdfast routers --route`,
+    `holdfast routers --route --routers smoe,xmoe+top-p --experts 32`
     """
 
-    names: tuple[str, ...] = ()
-    """Router names, + joins names; by default all."""
+    routers: str | None = None
+    """Router names, joined by commas; + joins names, options in brackets; by default all."""
     route: bool = False
     """Route a batch of the embedded text with each router, weights untrained, and print a table."""
     experts: int = 16
@@ -57,7 +58,7 @@ class Routers:
         from holdfast.routing.presets import REGISTRY
         from holdfast.routing.registry import FAMILIES
 
-        wanted = [preset for name in self.names for preset in REGISTRY.parse(name)] or list(REGISTRY)
+        wanted = [preset for name in router_names(self.routers) for preset in REGISTRY.parse(name)] or list(REGISTRY)
         table = Table(title="Routers; + joins names that replace different stages")
         for column in ("name", "replaces stage", "what it does", "paper"):
             table.add_column(column)
@@ -72,6 +73,7 @@ class Routers:
 
     def _print_routes(self) -> None:
         from rich.console import Console
+        from rich.markup import escape
         from rich.progress import track
         from rich.table import Table
 
@@ -95,9 +97,9 @@ class Routers:
             "dropped %",
         ):
             table.add_column(column, justify="right")
-        names, hidden = list(self.names or list_routers()), not sys.stderr.isatty()
+        names, hidden = router_names(self.routers) or list_routers(), not sys.stderr.isatty()
         for name in track(names, "Routing", console=Console(stderr=True), transient=True, disable=hidden):
-            table.add_row(name, *self._describe(name, batches))
+            table.add_row(escape(name), *self._describe(name, batches))
         show(table)
 
     def _describe(self, name: str, batches: list[tuple[Tensor, Tensor]]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.data.documents import Document
-from holdfast.data.tokenizers import HubTokenizer, Spans, Tokenizer, Vocabulary, failures
+from holdfast.data.tokenizers import HubTokenizer, Tokenizer, Vocabulary, failures
 
 NEWLINE = 10  # the byte
 
@@ -115,20 +115,27 @@ class PairEncoder:
         return [*first, NEWLINE if end is None else end, *second]
 
     def __call__(self, text: str, pair: str | None = None, **options: Any) -> dict[str, Any]:
-        """Return the token ids of one text or pair, as a tokeniser of transformers does, and the spans of its first text.
+        """Return the token ids of one text or pair, as a tokeniser of transformers does, with spans and `sequence_ids`.
 
+        `sequence_ids` are 0 for tokens of the first text and 1 for those of the second; the separator has None.
         Of the `options` of transformers' tokenisers, only `max_length` has an effect: there are no special tokens.
         """
+        numbers: list[int | None]
         first, second = self.tokens.encode(text).tolist(), None if pair is None else self.tokens.encode(pair).tolist()
         row = self._joined(first, second, options.get("max_length"))
-        spans = self._spans(text)[: min(len(first), len(row))]  # `first` lost what was cut from a pair
-        rest = [(0, 0)] * (len(row) - len(spans))
-        return {"input_ids": row, "offset_mapping": [*map(tuple, spans.tolist()), *rest]}
+        count = min(len(first), len(row))  # `first` and `second` lost what was cut from a pair
+        spans, numbers = self._spans(text, count), [0] * count
+        if pair is not None and second is not None:
+            spans += [(0, 0), *self._spans(pair, len(second))]
+            numbers += [None, *[1] * len(second)]
+        return {"input_ids": row, "offset_mapping": spans, "sequence_ids": numbers}
 
-    def _spans(self, text: str) -> Spans:
-        """Return the characters of each token of the first text; the ends of a text are not tokens here."""
+    def _spans(self, text: str, count: int) -> list[tuple[int, int]]:
+        """Return the characters of the first `count` tokens of a text; the ends of a text are not tokens here."""
         found = self.tokens.spans(Document("text", text.encode("utf-8", "replace")), first=True)
-        return found[found[:, 0] < found[:, 1]] if isinstance(self.tokens, Vocabulary) else found
+        found = found[found[:, 0] < found[:, 1]] if isinstance(self.tokens, Vocabulary) else found
+        spans = [(start, end) for start, end in found[:count].tolist()]
+        return spans + [(0, 0)] * (count - len(spans))
 
     @property
     def unk_token_id(self) -> int | None:

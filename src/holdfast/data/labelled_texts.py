@@ -19,7 +19,7 @@ them is not whole.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -55,6 +55,20 @@ class LabelledText:
     text: str
     label: float
     pair: str | None = None
+
+
+def flat_texts(rows: Sequence[LabelledText]) -> list[str]:
+    """Return the texts of some examples, followed by their pairs if they have any."""
+    return [row.text for row in rows] + [row.pair for row in rows if row.pair is not None]
+
+
+def with_texts(rows: Sequence[LabelledText], texts: Sequence[str]) -> list[LabelledText]:
+    """Return the examples with other texts, in the order of `flat_texts`."""
+    pairs = iter(texts[len(rows) :])
+    return [
+        replace(row, text=text, pair=None if row.pair is None else next(pairs))
+        for row, text in zip(rows, texts[: len(rows)], strict=True)
+    ]
 
 
 @final

@@ -8,9 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from holdfast.files import LARGEST, read_bytes
-
-SCHEMA = 1
+from holdfast.files import LARGEST, REPORT_SCHEMA, read_bytes
 
 
 def _finite(value: Any) -> Any:
@@ -68,9 +66,9 @@ class ReportFile(StoredModel):
     def parse(cls, stored: Any, source: str | None = None) -> Self:
         """Return what is stored as typed data. Raise ValueError in one line about the first problem in `source`."""
         source = cls.file_name if source is None else source
-        if not isinstance(stored, Mapping) or stored.get("schema") != SCHEMA:
+        if not isinstance(stored, Mapping) or stored.get("schema") != REPORT_SCHEMA:
             found = stored.get("schema") if isinstance(stored, Mapping) else None
-            raise ValueError(f"{source} is not {cls.kind} of schema {SCHEMA} (it says {found!r}); {cls.remedy}.")
+            raise ValueError(f"{source} is not {cls.kind} of schema {REPORT_SCHEMA} (it says {found!r}); {cls.remedy}.")
         try:
             return cls.model_validate(stored)
         except ValidationError as error:

@@ -26,6 +26,7 @@ from holdfast.attacks import AttackedText, attack_texts, find_attack, swap_words
 from holdfast.data import Corpus, Document, LabelledText, Order, TextSet, Tokenizer, text_set, tokenizer
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.encoded_texts import EncodedTexts, PairEncoder
+from holdfast.data.labelled_texts import flat_texts
 from holdfast.data.tokenizers import HubTokenizer, Vocabulary
 from holdfast.errors import unknown_name
 from holdfast.hub import trace
@@ -383,11 +384,6 @@ def predict(
 
 def _best_class(logits: Tensor) -> Tensor:
     return torch.where(logits.isnan().any(1), logits.shape[1], logits.argmax(1))
-
-
-def flat_texts(rows: Sequence[LabelledText]) -> list[str]:
-    """Return the texts of some examples, followed by their pairs if they have any."""
-    return [row.text for row in rows] + [row.pair for row in rows if row.pair is not None]
 
 
 def _documents(row: LabelledText) -> list[Document]:

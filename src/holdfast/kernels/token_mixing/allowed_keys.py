@@ -54,7 +54,7 @@ def allowed_only(
     if HAS_REAL:
         allowed = allowed & (tl.load(real + group * keys + column, mask=column < keys, other=0) != 0)
     if MASK != 0:
-        place = mask.at + start + row.to(tl.int64) * mask.row + column * mask.column
+        place = mask.at + start + row.to(tl.int64) * mask.row + column.to(tl.int64) * mask.column
         given = tl.load(place, mask=(column < keys) & (row < queries), other=0)
         if MASK == 1:
             allowed = allowed & (given != 0)
