@@ -39,7 +39,7 @@ def enwik8(dim: int) -> dict[str, Any]:
     }
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "cpu": {"tiny": ("tiny", {})},
     "cuda": {"d 352": ("enwik8", enwik8(352)), "d 384": ("enwik8", enwik8(384))},
 }
