@@ -2,7 +2,8 @@
 
     python docs/site/router_pages.py            # write them again, after a change of a router, of results or of times
 
-By hand are only the idea, some formulas, warnings and the papers, in router_texts.yaml. Everything else is read from where it is true:
+By hand are only the idea, some formulas, warnings and the papers, in router_texts.yaml. Everything else is read from
+where it is true:
 
     formula, options    docstrings and constructors of the router's parts
     picture             what the router does on the line between two tokens (router_slices.py), drawn to pictures/NAME.svg
@@ -378,15 +379,19 @@ def _certificate(router: Router, batches: Sequence[tuple[Any, Any]]) -> str:
     except NoCertificate as reason:
         text = str(reason).strip().rstrip(".")
         return f"{text[0].upper()}{text[1:]}. [Certificates](../certificates.md) says what can be done instead."
-    infinite = ", and infinite: no change of hidden states changes its experts. Another token id does" if found.radius.isinf().all() else ""
+    infinite = (
+        ", and infinite: no change of hidden states changes its experts. Another token id does"
+        if found.radius.isinf().all()
+        else ""
+    )
     meaning = {
         "exact": "the radius is the distance to the nearest decision boundary",
         "lower bound": "no perturbation within the radius changes the selected experts; larger ones may be harmless too",
         "probabilistic": "the radius holds with high probability",
     }[found.kind]
     core = (
-        " It is about the hard core, the k experts with the largest weights: within the radius other experts may still enter and "
-        "leave, with weights that start at 0. The radius is that of plain top-k with the same scores."
+        " It is about the hard core, the k experts with the largest weights: within the radius other experts may still enter "
+        "and leave, with weights that start at 0. The radius is that of plain top-k with the same scores."
         if _has_core(router)
         else ""
     )

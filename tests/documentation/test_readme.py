@@ -38,7 +38,8 @@ def test_the_readme_is_short_and_starts_with_a_sentence_a_picture_and_the_two_co
 
 def test_the_example_is_short_and_shows_the_total_beside_what_improves() -> None:
     assert len(example().splitlines()) <= 10
-    assert all(name in example() for name in ("noise.0.01.total", "noise.0.01.flip", "prediction_flips", "experts_per_token"))
+    shown = ("noise.0.01.total", "noise.0.01.flip", "prediction_flips", "experts_per_token")
+    assert all(name in example() for name in shown)
 
 
 @pytest.mark.slow
