@@ -390,8 +390,8 @@ def _certificate(router: Router, batches: Sequence[tuple[Any, Any]]) -> str:
         "probabilistic": "the radius holds with high probability",
     }[found.kind]
     core = (
-        " It is about the hard core, the k experts with the largest weights: within the radius other experts may still enter "
-        "and leave, with weights that start at 0. The radius is that of plain top-k with the same scores."
+        " It is about the hard core, the k experts with the largest weights: within the radius other experts may still "
+        "enter and leave, with weights that start at 0. The radius is that of plain top-k with the same scores."
         if _has_core(router)
         else ""
     )

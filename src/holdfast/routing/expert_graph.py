@@ -30,9 +30,9 @@ class ExpertGraph(Informer, StatefulPart):
 
     beta            A <- beta A + (1 - beta) A', with A' the normalised C
     init            "zero" (the best in the paper: the layer outputs 0 until the first training batch), "identity",
-                    "uniform", "kaiming" or "xavier"; the last two use absolute values, because gates are not negative. The default is
-                    "identity" with trained weights (`reroute`, or `sparsify` with copies) and for a sinkhorn graph, else
-                    "zero"
+                    "uniform", "kaiming" or "xavier"; the last two use absolute values, because gates are not negative. The
+                    default is "identity" with trained weights (`reroute`, or `sparsify` with copies) and for a sinkhorn
+                    graph, else "zero"
     normalize       "row"          a_ij = C_ij / sum_j C_ij (algorithm 1); g need not sum to 1
                     "conditional"  a_ij = C_ij / C_jj, the share of the tokens of j that also select i (eqn 7); g sums to k
                     "sinkhorn"     symmetric and doubly stochastic, starting at the identity, as proposition 1 assumes
