@@ -2,14 +2,15 @@
 
     python docs/site/router_pages.py            # write them again, after a change of a router, of results or of times
 
-By hand are only the idea, some formulas and the papers, in router_texts.yaml. Everything else is read from where it is true:
+By hand are only the idea, some formulas, warnings and the papers, in router_texts.yaml. Everything else is read from
+where it is true:
 
     formula, options    docstrings and constructors of the router's parts
     picture             what the router does on the line between two tokens (router_slices.py), drawn to pictures/NAME.svg
     traits, needs       what the router declares, built at the sizes below
     cost                what its parts declare at the sizes below, and the times in docs/performance.md
     certificate         what `certify` answers for the router
-    results             the rows of docs/results.md that name it
+    results             the rows of docs/results.md, and of the demo in docs/comparing.md, that name it
     when to take it     the problems of docs/which-router.md that it is advised for
 """
 
@@ -76,6 +77,8 @@ SIZES = LayerSizes(
 )
 EXPERT_FLOPS = 6.0 * SIZES.dim * HIDDEN  # of one gated expert and one token, forward
 
+DEMO = "[The demo](../comparing.md#the-demo), a tiny model and 150 steps, perplexity"
+
 # The sizes of the routers that are built to ask for traits and certificates.
 DIM, EXPERTS, SEQUENCES = 64, 16, 2
 
@@ -108,7 +111,7 @@ def page(preset: Preset) -> str:
         "## Options",
         _options(preset, parts),
         "## Traits",
-        _traits(router),
+        _traits(router, TEXTS[preset.name].get("traits", "")),
         "## Cost",
         _cost(preset),
         *_times(preset.name),
@@ -157,11 +160,23 @@ def _use(preset: Preset, router: Router) -> str:
 
 
 def _advice(name: str) -> str:
-    """Return the problems that docs/which-router.md advises the router for, each with a link to its evidence."""
+    """Return the problems that docs/which-router.md advises the router for, each with a link to its evidence.
+
+    A problem counts as its own if the router is the first that the row names. In other rows another one comes first.
+    """
     (table,) = [one for one in tables((DOCS / "which-router.md").read_text(encoding="utf-8")) if one.columns[1] == "take"]
-    problems = [row[0].replace("](#", "](../which-router.md#") for row in table.rows if name in names_in(row[1])]
-    if problems:
-        return f"**When to take it**: {'; '.join(problems)}."
+    first, later = list[str](), list[str]()
+    for row in table.rows:
+        if name in names_in(row[1]):
+            codes = re.findall(r"`[^`]+`", row[1])
+            problem = row[0].replace("](#", "](../which-router.md#")
+            (first if name in router_names(codes[0]) else later).append(problem)
+    lists = [f"**When to take it**: {'; '.join(first)}."] if first else []
+    if later:
+        about = "another router is named first there, and no advantage over it is shown"
+        lists.append(f"**Also possible** ({about}): {'; '.join(later)}.")
+    if lists:
+        return "\n\n".join(lists)
     return (
         "**When to take it**: [which router when](../which-router.md) advises it for no problem. "
         "Take it to compare routers, or to follow its paper."
@@ -199,11 +214,12 @@ def _picture(name: str) -> Iterator[str]:
     found = re.search("<desc>(.+)</desc>", (PICTURES / f"{name}.svg").read_text(encoding="utf-8"))
     assert found, name
     yield f"![Weights of the experts of {name} between two tokens](pictures/{name}.svg)"
+    others = {"smoe": "[`smoe`](smoe.md), plain top-k", "smooth": "[`smooth`](smooth.md), without jumps"}
+    compared = " and ".join(text for other, text in others.items() if other != name)
     yield (
         "The weights of the experts, one on top of the other, while a token moves straight from token A to token B; the "
         f"numbers are those of the experts. {found[1]} Every router is drawn with the same two tokens and 6 experts, and "
-        "those with linear scores have the same vectors of experts: compare with [`smoe`](smoe.md), plain top-k, and "
-        "[`smooth`](smooth.md)."
+        f"those with linear scores have the same vectors of experts: compare with {compared}."
     )
 
 
@@ -218,7 +234,11 @@ def _options(preset: Preset, parts: dict[str, type[Part]]) -> str:
             if parameter.name in (*GIVEN, *NOISE) or option in rows:
                 continue
             default = preset.defaults.get(option, parameter.default)
-            cells = [f"`{option}`", _values(hints[parameter.name]), _default(default), described.get(parameter.name, "")]
+            shown = _default(default)
+            if parameter.name in part.pretrained_defaults:
+                trained = part.pretrained_defaults[parameter.name]
+                shown += "; with trained weights " + ("see the meaning" if trained is None else _default(trained))
+            cells = [f"`{option}`", _values(hints[parameter.name]), shown, described.get(parameter.name, "")]
             rows[option] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     of_top_k = {"k": "experts per token", **_described(REGISTRY.part_classes("smoe")[-1])}
     for option, value in preset.defaults.items():
@@ -281,7 +301,7 @@ def _built(name: str) -> tuple[Router, list[tuple[Any, Any]]]:
     return router.eval(), _batches()
 
 
-def _traits(router: Router) -> str:
+def _traits(router: Router, exception: str) -> str:
     def word(value: bool) -> str:
         return "yes" if value else "no"
 
@@ -292,7 +312,7 @@ def _traits(router: Router) -> str:
     table = "\n".join(["| trait | in evaluation | in training |", "|---|---|---|", *rows])
     reads = sorted(READS[name] for name in router.reads)
     needs = f"Besides its tokens it reads {' and '.join(reads)}." if reads else "It reads nothing but its tokens."
-    return f"{table}\n\n{needs}"
+    return "\n\n".join(filter(None, [table, " ".join(exception.split()), needs]))
 
 
 def _cost(preset: Preset) -> str:
@@ -359,13 +379,22 @@ def _certificate(router: Router, batches: Sequence[tuple[Any, Any]]) -> str:
     except NoCertificate as reason:
         text = str(reason).strip().rstrip(".")
         return f"{text[0].upper()}{text[1:]}. [Certificates](../certificates.md) says what can be done instead."
-    infinite = ", and infinite: nothing that happens to its input changes its experts" if found.radius.isinf().all() else ""
+    infinite = (
+        ", and infinite: no change of hidden states changes its experts. Another token id does"
+        if found.radius.isinf().all()
+        else ""
+    )
     meaning = {
         "exact": "the radius is the distance to the nearest decision boundary",
         "lower bound": "no perturbation within the radius changes the selected experts; larger ones may be harmless too",
         "probabilistic": "the radius holds with high probability",
     }[found.kind]
-    core = " It is about the hard core, the k experts with the largest weights." if _has_core(router) else ""
+    core = (
+        " It is about the hard core, the k experts with the largest weights: within the radius other experts may still "
+        "enter and leave, with weights that start at 0. The radius is that of plain top-k with the same scores."
+        if _has_core(router)
+        else ""
+    )
     kind = f"Kind: **{found.kind}**{infinite or f': {meaning}'}.{core}"
     return f"{kind} [Certificates](../certificates.md) says what is certified."
 
@@ -376,17 +405,20 @@ def _has_core(router: Router) -> bool:
 
 
 def _results(name: str) -> Iterator[str]:
-    """Yield the rows of docs/results.md that name the router, and the claims about it."""
+    """Yield the rows of docs/results.md and of the demo that name the router, and the claims about it."""
     text = (DOCS / "results.md").read_text(encoding="utf-8")
+    demo = [one for one in tables((DOCS / "comparing.md").read_text(encoding="utf-8")) if one.heading == "The demo"]
     withdrawn = False
-    for table in tables(text):
+    if "warning" in TEXTS[name]:
+        yield " ".join(TEXTS[name]["warning"].split())
+    for table in [*tables(text), *demo]:
         rows = [row for row in table.rows if name in router_names(row[0])]
         if not rows or table.columns[0] != "router":
             continue
         baseline = [row for row in table.rows if row[0] == "`smoe`" and row not in rows]
         withdrawn |= any(row[0].endswith("*") for row in rows)
         lines = [table.columns, ["---"] * len(table.columns), *baseline, *rows]
-        yield f"**{table.heading}**"
+        yield f"**{table.heading}**" if table not in demo else f"**{DEMO}**"
         yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
     claims = [
         row

@@ -51,7 +51,7 @@ def test_an_idea_is_three_sentences(name: str) -> None:
     idea = " ".join(TEXTS[name]["idea"].split())
     sentences = re.findall(r"[.!?](?= [A-Z`]|$)", idea)
     assert len(sentences) == 3, idea
-    assert TEXTS[name]["papers"] and TEXTS[name].keys() <= {"idea", "formula", "papers", "claims"}
+    assert TEXTS[name]["papers"] and TEXTS[name].keys() <= {"idea", "formula", "papers", "claims", "traits", "warning"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,7 +86,7 @@ def test_results_and_times_are_those_of_the_documents() -> None:
 
 
 def test_a_changed_result_makes_the_stored_page_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("results.md", "performance.md", "which-router.md"):
+    for name in ("results.md", "performance.md", "which-router.md", "comparing.md"):
         shutil.copy(DOCS / name, tmp_path)
     results = (tmp_path / "results.md").read_text()
     (tmp_path / "results.md").write_text(results.replace("| `ac` | 2.00 | 2.503 |", "| `ac` | 2.00 | 9.999 |"))

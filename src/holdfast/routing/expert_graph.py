@@ -24,14 +24,17 @@ SINKHORN_ROUNDS = 200
 
 
 class ExpertGraph(Informer, StatefulPart):
-    """g_j = sum_k a_jk p_k. Each batch stages C = Z^T Z, with Z the 0/1 matrix of the top k raw logits of its real tokens.
+    """Gates g_i = sum_j a_ij p_j. C_ij counts the real tokens of a batch that have experts i and j among the k best logits.
+
+    Experts are selected by g, but counted by the logits.
 
     beta            A <- beta A + (1 - beta) A', with A' the normalised C
-    init            "zero" (the best in the paper: the layer outputs 0 until the first batch is committed), "identity",
-                    "uniform", "kaiming" or "xavier"; the last two use absolute values, because gates are not negative. None:
-                    "identity" for a sinkhorn graph, else "zero"
-    normalize       "row"          a_jk = C_jk / sum_k C_jk (algorithm 1); g need not sum to 1
-                    "conditional"  a_jk = C_jk / C_kk, the share of the tokens of k that also select j (eqn 7); g sums to k
+    init            "zero" (the best in the paper: the layer outputs 0 until the first training batch), "identity",
+                    "uniform", "kaiming" or "xavier"; the last two use absolute values, because gates are not negative. The
+                    default is "identity" with trained weights (`reroute`, or `sparsify` with copies) and for a sinkhorn
+                    graph, else "zero"
+    normalize       "row"          a_ij = C_ij / sum_j C_ij (algorithm 1); g need not sum to 1
+                    "conditional"  a_ij = C_ij / C_jj, the share of the tokens of j that also select i (eqn 7); g sums to k
                     "sinkhorn"     symmetric and doubly stochastic, starting at the identity, as proposition 1 assumes
     threshold       entries below it count as 0 (a sparse graph)
     weights         (option of the selector) raw gates by default, as in the paper; `weights="softmax"` renormalises them,

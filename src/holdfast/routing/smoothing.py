@@ -58,6 +58,9 @@ class SmoothTopK(Selector, StatefulPart):
     budget (only a budget of 0 has an effect: plain top-k). In training, and in `holdfast.calibrate`, the width follows from
     the budget, and the fixed width is only the start. A model with random weights starts with width 0, plain top-k.
 
+    In training there is memory for k + 2 x budget experts per token, on average over a batch. If the strips of a batch have
+    more, they end earlier, without a jump; `router.select.overflow` is the share of experts that this leaves out, usually 0.
+
     budget      the mean number of experts of a token besides its k best, in training and calibration; without either, the
                 width eps is fixed
     control     how the width eps is set. "quantile": eps is the running quantile of the gaps c - logit_j at which the mean
@@ -67,15 +70,16 @@ class SmoothTopK(Selector, StatefulPart):
     anneal      keep the budget for half of the training, lower it to 0 over a quarter, and use hard top-k in evaluation
     most        the largest number of experts of a token; None: all experts. A token that would have more gets a narrower
                 strip, which ends at the level of the first expert without a slot, so that the output stays continuous.
-                On a GPU, memory is allocated for `most` slots per token in evaluation, and for k + 2 budget in training,
-                if that is less: the strips of a batch with more experts end earlier, see above and `overflow`
-    eps         the width of the strip before the first training or calibration batch. The default 0 is for random weights.
-                In a trained model (`reroute`, or `sparsify` with copies) it is None: the fixed width described above
+                On a GPU, memory is allocated for `most` slots per token in evaluation, and for k + 2 x budget in training,
+                if that is less
+    eps         the width of the strip before the first training or calibration batch. The default is 0 with random weights.
+                With trained weights (`reroute`, or `sparsify` with copies) it is None: 0.1 in logits, 0.02 in sigmoid gates
     eta         control="loss": eta at the start of training, eps = softplus(eta). It takes precedence over `eps`; None: -9,
                 or the eta of a positive `eps`
-    a, b        the exponents of S, positive: a factor grows from 0 as u^a at the lower edge of the strip, and reaches 1 as
-                1 - (1-u)^b at its upper edge. The output is continuous for all of them; in float32 the smallest step of a
-                factor is 2^(-24 a) at the lower and 2^(-24 b) at the upper edge, so values far below 1 are steps in practice
+    a           the exponent of S at the lower edge of the strip, positive: a factor grows from 0 as u^a. The output is
+                continuous for every value; in float32 the smallest step of a factor is 2^(-24 a), so values far below 1
+                are steps in practice
+    b           the same at the upper edge, where a factor reaches 1 as 1 - (1-u)^b; the smallest step is 2^(-24 b)
     inference   what evaluation uses: "smooth", or "hard": top-k
     rule        the rule of the model that the router is built for; None: a softmax over the slots in use, as in the paper
     """
