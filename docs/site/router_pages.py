@@ -170,6 +170,8 @@ def _advice(name: str) -> str:
         if name in names_in(row[1]):
             codes = re.findall(r"`[^`]+`", row[1])
             problem = row[0].replace("](#", "](../which-router.md#")
+            if "+" in codes[0]:
+                problem = f"joined as {codes[0]}: {problem}"
             (first if name in router_names(codes[0]) else later).append(problem)
     lists = [f"**When to take it**: {'; '.join(first)}."] if first else []
     if later:
@@ -365,8 +367,8 @@ def _times(name: str) -> Iterator[str]:
     if found:
         times = "; ".join(f"{cell}: {' and '.join(numbers)} ms" for cell, numbers in found.items())
         yield (
-            "Measured on an H200, forward and backward of the router at these sizes, where the experts take about 9 ms: "
-            f"{times}. [performance](../performance.md#routers) says how, and in which runs."
+            "Measured on an H200, forward and backward of the router together at these sizes, "
+            f"where the experts take about 9 ms; two times are of two runs: {times}. [performance](../performance.md#routers) says how."
         )
     else:
         yield "Its time is not in [performance](../performance.md#routers)."
