@@ -368,7 +368,8 @@ def _times(name: str) -> Iterator[str]:
         times = "; ".join(f"{cell}: {' and '.join(numbers)} ms" for cell, numbers in found.items())
         yield (
             "Measured on an H200, forward and backward of the router together at these sizes, "
-            f"where the experts take about 9 ms; two times are of two runs: {times}. [performance](../performance.md#routers) says how."
+            f"where the experts take about 9 ms; two times are of two runs: {times}. "
+            "[performance](../performance.md#routers) says how."
         )
     else:
         yield "Its time is not in [performance](../performance.md#routers)."

@@ -178,7 +178,8 @@ def test_pairs_are_joined_and_cut_from_the_longer_text() -> None:
     joined = PairEncoder(Bytes(), 9, pad=0).encode(["ab"], ["cd"])
     assert bytes(joined.tokens.tolist()) == b"ab\ncd"
     called = PairEncoder(vocabulary, 5, pad=1)("a b c d", "e f")
-    assert called["offset_mapping"] == [(0, 1), (2, 3), (0, 0), (0, 0), (0, 0)]  # of the first text only
+    assert called["offset_mapping"] == [(0, 1), (2, 3), (0, 0), (0, 1), (2, 3)]  # of each text's own characters
+    assert called["sequence_ids"] == [0, 0, None, 1, 1]
 
 
 def test_pairs_and_numbers_to_predict_are_trained_and_scored(tmp_path: Path) -> None:
