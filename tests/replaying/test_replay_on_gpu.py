@@ -62,31 +62,29 @@ def test_own_routes_change_nothing_beyond_what_a_second_live_forward_changes(rou
     replayed, replayed_gradients = run(model, ids, routed_experts=routes)
     noise = difference(second, live), max(difference(second_gradients[n], g) for n, g in live_gradients.items())
     found = difference(replayed, live), max(difference(replayed_gradients[n], g) for n, g in live_gradients.items())
-    print(f"\nREPLAY {router} {dtype} live again {noise} replayed {found}")
     assert found[0] == noise[0] == 0
     assert found[1] <= 2 * noise[1] + 1e-6
+
+
+def assert_own_routes_give_the_same_bits(model: Any) -> None:
+    ids = torch.randint(3, 32, (4, 16), device="cuda")
+    with torch.no_grad(), holdfast.trace(model) as trace:
+        live = model(input_ids=ids).logits
+    with torch.no_grad():
+        replayed = model(input_ids=ids, routed_experts=holdfast.Routes.from_trace(trace, model)).logits
+    assert torch.equal(replayed, live)
 
 
 @pytest.mark.parametrize("model_type", NATIVE)
 def test_native_models_that_replay_their_own_routes_compute_the_same_bits(model_type: str) -> None:
     model = holdfast.reroute(tiny(model_type), "native").cuda().eval()
-    ids = torch.randint(3, 32, (4, 16), device="cuda")
-    with torch.no_grad(), holdfast.trace(model) as trace:
-        live = model(input_ids=ids).logits
-    with torch.no_grad():
-        replayed = model(input_ids=ids, routed_experts=holdfast.Routes.from_trace(trace, model)).logits
-    assert torch.equal(replayed, live)
+    assert_own_routes_give_the_same_bits(model)
 
 
 @pytest.mark.parametrize("router", IN_TEXT_MODELS)
 def test_every_router_that_replays_its_own_routes_computes_the_same_bits(router: str) -> None:
     model = holdfast.reroute(tiny("mixtral"), router).cuda().eval()
-    ids = torch.randint(3, 32, (4, 16), device="cuda")
-    with torch.no_grad(), holdfast.trace(model) as trace:
-        live = model(input_ids=ids).logits
-    with torch.no_grad():
-        replayed = model(input_ids=ids, routed_experts=holdfast.Routes.from_trace(trace, model)).logits
-    assert torch.equal(replayed, live)
+    assert_own_routes_give_the_same_bits(model)
 
 
 @pytest.mark.parametrize("router", ["native", "smoe", "smooth"])

@@ -69,7 +69,7 @@ def compile_step(step: TrainingStep, inputs: Sequence[Inputs], compiler: Compile
             if step.on_gpu:
                 torch.cuda.empty_cache()  # a captured step cannot use this memory
     if problem is not None:
-        logger.warning("training runs without torch.compile, which is slower: %s.", problem)
+        logger.warning("training runs without torch.compile: %s.", problem)
 
 
 def _try_compiled(
