@@ -4,7 +4,8 @@
     python benchmarks/host.py --device cuda              # on a GPU: GPT-2 of 6 layers, d 384, 16 experts, top 2, bf16
     python benchmarks/host.py --device cuda --profile smoe   # also the host time of each operator and Python function
 
-    wall        milliseconds of a step if many are queued, as in training
+    wall        milliseconds of a step if many are queued, as in training, and in brackets times those of the dense model, in
+                turns with it: hosts become slower and faster by a third within seconds
     issue       milliseconds that Python needs to start a step, without waiting for the GPU
     kernels     the sum of the times of all kernels of a step
     launches    how many kernels a step launches
@@ -27,7 +28,7 @@ import torch
 import transformers
 from command import check, command, write
 from models import Shape, trainer
-from timing import time_in_turns
+from timing import median_ratio, time_in_turns
 from torch import Tensor
 from versions import versions
 
@@ -65,6 +66,7 @@ def captured(made: Any, ids: Tensor) -> Callable[[], object]:
     """Return a step that is captured as in `holdfast compare`; it raises an error if that is not possible."""
     training = TrainingPart(steps=1, batch=len(ids), learning_rate=1e-4)
     step = CapturedStep(TrainingStep(made, adamw(made, training), schedule_of(training, 1), 1, 1.0, "bf16"))
+    made.config.use_cache = False  # as the training loop does
     batch = [{"input_ids": ids, "labels": ids}]
     for _ in range(5):
         step(batch)
@@ -110,13 +112,16 @@ def print_profile(step: Callable[[], object], steps: int = 5) -> None:
 def measure(shape: Shape, device: str, rounds: int, routers: Sequence[str]) -> dict[str, dict[str, float]]:
     ids = torch.randint(1, shape.vocabulary, (shape.sequences, shape.length), device=device)
     found: dict[str, dict[str, float]] = {}
+    dense = trainer(model(shape, "dense", device), ids, device)
     for name in routers:
-        step = trainer(model(shape, name, device), ids, device)
-        wall = statistics.median(time_in_turns({name: step}, device, rounds, QUEUED if device == "cuda" else 1)[name])
+        step = dense if name == "dense" else trainer(model(shape, name, device), ids, device)
+        times = time_in_turns({"dense": dense, name: step}, device, rounds, QUEUED if device == "cuda" else 1)
+        wall, ratio = statistics.median(times[name]), median_ratio(times[name], times["dense"])
         issue = issue_time(step, device, rounds)
         inside, launches = kernels(step, device)
-        found[name] = {"wall": wall, "issue": issue, "kernels": inside, "launches": launches}
-        line = f"  {name:14} wall {wall:7.2f} ms   issue {issue:7.2f}   kernels {inside:7.2f}   launches {launches}"
+        found[name] = {"wall": wall, "of dense": ratio, "issue": issue, "kernels": inside, "launches": launches}
+        line = f"  {name:14} wall {wall:7.2f} ms ({ratio:.2f})   issue {issue:7.2f}"
+        line += f"   kernels {inside:7.2f}   launches {launches}"
         del step
         if device == "cuda":
             step = captured(model(shape, name, device).train(), ids)

@@ -75,7 +75,8 @@ class Routing:
     @property
     def loss(self) -> Tensor:
         """The sum of `losses`, which the caller adds to the training loss."""
-        return torch.stack([*self.losses.values(), self.gates.new_zeros(())]).sum()
+        values = list(self.losses.values())
+        return values[0] if len(values) == 1 else torch.stack([*values, self.gates.new_zeros(())]).sum()
 
 
 # `torch.export` can then export a layer that returns a Routing.

@@ -13,7 +13,6 @@ dtype is.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -177,8 +176,9 @@ class Router(nn.Module):
         tokens = self._as_sequences(tokens)
         real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
+        parts = self.all_parts
         if self.training:
-            self._commit_state()
+            self._commit_state(parts)
         with _without_autocast(tokens.device.type):
             logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
             slots = None
@@ -192,21 +192,22 @@ class Router(nn.Module):
             if context.replayed is not None:
                 selection = self._replay(context.replayed, selection, scores)
             weights = selection.weights if self.scale == 1 else selection.weights * self.scale
+            losses = dict(selection.losses)
             routing = Routing(
                 logits=_detach_unusable(logits, usable).flatten(0, 1),
                 gates=_detach_unusable(selection.gates, usable).flatten(0, 1),
                 experts=selection.experts.flatten(0, 1),
                 weights=_detach_unusable(weights, usable).flatten(0, 1),
-                losses=dict(selection.losses),
+                losses=losses,
                 requested=None if selection.requested is None else selection.requested.flatten(0, 1),
                 dropped=None if selection.dropped is None else selection.dropped.flatten(),
-                balance_groups=self._balance_groups(tokens, context),
+                balance_groups=self._balance_groups(parts, tokens, context),
                 rows=None if selection.rows is None else selection.rows.flatten(),
                 dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
                 shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
             )
             if self.training and self.learning and self.losses is not None:
-                routing = replace(routing, losses={**routing.losses, **self.losses(routing, real)})
+                losses |= self.losses(routing, real)
         wait_for_side_stream(tokens)
         return routing
 
@@ -232,18 +233,18 @@ class Router(nn.Module):
             gates = self._require_finite(gates, tokens, real)  # products of two tokens may overflow
         return Scores.from_gates(gates, logits, slots)
 
-    def _balance_groups(self, tokens: Tensor, context: Context) -> Tensor | None:
+    def _balance_groups(self, parts: Sequence[Part], tokens: Tensor, context: Context) -> Tensor | None:
         """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
         groups = None
-        for part in self.all_parts:
+        for part in parts:
             own = part.balance_groups(tokens, context)
             if own is not None:
                 groups = own if groups is None else (groups.unsqueeze(-1) & own.unsqueeze(-2)).flatten(-2)
         return None if groups is None else groups.flatten(0, 1)
 
-    def _commit_state(self) -> None:
-        """Update the state of all parts with the statistics that they collected in the previous training batch."""
-        for part in self.all_parts:
+    def _commit_state(self, parts: Sequence[Part]) -> None:
+        """Update the state of the parts with the statistics that they collected in the previous training batch."""
+        for part in parts:
             if isinstance(part, StatefulPart):
                 part.begin_training_forward()
 

@@ -111,7 +111,8 @@ class TokenGraph(Informer):
 
 def visible_rows(rows: Tensor, visible: VisibleTokens | None) -> Tensor:
     """Return the cached rows of tokens whose keys attention still has: a sliding window drops the earliest."""
-    return rows if visible is None else rows[:, -visible.keys :]
+    # The same object where all are visible: then keys that equal queries are still known to.
+    return rows if visible is None or rows.shape[1] == visible.keys else rows[:, -visible.keys :]
 
 
 def masks_of_heads(mask: Tensor | None) -> Tensor | None:

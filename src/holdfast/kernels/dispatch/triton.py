@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.launching import cdiv, next_power_of_2
 
 SHARES = 16  # of an expert's rows: each is added up by its own programs, so that one expert with all rows is not slow
@@ -35,6 +36,7 @@ def _experts_of(chosen, slot, slots, experts):
     return expert, (expert >= 0) & (expert < experts)
 
 
+@fast_launch
 @triton.jit
 def _count(chosen, counts, slots, experts, blocks, BINS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
@@ -43,6 +45,7 @@ def _count(chosen, counts, slots, experts, blocks, BINS: tl.constexpr, BLOCK: tl
     tl.store(counts + bins.to(tl.int64) * blocks + block, tl.histogram(expert, BINS, mask=used), mask=bins < experts)
 
 
+@fast_launch
 @triton.jit
 def _add_up(counts, totals, blocks, SPAN: tl.constexpr):
     """Replace an expert's counts by the number of its slots in the blocks before."""
@@ -57,6 +60,7 @@ def _add_up(counts, totals, blocks, SPAN: tl.constexpr):
     tl.store(totals + expert, total)
 
 
+@fast_launch
 @triton.jit
 def _place(
     chosen, counts, totals, order, rows, offsets, slots, experts, blocks, most, BINS: tl.constexpr, BLOCK: tl.constexpr
@@ -98,6 +102,7 @@ def _expert_of(row, offsets, experts, BINS: tl.constexpr):
     return tl.sum((ends <= row).to(tl.int64), axis=0)
 
 
+@fast_launch
 @triton.jit
 def _gather(tokens, slots, used, out, width, K: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
     """Read a token once and write it to all its rows; reading it once for every row takes half as long again."""
@@ -110,6 +115,7 @@ def _gather(tokens, slots, used, out, width, K: tl.constexpr, SLOTS: tl.constexp
         tl.store(out + row * width + column, values, mask=(column < width) & (row + 0 * column < limit))
 
 
+@fast_launch
 @triton.jit
 def _combine(
     rows,
@@ -118,14 +124,14 @@ def _combine(
     used,
     out,
     width,
+    bias,
+    offsets,
+    experts,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     FEW: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    bias,
-    offsets,
-    experts,
     BINS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -146,6 +152,7 @@ def _combine(
     tl.store(out + token * width + column, total, mask=column < width)
 
 
+@fast_launch
 @triton.jit
 def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK: tl.constexpr):
     """Multiply gradients by their weights, in place."""
@@ -164,6 +171,7 @@ def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK:
         tl.store(dots + slot, tl.sum(total, axis=0))
 
 
+@fast_launch
 @triton.jit
 def _add_bias(rows, bias, offsets, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -175,6 +183,7 @@ def _add_bias(rows, bias, offsets, width, experts, BINS: tl.constexpr, BLOCK: tl
         tl.store(place, tl.load(place, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32), mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _sum_rows(rows, weights, order, offsets, out, width, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add up one share of the rows of one expert: blocks number `share`, `share + shares`, ..."""
@@ -197,6 +206,7 @@ def _sum_rows(rows, weights, order, offsets, out, width, WEIGHTED: tl.constexpr,
     tl.store(out + place, tl.sum(total, axis=0), mask=column < width)
 
 
+@fast_launch
 @triton.jit
 def _add_bias_dots(grad, bias, order, offsets, dots, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
     used = tl.load(offsets + experts - 1).to(tl.int64)
@@ -230,6 +240,7 @@ def _activation(x, NAME: tl.constexpr):
     return x * s, s * (1.0 + x * (1.0 - s))
 
 
+@fast_launch
 @triton.jit
 def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -241,6 +252,7 @@ def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(out + row * width + column, value * up, mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _glu_backward(grad, gate_up, weights, order, used, grad_gate_up, dots, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
     """`_scale_and_dot` for rows h = activation(gate) * up, which are computed again; `grad` is replaced by weight * h."""
@@ -323,10 +335,10 @@ def combine(
         used,
         out,
         out.shape[1],
+        rows if bias is None else bias,
+        used if offsets is None else offsets,
+        experts,
         WEIGHTED=weights is not None,
-        bias=rows if bias is None else bias,
-        offsets=used if offsets is None else offsets,
-        experts=experts,
         BINS=0 if bias is None else next_power_of_2(experts),
         **_slot_options(slots),
     )

@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.launching import cdiv
 
 BLOCK = 4096
 
 
+@fast_launch
 @triton.jit
 def _check(
     scores, real, layer, name, found, size, experts, MASKED: tl.constexpr, LETTERS: tl.constexpr, BLOCK: tl.constexpr

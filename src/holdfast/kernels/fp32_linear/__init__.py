@@ -20,13 +20,16 @@ from holdfast.kernels.launching import EVERYWHERE, has_kernels, is_exporting, on
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF_DTYPES, torch.float32)
+EXACT = ("ieee", "none")  # settings of PyTorch's switches for float32 products that round nothing
 
 
 def ieee_float32() -> AbstractContextManager[object]:
     """Make products inside full float32, also in a backward that runs under autocast; restore the user's settings after."""
-    is_set = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")) or any(
-        switch.fp32_precision not in ("ieee", "none")
-        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    is_set = (
+        torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or torch.backends.cuda.matmul.fp32_precision not in EXACT
+        or torch.backends.mkldnn.matmul.fp32_precision not in EXACT  # type: ignore[attr-defined]
     )
     return _change_settings() if is_set else _UNCHANGED
 
@@ -41,34 +44,44 @@ def _change_settings() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 settings.enter_context(torch.autocast(device, enabled=False))
         for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
-            if switch.fp32_precision not in ("ieee", "none"):
+            if switch.fp32_precision not in EXACT:
                 settings.callback(setattr, switch, "fp32_precision", switch.fp32_precision)
                 switch.fp32_precision = "ieee"
         yield
 
 
-def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left (..., m,n)` times `right (..., n,p)`, in true float32; gradients in the dtypes of the inputs."""
+def matmul_float32(left: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return `left (..., m,n)` times `right (..., n,p)`, in true float32; gradients in the dtypes of the inputs.
+
+    transposed   `right` is given as (..., p,n)
+    """
     if is_exporting():
-        return left.float() @ right.float()
-    # In decoding, the 10 microseconds that autograd takes for a function are a third of the product.
-    out: Tensor = _MatMul.apply(left, right) if torch.is_grad_enabled() else _matmul(left, right)  # type: ignore[no-untyped-call]
+        return left.float() @ (right.mT if transposed else right).float()
+    if torch.is_grad_enabled():
+        out: Tensor = _MatMul.apply(left, right, transposed)  # type: ignore[no-untyped-call]
+    else:  # in decoding, the 10 microseconds that autograd takes for a function are a third of the product
+        out = _matmul(left, right.mT if transposed else right)
     return out
 
 
 class _MatMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, left, right):  # type: ignore[no-untyped-def]
+    def forward(ctx, left, right, transposed):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(left, right)
-        return _matmul(left, right)
+        ctx.transposed = transposed
+        return _matmul(left, right.mT if transposed else right)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         left, right = ctx.saved_tensors
         product = matmul_float32 if is_differentiated() else _matmul
-        grad_left = product(grad, right.mT).to(left.dtype) if ctx.needs_input_grad[0] else None
-        grad_right = product(left.mT, grad).to(right.dtype) if ctx.needs_input_grad[1] else None
-        return grad_left, grad_right
+        grad_left = grad_right = None
+        if ctx.needs_input_grad[0]:
+            grad_left = product(grad, right if ctx.transposed else right.mT).to(left.dtype)
+        if ctx.needs_input_grad[1]:
+            factors = (grad.mT, left) if ctx.transposed else (left.mT, grad)
+            grad_right = product(*factors).to(right.dtype)
+        return grad_left, grad_right, None
 
 
 def _matmul_anywhere(left: Tensor, right: Tensor) -> Tensor:
@@ -91,7 +104,7 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     if rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight):
         out: Tensor = _Linear.apply(rows.contiguous(), weight, None, None, None, None)  # type: ignore[no-untyped-call]
     else:
-        out = matmul_float32(rows, weight.t())
+        out = matmul_float32(rows, weight, transposed=True)
     return out.view(*tokens.shape[:-1], weight.shape[0])
 
 

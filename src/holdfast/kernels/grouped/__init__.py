@@ -183,14 +183,19 @@ def _gather_mm_backward_anywhere(
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, used = grad.contiguous(), offsets[-1]
-    grad_tokens, grad_weight, grad_bias = grad.new_empty(0), grad.new_empty(0), grad.new_empty(0)
+    of_tokens = of_weight = of_bias = None
     if want_tokens:
-        grad_tokens = combine_rows(grouped_mm(grad, weight, offsets, transpose=False), slots, None, used)
+        of_tokens = combine_rows(grouped_mm(grad, weight, offsets, transpose=False), slots, None, used)
     if want_weight:
-        grad_weight = grouped_outer(grad, gather_rows(tokens.contiguous(), order, slots, used), offsets)
+        of_weight = grouped_outer(grad, gather_rows(tokens.contiguous(), order, slots, used), offsets)
     if want_bias and bias is not None:
-        grad_bias = sum_rows(grad, offsets, None, order).to(bias.dtype)
-    return grad_tokens, grad_weight, grad_bias
+        of_bias = sum_rows(grad, offsets, None, order).to(bias.dtype)
+    return _tensor(of_tokens, grad), _tensor(of_weight, grad), _tensor(of_bias, grad)
+
+
+def _tensor(found: Tensor | None, like: Tensor) -> Tensor:
+    """Return `found`, or an empty tensor for None, which an operator cannot return."""
+    return like.new_empty(0) if found is None else found
 
 
 def _gather_mm_backward_fake(
@@ -249,13 +254,13 @@ def _mm_combine_backward_anywhere(
         grad_hidden, scaled, grad_slots = glu_rows_backward(unscaled, hidden.contiguous(), *plan, glu)
     else:
         grad_hidden, scaled, grad_slots = scale_and_dot(unscaled, hidden.contiguous(), *plan)
-    grad_weight = grouped_outer(grad_rows, scaled, offsets) if want_weight else grad.new_empty(0)
-    grad_bias = grad.new_empty(0)
+    of_weight = grouped_outer(grad_rows, scaled, offsets) if want_weight else None
+    of_bias = None
     if bias is not None:
         grad_slots = add_bias_dots(grad_rows, bias, order, slots, offsets, grad_slots)
         if want_bias:
-            grad_bias = sum_rows(grad_rows, offsets, plan[0], order).to(bias.dtype)
-    return grad_hidden, grad_weight, grad_slots, grad_bias
+            of_bias = sum_rows(grad_rows, offsets, plan[0], order).to(bias.dtype)
+    return grad_hidden, _tensor(of_weight, grad), grad_slots, _tensor(of_bias, grad)
 
 
 def _mm_combine_backward_fake(
@@ -359,17 +364,13 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 def _torch_has_kernel(*operands: Tensor) -> bool:
     """Return whether torch's grouped kernel runs here: elsewhere it is a loop that waits for the offsets, or an error."""
     first = operands[0]
-    return (
-        first.is_cuda
-        and first.dtype == torch.bfloat16
-        and _has_bf16_cores(first.device)
-        and all(_aligned(x) for x in operands)
-        and all(x.data_ptr() % ALIGNMENT == 0 for x in operands)
-    )
+    if not first.is_cuda or first.dtype != torch.bfloat16 or not _has_bf16_cores(first.get_device()):
+        return False
+    return all([_aligned(each) and each.data_ptr() % ALIGNMENT == 0 for each in operands])  # noqa: C419  # a list is faster
 
 
 @cache
-def _has_bf16_cores(device: torch.device) -> bool:
+def _has_bf16_cores(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -242,14 +242,14 @@ def _select_with_kernels(
     gaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape, experts = scores.shape[:-1], scores.shape[-1]
-    flat = scores.detach().contiguous().view(-1, experts)
     values = amounts.values.contiguous().view(-1, experts)
+    flat = values.detach() if amounts.values is scores else scores.detach().contiguous().view(-1, experts)
     how = WEIGHINGS.index(amounts.how)
     rest = k, width, how, informed, *powers
     chosen, weights, found = _Select.apply(flat, values, eps, *rest, gaps)  # type: ignore[no-untyped-call]
-    # Without `eps`, and if they are given, gaps are empty (0,E).
-    first = -1 if eps is None or gaps is not None else shape[0]
-    return chosen.view(*shape, -1), weights.view(*shape, -1), found.view(first, *shape[1:], experts)
+    if found.numel():  # without `eps`, and if they are given, gaps are empty (0,E)
+        found = found.view(*shape, experts)
+    return chosen.view(*shape, -1), weights.view(*shape, -1), found
 
 
 class _Select(torch.autograd.Function):

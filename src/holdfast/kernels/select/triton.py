@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.launching import cdiv, next_power_of_2
 
 RAW, SHARES, SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # indices into `WEIGHINGS`
@@ -100,6 +101,7 @@ def _gaps(levels, slots, inside, k, LOGARITHM: tl.constexpr):
     return threshold[:, None] - levels
 
 
+@fast_launch
 @triton.jit
 def _strip_gaps(
     scores,
@@ -128,6 +130,7 @@ def _strip_gaps(
     tl.store(out + place, tl.where(outside, float("inf"), gaps), mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _select(
     scores,
@@ -211,6 +214,7 @@ def _select(
     tl.store(weights + at, weight, mask=written)
 
 
+@fast_launch
 @triton.jit
 def _select_backward(
     grad,
@@ -224,6 +228,7 @@ def _select_backward(
     experts,
     k,
     width,
+    scores,
     HOW: tl.constexpr,
     SMOOTH: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -231,7 +236,6 @@ def _select_backward(
     INFORMED: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
-    scores,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
@@ -264,6 +268,7 @@ def _select_backward(
     tl.store(out + place, tl.where(in_use, result, 0.0), mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _count_pairs(
     scores,
@@ -403,6 +408,7 @@ def select_backward(
         experts,
         k,
         grad.shape[1],
+        scores,
         HOW=how,
         SMOOTH=eps is not None,
         CAPPED=edges.numel() > 0,
@@ -410,7 +416,6 @@ def select_backward(
         INFORMED=informed,
         A=a,
         B=b,
-        scores=scores,
         ROWS=rows,
         EXPERTS=wide,
         num_warps=1,
