@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.launching import is_exporting, wait_for_side_stream
+from holdfast.kernels.plain_top_k import plain_top_k
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.replaying import checked_slots, replay_selection
@@ -176,40 +177,76 @@ class Router(nn.Module):
         tokens = self._as_sequences(tokens)
         real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
-        parts = self.all_parts
-        if self.training:
-            self._commit_state(parts)
+        losses: dict[str, Tensor] = {}
+        plain = self._plain_options(context, usable)
         with _without_autocast(tokens.device.type):
-            logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
-            slots = None
-            if self.score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
-                slots = logits.unflatten(-1, (self.experts, self.score.slots))
-                logits = slots.logsumexp(-1)
-            scores = self._inform(logits, tokens, context, real, slots)
-            if self.training and self.learning and self.select.noise is not None:
-                scores = self.select.with_noise(self.select.noise, scores, tokens)
-            selection = self.select(scores, tokens, context)
-            if context.replayed is not None:
-                selection = self._replay(context.replayed, selection, scores)
-            weights = selection.weights if self.scale == 1 else selection.weights * self.scale
-            losses = dict(selection.losses)
-            routing = Routing(
-                logits=_detach_unusable(logits, usable).flatten(0, 1),
-                gates=_detach_unusable(selection.gates, usable).flatten(0, 1),
-                experts=selection.experts.flatten(0, 1),
-                weights=_detach_unusable(weights, usable).flatten(0, 1),
-                losses=losses,
-                requested=None if selection.requested is None else selection.requested.flatten(0, 1),
-                dropped=None if selection.dropped is None else selection.dropped.flatten(),
-                balance_groups=self._balance_groups(parts, tokens, context),
-                rows=None if selection.rows is None else selection.rows.flatten(),
-                dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
-                shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
-            )
+            if plain is None:
+                routing = self._route(tokens, context, real, usable, losses)
+            else:
+                routing = self._route_plainly(tokens, real, losses, *plain)
             if self.training and self.learning and self.losses is not None:
                 losses |= self.losses(routing, real)
         wait_for_side_stream(tokens)
         return routing
+
+    def _plain_options(self, context: Context, usable: Tensor | None) -> tuple[Tensor, int] | None:
+        """Return the score's matrix and k if this forward may run as one function (`plain_top_k`); else None.
+
+        A compiler and an exporter need no shortcut, and hooks of parts must see their calls.
+        """
+        matrix, k = self.score.plain_matrix, self.select.plain_k
+        if matrix is None or k is None or len(self.inform) > 0 or type(matrix) is not nn.Parameter:
+            return None
+        if context.replayed is not None or usable is not None or torch.compiler.is_compiling() or is_exporting():
+            return None
+        return None if self.score.is_watched or self.select.is_watched else (matrix, k)
+
+    def _route_plainly(
+        self, tokens: Tensor, real: Tensor | None, losses: dict[str, Tensor], matrix: Tensor, k: int
+    ) -> Routing:
+        """Return what `_route` returns, in one function."""
+        logits, gates, experts, weights = plain_top_k(tokens, matrix, k)
+        self._require_finite(logits, tokens, real)
+        return Routing(logits, gates, experts, weights if self.scale == 1 else weights * self.scale, losses)
+
+    def _route(
+        self,
+        tokens: Tensor,
+        context: Context,
+        real: Tensor | None,
+        usable: Tensor | None,
+        losses: dict[str, Tensor],
+    ) -> Routing:
+        """Return the routing, stage by stage. Its losses are `losses`: those of the selector are added to them."""
+        parts = self.all_parts
+        if self.training:
+            self._commit_state(parts)
+        logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
+        slots = None
+        if self.score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
+            slots = logits.unflatten(-1, (self.experts, self.score.slots))
+            logits = slots.logsumexp(-1)
+        scores = self._inform(logits, tokens, context, real, slots)
+        if self.training and self.learning and self.select.noise is not None:
+            scores = self.select.with_noise(self.select.noise, scores, tokens)
+        selection = self.select(scores, tokens, context)
+        if context.replayed is not None:
+            selection = self._replay(context.replayed, selection, scores)
+        losses |= selection.losses
+        weights = selection.weights if self.scale == 1 else selection.weights * self.scale
+        return Routing(
+            logits=_detach_unusable(logits, usable).flatten(0, 1),
+            gates=_detach_unusable(selection.gates, usable).flatten(0, 1),
+            experts=selection.experts.flatten(0, 1),
+            weights=_detach_unusable(weights, usable).flatten(0, 1),
+            losses=losses,
+            requested=None if selection.requested is None else selection.requested.flatten(0, 1),
+            dropped=None if selection.dropped is None else selection.dropped.flatten(),
+            balance_groups=self._balance_groups(parts, tokens, context),
+            rows=None if selection.rows is None else selection.rows.flatten(),
+            dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
+            shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
+        )
 
     def _replay(self, replayed: Tensor, live: Selection, scores: Scores) -> Selection:
         """Return `live` with the recorded experts `replayed (B,N,K)`. Raise ValueError if this router cannot replay them."""

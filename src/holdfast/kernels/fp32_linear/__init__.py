@@ -100,12 +100,36 @@ _matmul = operator(
 def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return `tokens (..., d)` times `weight (n,d)` transposed, in true float32; tokens are saved in their own dtype."""
     rows = tokens.reshape(-1, tokens.shape[-1])
-    # For float32 rows neither of the two is always faster.
-    if rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight):
+    if _prefers_kernel(rows, weight):
         out: Tensor = _Linear.apply(rows.contiguous(), weight, None, None, None, None)  # type: ignore[no-untyped-call]
     else:
         out = matmul_float32(rows, weight, transposed=True)
     return out.view(*tokens.shape[:-1], weight.shape[0])
+
+
+def linear_without_autograd(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return what `linear_float32` returns for contiguous `rows (T,d)`; `linear_gradients` is its backward."""
+    if _prefers_kernel(rows, weight):
+        return _linear(rows, weight, None, None, None, None)
+    return _matmul(rows, weight.t())
+
+
+def linear_gradients(
+    grad: Tensor, rows: Tensor, weight: Tensor, want_rows: bool, want_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of rows and weight for the gradient `grad (T,n)` of their product; None where not wanted."""
+    if _prefers_kernel(rows, weight):
+        of_rows, of_weight = _linear_backward(grad, rows, weight, None, None, None, None, want_rows, want_weight)
+        return of_rows if want_rows else None, of_weight if want_weight else None
+    return (
+        _matmul(grad, weight).to(rows.dtype) if want_rows else None,
+        _matmul(grad.t(), rows).to(weight.dtype) if want_weight else None,
+    )
+
+
+def _prefers_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Return whether to use the kernel. For float32 rows it is not always faster."""
+    return rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight)
 
 
 @torch.library.custom_op("holdfast::scaled_matmul_float32", mutates_args=())

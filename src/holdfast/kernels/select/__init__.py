@@ -117,6 +117,31 @@ def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tens
     return experts, weigh(amounts, experts, torch.ones_like(experts, dtype=torch.bool), None)
 
 
+def softmax_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the k best experts of `logits (T,E)`, best first, their weights, a softmax over them, and their places.
+
+    The places (T,E) are the slot of each expert, for `softmax_top_k_gradient`; they are empty where no kernel runs.
+    Autograd does not see this function: call it in a `torch.autograd.Function`.
+    """
+    if _has_kernel(logits):
+        experts, weights, places, _, _ = _select(logits, logits, None, k, k, WEIGHINGS.index("softmax"), False)
+        return experts, weights, places
+    experts = top(logits, k)
+    return experts, torch.softmax(logits.gather(-1, experts), dim=-1), experts.new_empty(0)
+
+
+def softmax_top_k_gradient(grad: Tensor, logits: Tensor, experts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """Return the gradient (T,E) of the logits for the gradient `grad (T,k)` of the weights of `softmax_top_k`."""
+    if places.numel():
+        how, empty = WEIGHINGS.index("softmax"), grad.new_empty(0)
+        found: Tensor = _select_backward(
+            grad.contiguous(), logits, logits, None, weights, places, empty, experts.shape[1], how, False
+        )
+        return found
+    of_chosen = torch._softmax_backward_data(grad, weights, -1, torch.float32)  # type: ignore[attr-defined]
+    return torch.zeros_like(logits).scatter_add_(-1, experts, of_chosen)
+
+
 def select_smooth_top_k(
     scores: Tensor,
     amounts: Amounts,

@@ -1,0 +1,124 @@
+"""A router that is nothing but top-k runs as one function, and nobody can tell."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from holdfast import Context, Losses, create_router
+from holdfast.kernels.plain_top_k import plain_top_k
+from holdfast.routing.scores import Linear
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.fixture
+def plain_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+
+    def counted(tokens: Tensor, weight: Tensor, k: int) -> Any:
+        calls.append(k)
+        return plain_top_k(tokens, weight, k)
+
+    monkeypatch.setattr("holdfast.routing.router.plain_top_k", counted)
+    return calls
+
+
+def smoe(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return create_router("smoe", dim=16, experts=6, k=2, losses=Losses(balance=0.1, z=0.01), **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_it_returns_what_the_stages_return(device: str, training: bool, padded: bool, plain_calls: list[int]) -> None:
+    router = smoe().to(device).train(training)
+    tokens = torch.randn(3, 9, 16, device=device, requires_grad=True)
+    real = torch.ones(3, 9, dtype=torch.bool, device=device)
+    real[0, 7:] = not padded
+    results = []
+    for by_stages in (False, True):
+        handle = router.score.register_forward_hook(lambda *_: None) if by_stages else None
+        routing = router(tokens, Context(token_mask=real if padded else None))
+        loss = (routing.weights * torch.arange(2.0, device=device)).sum() + routing.loss
+        results.append((routing, torch.autograd.grad(loss, [tokens, *router.parameters()])))
+        if handle is not None:
+            handle.remove()
+    assert plain_calls == ([] if padded else [2])
+    (one, found), (other, expected) = results
+    for name in ("logits", "gates", "experts", "weights"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert one.losses.keys() == other.losses.keys() and len(one.losses) == 2 * training
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+
+
+WATCHED = {
+    "a hook": lambda part: part.register_forward_hook(lambda *_: None),
+    "a hook before": lambda part: part.register_forward_pre_hook(lambda *_: None),
+    "a hook of the backward": lambda part: part.register_full_backward_hook(lambda *_: None),
+    "a forward of another library": lambda part: setattr(part, "forward", part.forward),
+}
+
+
+@pytest.mark.parametrize("part", ["score", "select"])
+@pytest.mark.parametrize("watched", WATCHED)
+def test_parts_that_others_watch_are_called(part: str, watched: str, plain_calls: list[int]) -> None:
+    router = smoe()
+    WATCHED[watched](getattr(router, part))
+    router(torch.randn(2, 5, 16))
+    assert plain_calls == []
+
+
+def test_global_hooks_see_the_parts(plain_calls: list[int]) -> None:
+    router, seen = smoe(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    router(torch.randn(2, 5, 16))
+    handle.remove()
+    assert plain_calls == [] and "Linear" in seen and "TopK" in seen
+
+
+class Doubled(Linear):
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        return 2 * super().forward(tokens, context)
+
+
+def test_a_score_of_ones_own_is_called(plain_calls: list[int]) -> None:
+    router, tokens = smoe(), torch.randn(2, 5, 16)
+    before = router(tokens).logits
+    weight = router.score.weight
+    router.score = Doubled(16, 6)
+    router.score.weight = weight
+    assert plain_calls == [2] and torch.equal(router(tokens).logits, 2 * before) and plain_calls == [2]
+
+
+OTHERS = [
+    "smoe[bias=true]",
+    "smoe[noise=gaussian]",
+    "smoe[weights=switch]",
+    "smooth",
+    "symphony",
+    "similarity",
+    "ac",
+    "xmoe",
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_routers_run_by_stages(name: str, plain_calls: list[int]) -> None:
+    torch.manual_seed(0)
+    router = create_router(name, dim=16, experts=6, k=2)
+    router(torch.randn(2, 5, 16), Context(causal=True))
+    assert plain_calls == []
+
+
+def test_recorded_routes_and_compilers_run_by_stages(plain_calls: list[int]) -> None:
+    router, tokens = smoe().eval(), torch.randn(2, 5, 16)
+    recorded = torch.tensor([4, 5]).expand(2, 5, 2)
+    assert torch.equal(router(tokens, Context(replayed=recorded)).experts, recorded.flatten(0, 1))
+    expected = router(tokens)
+    assert plain_calls == [2]
+    compiled = torch.compile(router, backend="eager", fullgraph=True)(tokens)
+    assert plain_calls == [2] and torch.equal(compiled.experts, expected.experts)
