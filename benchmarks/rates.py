@@ -5,7 +5,7 @@
 
     whole      steps a second from the end of the first step to the end of the last, with snapshots and checkpoints
     steady     the median over windows of 25 steps: most of them contain neither
-    compiled   the same with `training.compile`; heads of width 44 (d 352) cannot be compiled on torch 2.11
+    compiled   the same with `training.compile`, which is used if the compiled step has the gradients of an uncompiled one
 
 The host may be some steps ahead of the GPU, so a window of 25 steps is exact to a few percent, and the median to less.
 """
