@@ -64,7 +64,7 @@ def test_images_that_are_scaled_up_are_warned_about_before_training(
         assert found[0][1] == f"{(size // 2) ** 2:,} patches per image: {size} pixels per side, 2 per patch."
         if size == 96:
             assert "about 40 pixels per side and are scaled up to 96" in found[1][1]
-            assert "2,304 patches, and 400 with data.size=40" in found[1][1]
+            assert "2,304 patches; with --set data.size=40, it would have 400." in found[1][1]
 
 
 @pytest.fixture(scope="module")

@@ -78,9 +78,9 @@ def image_set(name: str | Path, *, folder: str | Path | None = None, size: int |
         return _as_image_set(found, found.load(None if folder is None else Path(folder)))
     if path.is_dir():
         return folder_set(path, size)
-    if isinstance(name, Path) or os.sep in name:
+    if isinstance(name, Path) or os.sep in name or path.exists():
         raise ValueError(f"{path} is not a folder; {LAYOUT}.")
-    raise ValueError(DATASETS.unknown(name, image_sets()))
+    raise ValueError(f"there is no folder {name}; {DATASETS.unknown(name, image_sets())}")
 
 
 def _as_image_set(dataset: Dataset, loaded: Any) -> ImageSet:

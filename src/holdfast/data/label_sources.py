@@ -241,7 +241,7 @@ def text_set(
         if name == "" or not path.exists():
             if isinstance(name, Path) or os.sep in name or is_table(path):
                 raise ValueError(f"{path} does not exist; labelled texts are a folder, or a .csv, .tsv or .jsonl file.")
-            raise ValueError(DATASETS.unknown(str(name), text_sets()))
+            raise ValueError(f"there is no file or folder {name}; {DATASETS.unknown(str(name), text_sets())}")
         about, splits = _from_path(path, columns, test_only=test_only)
         how = {"regression": regression, "classes": classes}
         found = make_set(unpacked_name(path.resolve()), about, splits, place=str(path), **how)  # type: ignore[arg-type]

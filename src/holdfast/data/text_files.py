@@ -176,8 +176,9 @@ def _require_no_labels(path: Path, columns: Mapping[str, str]) -> None:
         return
     text = next((columns[name] for name in TEXT_COLUMNS if name in columns), "TEXT")
     raise ValueError(
-        f"{path} has a column of labels, {label}, which a language model would ignore; use a recipe with `task: labels` to "
-        f"classify its texts, or name the column of texts to learn them as prose (data.text={text}, or {path}:{text})."
+        f"{path} has a column of labels, {label}, which a language model would ignore; use a recipe with `task: labels`, "
+        f"such as labels-tiny, to classify its texts, or name the column of texts to learn them as prose (data.text={text}, "
+        f"or {path}:{text})."
     )
 
 

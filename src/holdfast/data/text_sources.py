@@ -72,7 +72,7 @@ def corpus(name: str | Path, *, folder: str | Path | None = None, column: str | 
         raise ValueError(f"{path} does not exist.")
     if found := find_dataset(name, "text", installed=True):
         return _as_corpus(found, found.load(place))
-    raise ValueError(DATASETS.unknown(name, corpora()))
+    raise ValueError(f"there is no file or folder {name}; {DATASETS.unknown(name, corpora())}")
 
 
 def _as_corpus(dataset: Dataset, loaded: Any) -> Corpus:

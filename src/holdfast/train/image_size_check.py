@@ -98,5 +98,6 @@ def scale_warning(config: Any, images: Images) -> str | None:
     fitting = max(1, side // patch)
     return (
         f"the images have about {side} pixels per side and are scaled up to {images.shape[1]}, which shows no more "
-        f"detail: an image has {count:,} patches, and {fitting**2:,} with data.size={fitting * patch}."
+        f"detail and makes training slow: an image has {count:,} patches; with --set data.size={fitting * patch}, it would "
+        f"have {fitting**2:,}."
     )

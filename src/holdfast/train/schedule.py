@@ -21,8 +21,9 @@ def rate_factor(training: TrainingPart, steps: int) -> Schedule:
     warmup, falling = training.warmup, FALLING[training.schedule]
     if falling is not None and warmup >= steps:
         raise ValueError(
-            f"training.warmup is {warmup} and the run has {steps} steps: the schedule {training.schedule} never begins; use "
-            "fewer steps of warm-up."
+            f"training.warmup is {warmup} and the run has {steps} {'step' if steps == 1 else 'steps'}: the schedule "
+            f"{training.schedule} never begins; use more epochs or steps, or a shorter warm-up, such as "
+            f"--set training.warmup={steps // 10}."
         )
 
     def factor(done: int) -> float:
