@@ -14,8 +14,8 @@ from holdfast.kernels.select import top_reference
 from holdfast.layers.losses import TERMS, Losses
 from holdfast.routing import Context, RouterCache, Routing, Score, Scores, Selector, Traits
 from holdfast.testing.router_under_test import (
+    GRADIENT_TOLERANCE,
     STEEP,
-    TOLERANCE,
     NotApplicable,
     RouterUnderTest,
     differing,
@@ -135,7 +135,7 @@ def naive_reference(subject: RouterUnderTest) -> None:
         for mine, theirs in zip(got_grads, expected_grads, strict=True):
             # A gradient much smaller than the others (of a temperature, say) is the difference of large terms.
             error = (mine - theirs).norm() / theirs.norm().clamp_min(max(0.1 * largest, 1e-6))
-            assert error <= TOLERANCE, f"gradients differ from the naive reference by {error:.1e} {what}"
+            assert error <= GRADIENT_TOLERANCE, f"gradients differ from the naive reference by {error:.1e} {what}"
 
 
 def determinism(subject: RouterUnderTest) -> None:
