@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import holdfast
 from holdfast.kernels.fast_launch import FastLaunch
 from holdfast.kernels.fp32_linear import linear_without_autograd
 
@@ -129,3 +130,12 @@ def test_transforms_see_operators() -> None:
     rows, weights = torch.randn(4, 8), torch.randn(5, 3, 8)
     found = torch.func.vmap(lambda weight: linear_without_autograd(rows, weight))(weights)
     torch.testing.assert_close(found, rows @ weights.transpose(1, 2))
+
+
+def test_batched_gradients_see_operators() -> None:
+    layer = holdfast.MoE(holdfast.create_router("smoe[bias=true]", dim=8, experts=4, k=2), holdfast.Experts(8, 6, 4)).eval()
+    tokens = torch.randn(1, 3, 8)
+    batched, single = (
+        torch.autograd.functional.jacobian(lambda x: layer(x)[0], tokens, vectorize=way) for way in (True, False)
+    )
+    torch.testing.assert_close(batched, single)

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast import Context, Losses, create_router
 from holdfast.kernels.plain_top_k import plain_top_k
@@ -122,3 +124,67 @@ def test_recorded_routes_and_compilers_run_by_stages(plain_calls: list[int]) -> 
     assert plain_calls == [2]
     compiled = torch.compile(router, backend="eager", fullgraph=True)(tokens)
     assert plain_calls == [2] and torch.equal(compiled.experts, expected.experts)
+
+
+class Wrapper(nn.Module):
+    """Passes attributes on, as FSDP and PEFT do, and changes the logits."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments: Any) -> Tensor:
+        out: Tensor = 3 * self.inner(*arguments)
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+def test_a_wrapper_around_a_part_is_called(plain_calls: list[int]) -> None:
+    router, tokens = smoe(), torch.randn(2, 5, 16)
+    before = router(tokens).logits
+    router.score = Wrapper(router.score)
+    assert torch.equal(router(tokens).logits, 3 * before) and plain_calls == [2]
+
+
+def test_modes_and_transforms_see_the_parts(plain_calls: list[int]) -> None:
+    router, tokens = smoe().eval(), torch.randn(4, 2, 5, 16)
+    with FlopCounterMode(display=False):
+        router(tokens[0])
+    with torch.no_grad():
+        found = torch.vmap(lambda own: router(own).weights)(tokens)
+    assert plain_calls == []
+    torch.testing.assert_close(found[1], router(tokens[1]).weights)
+
+
+def test_a_checkpoint_recomputes_what_it_ran(plain_calls: list[int]) -> None:
+    """A hook that is there in the forward, and not in the recomputation, must not change what is saved."""
+    router, tokens = smoe().train(), torch.randn(2, 5, 16, requires_grad=True)
+    expected = torch.autograd.grad(router(tokens).weights.square().sum(), tokens)
+    handle = router.score.register_forward_hook(lambda *_: None)
+    out = torch.utils.checkpoint.checkpoint(lambda own: router(own).weights, tokens, use_reentrant=False)
+    handle.remove()
+    found = torch.autograd.grad(out.square().sum(), tokens)
+    assert plain_calls == [2] and torch.equal(found[0], expected[0])
+
+
+def test_gradients_can_be_batched() -> None:
+    router, tokens = smoe().eval(), torch.randn(1, 3, 16)
+    found = [
+        torch.autograd.functional.jacobian(lambda own: router(own).weights, tokens, vectorize=way) for way in (True, False)
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_a_loss_is_a_new_tensor() -> None:
+    router = create_router("smoe", dim=16, experts=6, k=2, losses=Losses(balance=0.1))
+    routing = router(torch.randn(2, 5, 16))
+    before, total = routing.losses["balance"].item(), routing.loss
+    assert total.item() == before
+    with torch.no_grad():
+        total += 100
+    assert routing.losses["balance"].item() == before

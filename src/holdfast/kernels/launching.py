@@ -46,16 +46,23 @@ def operator(
     registered = getattr(torch.ops.holdfast, name).default
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_intercepted() or not PLAIN.issuperset(map(type, arguments)):
+        if torch.compiler.is_compiling() or is_intercepted() or not PLAIN.issuperset(map(type, arguments)):
             return registered(*arguments)
         return implementation(*arguments)  # the dispatcher would do no more, and takes longer than a small kernel
 
     return call
 
 
-def _is_intercepted() -> bool:
-    """Return whether a mode of PyTorch (fake tensors, a flop counter, `torch.func`) must see every operator."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+def is_intercepted() -> bool:
+    """Return whether PyTorch must see every operator: for fake tensors, a flop counter, `torch.func`, batched gradients."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
+    )
+
+
+_BATCHED_GRADIENTS: Any = torch._C._parse_dispatch_key("VmapMode")  # `torch.autograd.grad(is_grads_batched=True)`
 
 
 def has_kernels(tensor: Tensor) -> bool:

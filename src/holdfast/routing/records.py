@@ -76,7 +76,9 @@ class Routing:
     def loss(self) -> Tensor:
         """The sum of `losses`, which the caller adds to the training loss."""
         values = list(self.losses.values())
-        return values[0] if len(values) == 1 else torch.stack([*values, self.gates.new_zeros(())]).sum()
+        if len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim() == 0 and values[0].dtype == torch.float32:
+            return values[0] + 0.0  # the same, with less Python; not the term itself, which a caller may change in place
+        return torch.stack([*values, self.gates.new_zeros(())]).sum()
 
 
 # `torch.export` can then export a layer that returns a Routing.

@@ -18,8 +18,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from holdfast.kernels.backward import has_hooks_on_saved_tensors
 from holdfast.kernels.finite import encode_name, require_finite
-from holdfast.kernels.launching import is_exporting, wait_for_side_stream
+from holdfast.kernels.launching import is_exporting, is_intercepted, wait_for_side_stream
 from holdfast.kernels.plain_top_k import plain_top_k
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing
@@ -192,14 +193,19 @@ class Router(nn.Module):
     def _plain_options(self, context: Context, usable: Tensor | None) -> tuple[Tensor, int] | None:
         """Return the score's matrix and k if this forward may run as one function (`plain_top_k`); else None.
 
-        A compiler and an exporter need no shortcut, and hooks of parts must see their calls.
+        A compiler and an exporter need no shortcut. Hooks on parts, modules that wrap them, and modes of PyTorch must see
+        them. A forward that checkpointing runs again must save the same tensors, also if hooks have changed since.
         """
-        matrix, k = self.score.plain_matrix, self.select.plain_k
+        score, select = self.score, self.select
+        if not isinstance(score, Score) or not isinstance(select, Selector):
+            return None  # a module that wraps a part, and may pass on its attributes
+        matrix, k = score.plain_matrix, select.plain_k
         if matrix is None or k is None or len(self.inform) > 0 or type(matrix) is not nn.Parameter:
             return None
         if context.replayed is not None or usable is not None or torch.compiler.is_compiling() or is_exporting():
             return None
-        return None if self.score.is_watched or self.select.is_watched else (matrix, k)
+        is_seen = score.is_watched or select.is_watched or is_intercepted() or has_hooks_on_saved_tensors()
+        return None if is_seen else (matrix, k)
 
     def _route_plainly(
         self, tokens: Tensor, real: Tensor | None, losses: dict[str, Tensor], matrix: Tensor, k: int

@@ -139,7 +139,7 @@ def softmax_top_k_gradient(grad: Tensor, logits: Tensor, experts: Tensor, weight
         )
         return found
     of_chosen = torch._softmax_backward_data(grad, weights, -1, torch.float32)  # type: ignore[attr-defined]
-    return torch.zeros_like(logits).scatter_add_(-1, experts, of_chosen)
+    return torch.zeros_like(logits).scatter_add(-1, experts, of_chosen)
 
 
 def select_smooth_top_k(
