@@ -188,3 +188,11 @@ def test_a_loss_is_a_new_tensor() -> None:
     with torch.no_grad():
         total += 100
     assert routing.losses["balance"].item() == before
+
+
+def test_weights_may_be_changed_in_place() -> None:
+    router, tokens = smoe().eval(), torch.randn(2, 5, 16, requires_grad=True)
+    expected = torch.autograd.grad((router(tokens).weights * 2).square().sum(), tokens)[0]
+    weights = router(tokens).weights
+    weights *= 2
+    assert torch.equal(torch.autograd.grad(weights.square().sum(), tokens)[0], expected)

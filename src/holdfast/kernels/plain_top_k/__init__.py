@@ -32,7 +32,8 @@ class _PlainTopK(torch.autograd.Function):
         experts, weights, places = softmax_top_k(logits, k)
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(tokens, weight, logits, gates, experts, weights, places)
+        kept = weights if places.numel() else None  # a caller may change them in place where no kernel reads them again
+        ctx.save_for_backward(tokens, weight, logits, gates, experts, kept, places)
         return logits, gates, experts, weights
 
     @staticmethod
@@ -41,8 +42,9 @@ class _PlainTopK(torch.autograd.Function):
         of_logits, of_gates, _, of_weights = grads
         needs = ctx.needs_input_grad[:2]
         if is_differentiated():
-            given = (of_logits, logits), (of_gates, gates), (of_weights, weights)
-            wanted = tuple(torch.zeros_like(value) if grad is None else grad for grad, value in given)
+            shapes = logits.shape, gates.shape, experts.shape
+            given = zip((of_logits, of_gates, of_weights), shapes, strict=True)
+            wanted = tuple(logits.new_zeros(shape) if grad is None else grad for grad, shape in given)
             return *differentiable_gradients(_Reference(experts), [tokens, weight], needs, wanted), None
         parts = [] if of_logits is None else [of_logits]
         if of_weights is not None:

@@ -130,14 +130,18 @@ def softmax_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return experts, torch.softmax(logits.gather(-1, experts), dim=-1), experts.new_empty(0)
 
 
-def softmax_top_k_gradient(grad: Tensor, logits: Tensor, experts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Return the gradient (T,E) of the logits for the gradient `grad (T,k)` of the weights of `softmax_top_k`."""
+def softmax_top_k_gradient(grad: Tensor, logits: Tensor, experts: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
+    """Return the gradient (T,E) of the logits for the gradient `grad (T,k)` of the weights of `softmax_top_k`.
+
+    The weights may be None where the places are empty: they are computed again.
+    """
     if places.numel():
         how, empty = WEIGHINGS.index("softmax"), grad.new_empty(0)
         found: Tensor = _select_backward(
             grad.contiguous(), logits, logits, None, weights, places, empty, experts.shape[1], how, False
         )
         return found
+    weights = torch.softmax(logits.gather(-1, experts), dim=-1) if weights is None else weights
     of_chosen = torch._softmax_backward_data(grad, weights, -1, torch.float32)  # type: ignore[attr-defined]
     return torch.zeros_like(logits).scatter_add(-1, experts, of_chosen)
 
