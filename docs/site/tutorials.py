@@ -9,7 +9,7 @@ A block of Python may be followed by a block of text with one of these titles:
     Output                 exactly what the block prints
     Output, approximate    the same words; numbers may differ, because processors round differently and the text that comes
                            with Python changes between versions. They are compared, as close to those shown, only with the
-                           version of Python that is stored with the numbers of the picture
+                           version of Python, and on the kind of processor, that are stored with the numbers of the picture
     Output, for example    other numbers lead to other sentences: it is only tested that something is printed
 """
 
@@ -139,20 +139,21 @@ def store_numbers(name: str, names: dict[str, Any]) -> None:
     import torch
     import transformers
 
-    versions = {"python": python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {**here(), "torch": torch.__version__, "transformers": transformers.__version__}
     stored = {"versions": versions, **script.stored_numbers(names)}
     (PICTURES / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     (PICTURES / f"{name}.svg").write_bytes(script.picture(figures.numbers(name)).encode())
 
 
-def python_version() -> str:
-    return ".".join(platform.python_version_tuple()[:2])
+def here() -> dict[str, str]:
+    """Return what the numbers of a short training run depend on."""
+    return {"python": ".".join(platform.python_version_tuple()[:2]), "processor": platform.machine()}
 
 
 def check(page: Path) -> list[str]:
     """Return the differences between what a page shows and what it prints."""
     stored = json.loads((PICTURES / f"{PICTURE_OF[page.stem]}.json").read_text(encoding="utf-8"))
-    numbers = stored["versions"]["python"] == python_version()
+    numbers = here().items() <= stored["versions"].items()
     found = []
     for block, printed in zip(blocks_of(page), run(page)[0], strict=True):
         if differs := difference(block, printed, numbers=numbers):
