@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import holdfast
 from holdfast.kernels.fast_launch import FastLaunch
 from holdfast.kernels.fp32_linear import linear_without_autograd
+from holdfast.kernels.launching import is_intercepted
 
 
 class Compiled:
@@ -127,9 +128,14 @@ def test_tensors_of_another_class_see_operators() -> None:
 
 
 def test_transforms_see_operators() -> None:
-    rows, weights = torch.randn(4, 8), torch.randn(5, 3, 8)
-    found = torch.func.vmap(lambda weight: linear_without_autograd(rows, weight))(weights)
-    torch.testing.assert_close(found, rows @ weights.transpose(1, 2))
+    rows, weights, seen = torch.randn(4, 8), torch.randn(5, 3, 8), []
+
+    def product(weight: Tensor) -> Tensor:
+        seen.append(is_intercepted())
+        return linear_without_autograd(rows, weight)
+
+    torch.testing.assert_close(torch.func.vmap(product)(weights), rows @ weights.transpose(1, 2))
+    assert seen == [True] and not is_intercepted()
 
 
 def test_batched_gradients_see_operators() -> None:

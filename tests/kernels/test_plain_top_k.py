@@ -43,7 +43,7 @@ def test_outputs_and_gradients_are_those_of_three_functions(
     grads = [torch.randn_like(results[0][at]) for at in used]
     found, expected = (torch.autograd.grad([result[at] for at in used], [tokens, weight], grads) for result in results)
     # Three gradients are added up in another order.
-    is_exact = len(used) < 3 and dtypes[0] == torch.float32
+    is_exact = len(used) < 3 and (device == "cpu" or dtypes[0] == torch.float32)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0 if is_exact else 2e-2, atol=0.0 if is_exact else 1e-2)
 

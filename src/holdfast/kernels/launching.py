@@ -34,7 +34,10 @@ is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def operator(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, devices: str = "CUDA"
 ) -> Callable[..., Any]:
-    """Register an operator with this signature on `devices`, and return it.
+    """Register an operator with this signature on `devices`, and return a function that calls it.
+
+    The function calls `implementation` itself, which costs less Python, unless a compiler, a mode of PyTorch or a class of
+    tensors must see the operator.
 
     `fake` returns outputs of the right shape and dtype, for the compiler. Autograd does not see through the operator: call
     it inside a `torch.autograd.Function`, or on tensors that need no gradient.

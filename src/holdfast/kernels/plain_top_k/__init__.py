@@ -3,8 +3,9 @@
     rows (T,d), weight (E,d)
     logits = rows weight^T,  gates = softmax(logits),  experts: the k best,  weights: a softmax over their logits
 
-`linear_float32`, a softmax and `select_top_k` compute the same, to the bit, with the same kernels. But each function and
-each view costs Python and a step of the backward: in a small layer this takes longer than the kernels.
+`linear_float32`, a softmax and `select_top_k` compute the same with the same kernels: outputs are equal to the bit. So are
+gradients, unless logits, gates and weights all have one: then three numbers are added in another order. But each function
+and each view costs Python and a step of the backward: in a small layer this takes longer than the kernels.
 """
 
 from typing import Any
