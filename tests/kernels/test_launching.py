@@ -17,19 +17,20 @@ from holdfast.kernels.launching import is_intercepted
 class Compiled:
     """A version of a kernel, as Triton returns it."""
 
-    packed_metadata = ()
+    packed_metadata, function = "metadata", "function"
 
     def __init__(self, launches: list[Any]) -> None:
         self.launches = launches
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.launches.append((grid, arguments))
+    def run(self, *arguments: Any) -> None:
+        assert arguments[3:9] == ("stream", "function", "metadata", None, None, None)
+        self.launches.append((arguments[:3], arguments[9:]))
 
 
 class Kernel:
     """A stand-in for a kernel of Triton: it counts how often Triton itself launches it."""
 
-    arg_names = ("values", "WIDE", "out", "size", "scale", "BLOCK")
+    arg_names = ("values", "out", "size", "scale", "WIDE", "BLOCK")
 
     def __init__(self, compiles: bool = True) -> None:
         self.compiles, self.asked, self.launches = compiles, 0, []  # type: ignore[var-annotated]
@@ -40,6 +41,11 @@ class Kernel:
             return Compiled(self.launches) if self.compiles else None
 
         return launch
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
 
 
 def launch(kernel: FastLaunch, values: Tensor, size: int = 5, **constants: Any) -> None:
@@ -56,7 +62,7 @@ def test_the_second_launch_does_not_ask_triton() -> None:
     assert kernel.asked == 1
     ((grid, arguments),) = kernel.launches
     assert grid == (3, 2, 1)
-    assert arguments[0] is arguments[2] is other and arguments[1] is True and arguments[3:] == (7, 0.5, 64)
+    assert arguments[0] is arguments[1] is other and arguments[2:] == (7, 0.5, True, 64)
 
 
 OTHER_KINDS: dict[str, Any] = {
@@ -87,6 +93,19 @@ def test_the_interpreter_is_asked_every_time() -> None:
     launch(fast, values)
     launch(fast, values)
     assert kernel.asked == 2
+
+
+def test_a_profiler_with_hooks_is_called_by_triton() -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    kernel, values, seen = Kernel(), torch.zeros(8), []
+    fast: Any = FastLaunch(kernel)
+    launch(fast, values)
+    knobs.runtime.launch_exit_hook.add(seen.append)
+    launch(fast, values)
+    knobs.runtime.launch_exit_hook.remove(seen.append)
+    assert kernel.asked == 2 and kernel.launches == []
+    launch(fast, values)
+    assert kernel.asked == 2 and len(kernel.launches) == 1
 
 
 class Seen(TorchDispatchMode):

@@ -1,7 +1,8 @@
 """Launch a Triton kernel with little Python.
 
-At every launch Triton finds out which compiled version of a kernel its arguments need. That takes more Python than the rest
-of the launch, and a small layer launches some twenty kernels. `fast_launch` asks Triton once for each kind of arguments:
+At every launch Triton finds out which compiled version of a kernel its arguments need, and calls hooks, of which there are
+usually none. That takes more Python than the rest of the launch, and a small layer launches some twenty kernels.
+`fast_launch` asks Triton once for each kind of arguments:
 
     @fast_launch
     @triton.jit
@@ -11,8 +12,8 @@ of the launch, and a small layer launches some twenty kernels. `fast_launch` ask
     _double[(programs,)](values, out, size, BLOCK=1024)
 
 Operands must be tensors, ints and floats, the first of them a tensor. They are positional. Parameters that are
-`tl.constexpr`, and Triton's options, are keywords, in the same order at every call. In its interpreter, and on AMD GPUs,
-where the size of a tensor matters too, Triton launches the kernel itself every time.
+`tl.constexpr` come last; they, and Triton's options, are keywords, in the same order at every call. In its interpreter, for
+a profiler that has set hooks, and on AMD GPUs, where the size of a tensor matters too, Triton launches the kernel itself.
 """
 
 import functools
@@ -35,18 +36,34 @@ class FastLaunch:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *operands: Any, **constants: Any) -> None:
-        program = self._programs.get(kind_of(operands, constants))
-        if program is not None:
+        kind = kind_of(operands, constants)
+        program = self._programs.get(kind)
+        if program is not None and not has_hooks():
             program.launch(grid, operands)
             return
         compiled = self.kernel[grid](*operands, **constants)
-        if hasattr(compiled, "packed_metadata") and torch.version.hip is None:  # not in the interpreter
-            self._programs[kind_of(operands, constants)] = _Program(compiled, self.kernel.arg_names, constants)
+        if program is None and hasattr(compiled, "packed_metadata") and torch.version.hip is None:  # not in the interpreter
+            self._programs[kind] = _Program(compiled, self.kernel.arg_names, operands, constants)
 
 
 def fast_launch(kernel: Any) -> FastLaunch:
     """Return a kernel of `triton.jit` that is launched with less Python."""
     return FastLaunch(kernel)
+
+
+def has_hooks() -> bool:
+    """Return whether someone wants to be called at every launch, as Triton's profiler does."""
+    runtime = _runtime()
+    return bool(getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)) or bool(
+        getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+    )
+
+
+@functools.cache
+def _runtime() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
 
 
 def kind_of(operands: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -72,13 +89,13 @@ def kind_of(operands: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, 
 class _Program:
     """A compiled version of a kernel."""
 
-    def __init__(self, compiled: Any, names: list[str], constants: dict[str, Any]) -> None:
-        self._compiled = compiled
-        self._arguments = [constants.get(name) for name in names]
-        self._places = [place for place, name in enumerate(names) if name not in constants]
+    def __init__(self, compiled: Any, names: list[str], operands: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self._compiled = compiled  # while it is referenced, Triton does not unload it
+        self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+        self._device = operands[0].get_device()
+        self._constants = [constants[name] for name in names[len(operands) :]]  # a KeyError: constants do not come last
 
     def launch(self, grid: tuple[int, ...], operands: tuple[Any, ...]) -> None:
-        arguments = self._arguments.copy()
-        for place, operand in zip(self._places, operands, strict=True):
-            arguments[place] = operand
-        self._compiled[(*grid, 1, 1)[:3]](*arguments)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)  # type: ignore[attr-defined]
+        sizes = (*grid, 1, 1)[:3]
+        self._run(*sizes, stream, self._function, self._metadata, None, None, None, *operands, *self._constants)

@@ -104,6 +104,12 @@ class Losses:
                     f"the coefficient of {term.name} is {getattr(self, term.name)}; it must be finite and not negative."
                 )
 
+    @property
+    def balance_alone(self) -> float | None:
+        """The coefficient of `balance` if it is the only loss; None if there are others, or none."""
+        is_alone = self.balance and not (self.importance or self.load or self.z or self.entropy) and type(self) is Losses
+        return self.balance if is_alone else None
+
     def __call__(
         self, routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks
     ) -> Mapping[str, Tensor]:

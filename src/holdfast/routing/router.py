@@ -26,7 +26,7 @@ from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Trait
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.replaying import checked_slots, replay_selection
 from holdfast.routing.rules import Scores, Selection
-from holdfast.routing.state import StatefulPart
+from holdfast.routing.state import StatefulPart, several_ranks
 
 LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, token_mask) -> weighted terms by name
 
@@ -181,20 +181,24 @@ class Router(nn.Module):
         losses: dict[str, Tensor] = {}
         plain = self._plain_options(context, usable)
         with _without_autocast(tokens.device.type):
-            if plain is None:
-                routing = self._route(tokens, context, real, usable, losses)
+            if plain is not None:
+                routing = self._route_plainly(tokens, losses, *plain)
             else:
-                routing = self._route_plainly(tokens, real, losses, *plain)
-            if self.training and self.learning and self.losses is not None:
-                losses |= self.losses(routing, real)
+                routing = self._route(tokens, context, real, usable, losses)
+                losses |= self._own_losses(routing, real)
         wait_for_side_stream(tokens)
         return routing
+
+    def _own_losses(self, routing: Routing, real: Tensor | None) -> Mapping[str, Tensor]:
+        """Return the terms of `losses`, in training only."""
+        return self.losses(routing, real) if self.training and self.learning and self.losses is not None else {}
 
     def _plain_options(self, context: Context, usable: Tensor | None) -> tuple[Tensor, int] | None:
         """Return the score's matrix and k if this forward may run as one function (`plain_top_k`); else None.
 
-        A compiler and an exporter need no shortcut. Hooks on parts, modules that wrap them, and modes of PyTorch must see
-        them. A forward that checkpointing runs again must save the same tensors, also if hooks have changed since.
+        A mask of real tokens needs the stages: what padding contains gets no gradient. A compiler and an exporter need no
+        shortcut. Hooks on parts, modules that wrap them, and modes of PyTorch must see them. A forward that checkpointing
+        runs again must save the same tensors, also if hooks have changed since.
         """
         score, select = self.score, self.select
         if not isinstance(score, Score) or not isinstance(select, Selector):
@@ -207,13 +211,15 @@ class Router(nn.Module):
         is_seen = score.is_watched or select.is_watched or is_intercepted() or has_hooks_on_saved_tensors()
         return None if is_seen else (matrix, k)
 
-    def _route_plainly(
-        self, tokens: Tensor, real: Tensor | None, losses: dict[str, Tensor], matrix: Tensor, k: int
-    ) -> Routing:
-        """Return what `_route` returns, in one function."""
-        logits, gates, experts, weights = plain_top_k(tokens, matrix, k)
-        self._require_finite(logits, tokens, real)
-        return Routing(logits, gates, experts, weights if self.scale == 1 else weights * self.scale, losses)
+    def _route_plainly(self, tokens: Tensor, losses: dict[str, Tensor], matrix: Tensor, k: int) -> Routing:
+        """Return what `_route` returns, in one function. Its losses are `losses`: those of this router are added to them."""
+        layer = self.get_buffer("_name") if self.training and self.check_finite else None
+        balance = getattr(self.losses, "balance_alone", None) if self.training and self.learning else None
+        balance = None if balance is None or several_ranks() else balance
+        logits, gates, experts, weights, loss = plain_top_k(tokens, matrix, k, layer=layer, balance=balance)
+        routing = Routing(logits, gates, experts, weights if self.scale == 1 else weights * self.scale, losses)
+        losses |= self._own_losses(routing, None) if loss is None else {"balance": loss}
+        return routing
 
     def _route(
         self,

@@ -11,7 +11,8 @@ If the step is compiled (`compiled_step`), the graph replays the compiled kernel
 
 The first steps run without a graph. They are part of the training: they create the state of the optimizer, compile kernels,
 and show whether the step waits for the GPU, which a graph cannot do. Such a step, and inputs of another shape, run without a
-graph.
+graph. The first steps read the memory that the graph will read: for other tensors, such as two that are no longer one and
+the same, torch.compile would compile the step again, and that cannot be captured.
 """
 
 import logging
@@ -66,14 +67,12 @@ class CapturedStep:
             self._key, self._graph, self._results, self._first_steps = key, None, None, 0
         if self._graph is None:
             if self._first_steps < FIRST_STEPS:
-                return self._run_first_step(inputs)
-            self._capture(inputs)
+                return self._run_first_step(self._placed(inputs))
+            self._capture(self._placed(inputs))
         if self._graph is None or self._results is None:
             return self.step(inputs)
         rate = self.step.set_learning_rate()
-        for place, given in zip(self._inputs, inputs, strict=True):
-            for name, value in given.items():
-                place[name].copy_(value, non_blocking=True)
+        self._placed(inputs)
         self._graph.replay()
         require_finite_so_far()
         self.step.done += 1
@@ -81,10 +80,21 @@ class CapturedStep:
 
     def compile(self, inputs: Sequence[Inputs]) -> None:
         """Compile the step if that changes no numbers, on the stream on which it will be captured."""
+        placed = self._placed(inputs)
         with self._on_own_stream():
-            compile_step(self.step, inputs)
+            compile_step(self.step, placed)
         # The comparison holds for these settings: if the first step has others, it is not compiled.
         self._key = shapes_of(inputs), _settings(self.step.model)
+
+    def _placed(self, inputs: Sequence[Inputs]) -> list[Inputs]:
+        """Return the inputs in memory that stays the same from step to step."""
+        if shapes_of(self._inputs) != shapes_of(inputs):
+            self._inputs = [{name: value.clone() for name, value in batch.items()} for batch in inputs]
+            return self._inputs
+        for place, given in zip(self._inputs, inputs, strict=True):
+            for name, value in given.items():
+                place[name].copy_(value, non_blocking=True)
+        return self._inputs
 
     def _run_first_step(self, inputs: Sequence[Inputs]) -> StepRecord:
         """Run a step without a graph, on the stream on which it will be captured."""
@@ -109,13 +119,12 @@ class CapturedStep:
         current.wait_stream(self._stream)
 
     def _capture(self, inputs: Sequence[Inputs]) -> None:
-        self._inputs = [{name: value.clone() for name, value in batch.items()} for batch in inputs]
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()  # a capture that fails leaves the generator unusable
         try:
             with torch.cuda.graph(graph, stream=self._stream):
-                self._results = self.step.compute(self._inputs)
+                self._results = self.step.compute(inputs)
         except (RuntimeError, ValueError) as problem:
             generator.graphsafe_set_state(before)
             self.step.drop_gradients()  # of the half-captured backward, which never ran

@@ -110,40 +110,11 @@ def exported_keys(values: Tensor) -> Tensor:
 
 def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best experts (..., k), best first, and their weights. Only the amounts get a gradient."""
-    if _has_kernel(scores):
+    if has_kernel(scores):
         experts, weights, _ = _select_with_kernels(scores, amounts, None, k, k, False, POWERS)
         return experts, weights
     experts = top(scores, k)
     return experts, weigh(amounts, experts, torch.ones_like(experts, dtype=torch.bool), None)
-
-
-def softmax_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the k best experts of `logits (T,E)`, best first, their weights, a softmax over them, and their places.
-
-    The places (T,E) are the slot of each expert, for `softmax_top_k_gradient`; they are empty where no kernel runs.
-    Autograd does not see this function: call it in a `torch.autograd.Function`.
-    """
-    if _has_kernel(logits):
-        experts, weights, places, _, _ = _select(logits, logits, None, k, k, WEIGHINGS.index("softmax"), False)
-        return experts, weights, places
-    experts = top(logits, k)
-    return experts, torch.softmax(logits.gather(-1, experts), dim=-1), experts.new_empty(0)
-
-
-def softmax_top_k_gradient(grad: Tensor, logits: Tensor, experts: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    """Return the gradient (T,E) of the logits for the gradient `grad (T,k)` of the weights of `softmax_top_k`.
-
-    The weights may be None where the places are empty: they are computed again.
-    """
-    if places.numel():
-        how, empty = WEIGHINGS.index("softmax"), grad.new_empty(0)
-        found: Tensor = _select_backward(
-            grad.contiguous(), logits, logits, None, weights, places, empty, experts.shape[1], how, False
-        )
-        return found
-    weights = torch.softmax(logits.gather(-1, experts), dim=-1) if weights is None else weights
-    of_chosen = torch._softmax_backward_data(grad, weights, -1, torch.float32)  # type: ignore[attr-defined]
-    return torch.zeros_like(logits).scatter_add(-1, experts, of_chosen)
 
 
 def select_smooth_top_k(
@@ -166,7 +137,7 @@ def select_smooth_top_k(
 
     limit   returns the width of the strip from the gaps and `eps`: one for all tokens, or (...), one for each
     """
-    if _has_kernel(scores):
+    if has_kernel(scores):
         if limit is None:
             return _select_with_kernels(scores, amounts, eps.flatten(), k, most, informed, powers)
         flat = scores.detach().contiguous().view(-1, scores.shape[-1])
@@ -244,7 +215,7 @@ def normalise(amounts: Tensor) -> Tensor:
 
 def count_pairs(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
     """Return (E,E): for two experts, how many tokens that are `real (B,N)` have both among their k best `scores (B,N,E)`."""
-    if _has_kernel(scores):
+    if has_kernel(scores):
         if scores.shape[-1] <= MOST_IN_GRAPH:
             counts: Tensor = _count_pairs(scores.flatten(0, 1), None if real is None else real.flatten(), k)
             return counts.sum(0)  # over Triton programs
@@ -256,7 +227,7 @@ def count_pairs(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
     return chosen.t() @ chosen
 
 
-def _has_kernel(scores: Tensor) -> bool:
+def has_kernel(scores: Tensor) -> bool:
     return has_kernels(scores) and scores.dtype == torch.float32 and scores.shape[-1] <= MOST_EXPERTS
 
 

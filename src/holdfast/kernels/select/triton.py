@@ -68,7 +68,7 @@ def _count_ahead(scores, row, rows, keys, experts, ROWS: tl.constexpr, EXPERTS: 
 
 
 @triton.jit
-def _slots(
+def slots_of(
     scores, row, rows, experts, wanted, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr
 ):
     """Return (ROWS, EXPERTS), each expert's slot, and keys; if FEW, only the first `wanted` slots, and the other keys."""
@@ -122,7 +122,7 @@ def _strip_gaps(
     expert = tl.arange(0, EXPERTS)
     inside = (row < rows)[:, None] & (expert < experts)[None, :]
     place = row[:, None] * experts + expert[None, :]
-    slots, _ = _slots(scores, row, rows, experts, width if CAPPED else k, ROWS, EXPERTS, CHUNK, FEW)
+    slots, _ = slots_of(scores, row, rows, experts, width if CAPPED else k, ROWS, EXPERTS, CHUNK, FEW)
     gaps = _gaps(tl.load(scores + place, mask=inside, other=0.0), slots, inside, k, INFORMED)
     outside = slots < k
     if CAPPED:
@@ -170,7 +170,7 @@ def _select(
     inside = (row < rows)[:, None] & (expert < experts)[None, :]
     place = row[:, None] * experts + expert[None, :]
     wanted = width + 1 if CAPPED else k
-    slots, keys = _slots(scores, row, rows, experts, wanted, ROWS, EXPERTS, CHUNK, FEW)
+    slots, keys = slots_of(scores, row, rows, experts, wanted, ROWS, EXPERTS, CHUNK, FEW)
     amount = tl.load(amounts + place, mask=inside, other=0.0)
     core = inside & (slots < k)
     in_use, fade = core, tl.zeros((ROWS, EXPERTS), dtype=tl.float32)
@@ -291,7 +291,7 @@ def _count_pairs(
     total = tl.zeros((EXPERTS, EXPERTS), dtype=tl.float32)
     for start in range(split * share, min(rows, (split + 1) * share), ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        slots, _ = _slots(scores, row, rows, experts, k, ROWS, EXPERTS, CHUNK, FEW)
+        slots, _ = slots_of(scores, row, rows, experts, k, ROWS, EXPERTS, CHUNK, FEW)
         counted = (row < rows)[:, None] & (expert < experts)[None, :]
         if PADDED:
             counted = counted & (tl.load(real + row, mask=row < rows, other=0) != 0)[:, None]
@@ -301,15 +301,15 @@ def _count_pairs(
     tl.store(out + place, total, mask=(expert < experts)[:, None] & (expert < experts)[None, :])
 
 
-def _block(experts: int, elements: int) -> tuple[int, int]:
+def block_of(experts: int, elements: int) -> tuple[int, int]:
     """Return how many rows a program of `elements` scores takes, and the number of experts rounded up to a power of 2."""
     wide = max(next_power_of_2(experts), 16)
     return max(elements // wide, 1), wide
 
 
-def _forward_options(experts: int, slots: int) -> dict[str, int | bool]:
+def forward_options(experts: int, slots: int) -> dict[str, int | bool]:
     """Return the sizes at compile time of a kernel that fills this many slots."""
-    rows, wide = _block(experts, FORWARD_BLOCK)
+    rows, wide = block_of(experts, FORWARD_BLOCK)
     few = slots <= FEW_SLOTS
     # The best of a row is found fastest by one warp; where all are compared, each thread counts for its own experts.
     warps = 1 if few else min(max(wide // 32, 1), 8)
@@ -341,7 +341,7 @@ def select(
     slots = torch.empty(count, experts, dtype=torch.int16, device=scores.device)
     found = torch.empty(0 if eps is None or gaps is not None else count, experts, device=scores.device)
     edges = torch.empty(count if capped else 0, dtype=torch.float32, device=scores.device)
-    options = _forward_options(experts, width if capped else k)
+    options = forward_options(experts, width if capped else k)
     _select[(cdiv(count, options["ROWS"]),)](
         scores,
         amounts,
@@ -372,7 +372,7 @@ def strip_gaps(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
     """Return the gaps (T,E) that `select` returns."""
     (count, experts), out = scores.shape, torch.empty_like(scores)
     capped = width < experts
-    options = _forward_options(experts, width if capped else k)
+    options = forward_options(experts, width if capped else k)
     grid = (cdiv(count, options["ROWS"]),)
     _strip_gaps[grid](scores, out, count, experts, k, width, CAPPED=capped, INFORMED=informed, **options)
     return out
@@ -395,7 +395,7 @@ def select_backward(
     """Return the gradient of the amounts (T,E) from that of the weights (T,K)."""
     count, experts = amounts.shape
     out = torch.empty_like(amounts)
-    rows, wide = _block(experts, BACKWARD_BLOCK)
+    rows, wide = block_of(experts, BACKWARD_BLOCK)
     _select_backward[(cdiv(count, rows),)](
         grad,
         amounts,
