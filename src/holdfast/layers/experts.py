@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.dispatch import Dispatch, dispatch
+from holdfast.kernels.expert_layer import Network, can_run_as_one, expert_layer
 from holdfast.kernels.grouped import gather_mm, mm_combine
 from holdfast.kernels.launching import is_exporting
 from holdfast.kernels.quantised import as_float
@@ -80,16 +81,23 @@ class Experts(nn.Module):
         most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
         """
         self._check(tokens, experts, weights)
-        up_bias = self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None
-        down_bias = self.down_proj_bias if self.has_bias else None
+        network = Network(
+            as_float(self, self._up_name, UNKNOWN_FORMAT),
+            as_float(self, "down_proj", UNKNOWN_FORMAT),
+            self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None,
+            self.down_proj_bias if self.has_bias else None,
+            self.activation_name,
+            self.activation,
+            self.gated,
+        )
+        if self.shards is None and can_run_as_one(tokens, network):
+            out = expert_layer(tokens, experts, weights, network, _compute_dtype(tokens, network.up), most_rows)
+            return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
         return run_experts(
             tokens,
             experts,
             weights,
-            as_float(self, self._up_name, UNKNOWN_FORMAT),
-            as_float(self, "down_proj", UNKNOWN_FORMAT),
-            up_bias,
-            down_bias,
+            *network[:4],
             activate=self._activate,
             glu=self.activation_name if self.gated else None,
             shards=self.shards,

@@ -136,18 +136,21 @@ def combine_rows_reference(rows: Tensor, slots: Tensor, weights: Tensor, used: i
     return out.to(rows.dtype)
 
 
-def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined."""
+def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor, *, relu: bool = False) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined.
+
+    relu   replace what is negative then by 0
+    """
     if has_kernels(rows):
         from holdfast.kernels.dispatch import triton
 
         with on_device_of(rows):
-            return triton.add_bias(rows, bias.contiguous(), offsets)
+            return triton.add_bias(rows, bias.contiguous(), offsets, relu)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         rows[start:end] += bias[expert]
         start = end
-    return rows
+    return rows.relu_() if relu else rows
 
 
 def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
@@ -180,19 +183,22 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offs
 
 
 def scale_and_dot(
-    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor, *, relu: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weight_r grad_r, weight_r rows_r, and for each slot (T,K) grad_r . rows_r of its row, 0 if it is unused.
 
     The kernel overwrites `grad`.
+
+    relu   the rows are results of a relu: the first result is the gradient of its input, 0 where a row is 0
     """
     if has_kernels(rows):
         from holdfast.kernels.dispatch import triton
 
         with on_device_of(rows):
-            return triton.scale_and_dot(grad, rows, weights, order, used)
+            return triton.scale_and_dot(grad, rows, weights, order, used, relu)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
+    grad = torch.ops.aten.threshold_backward(grad, rows, 0) if relu else grad
     return (grad * scale).to(grad.dtype), (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
 
 

@@ -154,8 +154,8 @@ def _combine(
 
 @fast_launch
 @triton.jit
-def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK: tl.constexpr):
-    """Multiply gradients by their weights, in place."""
+def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, RELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply gradients by their weights, in place; with RELU, they become 0 where a row is not positive."""
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         slot = tl.load(order + row)
         weight = tl.load(weights + slot)
@@ -166,6 +166,8 @@ def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK:
             g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
             h = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
             total += g * h
+            if RELU:
+                g = tl.where(h <= 0, 0.0, g)  # as torch: NaN is not at most 0
             tl.store(grad + row * width + column, weight * g, mask=inside)
             tl.store(scaled + row * width + column, weight * h, mask=inside)
         tl.store(dots + slot, tl.sum(total, axis=0))
@@ -173,14 +175,17 @@ def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK:
 
 @fast_launch
 @triton.jit
-def _add_bias(rows, bias, offsets, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_bias(rows, bias, offsets, width, experts, RELU: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     used = tl.load(offsets + experts - 1).to(tl.int64)
     for row in range(tl.program_id(0).to(tl.int64), used, tl.num_programs(0)):
         place = rows + row * width + column
         added = tl.load(bias + _expert_of(row, offsets, experts, BINS) * width + column, mask=inside, other=0.0)
-        tl.store(place, tl.load(place, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32), mask=inside)
+        value = tl.load(place, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32)
+        if RELU:
+            value = tl.where(value < 0, 0.0, value)  # NaN stays NaN
+        tl.store(place, value, mask=inside)
 
 
 @fast_launch
@@ -345,12 +350,12 @@ def combine(
     return out
 
 
-def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    """Add the bias (E,n) of its expert to each row (R,n), in place."""
+def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor, relu: bool = False) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place; with `relu`, replace what is negative then by 0."""
     experts, width = bias.shape
     block = min(BLOCK, next_power_of_2(width))
     grid = (min(rows.shape[0], MOST_PROGRAMS), cdiv(width, block))
-    _add_bias[grid](rows, bias, offsets, width, experts, BINS=next_power_of_2(experts), BLOCK=block)
+    _add_bias[grid](rows, bias, offsets, width, experts, RELU=relu, BINS=next_power_of_2(experts), BLOCK=block)
     return rows
 
 
@@ -382,11 +387,13 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, offsets: Tensor, do
     )
 
 
-def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scale_and_dot(
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor, relu: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scale `grad` in place, and return it, the scaled rows and the dot products by slot."""
     scaled, dots = torch.empty_like(rows), torch.zeros_like(weights)
     grid = (min(rows.shape[0], MOST_PROGRAMS),)
-    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, rows.shape[1], BLOCK=BLOCK)
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, rows.shape[1], RELU=relu, BLOCK=BLOCK)
     return grad, scaled, dots
 
 

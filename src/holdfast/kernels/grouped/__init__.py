@@ -79,7 +79,7 @@ class _GatherMM(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         want_tokens, want_weight, want_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[5]
         if is_differentiated():
-            return tuple(differentiable_gradients(_gather_mm_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
+            return tuple(differentiable_gradients(gather_mm_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
         wants = want_tokens, want_weight, want_bias
         grad_tokens, grad_weight, grad_bias = _gather_mm_backward(grad, *ctx.saved_tensors, *wants)
         return (
@@ -103,7 +103,7 @@ class _MMCombine(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         wants = *ctx.needs_input_grad[:3], ctx.needs_input_grad[6]
         if is_differentiated():
-            reference = partial(_mm_combine_reference, glu=ctx.glu)
+            reference = partial(mm_combine_reference, glu=ctx.glu)
             return *differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:7], grad), None
         grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1], wants[3])
         *first, of_bias = (found if want else None for found, want in zip(grads, wants, strict=True))
@@ -118,7 +118,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # those of `dispatch.
 }
 
 
-def _gather_mm_reference(
+def gather_mm_reference(
     tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Compute `gather_mm` in operations that autograd can differentiate; this waits for the device."""
@@ -127,7 +127,7 @@ def _gather_mm_reference(
     return _pad_rows(_grouped_mm_reference(used, weight, ends, bias), order.shape[0])
 
 
-def _mm_combine_reference(
+def mm_combine_reference(
     hidden: Tensor,
     weight: Tensor,
     slot_weights: Tensor,
