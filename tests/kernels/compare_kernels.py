@@ -58,8 +58,20 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
         rows.to(device), plan.slots, weights.to(device), plan.used, bias.to(device), plan.offsets
     )
     close(combined, combine_rows_reference(biased, plan.slots.cpu(), weights, used), dtype)
-    added = dispatch_triton.add_bias(rows.to(device, copy=True), bias.to(device), plan.offsets)
-    close(added[:used], biased[:used], dtype)
+    for relu in (False, True):
+        added = dispatch_triton.add_bias(rows.to(device, copy=True), bias.to(device), plan.offsets, relu)
+        close(added[:used], biased[:used].relu() if relu else biased[:used], dtype)
+
+    narrow_bias, gathered_bias = torch.randn(experts, dim), torch.full((tokens, slots), torch.nan).to(device)
+    empty = gathered_bias.clone()
+    for dots, with_bias in ((gathered_bias, narrow_bias.to(device)), (empty, None)):
+        gathered = dispatch_triton.gather(x.to(device), plan.slots, plan.used, tokens * slots, dots, with_bias, plan.offsets)
+        close(gathered[:used], x[plan.order[:used].cpu() // slots], dtype)
+    products = (x.double()[plan.order[:used].cpu() // slots] * narrow_bias[of_row]).sum(1)
+    expected_dots = torch.zeros(tokens * slots).double().scatter(0, plan.order[:used].cpu(), products)
+    close(gathered_bias.flatten(), expected_dots, torch.float32)
+    unused = plan.slots.cpu() >= used
+    assert (empty.cpu()[unused] == 0).all() and empty.cpu()[~unused].isnan().all()
 
     other, grad = torch.randn_like(rows), torch.randn_like(rows)
     order = plan.order[:used].cpu()
@@ -71,6 +83,16 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     *by_row, dots = dispatch_triton.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
     for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
         close(got, wanted, dtype)
+    start = torch.randn(tokens, slots)
+    start[unused] = 0
+    for added in (False, True):
+        given = start.to(device, copy=True)
+        slope, _, dots = dispatch_triton.scale_and_dot(
+            grad.to(device, copy=True), rows.to(device), *on_device, True, given, added
+        )
+        assert dots is given
+        close(slope[:used], expected[0].where(wide > 0, 0), dtype)
+        close(dots.flatten(), expected[2] + start.double().flatten() * added, dtype)
 
     sums = torch.zeros(experts, hidden).double()
     for weighing, scale in ((None, torch.ones(used, 1)), (weights.to(device), row_weights)):
@@ -93,6 +115,9 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
         *by_row, dots = dispatch_triton.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
         for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
             close(got, wanted, dtype)
+        given = start.to(device, copy=True)
+        dispatch_triton.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name, given, True)
+        close(given.flatten(), expected[2] + start.double().flatten(), dtype)
 
     offsets = plan.offsets.cpu()
     left = torch.randn(tokens * slots, dim).to(dtype)
@@ -191,13 +216,16 @@ def many_rows_a_program(device: str) -> None:
         dispatch_triton.MOST_PROGRAMS = usual
 
 
+def in_three_kernels(what: Callable[..., None], *given: Any) -> None:
+    with patch.object(dispatch_triton, "FEW_COUNTS", 0):
+        what(*given)
+
+
 def sorting_in_steps(device: str, tokens: int, slots: int, experts: int) -> None:
-    """Counts are added up in several steps."""
-    usual, dispatch_triton.SPAN = dispatch_triton.SPAN, 2
-    try:
+    """Counts are added up in several steps, by every program or by one kernel."""
+    with patch.object(dispatch_triton, "SPAN", 2), patch.object(dispatch_triton, "IN_REGISTERS", 2**9):
         sorting(device, tokens, slots, experts)
-    finally:
-        dispatch_triton.SPAN = usual
+        in_three_kernels(sorting, device, tokens, slots, experts)
 
 
 def comparisons(device: str) -> dict[str, Callable[[], None]]:
@@ -211,8 +239,11 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
         found[f"finite {value} at {place} of {size}"] = partial(looking, device, size, place, value)
     for sizes in ((1, 1, 1), (40, 3, 1), (200, 3, 6), (300, 2, 64), (70, 20, 300)):
         found[f"dispatch {sizes}"] = partial(sorting, device, *sizes)
+        found[f"dispatch in three kernels {sizes}"] = partial(in_three_kernels, sorting, device, *sizes)
     for sizes in ((40, 3, 1), (200, 3, 6), (70, 20, 300)):
-        found[f"dispatch into fewer rows {sizes}"] = partial(sorting_into_fewer_rows, device, *sizes)
+        fewer = f"dispatch into fewer rows {sizes}"
+        found[fewer] = partial(sorting_into_fewer_rows, device, *sizes)
+        found[f"{fewer}, in three kernels"] = partial(in_three_kernels, sorting_into_fewer_rows, device, *sizes)
     for sizes in ((1, 1, 1), (70, 6, 3), (300, 64, 2), (130, 300, 4)):
         for masked in (False, True):
             found[f"balance {sizes} {masked}"] = partial(balancing, device, *sizes, masked)

@@ -300,7 +300,12 @@ def plain(device: str, experts: int, k: int, count: int, programs: int) -> None:
             )
             grads = [grad.to(device) if use else None for grad, use in zip(given, used, strict=True)]
             # If every token selects every expert, the slopes are equal, and their parts of the gradient cancel.
-            close(plain_triton.gradient(logits.to(device), chosen, *grads, slopes), slope, 1e-5, given[2] * slopes.cpu())
+            cancelled = given[2] * slopes.cpu()
+            close(plain_triton.gradient(logits.to(device), chosen, *grads, slopes), slope, 1e-5, cancelled)
+            for parts, tolerance in ((2, 2e-5), (3, 1e-5)):
+                split = plain_triton.gradient(logits.to(device), chosen, *grads, slopes, parts)
+                assert split.shape == (parts, count, experts) and split.dtype == torch.bfloat16
+                close(split.double().sum(0), slope, tolerance, cancelled)
 
 
 def plain_finite(device: str, count: int, place: int, value: float) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from holdfast.kernels.backward import differentiable_gradients, has_hooks_on_saved_tensors, is_differentiated
 from holdfast.kernels.dispatch import (
+    MOST_COLUMNS,
     Dispatch,
     add_bias_dots,
     add_bias_rows,
@@ -29,7 +30,7 @@ from holdfast.kernels.dispatch import (
     sum_rows,
 )
 from holdfast.kernels.grouped import gather_mm_reference, grouped_mm, grouped_outer, mm_combine_reference
-from holdfast.kernels.launching import is_exporting, is_intercepted
+from holdfast.kernels.launching import has_kernels, is_exporting, is_intercepted
 
 Slope = Callable[[Tensor, Tensor, Tensor], Tensor]  # (gradient, input, output) -> gradient of the input
 ops: Any = torch.ops.aten
@@ -125,7 +126,7 @@ class _ExpertLayer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tokens, _, weights, up, down, up_bias, down_bias = ctx.saved_tensors
         want_tokens, _, want_weights, want_up, want_down, want_up_bias, want_down_bias = ctx.needs_input_grad[:7]
-        if is_differentiated():
+        if is_differentiated() or is_intercepted():
             return *_differentiable(ctx, grad), *(None,) * 6
         rows, slot_weights, to_up, to_down, (order, slots, offsets), used, given, active = ctx.kept
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -133,12 +134,20 @@ class _ExpertLayer(torch.autograd.Function):
         activation, is_relu = ctx.activation, ctx.activation == RELU and not ctx.gated
         of_tokens = of_up = of_down = of_up_bias = of_down_bias = None
 
-        grad_rows = gather_rows(grad.contiguous(), order, slots, used)
+        # Kernels write the gradients of the weights in two parts, that of the bias first.
+        dots = torch.empty_like(slot_weights) if has_kernels(grad) and order.shape[0] > 0 else None
+        has_bias_dots = down_bias is not None and dots is not None and grad.shape[1] <= MOST_COLUMNS
+        bias = down_bias.contiguous() if has_bias_dots else None
+        grad_rows = gather_rows(grad.contiguous(), order, slots, used, dots, bias, offsets)
         unscaled = grouped_mm(grad_rows, to_down, offsets, transpose=False)
         if ctx.gated:
-            of_given, scaled, of_slots = glu_rows_backward(unscaled, given, slot_weights, order, slots, used, activation)
+            of_given, scaled, of_slots = glu_rows_backward(
+                unscaled, given, slot_weights, order, slots, used, activation, dots, has_bias_dots
+            )
         else:
-            of_given, scaled, of_slots = scale_and_dot(unscaled, active, slot_weights, order, slots, used, relu=is_relu)
+            of_given, scaled, of_slots = scale_and_dot(
+                unscaled, active, slot_weights, order, slots, used, relu=is_relu, dots=dots, added=has_bias_dots
+            )
             if not is_relu:
                 of_given = SLOPES[activation](of_given, given, active)
         del unscaled, given, active
@@ -146,7 +155,8 @@ class _ExpertLayer(torch.autograd.Function):
             of_down = grouped_outer(grad_rows, scaled, offsets).to(down.dtype)
         del scaled
         if down_bias is not None:
-            of_slots = add_bias_dots(grad_rows, down_bias, order, slots, offsets, of_slots)
+            if not has_bias_dots:
+                of_slots = add_bias_dots(grad_rows, down_bias, order, slots, offsets, of_slots)
             if want_down_bias:
                 of_down_bias = sum_rows(grad_rows, offsets, slot_weights, order).to(down_bias.dtype)
         del grad_rows

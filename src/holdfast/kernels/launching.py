@@ -8,6 +8,7 @@ autograd, inside a `torch.autograd.Function`, costs a third of that.
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +72,18 @@ _BATCHED_GRADIENTS: Any = torch._C._parse_dispatch_key("VmapMode")  # `torch.aut
 def has_kernels(tensor: Tensor) -> bool:
     """Return whether Triton kernels can run on `tensor`: on a GPU, not empty, and not in a program being exported."""
     return HAS_TRITON and tensor.is_cuda and not is_exporting() and tensor.numel() > 0
+
+
+def has_bf16_cores(tensor: Tensor) -> bool:
+    """Return whether the GPU of `tensor` multiplies bfloat16 numbers in tensor cores."""
+    if torch.compiler.is_compiling():  # a compiler cannot look into the cache
+        return torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    return _capability(tensor.get_device()) >= (8, 0)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 _UNCHANGED: AbstractContextManager[object] = nullcontext()

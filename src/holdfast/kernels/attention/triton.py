@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.float32_parts import (
     DTYPES,
     NATIVE,
@@ -57,6 +58,7 @@ def _add_tile(scores, factor, highest, total, moment, CLAMP: tl.constexpr):
     return higher, total, moment
 
 
+@fast_launch
 @triton.jit
 def _entropy(
     query,
@@ -228,6 +230,7 @@ def _take_heads(sources, shapes: tl.constexpr, head, heads):
             tl.store(source.out + (batch * source.count + row) * source.width + column, values, mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _put_head(rows, head, out, heads, own, elements, BLOCK: tl.constexpr):
     batch = (tl.program_id(0) // own).to(tl.int64)
@@ -256,6 +259,7 @@ def put_head(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
     return out
 
 
+@fast_launch
 @triton.jit
 def _projected_norms(
     value,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.launching import cdiv, next_power_of_2
 
 BLOCK = 128  # tokens that are counted and placed together
@@ -26,6 +27,7 @@ def _cluster_of(clusters_of, token, tokens, stride, clusters):
     return tl.minimum(cluster, clusters).to(tl.int32)
 
 
+@fast_launch
 @triton.jit
 def _count(
     clusters_of,
@@ -64,6 +66,7 @@ def _sum_counts(counts, block, blocks, BINS: tl.constexpr):
     return total, earlier
 
 
+@fast_launch
 @triton.jit
 def _place(
     clusters_of,
@@ -149,6 +152,7 @@ def _sum_over(
     return tl.sum(total, axis=0)
 
 
+@fast_launch
 @triton.jit
 def _sums(
     values,
@@ -192,6 +196,7 @@ def _sums(
     tl.store(out + cluster * width + feature, total, mask=feature < width)
 
 
+@fast_launch
 @triton.jit
 def _update_spreads(
     spreads, deviations, counts, due, width, MEMORY: tl.constexpr, FEWEST: tl.constexpr, BLOCK: tl.constexpr
@@ -206,6 +211,7 @@ def _update_spreads(
         tl.store(spreads + place, mean + MEMORY * (old - mean), mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _feature_scales(spreads, out, clusters, width, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
     cluster = tl.program_id(0).to(tl.int64)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from holdfast.kernels.launching import has_kernels, on_device_of, operator
 
+MOST_COLUMNS = 1024  # of a token whose dot products with biases one program computes
 MOST_EXPERTS = 512  # with more, the counts of a program become too large
 GLUS = ("silu", "gelu", "gelu_tanh", "relu")  # gated activations, `activation(gate) * up`, that have a kernel
 
@@ -78,14 +79,28 @@ _dispatch = operator(
 )
 
 
-def gather_rows(tokens: Tensor, order: Tensor, slots: Tensor, used: Tensor) -> Tensor:
-    """Return the token of each row."""
+def gather_rows(
+    tokens: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    used: Tensor,
+    dots: Tensor | None = None,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Return the token of each row.
+
+    dots   (T,K), where a kernel writes 0 for unused slots
+    bias   (E,d), which needs `offsets (E,)`: for other slots, the kernel writes the dot product of the token and the bias of
+           the slot's expert to `dots`. A token may have `MOST_COLUMNS` numbers then
+    """
     if not has_kernels(tokens) or order.shape[0] == 0:
+        assert dots is None, "only a kernel writes them"
         return tokens.index_select(0, order // max(slots.shape[1], 1))
     from holdfast.kernels.dispatch import triton
 
     with on_device_of(tokens):
-        return triton.gather(tokens, slots, used, order.shape[0])
+        return triton.gather(tokens, slots, used, order.shape[0], dots, bias, offsets)
 
 
 def combine_rows(
@@ -183,19 +198,30 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offs
 
 
 def scale_and_dot(
-    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor, *, relu: bool = False
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    used: Tensor,
+    *,
+    relu: bool = False,
+    dots: Tensor | None = None,
+    added: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weight_r grad_r, weight_r rows_r, and for each slot (T,K) grad_r . rows_r of its row, 0 if it is unused.
 
     The kernel overwrites `grad`.
 
-    relu   the rows are results of a relu: the first result is the gradient of its input, 0 where a row is 0
+    relu    the rows are results of a relu: the first result is the gradient of its input, 0 where a row is 0
+    dots    (T,K), from `gather_rows`: where to write the last result, with 0 in unused slots
+    added   add to `dots`
     """
     if has_kernels(rows):
         from holdfast.kernels.dispatch import triton
 
         with on_device_of(rows):
-            return triton.scale_and_dot(grad, rows, weights, order, used, relu)
+            return triton.scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
     grad = torch.ops.aten.threshold_backward(grad, rows, 0) if relu else grad
@@ -224,13 +250,21 @@ def glu_rows(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
 
 
 def glu_rows_backward(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor, name: str
+    grad: Tensor,
+    gate_up: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    slots: Tensor,
+    used: Tensor,
+    name: str,
+    dots: Tensor | None = None,
+    added: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of gate_up, weight_r h_r, and grad_r . h_r by slot, with h = glu_rows(gate_up). Triton only.
 
-    The gradient of h is weight_r grad_r. The kernel overwrites `grad`.
+    The gradient of h is weight_r grad_r. The kernel overwrites `grad`. `dots` and `added` are as in `scale_and_dot`.
     """
     from holdfast.kernels.dispatch import triton
 
     with on_device_of(grad):
-        return triton.glu_backward(grad, gate_up, weights, order, used, name)
+        return triton.glu_backward(grad, gate_up, weights, order, used, name, dots, added)

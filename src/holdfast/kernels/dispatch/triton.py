@@ -4,8 +4,8 @@ R rows sorted by expert, T tokens, K slots a token, E experts, `order` the slot 
 `used` points at the number of rows that belong to an expert, at most R.
 
 **Sorting** is by counting: a slot's row is the number of slots of earlier experts, plus the number of earlier slots of its
-own expert, in the blocks before and in its own block. Three small launches; a general sort, its inverse and its bounds take
-fifteen.
+own expert, in the blocks before and in its own block. Three small launches, or two where there are few blocks; a general
+sort, its inverse and its bounds take fifteen.
 
 **Moving.** Where slots are ragged, R is far larger than `used`: at most `MOST_PROGRAMS` programs run over rows, and each
 takes every `MOST_PROGRAMS`-th row. Each output element is written by one program in a fixed order of additions, so results
@@ -24,6 +24,8 @@ from holdfast.kernels.launching import cdiv, next_power_of_2
 SHARES = 16  # of an expert's rows: each is added up by its own programs, so that one expert with all rows is not slow
 SORT_BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
+IN_REGISTERS = 2**11  # counts that a program adds up at a time
+FEW_COUNTS = 2**14  # of all experts in all blocks: up to here, every program adds up those that it needs itself
 BLOCK = 1024  # columns of a row that one program moves
 FEW_SLOTS = 16  # up to here, all slots of a token are read, whether they are used or not
 MOST_PROGRAMS = 2**17  # over rows: a program that finds nothing to do still has to be started
@@ -63,19 +65,46 @@ def _add_up(counts, totals, blocks, SPAN: tl.constexpr):
 @fast_launch
 @triton.jit
 def _place(
-    chosen, counts, totals, order, rows, offsets, slots, experts, blocks, most, BINS: tl.constexpr, BLOCK: tl.constexpr
+    chosen,
+    counts,
+    totals,
+    order,
+    rows,
+    offsets,
+    slots,
+    experts,
+    blocks,
+    most,
+    SPAN: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write the row of each slot and the slot of each row; a slot whose row would be number `most` or later is unused."""
+    """Write the row of each slot and the slot of each row; a slot whose row would be number `most` or later is unused.
+
+    SPAN: if not 0, counts are not added up yet; they are, this many blocks at a time.
+    """
     block = tl.program_id(0)
     bins, position = tl.arange(0, BINS), tl.arange(0, BLOCK)
-    total = tl.load(totals + bins, mask=bins < experts, other=0)
+    if SPAN:
+        total, before = tl.zeros((BINS,), dtype=tl.int32), tl.zeros((BINS,), dtype=tl.int32)
+        for start in range(0, blocks, SPAN):
+            other = start + tl.arange(0, SPAN)
+            inside = (bins < experts)[:, None] & (other < blocks)[None, :]
+            count = tl.load(counts + bins[:, None] * blocks + other[None, :], mask=inside, other=0)
+            total += tl.sum(count, axis=1)
+            before += tl.sum(tl.where((other < block)[None, :], count, 0), axis=1)
+    else:
+        total = tl.load(totals + bins, mask=bins < experts, other=0)
     ends = tl.cumsum(total, axis=0)
     slot = block * BLOCK + position
     expert, used = _experts_of(chosen, slot, slots, experts)
     own = tl.where(used, expert, 0)
     earlier = (expert[:, None] == expert[None, :]) & (position[None, :] < position[:, None])
     row = tl.gather(ends - total, own, axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
-    row += tl.load(counts + own.to(tl.int64) * blocks + block)
+    if SPAN:
+        row += tl.gather(before, own, axis=0)
+    else:
+        row += tl.load(counts + own.to(tl.int64) * blocks + block)
     used = used & (row < most)
     tl.store(rows + slot, tl.where(used, row, slots).to(tl.int64), mask=slot < slots)
     tl.store(order + row, slot.to(tl.int64), mask=used)
@@ -104,15 +133,44 @@ def _expert_of(row, offsets, experts, BINS: tl.constexpr):
 
 @fast_launch
 @triton.jit
-def _gather(tokens, slots, used, out, width, K: tl.constexpr, SLOTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
-    """Read a token once and write it to all its rows; reading it once for every row takes half as long again."""
+def _gather(
+    tokens,
+    slots,
+    used,
+    out,
+    dots,
+    bias,
+    offsets,
+    width,
+    experts,
+    DOTS: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Read a token once and write it to all its rows; reading it once for every row takes half as long again.
+
+    DOTS: also write a number for each slot, 0 if it is unused. For others, if BINS is not 0, it is the dot product of the
+    token and the bias of the slot's expert, which needs one block of columns; if BINS is 0, a later kernel writes it.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     limit = tl.load(used)
-    values = tl.load(tokens + token * width + column, mask=column < width)
+    values = tl.load(tokens + token * width + column, mask=column < width, other=0.0)
+    if DOTS:
+        place = tl.arange(0, SLOTS)
+        unused = tl.load(slots + token * K + place, mask=place < K, other=0) >= limit
+        tl.store(dots + token * K + place, tl.zeros((SLOTS,), dtype=tl.float32), mask=(place < K) & unused)
     for slot in range(_last_slot(slots, token, limit, K, SLOTS, FEW)):
         row = tl.load(slots + token * K + slot).to(tl.int64)
         tl.store(out + row * width + column, values, mask=(column < width) & (row + 0 * column < limit))
+        if BINS:  # noqa: SIM102  # one is decided by the compiler
+            if row < limit:
+                own = bias + _expert_of(row, offsets, experts, BINS) * width + column
+                added = tl.load(own, mask=column < width, other=0.0).to(tl.float32)
+                tl.store(dots + token * K + slot, tl.sum(values.to(tl.float32) * added, axis=0))
 
 
 @fast_launch
@@ -152,9 +210,29 @@ def _combine(
     tl.store(out + token * width + column, total, mask=column < width)
 
 
+@triton.jit
+def _write_dot(place, dot, ADDED: tl.constexpr):
+    """Write a dot product; with ADDED, add it to the number that is there."""
+    if ADDED:
+        dot += tl.load(place)
+    tl.store(place, dot)
+
+
 @fast_launch
 @triton.jit
-def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, RELU: tl.constexpr, BLOCK: tl.constexpr):
+def _scale_and_dot(
+    grad,
+    rows,
+    weights,
+    order,
+    used,
+    scaled,
+    dots,
+    width,
+    RELU: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Multiply gradients by their weights, in place; with RELU, they become 0 where a row is not positive."""
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         slot = tl.load(order + row)
@@ -170,7 +248,7 @@ def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, RELU: 
                 g = tl.where(h <= 0, 0.0, g)  # as torch: NaN is not at most 0
             tl.store(grad + row * width + column, weight * g, mask=inside)
             tl.store(scaled + row * width + column, weight * h, mask=inside)
-        tl.store(dots + slot, tl.sum(total, axis=0))
+        _write_dot(dots + slot, tl.sum(total, axis=0), ADDED)
 
 
 @fast_launch
@@ -259,7 +337,19 @@ def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
 
 @fast_launch
 @triton.jit
-def _glu_backward(grad, gate_up, weights, order, used, grad_gate_up, dots, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+def _glu_backward(
+    grad,
+    gate_up,
+    weights,
+    order,
+    used,
+    grad_gate_up,
+    dots,
+    width,
+    NAME: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """`_scale_and_dot` for rows h = activation(gate) * up, which are computed again; `grad` is replaced by weight * h."""
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         slot = tl.load(order + row)
@@ -277,7 +367,7 @@ def _glu_backward(grad, gate_up, weights, order, used, grad_gate_up, dots, width
             tl.store(grad + row * width + column, weight * h, mask=inside)
             tl.store(grad_gate_up + row * 2 * width + column, weight * g * up * slope, mask=inside)
             tl.store(grad_gate_up + row * 2 * width + width + column, weight * g * value, mask=inside)
-        tl.store(dots + slot, tl.sum(total, axis=0))
+        _write_dot(dots + slot, tl.sum(total, axis=0), ADDED)
 
 
 def dispatch(chosen: Tensor, experts: int, most_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,26 +375,20 @@ def dispatch(chosen: Tensor, experts: int, most_rows: int) -> tuple[Tensor, Tens
     slots, device = chosen.numel(), chosen.device
     blocks, bins = cdiv(slots, SORT_BLOCK), max(next_power_of_2(experts), 16)
     counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
-    totals = torch.empty(experts, dtype=torch.int32, device=device)
     order = torch.empty(most_rows, dtype=torch.int64, device=device)
     rows = torch.empty(chosen.shape, dtype=torch.int64, device=device)
     offsets = torch.empty(experts, dtype=torch.int32, device=device)
     _count[(blocks,)](chosen, counts, slots, experts, blocks, BINS=bins, BLOCK=SORT_BLOCK, num_warps=1)
-    _add_up[(experts,)](counts, totals, blocks, SPAN=SPAN)
+    totals, span = counts, 0
+    if bins * blocks <= FEW_COUNTS:
+        span = min(next_power_of_2(blocks), IN_REGISTERS // bins)
+    else:
+        totals = torch.empty(experts, dtype=torch.int32, device=device)
+        _add_up[(experts,)](counts, totals, blocks, SPAN=SPAN)
+    sizes = slots, experts, blocks, most_rows
+    warps = 4 if span else 1
     _place[(blocks,)](
-        chosen,
-        counts,
-        totals,
-        order,
-        rows,
-        offsets,
-        slots,
-        experts,
-        blocks,
-        most_rows,
-        BINS=bins,
-        BLOCK=SORT_BLOCK,
-        num_warps=1,
+        chosen, counts, totals, order, rows, offsets, *sizes, SPAN=span, BINS=bins, BLOCK=SORT_BLOCK, num_warps=warps
     )
     return order, rows, offsets
 
@@ -314,10 +398,34 @@ def _slot_options(slots: Tensor) -> dict[str, int | bool]:
     return {"K": count, "SLOTS": next_power_of_2(count), "FEW": count <= FEW_SLOTS, "BLOCK": BLOCK}
 
 
-def gather(tokens: Tensor, slots: Tensor, used: Tensor, count: int) -> Tensor:
+def gather(
+    tokens: Tensor,
+    slots: Tensor,
+    used: Tensor,
+    count: int,
+    dots: Tensor | None = None,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Return the token of each row, and write to `dots (T,K)` as `gather_rows` says."""
     out = tokens.new_empty(count, tokens.shape[1])
-    grid = (tokens.shape[0], cdiv(out.shape[1], BLOCK))
-    _gather[grid](tokens, slots, used, out, out.shape[1], **_slot_options(slots))
+    width = out.shape[1]
+    assert bias is None or width <= BLOCK, "a dot product needs the whole row in one program"
+    experts = 0 if bias is None else bias.shape[0]
+    _gather[(tokens.shape[0], cdiv(width, BLOCK))](
+        tokens,
+        slots,
+        used,
+        out,
+        used if dots is None else dots,
+        tokens if bias is None else bias,
+        used if offsets is None else offsets,
+        width,
+        experts,
+        DOTS=dots is not None,
+        BINS=0 if bias is None else next_power_of_2(experts),
+        **_slot_options(slots),
+    )
     return out
 
 
@@ -388,12 +496,19 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, offsets: Tensor, do
 
 
 def scale_and_dot(
-    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor, relu: bool = False
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    used: Tensor,
+    relu: bool = False,
+    dots: Tensor | None = None,
+    added: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale `grad` in place, and return it, the scaled rows and the dot products by slot."""
-    scaled, dots = torch.empty_like(rows), torch.zeros_like(weights)
-    grid = (min(rows.shape[0], MOST_PROGRAMS),)
-    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, rows.shape[1], RELU=relu, BLOCK=BLOCK)
+    """Scale `grad` in place, and return it, the scaled rows and the dot products by slot, written or `added` to `dots`."""
+    scaled, dots = torch.empty_like(rows), torch.zeros_like(weights) if dots is None else dots
+    grid, width = (min(rows.shape[0], MOST_PROGRAMS),), rows.shape[1]
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, width, RELU=relu, ADDED=added, BLOCK=BLOCK)
     return grad, scaled, dots
 
 
@@ -405,10 +520,19 @@ def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
 
 
 def glu_backward(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, activation: str
+    grad: Tensor,
+    gate_up: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    used: Tensor,
+    activation: str,
+    dots: Tensor | None = None,
+    added: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrite `grad` with the weighted h: this saves memory where most is needed."""
-    out, dots = torch.empty_like(gate_up), torch.zeros_like(weights)
-    grid = (min(grad.shape[0], MOST_PROGRAMS),)
-    _glu_backward[grid](grad, gate_up, weights, order, used, out, dots, grad.shape[1], NAME=activation, BLOCK=BLOCK // 2)
+    """Overwrite `grad` with the weighted h: this saves memory where most is needed. `dots` are as in `scale_and_dot`."""
+    out, dots = torch.empty_like(gate_up), torch.zeros_like(weights) if dots is None else dots
+    grid, width = (min(grad.shape[0], MOST_PROGRAMS),), grad.shape[1]
+    _glu_backward[grid](
+        grad, gate_up, weights, order, used, out, dots, width, NAME=activation, ADDED=added, BLOCK=BLOCK // 2
+    )
     return out, grad, dots

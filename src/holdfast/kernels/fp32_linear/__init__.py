@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import EVERYWHERE, has_kernels, is_exporting, on_device_of, operator
+from holdfast.kernels.launching import EVERYWHERE, has_bf16_cores, has_kernels, is_exporting, on_device_of, operator
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF_DTYPES, torch.float32)
@@ -117,14 +117,32 @@ def linear_without_autograd(rows: Tensor, weight: Tensor) -> Tensor:
 def linear_gradients(
     grad: Tensor, rows: Tensor, weight: Tensor, want_rows: bool, want_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of rows and weight for the gradient `grad (T,n)` of their product; None where not wanted."""
+    """Return the gradients of rows and weight for the gradient `grad (T,n)` of their product; None where not wanted.
+
+    If `gradient_parts` is not 0, `grad (parts,T,n)` may be given as so many bfloat16 parts.
+    """
     if _prefers_kernel(rows, weight):
-        of_rows, of_weight = _linear_backward(grad, rows, weight, None, None, None, None, want_rows, want_weight)
-        return of_rows if want_rows else None, of_weight if want_weight else None
+        from holdfast.kernels.fp32_linear import triton
+
+        with on_device_of(rows):
+            grad = triton.gradient_parts(grad, rows, weight) if grad.dim() == 2 else grad
+            return (
+                triton.grad_tokens(grad, rows, weight, None) if want_rows else None,
+                triton.grad_weight(grad, rows, weight, None) if want_weight else None,
+            )
     return (
         _matmul(grad, weight).to(rows.dtype) if want_rows else None,
         _matmul(grad.t(), rows).to(weight.dtype) if want_weight else None,
     )
+
+
+def gradient_parts(rows: Tensor, weight: Tensor) -> int:
+    """Return in how many bfloat16 parts `linear_gradients` takes a gradient; 0 if it takes float32."""
+    if not _prefers_kernel(rows, weight):
+        return 0
+    from holdfast.kernels.fp32_linear import triton
+
+    return max(triton.gradient_count(rows.dtype), triton.gradient_count(weight.dtype))
 
 
 def _prefers_kernel(rows: Tensor, weight: Tensor) -> bool:
@@ -201,12 +219,7 @@ def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weigh
 
 def has_linear_kernel(tokens: Tensor, weight: Tensor) -> bool:
     """Return whether there is a kernel for these: on a GPU that has bfloat16 tensor cores."""
-    return (
-        tokens.dtype in DTYPES
-        and weight.dtype in DTYPES
-        and has_kernels(tokens)
-        and torch.cuda.get_device_capability(tokens.device) >= (8, 0)
-    )
+    return tokens.dtype in DTYPES and weight.dtype in DTYPES and has_kernels(tokens) and has_bf16_cores(tokens)
 
 
 def scaled_tiles_linear(

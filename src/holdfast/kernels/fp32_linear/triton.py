@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.float32_parts import BF16_PART, bf16_parts, bf16_product, load_bf16_parts
 from holdfast.kernels.launching import cdiv
 
@@ -26,6 +27,7 @@ DEPTH = 64  # features of tokens and weights that are multiplied at a time
 WIDE = 512  # with this many features or more, a float32 sum may be off by 2^-15 of its terms
 
 
+@fast_launch
 @triton.jit
 def _split(values, out, size, width, stride_height, stride_width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -38,6 +40,7 @@ def _split(values, out, size, width, stride_height, stride_width, COUNT: tl.cons
         tl.store(out + 2 * size + place, third, mask=inside)
 
 
+@fast_launch
 @triton.jit
 def _linear(
     tokens,
@@ -100,6 +103,7 @@ def _linear(
         tl.store(out + row[None, :] * width + column[:, None], total, mask=(row < count)[None, :] & used)
 
 
+@fast_launch
 @triton.jit
 def _grad_tokens(
     grad,
@@ -170,6 +174,7 @@ def _grad_tokens(
             tl.store(out + row[:, None] * inner + feature[None, :], total, mask=own & used)
 
 
+@fast_launch
 @triton.jit
 def _grad_weight(
     grad,
@@ -231,6 +236,7 @@ def _grad_weight(
     tl.store(out + place, total, mask=(column < width)[:, None] & (feature < inner)[None, :])
 
 
+@fast_launch
 @triton.jit
 def _fold(parts, out, splits, size, BLOCK: tl.constexpr):
     """Write the sum over the first axis, added in its order."""

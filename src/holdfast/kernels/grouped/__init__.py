@@ -16,7 +16,7 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from holdfast.kernels.dispatch import (
     scale_and_dot,
     sum_rows,
 )
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, on_device_of, operator
+from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, has_bf16_cores, on_device_of, operator
 
 ALIGNMENT = 16  # bytes, of every row and matrix that torch's grouped kernel takes
 
@@ -364,14 +364,9 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 def _torch_has_kernel(*operands: Tensor) -> bool:
     """Return whether torch's grouped kernel runs here: elsewhere it is a loop that waits for the offsets, or an error."""
     first = operands[0]
-    if not first.is_cuda or first.dtype != torch.bfloat16 or not _has_bf16_cores(first.get_device()):
+    if not first.is_cuda or first.dtype != torch.bfloat16 or not has_bf16_cores(first):
         return False
     return all([_aligned(each) and each.data_ptr() % ALIGNMENT == 0 for each in operands])  # noqa: C419  # a list is faster
-
-
-@cache
-def _has_bf16_cores(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _aligned(operand: Tensor) -> bool:

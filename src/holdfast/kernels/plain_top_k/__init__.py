@@ -18,8 +18,8 @@ from holdfast.kernels.backward import differentiable_gradients, is_differentiate
 from holdfast.kernels.balance import MOST_EXPERTS as MOST_BALANCED
 from holdfast.kernels.balance import reference as balance_reference
 from holdfast.kernels.finite import place_of_report, require_finite
-from holdfast.kernels.fp32_linear import linear_gradients, linear_without_autograd, matmul_float32
-from holdfast.kernels.launching import on_device_of
+from holdfast.kernels.fp32_linear import gradient_parts, linear_gradients, linear_without_autograd, matmul_float32
+from holdfast.kernels.launching import is_intercepted, on_device_of
 from holdfast.kernels.select import has_kernel, top
 
 
@@ -72,7 +72,7 @@ class _PlainTopK(torch.autograd.Function):
         tokens, weight, logits, experts, gates, slopes = ctx.saved_tensors
         of_logits, of_gates, _, of_weights, of_loss = grads
         needs = ctx.needs_input_grad[:2]
-        if is_differentiated():
+        if is_differentiated() or is_intercepted():
             reference = _Reference(experts, ctx.coefficient if of_loss is not None else None)
             given = (of_logits, logits.shape), (of_gates, logits.shape), (of_weights, experts.shape), (of_loss, ())
             wanted = tuple(logits.new_zeros(shape) if grad is None else grad for grad, shape in given)
@@ -84,7 +84,8 @@ class _PlainTopK(torch.autograd.Function):
             of_gates = torch._softmax_backward_data(of_gates, gates, -1, torch.float32)  # type: ignore[attr-defined]
         if has_kernel(logits):
             of_logits = of_gates if of_logits is None else of_logits if of_gates is None else of_logits + of_gates
-            grad = _gradient_on_gpu(logits, experts, of_logits, of_weights, of_loss, slopes)
+            parts = gradient_parts(tokens, weight)
+            grad = _gradient_on_gpu(logits, experts, of_logits, of_weights, of_loss, slopes, parts)
         else:
             parts = [of_logits, None if of_weights is None else _of_chosen(of_weights, logits, experts), of_gates]
             first, *others = [part for part in parts if part is not None]
@@ -111,7 +112,7 @@ def _route_on_gpu(
         return gates, chosen, weights, *balance_triton.loss(sums, experts, coefficient)
 
 
-def _gradient_on_gpu(logits: Tensor, *rest: Tensor | None) -> Tensor:
+def _gradient_on_gpu(logits: Tensor, *rest: Any) -> Tensor:
     from holdfast.kernels.plain_top_k import triton
 
     with on_device_of(logits):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.finite.triton import report
+from holdfast.kernels.float32_parts import bf16_parts
 from holdfast.kernels.launching import cdiv
 from holdfast.kernels.select.triton import BACKWARD_BLOCK, block_of, forward_options, slots_of
 
@@ -96,10 +97,14 @@ def _gradient(
     HAS_LOGITS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_LOSS: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Write the gradient of a block of logits: that of the logits themselves, of the weights, and of the loss."""
+    """Write the gradient of a block of logits: that of the logits themselves, of the weights, and of the loss.
+
+    PARTS: write it as this many bfloat16 parts, if not 0.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)
     inside = (row < rows)[:, None] & (expert < experts)[None, :]
@@ -123,7 +128,15 @@ def _gradient(
         gate = power / tl.sum(power, axis=1)[:, None]
         slope = tl.load(slopes + expert, mask=expert < experts, other=0.0)[None, :]
         total += tl.load(of_loss) * gate * (slope - tl.sum(gate * slope, axis=1)[:, None])
-    tl.store(out + place, total, mask=inside)
+    if PARTS:
+        first, second, third = bf16_parts(total, PARTS, tl.bfloat16)
+        size = rows.to(tl.int64) * experts
+        tl.store(out + place, first, mask=inside)
+        tl.store(out + size + place, second, mask=inside)
+        if PARTS > 2:
+            tl.store(out + 2 * size + place, third, mask=inside)
+    else:
+        tl.store(out + place, total, mask=inside)
 
 
 def route(
@@ -172,9 +185,14 @@ def gradient(
     of_weights: Tensor | None,
     of_loss: Tensor | None,
     slopes: Tensor | None,
+    parts: int = 0,
 ) -> Tensor:
-    """Return the gradient (T,E) of the logits for the gradients of logits, weights and the loss with these `slopes (E,)`."""
-    (count, experts), out = logits.shape, torch.empty_like(logits)
+    """Return the gradient (T,E) of the logits for the gradients of logits, weights and the loss with these `slopes (E,)`.
+
+    parts   return it as two or three bfloat16 parts (parts,T,E); 0: as float32
+    """
+    count, experts = logits.shape
+    out = logits.new_empty(parts, count, experts, dtype=torch.bfloat16) if parts else torch.empty_like(logits)
     rows, wide = block_of(experts, BACKWARD_BLOCK)
     _gradient[(cdiv(count, rows),)](
         logits,
@@ -190,6 +208,7 @@ def gradient(
         HAS_LOGITS=of_logits is not None,
         HAS_WEIGHTS=of_weights is not None,
         HAS_LOSS=of_loss is not None,
+        PARTS=parts,
         ROWS=rows,
         EXPERTS=wide,
         num_warps=1,
