@@ -101,8 +101,8 @@ class _ExpertLayer(torch.autograd.Function):
         most_rows: int | None,
         may_have_backward: bool,
     ) -> Tensor:
-        rows, of_up, of_down = tokens.to(dtype).contiguous(), up.to(dtype), down.to(dtype)
-        slot_weights = weights.float().contiguous()
+        rows, of_up, of_down = _as(dtype, tokens).contiguous(), _as(dtype, up), _as(dtype, down)
+        slot_weights = _as(torch.float32, weights).contiguous()
         plan = dispatch(chosen, up.shape[0], most_rows)
         order, slots, offsets = plan
         used = offsets[-1]
@@ -152,23 +152,28 @@ class _ExpertLayer(torch.autograd.Function):
                 of_given = SLOPES[activation](of_given, given, active)
         del unscaled, given, active
         if want_down:
-            of_down = grouped_outer(grad_rows, scaled, offsets).to(down.dtype)
+            of_down = _as(down.dtype, grouped_outer(grad_rows, scaled, offsets))
         del scaled
         if down_bias is not None:
             if not has_bias_dots:
                 of_slots = add_bias_dots(grad_rows, down_bias, order, slots, offsets, of_slots)
             if want_down_bias:
-                of_down_bias = sum_rows(grad_rows, offsets, slot_weights, order).to(down_bias.dtype)
+                of_down_bias = _as(down_bias.dtype, sum_rows(grad_rows, offsets, slot_weights, order))
         del grad_rows
         if want_tokens:
             of_tokens = combine_rows(grouped_mm(of_given, to_up, offsets, transpose=False), slots, None, used)
-            of_tokens = of_tokens.to(tokens.dtype)
+            of_tokens = _as(tokens.dtype, of_tokens)
         if want_up:
-            of_up = grouped_outer(of_given, gather_rows(rows, order, slots, used), offsets).to(up.dtype)
+            of_up = _as(up.dtype, grouped_outer(of_given, gather_rows(rows, order, slots, used), offsets))
         if want_up_bias:
-            of_up_bias = sum_rows(of_given, offsets, None, order).to(up_bias.dtype)
-        of_weights = of_slots.to(weights.dtype) if want_weights else None
+            of_up_bias = _as(up_bias.dtype, sum_rows(of_given, offsets, None, order))
+        of_weights = _as(weights.dtype, of_slots) if want_weights else None
         return of_tokens, None, of_weights, of_up, of_down, of_up_bias, of_down_bias, *(None,) * 6
+
+
+def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
+    """Return `values.to(dtype)`, with less Python where nothing is to do."""
+    return values if values.dtype == dtype else values.to(dtype)
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:

@@ -54,9 +54,10 @@ def fast_launch(kernel: Any) -> FastLaunch:
 def has_hooks() -> bool:
     """Return whether someone wants to be called at every launch, as Triton's profiler does."""
     runtime = _runtime()
-    return bool(getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)) or bool(
-        getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-    )
+    try:
+        return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    except AttributeError:  # someone has put a function in the place of the list of hooks
+        return True
 
 
 @functools.cache
@@ -72,18 +73,15 @@ def kind_of(operands: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, 
     That is the device, the constants, of a tensor its dtype and whether its address is aligned, and of an int, whether it is
     1, aligned, and 32 bits long.
     """
-    return (
-        operands[0].get_device(),
-        *constants.values(),
-        *[
-            (each == 1) + 2 * (each % ALIGNMENT == 0) + 4 * (-(2**31) <= each < 2**31)
-            if type(each) is int
-            else float
-            if type(each) is float
-            else (each.dtype, each.data_ptr() % ALIGNMENT == 0)
-            for each in operands
-        ],
-    )
+    kind = [operands[0].get_device(), *constants.values()]
+    for each in operands:
+        if type(each) is int:
+            kind.append((each == 1) + 2 * (each % ALIGNMENT == 0) + 4 * (-(2**31) <= each < 2**31))
+        elif type(each) is float:
+            kind.append(float)
+        else:
+            kind.append(each.dtype if each.data_ptr() % ALIGNMENT == 0 else (each.dtype,))
+    return tuple(kind)
 
 
 class _Program:

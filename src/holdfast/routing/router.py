@@ -339,12 +339,14 @@ class Router(nn.Module):
                 f"{self.layer}: torch.jit.trace and torch.onnx.export(dynamo=False) cannot record a router; use "
                 "torch.export.export or torch.onnx.export(dynamo=True)."
             )
-        if not self.select.in_onnx and is_exporting() and _is_exporting_to_onnx():
+        if not is_exporting() or not _is_exporting_to_onnx():
+            return
+        if not self.select.in_onnx:
             raise ValueError(
                 f"{self.layer}: ONNX lacks operators that {type(self.select).__name__} needs; use torch.export.export, or "
                 "choose another router."
             )
-        if self.training and is_exporting() and _is_exporting_to_onnx():
+        if self.training:
             raise ValueError(
                 f"{self.layer}: this router is in training mode, and an ONNX model cannot update router state; call "
                 "model.eval() before torch.onnx.export."

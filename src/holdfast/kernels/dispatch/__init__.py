@@ -10,7 +10,8 @@ On a GPU the host does not know how many slots are in use, and memory is allocat
 smaller number, `most_rows`, gets R = `most_rows`. Slots in use beyond that number are dropped, never written elsewhere.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from holdfast.kernels.launching import has_kernels, on_device_of, operator
 MOST_COLUMNS = 1024  # of a token whose dot products with biases one program computes
 MOST_EXPERTS = 512  # with more, the counts of a program become too large
 GLUS = ("silu", "gelu", "gelu_tanh", "relu")  # gated activations, `activation(gate) * up`, that have a kernel
+
+
+@cache
+def _kernels() -> Any:
+    """Return the module with the kernels; it cannot be imported where there is no Triton."""
+    from holdfast.kernels.dispatch import triton
+
+    return triton
 
 
 class Dispatch(NamedTuple):
@@ -62,10 +71,8 @@ def dispatch(chosen: Tensor, experts: int, most_rows: int | None = None) -> Disp
 
 
 def _dispatch_on_gpu(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    from holdfast.kernels.dispatch import triton
-
     with on_device_of(chosen):
-        return triton.dispatch(chosen, experts, rows)
+        return _kernels().dispatch(chosen, experts, rows)
 
 
 _dispatch = operator(
@@ -97,10 +104,8 @@ def gather_rows(
     if not has_kernels(tokens) or order.shape[0] == 0:
         assert dots is None, "only a kernel writes them"
         return tokens.index_select(0, order // max(slots.shape[1], 1))
-    from holdfast.kernels.dispatch import triton
-
     with on_device_of(tokens):
-        return triton.gather(tokens, slots, used, order.shape[0], dots, bias, offsets)
+        return _kernels().gather(tokens, slots, used, order.shape[0], dots, bias, offsets)
 
 
 def combine_rows(
@@ -116,10 +121,8 @@ def combine_rows(
     With `bias (E,d)`, which needs `offsets (E,)`, the bias of its expert is added to each row.
     """
     if has_kernels(slots):
-        from holdfast.kernels.dispatch import triton
-
         with on_device_of(rows):
-            return triton.combine(rows, slots, weights, used, bias, offsets)
+            return _kernels().combine(rows, slots, weights, used, bias, offsets)
     dtype = rows.dtype
     if bias is not None:
         assert offsets is not None
@@ -157,10 +160,8 @@ def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor, *, relu: bool = F
     relu   replace what is negative then by 0
     """
     if has_kernels(rows):
-        from holdfast.kernels.dispatch import triton
-
         with on_device_of(rows):
-            return triton.add_bias(rows, bias.contiguous(), offsets, relu)
+            return _kernels().add_bias(rows, bias.contiguous(), offsets, relu)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         rows[start:end] += bias[expert]
@@ -171,10 +172,8 @@ def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor, *, relu: bool = F
 def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
     """Return the sum (E,n) of the rows (R,n) of each expert in float32, times `weights (T,K)` of their slots if given."""
     if has_kernels(rows):
-        from holdfast.kernels.dispatch import triton
-
         with on_device_of(rows):
-            return triton.sum_rows(rows, offsets, weights, order)
+            return _kernels().sum_rows(rows, offsets, weights, order)
     scaled = rows.float() if weights is None else rows.float() * weights.flatten()[order].unsqueeze(1)
     ends = offsets.tolist()
     parts = [scaled[start:end].sum(0) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -184,10 +183,8 @@ def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tenso
 def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, dots: Tensor) -> Tensor:
     """Add grad_r . bias of the row's expert to `dots (T,K)` at the slot of each row, in place; return `dots`."""
     if has_kernels(grad):
-        from holdfast.kernels.dispatch import triton
-
         with on_device_of(grad):
-            triton.add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
+            _kernels().add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
         return dots
     products = torch.empty(grad.shape[0], device=grad.device)
     start = 0
@@ -218,10 +215,8 @@ def scale_and_dot(
     added   add to `dots`
     """
     if has_kernels(rows):
-        from holdfast.kernels.dispatch import triton
-
         with on_device_of(rows):
-            return triton.scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
+            return _kernels().scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
     grad = torch.ops.aten.threshold_backward(grad, rows, 0) if relu else grad
@@ -243,10 +238,8 @@ def has_glu_kernel(name: str | None, rows: Tensor) -> bool:
 
 def glu_rows(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
     """Return activation(gate) * up of rows (R,2H), as (R,H). Triton only."""
-    from holdfast.kernels.dispatch import triton
-
     with on_device_of(gate_up):
-        return triton.glu(gate_up, used, name)
+        return _kernels().glu(gate_up, used, name)
 
 
 def glu_rows_backward(
@@ -264,7 +257,5 @@ def glu_rows_backward(
 
     The gradient of h is weight_r grad_r. The kernel overwrites `grad`. `dots` and `added` are as in `scale_and_dot`.
     """
-    from holdfast.kernels.dispatch import triton
-
     with on_device_of(grad):
-        return triton.glu_backward(grad, gate_up, weights, order, used, name, dots, added)
+        return _kernels().glu_backward(grad, gate_up, weights, order, used, name, dots, added)

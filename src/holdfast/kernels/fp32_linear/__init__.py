@@ -10,6 +10,7 @@ float32, and without float32 copies of the tokens.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,10 +108,22 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     return out.view(*tokens.shape[:-1], weight.shape[0])
 
 
+@cache
+def _kernels() -> Any:
+    """Return the module with the kernels; it cannot be imported where there is no Triton."""
+    from holdfast.kernels.fp32_linear import triton
+
+    return triton
+
+
 def linear_without_autograd(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return what `linear_float32` returns for contiguous `rows (T,d)`; `linear_gradients` is its backward."""
+    """Return what `linear_float32` returns for contiguous `rows (T,d)`; `linear_gradients` is its backward.
+
+    On a GPU it launches the kernel itself: modes of PyTorch see no operator.
+    """
     if _prefers_kernel(rows, weight):
-        return _linear(rows, weight, None, None, None, None)
+        with on_device_of(rows):
+            return _kernels().linear(rows, weight, None)
     return _matmul(rows, weight.t())
 
 
@@ -122,13 +135,11 @@ def linear_gradients(
     If `gradient_parts` is not 0, `grad (parts,T,n)` may be given as so many bfloat16 parts.
     """
     if _prefers_kernel(rows, weight):
-        from holdfast.kernels.fp32_linear import triton
-
         with on_device_of(rows):
-            grad = triton.gradient_parts(grad, rows, weight) if grad.dim() == 2 else grad
+            grad = _kernels().gradient_parts(grad, rows, weight) if grad.dim() == 2 else grad
             return (
-                triton.grad_tokens(grad, rows, weight, None) if want_rows else None,
-                triton.grad_weight(grad, rows, weight, None) if want_weight else None,
+                _kernels().grad_tokens(grad, rows, weight, None) if want_rows else None,
+                _kernels().grad_weight(grad, rows, weight, None) if want_weight else None,
             )
     return (
         _matmul(grad, weight).to(rows.dtype) if want_rows else None,
@@ -140,9 +151,7 @@ def gradient_parts(rows: Tensor, weight: Tensor) -> int:
     """Return in how many bfloat16 parts `linear_gradients` takes a gradient; 0 if it takes float32."""
     if not _prefers_kernel(rows, weight):
         return 0
-    from holdfast.kernels.fp32_linear import triton
-
-    return max(triton.gradient_count(rows.dtype), triton.gradient_count(weight.dtype))
+    return max(_kernels().gradient_count(rows.dtype), _kernels().gradient_count(weight.dtype))
 
 
 def _prefers_kernel(rows: Tensor, weight: Tensor) -> bool:

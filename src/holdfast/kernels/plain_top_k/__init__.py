@@ -9,6 +9,7 @@ follows the logits, and one its gradient. On a CPU, outputs are equal to the bit
 and weights all have one: then three numbers are added in another order. On a GPU that holds for experts.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -95,28 +96,31 @@ class _PlainTopK(torch.autograd.Function):
         return None if of_rows is None else of_rows.view(tokens.shape), of_weight, None, None, None
 
 
+@cache
+def _kernels() -> Any:
+    """Return the module with the kernels; it cannot be imported where there is no Triton."""
+    from holdfast.kernels.plain_top_k import triton
+
+    return triton
+
+
 def _route_on_gpu(
     logits: Tensor, k: int, layer: Tensor | None, coefficient: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return gates, experts, weights, the balance loss and its slopes; the last two are None without a coefficient."""
-    from holdfast.kernels.balance import triton as balance_triton
-    from holdfast.kernels.plain_top_k import triton
-
     experts = logits.shape[1]
     is_balanced = coefficient is not None and experts <= MOST_BALANCED
     with on_device_of(logits):
         record = None if layer is None else place_of_report(logits, layer)
-        gates, chosen, weights, sums = triton.route(logits, k, record, is_balanced)
+        gates, chosen, weights, sums = _kernels().route(logits, k, record, is_balanced)
         if not is_balanced:
             return gates, chosen, weights, None, None
-        return gates, chosen, weights, *balance_triton.loss(sums, experts, coefficient)
+        return gates, chosen, weights, *_kernels().loss(sums, experts, coefficient)
 
 
 def _gradient_on_gpu(logits: Tensor, *rest: Any) -> Tensor:
-    from holdfast.kernels.plain_top_k import triton
-
     with on_device_of(logits):
-        return triton.gradient(logits, *rest)
+        return _kernels().gradient(logits, *rest)
 
 
 def _of_chosen(grad: Tensor, logits: Tensor, experts: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.balance.triton import loss
 from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.finite.triton import report
 from holdfast.kernels.float32_parts import bf16_parts
@@ -137,6 +138,9 @@ def _gradient(
             tl.store(out + 2 * size + place, third, mask=inside)
     else:
         tl.store(out + place, total, mask=inside)
+
+
+__all__ = ["gradient", "loss", "route"]
 
 
 def route(
