@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.float32_parts import (
     DTYPES,
     NATIVE,
@@ -58,7 +57,6 @@ def _add_tile(scores, factor, highest, total, moment, CLAMP: tl.constexpr):
     return higher, total, moment
 
 
-@fast_launch
 @triton.jit
 def _entropy(
     query,
@@ -230,7 +228,6 @@ def _take_heads(sources, shapes: tl.constexpr, head, heads):
             tl.store(source.out + (batch * source.count + row) * source.width + column, values, mask=inside)
 
 
-@fast_launch
 @triton.jit
 def _put_head(rows, head, out, heads, own, elements, BLOCK: tl.constexpr):
     batch = (tl.program_id(0) // own).to(tl.int64)
@@ -259,7 +256,6 @@ def put_head(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
     return out
 
 
-@fast_launch
 @triton.jit
 def _projected_norms(
     value,
