@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.kernels import balance
 from holdfast.kernels.balance import triton as balance_triton
-from holdfast.kernels.dispatch import GLUS, combine_rows_reference, dispatch
+from holdfast.kernels.dispatch import GLUS, combine_rows_reference, dispatch, triton_rows
 from holdfast.kernels.dispatch import triton as dispatch_triton
 from holdfast.kernels.finite import decode_name, encode_name
 from holdfast.kernels.finite import triton as finite_triton
@@ -59,7 +59,7 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     )
     close(combined, combine_rows_reference(biased, plan.slots.cpu(), weights, used), dtype)
     for relu in (False, True):
-        added = dispatch_triton.add_bias(rows.to(device, copy=True), bias.to(device), plan.offsets, relu)
+        added = triton_rows.add_bias(rows.to(device, copy=True), bias.to(device), plan.offsets, relu)
         close(added[:used], biased[:used].relu() if relu else biased[:used], dtype)
 
     narrow_bias, gathered_bias = torch.randn(experts, dim), torch.full((tokens, slots), torch.nan).to(device)
@@ -80,27 +80,27 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     by_slot = weights.new_zeros(weights.shape).double().flatten()
     wide, wide_grad = rows[:used].double(), grad[:used].double()
     expected = wide_grad * row_weights, wide * row_weights, by_slot.scatter(0, order, (wide * wide_grad).sum(1))
-    *by_row, dots = dispatch_triton.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
+    *by_row, dots = triton_rows.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
     for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
         close(got, wanted, dtype)
     start = torch.randn(tokens, slots)
     start[unused] = 0
-    for added in (False, True):
+    for adds in (False, True):
         given = start.to(device, copy=True)
-        slope, _, dots = dispatch_triton.scale_and_dot(
-            grad.to(device, copy=True), rows.to(device), *on_device, True, given, added
+        slope, _, dots = triton_rows.scale_and_dot(
+            grad.to(device, copy=True), rows.to(device), *on_device, True, given, adds
         )
         assert dots is given
         close(slope[:used], expected[0].where(wide > 0, 0), dtype)
-        close(dots.flatten(), expected[2] + start.double().flatten() * added, dtype)
+        close(dots.flatten(), expected[2] + start.double().flatten() * adds, dtype)
 
     sums = torch.zeros(experts, hidden).double()
     for weighing, scale in ((None, torch.ones(used, 1)), (weights.to(device), row_weights)):
-        got = dispatch_triton.sum_rows(rows.to(device), plan.offsets, weighing, plan.order)
+        got = triton_rows.sum_rows(rows.to(device), plan.offsets, weighing, plan.order)
         close(got, sums.index_add(0, of_row, wide * scale), torch.float32)
     before = torch.randn(tokens, slots)
     dots = before.to(device, copy=True)
-    dispatch_triton.add_bias_dots(rows.to(device), bias.to(device), plan.order, plan.offsets, dots)
+    triton_rows.add_bias_dots(rows.to(device), bias.to(device), plan.order, plan.offsets, dots)
     products = (wide * bias[of_row]).sum(1)
     close(dots.flatten(), before.double().flatten().scatter_add(0, order, products), torch.float32)
 
@@ -109,14 +109,14 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
         pair = gate_up[:used].double().requires_grad_()
         gate, up = pair.chunk(2, dim=-1)
         product = ACTIVATIONS[name](gate) * up
-        close(dispatch_triton.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
+        close(triton_rows.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
         (slope,) = torch.autograd.grad(product, pair, wide_grad * row_weights)
         expected = slope, product * row_weights, by_slot.scatter(0, order, (product * wide_grad).sum(1).detach())
-        *by_row, dots = dispatch_triton.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
+        *by_row, dots = triton_rows.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
         for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
             close(got, wanted, dtype)
         given = start.to(device, copy=True)
-        dispatch_triton.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name, given, True)
+        triton_rows.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name, given, True)
         close(given.flatten(), expected[2] + start.double().flatten(), dtype)
 
     offsets = plan.offsets.cpu()
@@ -209,11 +209,11 @@ def balancing(device: str, tokens: int, experts: int, slots: int, masked: bool) 
 
 def many_rows_a_program(device: str) -> None:
     """Programs take several rows each, as they do where slots are many and ragged."""
-    usual, dispatch_triton.MOST_PROGRAMS = dispatch_triton.MOST_PROGRAMS, 20
+    usual, triton_rows.MOST_PROGRAMS = triton_rows.MOST_PROGRAMS, 20
     try:
         compare(device, torch.float32, tokens=5, experts=18, slots=dispatch_triton.FEW_SLOTS + 1)
     finally:
-        dispatch_triton.MOST_PROGRAMS = usual
+        triton_rows.MOST_PROGRAMS = usual
 
 
 def in_three_kernels(what: Callable[..., None], *given: Any) -> None:

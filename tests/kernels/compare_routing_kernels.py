@@ -299,11 +299,12 @@ def plain(device: str, experts: int, k: int, count: int, programs: int) -> None:
                 [output for output, _ in kept], leaf, [grad.to(output.dtype) for output, grad in kept], retain_graph=True
             )
             grads = [grad.to(device) if use else None for grad, use in zip(given, used, strict=True)]
+            gradient: Any = partial(plain_triton.gradient, logits.to(device), chosen, grads[0], grads[1], grads[2])
             # If every token selects every expert, the slopes are equal, and their parts of the gradient cancel.
             cancelled = given[2] * slopes.cpu()
-            close(plain_triton.gradient(logits.to(device), chosen, *grads, slopes), slope, 1e-5, cancelled)
+            close(gradient(slopes), slope, 1e-5, cancelled)
             for parts, tolerance in ((2, 2e-5), (3, 1e-5)):
-                split = plain_triton.gradient(logits.to(device), chosen, *grads, slopes, parts)
+                split = gradient(slopes, parts)
                 assert split.shape == (parts, count, experts) and split.dtype == torch.bfloat16
                 close(split.double().sum(0), slope, tolerance, cancelled)
 

@@ -97,7 +97,8 @@ def test_the_interpreter_is_asked_every_time() -> None:
 
 def test_a_profiler_with_hooks_is_called_by_triton() -> None:
     knobs = pytest.importorskip("triton.knobs")
-    kernel, values, seen = Kernel(), torch.zeros(8), []
+    kernel, values = Kernel(), torch.zeros(8)
+    seen: list[Any] = []
     fast: Any = FastLaunch(kernel)
     launch(fast, values)
     knobs.runtime.launch_exit_hook.add(seen.append)

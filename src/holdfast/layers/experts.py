@@ -81,12 +81,14 @@ class Experts(nn.Module):
         most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
         """
         self._check(tokens, experts, weights)
+        name = self.activation_name  # it may name another function now, if someone has replaced that
+        name = name if name is not None and ACTIVATIONS[name] is self.activation else None
         network = Network(
             as_float(self, self._up_name, UNKNOWN_FORMAT),
             as_float(self, "down_proj", UNKNOWN_FORMAT),
             self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None,
             self.down_proj_bias if self.has_bias else None,
-            self.activation_name,
+            name,
             self.activation,
             self.gated,
         )
@@ -99,7 +101,7 @@ class Experts(nn.Module):
             weights,
             *network[:4],
             activate=self._activate,
-            glu=self.activation_name if self.gated else None,
+            glu=name if self.gated else None,
             shards=self.shards,
             most_rows=most_rows,
         )

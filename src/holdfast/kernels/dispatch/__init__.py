@@ -31,6 +31,13 @@ def _kernels() -> Any:
     return triton
 
 
+@cache
+def _row_kernels() -> Any:
+    from holdfast.kernels.dispatch import triton_rows
+
+    return triton_rows
+
+
 class Dispatch(NamedTuple):
     """Where the row of each slot is."""
 
@@ -161,7 +168,7 @@ def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor, *, relu: bool = F
     """
     if has_kernels(rows):
         with on_device_of(rows):
-            return _kernels().add_bias(rows, bias.contiguous(), offsets, relu)
+            return _row_kernels().add_bias(rows, bias.contiguous(), offsets, relu)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         rows[start:end] += bias[expert]
@@ -173,7 +180,7 @@ def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tenso
     """Return the sum (E,n) of the rows (R,n) of each expert in float32, times `weights (T,K)` of their slots if given."""
     if has_kernels(rows):
         with on_device_of(rows):
-            return _kernels().sum_rows(rows, offsets, weights, order)
+            return _row_kernels().sum_rows(rows, offsets, weights, order)
     scaled = rows.float() if weights is None else rows.float() * weights.flatten()[order].unsqueeze(1)
     ends = offsets.tolist()
     parts = [scaled[start:end].sum(0) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -184,7 +191,7 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offs
     """Add grad_r . bias of the row's expert to `dots (T,K)` at the slot of each row, in place; return `dots`."""
     if has_kernels(grad):
         with on_device_of(grad):
-            _kernels().add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
+            _row_kernels().add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
         return dots
     products = torch.empty(grad.shape[0], device=grad.device)
     start = 0
@@ -216,7 +223,7 @@ def scale_and_dot(
     """
     if has_kernels(rows):
         with on_device_of(rows):
-            return _kernels().scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
+            return _row_kernels().scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
     grad = torch.ops.aten.threshold_backward(grad, rows, 0) if relu else grad
@@ -239,7 +246,7 @@ def has_glu_kernel(name: str | None, rows: Tensor) -> bool:
 def glu_rows(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
     """Return activation(gate) * up of rows (R,2H), as (R,H). Triton only."""
     with on_device_of(gate_up):
-        return _kernels().glu(gate_up, used, name)
+        return _row_kernels().glu(gate_up, used, name)
 
 
 def glu_rows_backward(
@@ -258,4 +265,4 @@ def glu_rows_backward(
     The gradient of h is weight_r grad_r. The kernel overwrites `grad`. `dots` and `added` are as in `scale_and_dot`.
     """
     with on_device_of(grad):
-        return _kernels().glu_backward(grad, gate_up, weights, order, used, name, dots, added)
+        return _row_kernels().glu_backward(grad, gate_up, weights, order, used, name, dots, added)

@@ -85,8 +85,7 @@ class _PlainTopK(torch.autograd.Function):
             of_gates = torch._softmax_backward_data(of_gates, gates, -1, torch.float32)  # type: ignore[attr-defined]
         if has_kernel(logits):
             of_logits = of_gates if of_logits is None else of_logits if of_gates is None else of_logits + of_gates
-            parts = gradient_parts(tokens, weight)
-            grad = _gradient_on_gpu(logits, experts, of_logits, of_weights, of_loss, slopes, parts)
+            grad = _gradient_on_gpu(logits, experts, of_logits, of_weights, of_loss, slopes, gradient_parts(tokens, weight))
         else:
             parts = [of_logits, None if of_weights is None else _of_chosen(of_weights, logits, experts), of_gates]
             first, *others = [part for part in parts if part is not None]

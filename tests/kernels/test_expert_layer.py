@@ -1,0 +1,243 @@
+"""A layer of experts in one function: the numbers, the gradients and the memory of four functions."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from holdfast import Experts
+from holdfast.kernels import dispatch
+from holdfast.kernels import expert_layer as one_function
+from holdfast.kernels.dispatch import MOST_COLUMNS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DIM, HIDDEN, COUNT, TOKENS, SLOTS = 24, 40, 5, 33, 3
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    found: list[str | None] = []
+    run = one_function.expert_layer
+
+    def counted(tokens: Tensor, chosen: Tensor, weights: Tensor, network: Any, *rest: Any) -> Tensor:
+        found.append(network.activation)
+        return run(tokens, chosen, weights, network, *rest)
+
+    monkeypatch.setattr("holdfast.layers.experts.expert_layer", counted)
+    return found
+
+
+def made(device: str = "cpu", activation: Any = "relu", **options: Any) -> Experts:
+    torch.manual_seed(0)
+    return Experts(DIM, HIDDEN, COUNT, activation=activation, device=device, **{"gated": False, "bias": True, **options})
+
+
+def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32, dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randn(TOKENS, dim, device=device, dtype=dtype, requires_grad=True)
+    chosen = torch.rand(TOKENS, COUNT, device=device).argsort(-1)[:, :SLOTS]
+    chosen[::4, 1] = COUNT  # unused slots
+    weights = torch.rand(TOKENS, SLOTS, device=device)
+    return tokens, chosen, weights.where(chosen < COUNT, 0.0).requires_grad_()
+
+
+def by_stages() -> Any:
+    """Hooks on saved tensors, which see everything that four functions save."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh", "tanh", "sigmoid"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("cast", [True, False], ids=["autocast", "float32"])
+def test_it_equals_four_functions(device: str, activation: str, bias: bool, cast: bool, calls: list[str | None]) -> None:
+    assert_equal_to_four_functions(device, activation, bias, cast, DIM)
+    assert calls == [activation]
+
+
+def assert_equal_to_four_functions(device: str, activation: str, bias: bool, cast: bool, dim: int) -> None:
+    torch.manual_seed(0)
+    experts = Experts(dim, HIDDEN, COUNT, activation=activation, gated=False, bias=bias, device=device)
+    tokens, chosen, weights = inputs(device, dim=dim)
+    results = []
+    for own in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=cast):
+            if own:
+                with by_stages():
+                    out = experts(tokens, chosen, weights)
+            else:
+                out = experts(tokens, chosen, weights)
+        loss = (out.float() * torch.linspace(-1, 1, dim, device=device)).sum()
+        results.append([out, *torch.autograd.grad(loss, [tokens, weights, *experts.parameters()])])
+    for one, four in zip(*results, strict=True):
+        assert one.dtype == four.dtype
+        if device == "cpu":
+            assert torch.equal(one, four)
+        else:
+            assert (one - four).norm() <= (2e-2 if cast else 1e-6) * four.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_wide_tokens_equal_four_functions(device: str, bias: bool, calls: list[str | None]) -> None:
+    """One program cannot compute the dot product of such a token and a bias."""
+    assert_equal_to_four_functions(device, "relu", bias, False, MOST_COLUMNS + 4)
+    assert calls == ["relu"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_gated_experts_equal_four_functions_on_a_gpu(activation: str, bias: bool, calls: list[str | None]) -> None:
+    experts, (tokens, chosen, weights) = made("cuda", activation, gated=True, bias=bias), inputs("cuda")
+    results = []
+    for own in (False, True):
+        if own:
+            with by_stages():
+                out = experts(tokens, chosen, weights)
+        else:
+            out = experts(tokens, chosen, weights)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [tokens, weights, *experts.parameters()])])
+    assert calls == [activation]
+    for one, four in zip(*results, strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_wanted_gradients_are_returned(device: str) -> None:
+    experts, (tokens, chosen, weights) = made(device), inputs(device)
+    every = [tokens, weights, *experts.parameters()]
+    expected = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), every)
+    for at, wanted in enumerate(every):
+        for each in every:
+            each.requires_grad_(each is wanted)
+        (found,) = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), wanted)
+        assert torch.equal(found, expected[at])
+
+
+def test_a_graph_can_be_kept_for_another_backward() -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    loss = experts(tokens, chosen, weights).square().sum()
+    first, second = (torch.autograd.grad(loss, [tokens, weights], retain_graph=keep) for keep in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, [tokens, weights])
+
+
+def test_what_was_used_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The activations of the second product are gone when the backward of the first one begins."""
+    active: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    scale, combine = dispatch.scale_and_dot, dispatch.combine_rows
+
+    def scale_and_dot(grad: Tensor, rows: Tensor, *rest: Any, **options: Any) -> Any:
+        active.append(weakref.ref(rows))
+        return scale(grad, rows, *rest, **options)
+
+    def combine_rows(*given: Any) -> Tensor:
+        alive.extend(each() is not None for each in active)
+        return combine(*given)
+
+    monkeypatch.setattr(one_function, "scale_and_dot", scale_and_dot)
+    monkeypatch.setattr(one_function, "combine_rows", combine_rows)
+    experts, (tokens, chosen, weights) = made(), inputs()
+    for keep, expected in ((False, [False]), (True, [True])):
+        active.clear()
+        alive.clear()
+        out = experts(tokens, chosen, weights)
+        out.sum().backward(retain_graph=keep)
+        assert alive == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_second_derivatives_are_right(device: str, activation: str) -> None:
+    experts, (tokens, chosen, weights) = made(device, activation), inputs(device)
+    every = [tokens, weights, *experts.parameters()]
+    found = []
+    for own in (False, True):
+        if own:
+            with by_stages():
+                out = experts(tokens, chosen, weights)
+        else:
+            out = experts(tokens, chosen, weights)
+        first = torch.autograd.grad(out.pow(3).sum(), every, create_graph=True)
+        found.append(torch.autograd.grad(torch.stack([each.square().sum() for each in first]).sum(), every))
+    for one, four in zip(*found, strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_can_be_batched() -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    found = [
+        torch.autograd.functional.jacobian(lambda own: experts(own, chosen, weights), tokens, vectorize=way)
+        for way in (True, False)
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_a_checkpoint_has_the_same_gradients(calls: list[str | None]) -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    expected = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), [tokens, weights])
+    for reentrant in (True, False):
+        out = torch.utils.checkpoint.checkpoint(experts, tokens, chosen, weights, use_reentrant=reentrant)
+        loss = out.square().sum()
+        loss.backward()
+        for one, other in zip((tokens, weights), expected, strict=True):
+            torch.testing.assert_close(one.grad, other)
+            one.grad = None
+
+
+def test_modes_transforms_and_compilers_see_operators(calls: list[str | None]) -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    expected = experts(tokens, chosen, weights)
+    assert calls == ["relu"]
+    with FlopCounterMode(display=False):
+        experts(tokens, chosen, weights)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)(tokens, chosen, weights)
+    assert calls == ["relu"]
+    torch.testing.assert_close(compiled, expected)
+
+
+class Own(Tensor):
+    pass
+
+
+def test_tensors_of_another_class_run_by_stages(calls: list[str | None]) -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    experts(tokens.detach().as_subclass(Own), chosen, weights)
+    assert calls == []
+
+
+def test_an_activation_that_was_replaced_is_called(calls: list[str | None]) -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    before = experts(tokens, chosen, weights)
+    experts.activation = torch.sin
+    found = experts(tokens, chosen, weights)
+    assert calls == ["relu"] and not torch.allclose(found, before)
+    experts = made(activation=torch.sin)
+    torch.testing.assert_close(found, experts(tokens, chosen, weights))
+
+
+def test_a_weight_that_was_changed_in_between_is_refused() -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    out = experts(tokens, chosen, weights)
+    with torch.no_grad():
+        experts.down_proj.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    expected = experts(tokens, chosen, weights)
+    with torch.no_grad():
+        found = experts(tokens, chosen, weights)
+    assert torch.equal(found, expected) and not found.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(experts(tokens, chosen, weights), expected)
