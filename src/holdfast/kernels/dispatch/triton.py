@@ -23,7 +23,8 @@ SORT_BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
 IN_REGISTERS = 2**11  # counts that a program adds up at a time
 FEW_COUNTS = 2**14  # of all experts in all blocks: up to here, every program adds up those that it needs itself
-BLOCK = 1024  # columns of a row that one program moves
+BLOCK = 1024  # columns of a row that one program moves at most
+NUMBERS_OF_A_WARP = 256  # 8 for each thread: 16 bytes of bfloat16
 FEW_SLOTS = 16  # up to here, all slots of a token are read, whether they are used or not
 
 
@@ -229,9 +230,18 @@ def dispatch(chosen: Tensor, experts: int, most_rows: int) -> tuple[Tensor, Tens
     return order, rows, offsets
 
 
+def columns(width: int, most: int = BLOCK) -> dict[str, int]:
+    """Return how many columns of rows of this width one program takes, at most `most`, and with how many warps.
+
+    Threads of narrow rows that find no column still take their time.
+    """
+    block = min(most, max(next_power_of_2(width), 128))
+    return {"BLOCK": block, "num_warps": 4 if block == most else max(block // NUMBERS_OF_A_WARP, 1)}
+
+
 def _slot_options(slots: Tensor) -> dict[str, int | bool]:
     count = slots.shape[1]
-    return {"K": count, "SLOTS": next_power_of_2(count), "FEW": count <= FEW_SLOTS, "BLOCK": BLOCK}
+    return {"K": count, "SLOTS": next_power_of_2(count), "FEW": count <= FEW_SLOTS}
 
 
 def gather(
@@ -248,7 +258,8 @@ def gather(
     width = out.shape[1]
     assert bias is None or width <= BLOCK, "a dot product needs the whole row in one program"
     experts = 0 if bias is None else bias.shape[0]
-    _gather[(tokens.shape[0], cdiv(width, BLOCK))](
+    block = columns(width)
+    _gather[(tokens.shape[0], cdiv(width, block["BLOCK"]))](
         tokens,
         slots,
         used,
@@ -261,6 +272,7 @@ def gather(
         DOTS=dots is not None,
         BINS=0 if bias is None else next_power_of_2(experts),
         **_slot_options(slots),
+        **block,
     )
     return out
 
@@ -275,9 +287,9 @@ def combine(
 ) -> Tensor:
     """Return the weighted sums of rows, with `bias (E,d)` of the row's expert added to each row; it needs `offsets`."""
     out = rows.new_empty(slots.shape[0], rows.shape[1])
-    grid = (out.shape[0], cdiv(out.shape[1], BLOCK))
+    block = columns(out.shape[1])
     experts = 0 if bias is None else bias.shape[0]
-    _combine[grid](
+    _combine[(out.shape[0], cdiv(out.shape[1], block["BLOCK"]))](
         rows,
         slots,
         rows if weights is None else weights,
@@ -290,5 +302,6 @@ def combine(
         WEIGHTED=weights is not None,
         BINS=0 if bias is None else next_power_of_2(experts),
         **_slot_options(slots),
+        **block,
     )
     return out

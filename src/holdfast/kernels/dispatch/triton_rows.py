@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.dispatch.triton import BLOCK, expert_of
+from holdfast.kernels.dispatch.triton import BLOCK, columns, expert_of
 from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.launching import cdiv, next_power_of_2
 
@@ -182,9 +182,9 @@ def _glu_backward(
 def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor, relu: bool = False) -> Tensor:
     """Add the bias (E,n) of its expert to each row (R,n), in place; with `relu`, replace what is negative then by 0."""
     experts, width = bias.shape
-    block = min(BLOCK, next_power_of_2(width))
-    grid = (min(rows.shape[0], MOST_PROGRAMS), cdiv(width, block))
-    _add_bias[grid](rows, bias, offsets, width, experts, RELU=relu, BINS=next_power_of_2(experts), BLOCK=block)
+    block = columns(width)
+    grid = (min(rows.shape[0], MOST_PROGRAMS), cdiv(width, block["BLOCK"]))
+    _add_bias[grid](rows, bias, offsets, width, experts, RELU=relu, BINS=next_power_of_2(experts), **block)
     return rows
 
 
@@ -229,14 +229,15 @@ def scale_and_dot(
     """Scale `grad` in place, and return it, the scaled rows and the dot products by slot, written or `added` to `dots`."""
     scaled, dots = torch.empty_like(rows), torch.zeros_like(weights) if dots is None else dots
     grid, width = (min(rows.shape[0], MOST_PROGRAMS),), rows.shape[1]
-    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, width, RELU=relu, ADDED=added, BLOCK=BLOCK)
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, width, RELU=relu, ADDED=added, **columns(width))
     return grad, scaled, dots
 
 
 def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    grid = (min(out.shape[0], MOST_PROGRAMS), cdiv(out.shape[1], BLOCK))
-    _glu[grid](gate_up, used, out, out.shape[1], NAME=activation, BLOCK=BLOCK)
+    width, block = out.shape[1], columns(out.shape[1])
+    grid = (min(out.shape[0], MOST_PROGRAMS), cdiv(width, block["BLOCK"]))
+    _glu[grid](gate_up, used, out, width, NAME=activation, **block)
     return out
 
 
@@ -254,6 +255,6 @@ def glu_backward(
     out, dots = torch.empty_like(gate_up), torch.zeros_like(weights) if dots is None else dots
     grid, width = (min(grad.shape[0], MOST_PROGRAMS),), grad.shape[1]
     _glu_backward[grid](
-        grad, gate_up, weights, order, used, out, dots, width, NAME=activation, ADDED=added, BLOCK=BLOCK // 2
+        grad, gate_up, weights, order, used, out, dots, width, NAME=activation, ADDED=added, **columns(width, BLOCK // 2)
     )
     return out, grad, dots
