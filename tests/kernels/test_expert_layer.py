@@ -1,6 +1,7 @@
 """A layer of experts in one function: the numbers, the gradients and the memory of four functions."""
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -241,3 +242,21 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert torch.equal(found, expected) and not found.requires_grad
     with torch.inference_mode():
         assert torch.equal(experts(tokens, chosen, weights), expected)
+
+
+def test_a_backward_can_be_compiled() -> None:
+    """By compiled autograd, which traces the backward of one step and runs what it compiled in the next."""
+    from torch._dynamo import compiled_autograd
+
+    experts, (tokens, chosen, weights) = made(), inputs()
+    for step in range(3):
+        found = []
+        for compiles in (False, True):
+            loss = experts(tokens, chosen, weights + step).square().sum()
+            with compiled_autograd._enable(torch.compile(backend="eager")) if compiles else nullcontext():
+                loss.backward()
+            found.append([each.grad for each in (tokens, *experts.parameters())])
+            for each in (tokens, *experts.parameters()):
+                each.grad = None
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)

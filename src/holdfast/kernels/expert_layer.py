@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, has_hooks_on_saved_tensors, is_differentiated
+from holdfast.kernels.backward import (
+    differentiable_gradients,
+    graph_is_kept,
+    has_hooks_on_saved_tensors,
+    is_differentiated,
+)
 from holdfast.kernels.dispatch import (
     MOST_COLUMNS,
     Dispatch,
@@ -129,7 +134,7 @@ class _ExpertLayer(torch.autograd.Function):
         if is_differentiated() or is_intercepted():
             return *_differentiable(ctx, grad), *(None,) * 6
         rows, slot_weights, to_up, to_down, (order, slots, offsets), used, given, active = ctx.kept
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not graph_is_kept():
             ctx.kept = None
         activation, is_relu = ctx.activation, ctx.activation == RELU and not ctx.gated
         of_tokens = of_up = of_down = of_up_bias = of_down_bias = None
