@@ -1,5 +1,8 @@
 """A layer of experts in one function: the numbers, the gradients and the memory of four functions."""
 
+import copy
+import pickle
+import warnings
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -67,12 +70,8 @@ def assert_equal_to_four_functions(device: str, activation: str, bias: bool, cas
     tokens, chosen, weights = inputs(device, dim=dim)
     results = []
     for own in (False, True):
-        with torch.autocast(device, torch.bfloat16, enabled=cast):
-            if own:
-                with by_stages():
-                    out = experts(tokens, chosen, weights)
-            else:
-                out = experts(tokens, chosen, weights)
+        with torch.autocast(device, torch.bfloat16, enabled=cast), by_stages() if own else nullcontext():
+            out = experts(tokens, chosen, weights)
         loss = (out.float() * torch.linspace(-1, 1, dim, device=device)).sum()
         results.append([out, *torch.autograd.grad(loss, [tokens, weights, *experts.parameters()])])
     for one, four in zip(*results, strict=True):
@@ -98,10 +97,7 @@ def test_gated_experts_equal_four_functions_on_a_gpu(activation: str, bias: bool
     experts, (tokens, chosen, weights) = made("cuda", activation, gated=True, bias=bias), inputs("cuda")
     results = []
     for own in (False, True):
-        if own:
-            with by_stages():
-                out = experts(tokens, chosen, weights)
-        else:
+        with by_stages() if own else nullcontext():
             out = experts(tokens, chosen, weights)
         results.append([out, *torch.autograd.grad(out.square().sum(), [tokens, weights, *experts.parameters()])])
     assert calls == [activation]
@@ -162,10 +158,7 @@ def test_second_derivatives_are_right(device: str, activation: str) -> None:
     every = [tokens, weights, *experts.parameters()]
     found = []
     for own in (False, True):
-        if own:
-            with by_stages():
-                out = experts(tokens, chosen, weights)
-        else:
+        with by_stages() if own else nullcontext():
             out = experts(tokens, chosen, weights)
         first = torch.autograd.grad(out.pow(3).sum(), every, create_graph=True)
         found.append(torch.autograd.grad(torch.stack([each.square().sum() for each in first]).sum(), every))
@@ -212,6 +205,7 @@ class Own(Tensor):
 def test_tensors_of_another_class_run_by_stages(calls: list[str | None]) -> None:
     experts, (tokens, chosen, weights) = made(), inputs()
     experts(tokens.detach().as_subclass(Own), chosen, weights)
+    experts(tokens, chosen, weights.detach().as_subclass(Own))
     assert calls == []
 
 
@@ -232,6 +226,75 @@ def test_a_weight_that_was_changed_in_between_is_refused() -> None:
         experts.down_proj.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_what_an_input_was_made_of_may_change_in_between() -> None:
+    """Under autocast, products read copies; and nothing reads the experts of tokens again."""
+    experts, (tokens, chosen, weights) = made(), inputs()
+    outputs = []
+    for changes in (False, True):
+        own, experts_of = tokens * 1, chosen.clone()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = experts(own, experts_of, weights)
+        if changes:
+            own += 1
+            experts_of.zero_()
+            with torch.no_grad():
+                for parameter in experts.parameters():
+                    if parameter.dim() == 3:
+                        parameter.add_(1)
+        outputs.append(torch.autograd.grad(out.float().square().sum(), [tokens, weights]))
+    for one, other in zip(*outputs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_is_kept_after_a_backward_under_a_mode() -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    out = experts(tokens, chosen, weights)
+    with FlopCounterMode(display=False):
+        torch.autograd.grad(out.sum(), tokens)
+    assert out.grad_fn is not None and out.grad_fn.kept is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("limit", ["SMALL_WEIGHTS", "SMALL_ROWS"])
+def test_a_large_layer_runs_by_stages(limit: str, calls: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    size = sum(each.numel() for each in experts.parameters() if each.dim() == 3)
+    monkeypatch.setattr(one_function, limit, size if limit == "SMALL_WEIGHTS" else chosen.numel() * HIDDEN)
+    expected = experts(tokens, chosen, weights)
+    assert calls == ["relu"]
+    monkeypatch.setattr(one_function, limit, getattr(one_function, limit) - 1)
+    assert torch.equal(experts(tokens, chosen, weights), expected) and calls == ["relu"]
+
+
+def test_a_copy_runs_as_one_function_too(calls: list[str | None]) -> None:
+    for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+        experts = made(activation=activation)
+        for each in (experts, copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+            each(*inputs())
+        assert calls == [activation] * 3
+        calls.clear()
+
+
+def test_experts_can_be_traced() -> None:
+    experts, given = made(), inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a trace is deprecated, and records what does not change
+        traced = torch.jit.trace(experts, given)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(traced(*given), experts(*given))
+
+
+def test_a_weight_of_a_slot_that_is_nan_spoils_only_what_it_reaches() -> None:
+    experts, (tokens, chosen, weights) = made(), inputs()
+    with torch.no_grad():
+        weights[1, 0] = torch.nan
+    found = []
+    for own in (False, True):
+        with by_stages() if own else nullcontext():
+            out = experts(tokens, chosen, weights)
+        found.append(torch.autograd.grad(out.square().sum(), [tokens, *experts.parameters()]))
+    for one, four in zip(*found, strict=True):
+        assert torch.equal(one.isnan(), four.isnan())
 
 
 def test_without_gradients_nothing_is_kept() -> None:

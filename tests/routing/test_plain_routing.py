@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -216,3 +217,61 @@ def test_losses_of_ones_own_are_called(device: str) -> None:
         smoe(losses=losses).to(device)(tokens).loss for losses in (Losses(balance=0.1), TwiceTheLosses(balance=0.1))
     )
     torch.testing.assert_close(doubled, 2 * plain)
+
+
+class Delegate:
+    """Computes losses of its own, and passes attributes on."""
+
+    def __init__(self, losses: Losses) -> None:
+        self.losses = losses
+
+    def __call__(self, *given: Any) -> Any:
+        return {name: 0 * value for name, value in self.losses(*given).items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["losses"], name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_object_that_passes_attributes_on_computes_its_own_losses(device: str) -> None:
+    router: Any = smoe(losses=Delegate(Losses(balance=0.1))).to(device)
+    assert router(torch.randn(2, 5, 16, device=device)).loss.item() == 0
+
+
+COEFFICIENTS = {
+    "numpy": np.float64(0.1),
+    "numpy, 32 bits": np.float32(0.1),
+    "int": 1,
+    "bool": True,
+    "tensor": torch.tensor(0.1),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+def test_a_coefficient_may_be_any_number(device: str, kind: str) -> None:
+    coefficient: Any = COEFFICIENTS[kind]
+    tokens = torch.randn(2, 5, 16, device=device)
+    found, expected = (
+        smoe(losses=Losses(balance=each)).to(device)(tokens).loss for each in (coefficient, float(coefficient))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_only_a_plain_balance_loss_is_left_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Losses(balance=0.1).balance_alone == 0.1 and Losses(balance=1).balance_alone == 1.0
+    for losses in (Losses(), Losses(balance=0.1, z=0.1), TwiceTheLosses(balance=0.1), Losses(balance=torch.tensor(0.1))):  # type: ignore[arg-type]
+        assert losses.balance_alone is None
+    monkeypatch.setattr(Losses, "__call__", lambda *given: {})
+    assert Losses(balance=0.1).balance_alone is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_can_be_routed(dtype: torch.dtype) -> None:
+    """Triton makes a size of 1 a constant."""
+    router = smoe(losses=Losses(balance=0.1)).to("cuda", dtype).train()
+    tokens = torch.randn(1, 1, 16, device="cuda", dtype=dtype, requires_grad=True)
+    routing = router(tokens)
+    (routing.weights[:, 0].sum() + routing.loss).backward()
+    assert tokens.grad is not None and tokens.grad.isfinite().all()

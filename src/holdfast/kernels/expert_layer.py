@@ -1,11 +1,13 @@
-"""A layer of experts as one function of autograd: `dispatch`, `gather_mm`, an activation and `mm_combine`.
+"""A small layer of experts as one function of autograd: `dispatch`, `gather_mm`, an activation and `mm_combine`.
 
-The kernels are those of the four functions, and so are the numbers. But each function costs Python, forward and backward,
-and so does each copy of a weight in the dtype of the products. In a small layer this takes longer than the kernels.
+The kernels are those of the four functions, and so are the numbers. But each function costs Python, forward and backward. In
+a small layer this takes longer than the kernels.
 
-Autograd keeps what a function saves until its backward returns. For large layers that is too long: the second product's part
-of the backward would still hold memory when the first one's part needs it. So what is not an input is kept here, in
-`ctx.kept`, and dropped where it is used last, unless the graph is kept for another backward.
+**Memory.** Autograd keeps what a function saves until its backward returns: the second product's part of the backward would
+still hold memory when the first one's part needs it. So what is not an input is kept here, in `ctx.kept`, and dropped where
+it is used last, unless the graph is kept for another backward. The gradients of both weights exist until the function
+returns, whereas four functions can add up one before they compute the other. In a large layer that counts, and Python does
+not: there the four functions run (`SMALL_WEIGHTS`, `SMALL_ROWS`).
 """
 
 from collections.abc import Callable, Mapping
@@ -37,6 +39,10 @@ from holdfast.kernels.dispatch import (
 from holdfast.kernels.grouped import gather_mm_reference, grouped_mm, grouped_outer, mm_combine_reference
 from holdfast.kernels.launching import has_kernels, is_exporting, is_intercepted
 
+SMALL_WEIGHTS = 2**25  # numbers in the weights of all experts
+SMALL_ROWS = 2**26  # numbers in the results of the first product
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})  # tensors of no other library
+
 Slope = Callable[[Tensor, Tensor, Tensor], Tensor]  # (gradient, input, output) -> gradient of the input
 ops: Any = torch.ops.aten
 SLOPES: Mapping[str, Slope] = {  # of activations that are not gated; that of relu is part of a kernel
@@ -61,30 +67,31 @@ class Network(NamedTuple):
     gated: bool
 
 
-def can_run_as_one(tokens: Tensor, network: Network) -> bool:
+def can_run_as_one(tokens: Tensor, chosen: Tensor, weights: Tensor, network: Network) -> bool:
     """Return whether `expert_layer` runs here; else the four functions do.
 
-    A compiler and an exporter need no shortcut. Modes of PyTorch must see the operators, and hooks what is saved.
+    A compiler, an exporter and a tracer need no shortcut. Modes of PyTorch must see the operators, and hooks what is saved.
     """
-    if torch.compiler.is_compiling() or is_exporting() or is_intercepted() or has_hooks_on_saved_tensors():
+    name, up = network.activation, network.up
+    if up.numel() + network.down.numel() > SMALL_WEIGHTS or chosen.numel() * up.shape[1] > SMALL_ROWS:
         return False
-    if type(network.up) not in PLAIN or type(network.down) not in PLAIN or type(tokens) is not Tensor:
+    if torch.compiler.is_compiling() or is_exporting() or torch._C._get_tracing_state() is not None:
         return False
-    name = network.activation
+    if is_intercepted() or has_hooks_on_saved_tensors():
+        return False
+    if not PLAIN.issuperset(map(type, (tokens, chosen, weights, *network[:4]))):
+        return False
     return has_glu_kernel(name, tokens) if network.gated else name == RELU or name in SLOPES
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
+def expert_layer(tokens: Tensor, chosen: Tensor, weights: Tensor, network: Network, most_rows: int | None = None) -> Tensor:
+    """Return y_t = sum_s weight_ts FFN_{chosen_ts}(x_t) as (T,d); index E marks an unused slot.
 
-
-def expert_layer(
-    tokens: Tensor, chosen: Tensor, weights: Tensor, network: Network, dtype: torch.dtype, most_rows: int | None = None
-) -> Tensor:
-    """Return y_t = sum_s weight_ts FFN_{chosen_ts}(x_t) as (T,d), with products in this dtype; index E marks an unused slot.
+    Tokens and the two weights of the network have one dtype; `weights (T,K)` are float32.
 
     most_rows   at most this many slots have an expert. None: all slots
     """
-    out: Tensor = _ExpertLayer.apply(tokens, chosen, weights, *network, dtype, most_rows, torch.is_grad_enabled())
+    out: Tensor = _ExpertLayer.apply(tokens, chosen, weights, *network, most_rows, torch.is_grad_enabled())
     return out
 
 
@@ -102,102 +109,94 @@ class _ExpertLayer(torch.autograd.Function):
         activation: str,
         activate: Callable[[Tensor], Tensor],
         gated: bool,
-        dtype: torch.dtype,
         most_rows: int | None,
         may_have_backward: bool,
     ) -> Tensor:
-        rows, of_up, of_down = _as(dtype, tokens).contiguous(), _as(dtype, up), _as(dtype, down)
-        slot_weights = _as(torch.float32, weights).contiguous()
         plan = dispatch(chosen, up.shape[0], most_rows)
         order, slots, offsets = plan
         used = offsets[-1]
-        given = grouped_mm(gather_rows(rows, order, slots, used), of_up, offsets, transpose=True)
+        given = grouped_mm(gather_rows(tokens.contiguous(), order, slots, used), up, offsets, transpose=True)
         is_relu = activation == RELU and not gated
         if up_bias is not None:
             add_bias_rows(given, up_bias, offsets, relu=is_relu)
         elif is_relu:
             given.relu_()
         active = given if is_relu else glu_rows(given, used, activation) if gated else activate(given)
-        product = grouped_mm(active, of_down, offsets, transpose=True)
-        bias = None if down_bias is None else down_bias.contiguous()
         if may_have_backward:
-            ctx.save_for_backward(tokens, chosen, weights, up, down, up_bias, down_bias)
+            ctx.save_for_backward(tokens, weights, up, down, up_bias, down_bias)
             # A gated activation is computed again in the backward.
-            ctx.kept = [rows, slot_weights, of_up, of_down, plan, used, given, None if gated else active]
-            ctx.activation, ctx.activate, ctx.gated, ctx.dtype = activation, activate, gated, dtype
-        return combine_rows(product, slots, slot_weights, used, bias, offsets)
+            ctx.kept = [plan, used, given, None if gated else active]
+            ctx.activation, ctx.activate, ctx.gated = activation, activate, gated
+        del given
+        product = grouped_mm(active, down, offsets, transpose=True)
+        del active
+        bias = None if down_bias is None else down_bias.contiguous()
+        return combine_rows(product, slots, weights.contiguous(), used, bias, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tokens, _, weights, up, down, up_bias, down_bias = ctx.saved_tensors
+        tokens, weights, up, down, up_bias, down_bias = ctx.saved_tensors
         want_tokens, _, want_weights, want_up, want_down, want_up_bias, want_down_bias = ctx.needs_input_grad[:7]
+        (order, slots, offsets), used, given, active = ctx.kept
         if is_differentiated() or is_intercepted():
-            return *_differentiable(ctx, grad), *(None,) * 6
-        rows, slot_weights, to_up, to_down, (order, slots, offsets), used, given, active = ctx.kept
+            found = _differentiable(ctx, grad, Dispatch(order, slots, offsets))
+            ctx.kept = ctx.kept if graph_is_kept() else None
+            return found
         if not graph_is_kept():
             ctx.kept = None
-        activation, is_relu = ctx.activation, ctx.activation == RELU and not ctx.gated
+        is_relu, weights = ctx.activation == RELU and not ctx.gated, weights.contiguous()
         of_tokens = of_up = of_down = of_up_bias = of_down_bias = None
 
         # Kernels write the gradients of the weights in two parts, that of the bias first.
-        dots = torch.empty_like(slot_weights) if has_kernels(grad) and order.shape[0] > 0 else None
+        dots = torch.empty_like(weights) if has_kernels(grad) and order.shape[0] > 0 else None
         has_bias_dots = down_bias is not None and dots is not None and grad.shape[1] <= MOST_COLUMNS
         bias = down_bias.contiguous() if has_bias_dots else None
         grad_rows = gather_rows(grad.contiguous(), order, slots, used, dots, bias, offsets)
-        unscaled = grouped_mm(grad_rows, to_down, offsets, transpose=False)
+        of_active = grouped_mm(grad_rows, down, offsets, transpose=False)
+        plan = weights, order, slots, used
         if ctx.gated:
-            of_given, scaled, of_slots = glu_rows_backward(
-                unscaled, given, slot_weights, order, slots, used, activation, dots, has_bias_dots
-            )
+            of_given, scaled, of_weights = glu_rows_backward(of_active, given, *plan, ctx.activation, dots, has_bias_dots)
         else:
-            of_given, scaled, of_slots = scale_and_dot(
-                unscaled, active, slot_weights, order, slots, used, relu=is_relu, dots=dots, added=has_bias_dots
+            of_given, scaled, of_weights = scale_and_dot(
+                of_active, active, *plan, relu=is_relu, dots=dots, added=has_bias_dots
             )
-            if not is_relu:
-                of_given = SLOPES[activation](of_given, given, active)
-        del unscaled, given, active
+        del of_active
         if want_down:
-            of_down = _as(down.dtype, grouped_outer(grad_rows, scaled, offsets))
+            of_down = grouped_outer(grad_rows, scaled, offsets)
         del scaled
         if down_bias is not None:
             if not has_bias_dots:
-                of_slots = add_bias_dots(grad_rows, down_bias, order, slots, offsets, of_slots)
+                of_weights = add_bias_dots(grad_rows, down_bias, order, slots, offsets, of_weights)
             if want_down_bias:
-                of_down_bias = _as(down_bias.dtype, sum_rows(grad_rows, offsets, slot_weights, order))
+                of_down_bias = sum_rows(grad_rows, offsets, weights, order).to(down_bias.dtype)
         del grad_rows
+        if not ctx.gated and not is_relu:
+            of_given = SLOPES[ctx.activation](of_given, given, active)
+        del given, active
         if want_tokens:
-            of_tokens = combine_rows(grouped_mm(of_given, to_up, offsets, transpose=False), slots, None, used)
-            of_tokens = _as(tokens.dtype, of_tokens)
+            of_tokens = combine_rows(grouped_mm(of_given, up, offsets, transpose=False), slots, None, used)
         if want_up:
-            of_up = _as(up.dtype, grouped_outer(of_given, gather_rows(rows, order, slots, used), offsets))
+            of_up = grouped_outer(of_given, gather_rows(tokens.contiguous(), order, slots, used), offsets)
         if want_up_bias:
-            of_up_bias = _as(up_bias.dtype, sum_rows(of_given, offsets, None, order))
-        of_weights = _as(weights.dtype, of_slots) if want_weights else None
-        return of_tokens, None, of_weights, of_up, of_down, of_up_bias, of_down_bias, *(None,) * 6
+            of_up_bias = sum_rows(of_given, offsets, None, order).to(up_bias.dtype)
+        return of_tokens, None, of_weights if want_weights else None, of_up, of_down, of_up_bias, of_down_bias, *(None,) * 5
 
 
-def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
-    """Return `values.to(dtype)`, with less Python where nothing is to do."""
-    return values if values.dtype == dtype else values.to(dtype)
-
-
-def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of the first seven inputs, in operations that autograd can differentiate."""
+def _differentiable(ctx: Any, grad: Tensor, plan: Dispatch) -> tuple[Tensor | None, ...]:
+    """Return what `_ExpertLayer.backward` returns, in operations that autograd can differentiate."""
 
     def reference(
         tokens: Tensor,
-        chosen: Tensor,
         weights: Tensor,
         up: Tensor,
         down: Tensor,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
     ) -> Tensor:
-        plan: Dispatch = ctx.kept[4]
-        hidden = gather_mm_reference(tokens.to(ctx.dtype), up.to(ctx.dtype), *plan, up_bias)
-        if not ctx.gated:
-            hidden = ctx.activate(hidden)
-        glu = ctx.activation if ctx.gated else ""
-        return mm_combine_reference(hidden, down.to(ctx.dtype), weights.float(), *plan, down_bias, glu)
+        hidden = gather_mm_reference(tokens, up, *plan, up_bias)
+        hidden = hidden if ctx.gated else ctx.activate(hidden)
+        return mm_combine_reference(hidden, down, weights, *plan, down_bias, ctx.activation if ctx.gated else "")
 
-    return differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:7], grad)
+    of_tokens, _, *needs = ctx.needs_input_grad[:7]
+    first, *others = differentiable_gradients(reference, ctx.saved_tensors, [of_tokens, *needs], grad)
+    return first, None, *others, *(None,) * 5

@@ -34,9 +34,9 @@ def as_float(module: Any, name: str, refusal: str) -> Tensor:
     """Return a weight of `module` as floating-point numbers; raise a ValueError that ends with `refusal` if its format is
     not known."""
     weight: Any = getattr(module, name, None)
-    if hasattr(type(module), f"q{name}"):  # a property of quanto, which quantises in the forward until the model is frozen
-        quantised: Any = getattr(module, f"q{name}")
-        weight = quantised if hasattr(quantised, "dequantize") else weight
+    quantised: Any = getattr(module, f"q{name}", None)  # quanto quantises in the forward until the model is frozen
+    if hasattr(quantised, "dequantize"):
+        weight = quantised
     if isinstance(weight, Tensor) and not is_quantised(weight):
         return weight
     numbers = _dequantised(module, weight) if isinstance(weight, Tensor) else None

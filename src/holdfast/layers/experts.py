@@ -6,7 +6,6 @@ Slots are sorted by expert, each expert multiplies its rows, and the results are
 `kernels.grouped`).
 """
 
-import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from holdfast.kernels.dispatch import Dispatch, dispatch
 from holdfast.kernels.expert_layer import Network, can_run_as_one, expert_layer
 from holdfast.kernels.grouped import gather_mm, mm_combine
 from holdfast.kernels.launching import is_exporting
-from holdfast.kernels.quantised import as_float
+from holdfast.kernels.quantised import FLOATS, as_float
 from holdfast.layers.expert_parallel import ExpertShards
 
 Activation = Callable[[Tensor], Tensor]
@@ -83,17 +82,14 @@ class Experts(nn.Module):
         self._check(tokens, experts, weights)
         name = self.activation_name  # it may name another function now, if someone has replaced that
         name = name if name is not None and ACTIVATIONS[name] is self.activation else None
-        network = Network(
-            as_float(self, self._up_name, UNKNOWN_FORMAT),
-            as_float(self, "down_proj", UNKNOWN_FORMAT),
-            self.get_parameter(f"{self._up_name}_bias") if self.has_bias else None,
-            self.down_proj_bias if self.has_bias else None,
-            name,
-            self.activation,
-            self.gated,
-        )
-        if self.shards is None and can_run_as_one(tokens, network):
-            out = expert_layer(tokens, experts, weights, network, _compute_dtype(tokens, network.up), most_rows)
+        up_bias, down_bias = (getattr(self, f"{self._up_name}_bias"), self.down_proj_bias) if self.has_bias else (None, None)
+        up, down = self._weight(self._up_name), self._weight("down_proj")
+        network = Network(up, down, up_bias, down_bias, name, self.activation, self.gated)
+        if self.shards is None and can_run_as_one(tokens, experts, weights, network):
+            dtype = _compute_dtype(tokens, up)
+            if up.dtype != dtype or down.dtype != dtype:
+                network = network._replace(up=up.to(dtype), down=down.to(dtype))
+            out = expert_layer(tokens.to(dtype), experts, weights.float(), network, most_rows)
             return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
         return run_experts(
             tokens,
@@ -105,6 +101,14 @@ class Experts(nn.Module):
             shards=self.shards,
             most_rows=most_rows,
         )
+
+    def _weight(self, name: str) -> Tensor:
+        """Return a weight as floating-point numbers; raise ValueError if that is not possible."""
+        weight = self._parameters.get(name)
+        # In a class of one's own, and for other tensors, a quantiser may have put something else in the place of the weight.
+        if type(self) is Experts and type(weight) is nn.Parameter and weight.dtype in FLOATS:
+            return weight
+        return as_float(self, name, UNKNOWN_FORMAT)
 
     def run_merged(self, tokens: Tensor, gates: Tensor) -> Tensor:
         """Return (B,N,d) for `tokens (B,N,d)`: one expert for each sequence, the sum of all weighted by `gates (B,E)`.
@@ -122,7 +126,7 @@ class Experts(nn.Module):
 
         hidden = tokens.to(dtype) @ merged(up).transpose(1, 2)
         if self.has_bias:
-            hidden = hidden + merged(self.get_parameter(f"{up_name}_bias")).unsqueeze(1)
+            hidden = hidden + merged(getattr(self, f"{up_name}_bias")).unsqueeze(1)
         hidden = self._gate(hidden) if self.gated else self.activation(hidden)
         out = hidden @ merged(as_float(self, "down_proj", UNKNOWN_FORMAT)).transpose(1, 2)
         if self.has_bias:
@@ -280,6 +284,10 @@ def resolve_activation(activation: str | Activation) -> tuple[str | None, Activa
     return activation, ACTIVATIONS[activation]
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")  # a function, not a `partial`: a copied module has the same one
+
+
 def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -287,7 +295,7 @@ def _relu_squared(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
     "relu2": _relu_squared,
     "tanh": F.tanh,

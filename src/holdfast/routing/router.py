@@ -214,8 +214,10 @@ class Router(nn.Module):
     def _route_plainly(self, tokens: Tensor, losses: dict[str, Tensor], matrix: Tensor, k: int) -> Routing:
         """Return what `_route` returns, in one function. Its losses are `losses`: those of this router are added to them."""
         layer = self.get_buffer("_name") if self.training and self.check_finite else None
-        balance = getattr(self.losses, "balance_alone", None) if self.training and self.learning else None
-        balance = None if balance is None or several_ranks() else balance
+        balance = None
+        # Looked up on the class: an object that passes attributes on to its `Losses` may compute something else.
+        if self.training and self.learning and hasattr(type(self.losses), "balance_alone") and not several_ranks():
+            balance = self.losses.balance_alone  # type: ignore[union-attr]
         logits, gates, experts, weights, loss = plain_top_k(tokens, matrix, k, layer=layer, balance=balance)
         routing = Routing(logits, gates, experts, weights if self.scale == 1 else weights * self.scale, losses)
         losses |= self._own_losses(routing, None) if loss is None else {"balance": loss}

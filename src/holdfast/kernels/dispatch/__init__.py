@@ -226,8 +226,9 @@ def scale_and_dot(
             return _row_kernels().scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
+    grad = (grad * scale).to(grad.dtype)
     grad = torch.ops.aten.threshold_backward(grad, rows, 0) if relu else grad
-    return (grad * scale).to(grad.dtype), (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
+    return grad, (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
 
 
 def _to_slots(values: Tensor, slots: Tensor, used: Tensor) -> Tensor:

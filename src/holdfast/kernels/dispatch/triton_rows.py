@@ -53,9 +53,10 @@ def _scale_and_dot(
             g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
             h = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
             total += g * h
+            g = weight * g
             if RELU:
                 g = tl.where(h <= 0, 0.0, g)  # as torch: NaN is not at most 0
-            tl.store(grad + row * width + column, weight * g, mask=inside)
+            tl.store(grad + row * width + column, g, mask=inside)
             tl.store(scaled + row * width + column, weight * h, mask=inside)
         _write_dot(dots + slot, tl.sum(total, axis=0), ADDED)
 
@@ -118,8 +119,7 @@ def _add_bias_dots(grad, bias, order, offsets, dots, width, experts, BINS: tl.co
 def _activation(x, NAME: tl.constexpr):
     """Return the activation and its derivative."""
     if NAME == "relu":
-        positive = x > 0
-        return tl.where(positive, x, 0.0), tl.where(positive, 1.0, 0.0)
+        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)  # as torch: NaN is not at most 0
     if NAME == "gelu":
         phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         return x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)

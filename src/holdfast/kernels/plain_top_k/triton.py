@@ -131,7 +131,7 @@ def _gradient(
         total += tl.load(of_loss) * gate * (slope - tl.sum(gate * slope, axis=1)[:, None])
     if PARTS:
         first, second, third = bf16_parts(total, PARTS, tl.bfloat16)
-        size = rows.to(tl.int64) * experts
+        size = tl.cast(rows, tl.int64) * experts  # `rows` is no tensor if it is 1
         tl.store(out + place, first, mask=inside)
         tl.store(out + size + place, second, mask=inside)
         if PARTS > 2:
