@@ -3,6 +3,7 @@ and, where it can be imported, ScatterMoE.
 
     python benchmarks/blocks.py                          # on a CPU, float32
     python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16: olmoe, qwen3-30b, mixtral and a small block
+    python benchmarks/blocks.py --device cuda --shapes small --routers smoe    # little else in turns with it
 
 Many steps are queued at a time, as in training. "Captured" is the step replayed as a CUDA graph. Prints ratios measured in
 one run and, with --out FILE, writes JSON.
@@ -11,7 +12,7 @@ one run and, with --out FILE, writes JSON.
 import importlib.util
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -149,8 +150,11 @@ def agree(results: dict[str, Tensor], tolerance: float) -> None:
             raise SystemExit(f"{name} differs from holdfast by {float(error.median()):.1e}; times not comparable.")
 
 
-def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: int, compiled: bool) -> dict[str, Any]:
+def measure(
+    name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: int, compiled: bool, routers: Sequence[str] = NAMES
+) -> dict[str, Any]:
     made, tokens = blocks(shape, device, dtype)
+    made = {title: block for title, block in made.items() if title not in NAMES or title in routers}
     same = [title for title in ("smoe", "transformers", "scattermoe") if title in made]
     with torch.no_grad():
         agree({title: made[title](tokens).flatten(0, 1) for title in same}, 1e-4 if dtype == torch.float32 else 3e-2)
@@ -185,14 +189,19 @@ def measure(name: str, shape: Shape, device: str, dtype: torch.dtype, rounds: in
 def main() -> None:
     parser = command(__doc__, rounds=12)
     parser.add_argument("--shapes", nargs="*", help="which of the device's shapes (default: all)")
+    parser.add_argument(
+        "--routers", nargs="*", choices=NAMES, default=NAMES, help="which routers; smoe is always one of them"
+    )
     arguments = parser.parse_args()
     check(arguments)
+    routers = ["smoe", *arguments.routers]
     torch._dynamo.config.recompile_limit = 100
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     results = []
     for name, shape in SHAPES[arguments.device].items():
         if not arguments.shapes or name in arguments.shapes:
-            results.append(measure(name, shape, arguments.device, dtype, arguments.rounds, arguments.device == "cuda"))
+            on_gpu = arguments.device == "cuda"
+            results.append(measure(name, shape, arguments.device, dtype, arguments.rounds, on_gpu, routers))
             _print(results[-1])
     if arguments.out:
         write(arguments.out, {"versions": versions(), "results": results})
