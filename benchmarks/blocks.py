@@ -190,7 +190,7 @@ def main() -> None:
     parser = command(__doc__, rounds=12)
     parser.add_argument("--shapes", nargs="*", help="which of the device's shapes (default: all)")
     parser.add_argument(
-        "--routers", nargs="*", choices=NAMES, default=NAMES, help="which routers; smoe is always one of them"
+        "--routers", nargs="*", choices=NAMES, default=NAMES, help="which routers, besides smoe (default: all)"
     )
     arguments = parser.parse_args()
     check(arguments)
