@@ -119,6 +119,12 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
         triton_rows.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name, given, True)
         close(given.flatten(), expected[2] + start.double().flatten(), dtype)
 
+    spoilt = gate_up.clone()
+    spoilt[0, 1] = torch.nan
+    for name in GLUS:  # NaN stays NaN, in the row and column where it was
+        found = triton_rows.glu(spoilt.to(device), plan.used, name)[:used].isnan().nonzero()
+        assert found.tolist() == [[0, 1]], name
+
     offsets = plan.offsets.cpu()
     left = torch.randn(tokens * slots, dim).to(dtype)
     got = grouped_triton.mm(left.to(device), weight.to(device).transpose(1, 2), plan.offsets)

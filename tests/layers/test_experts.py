@@ -1,5 +1,7 @@
 """`Experts` against the naive loop: outputs and every gradient."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiers import quick_or_slow
@@ -235,3 +237,22 @@ def test_an_expert_that_does_not_exist_is_one_clear_sentence(wrong: int) -> None
 def test_an_unknown_activation_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'sillu'.*'silu'"):
         Experts(8, 4, 3, activation="sillu")
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["own parameters", "one parameter"])
+def test_experts_with_biases_run_under_fsdp(gated: bool, keeps: bool, tmp_path: Path) -> None:
+    """FSDP1 replaces parameters by views of one, which are tensors without the class of a parameter."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    experts = Experts(16, 8, 4, bias=True, gated=gated, activation="relu")
+    tokens, (chosen, weights) = torch.randn(9, 16, requires_grad=True), choose(9, 4, 2)
+    expected = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), tokens)[0]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = FullyShardedDataParallel(experts, device_id=torch.device("cpu"), use_orig_params=keeps)
+        sharded(tokens, chosen, weights).square().sum().backward()
+        torch.testing.assert_close(tokens.grad, expected)
+    finally:
+        torch.distributed.destroy_process_group()
