@@ -3,7 +3,7 @@ and, where it can be imported, ScatterMoE.
 
     python benchmarks/blocks.py                          # on a CPU, float32
     python benchmarks/blocks.py --device cuda            # on a GPU, bfloat16: olmoe, qwen3-30b, mixtral and a small block
-    python benchmarks/blocks.py --device cuda --shapes small --routers smoe    # little else in turns with it
+    python benchmarks/blocks.py --device cuda --shapes small --routers smoe    # only smoe, transformers and dense
 
 Many steps are queued at a time, as in training. "Captured" is the step replayed as a CUDA graph. Prints ratios measured in
 one run and, with --out FILE, writes JSON.

@@ -62,7 +62,7 @@ def products(device: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: 
     weight = (torch.randn(width, dim) / dim**0.5).to(weight_dtype)
     wide_tokens, wide_weight, wide_grad = tokens.double(), weight.double(), grad.double()
     x, w = tokens.to(device), weight.to(device)
-    g = fp32_linear_triton.gradient_parts(grad.to(device), x, w)
+    g = fp32_linear_triton.split_gradient(grad.to(device), x, w)
     close(fp32_linear_triton.linear(x, w, None), wide_tokens @ wide_weight.t(), 1e-6)
     close(fp32_linear_triton.linear(x, w.t().contiguous().t(), None), wide_tokens @ wide_weight.t(), 1e-6)
     close(fp32_linear_triton.grad_tokens(g, x, w, None), wide_grad @ wide_weight, WITHIN[dtype])
@@ -122,7 +122,7 @@ def clusters(
     scaling = scales.cpu().double()[first]
     parts = fp32_linear_triton.Clusters(order, owners, bounds, scales)
     x, w = tokens.to(device), weight.to(device)
-    g = fp32_linear_triton.gradient_parts(grad.to(device), x, w)
+    g = fp32_linear_triton.split_gradient(grad.to(device), x, w)
     close(
         fp32_linear_triton.linear(x, w, parts),
         (tokens.double() * scaling) @ weight.double().t(),
@@ -279,7 +279,12 @@ def plain(device: str, experts: int, k: int, count: int, programs: int) -> None:
     logits[2] = 90 * torch.randn(experts)
     with patch.object(plain_triton, "MOST_PROGRAMS", programs):
         gates, chosen, weights, sums = plain_triton.route(logits.to(device), k, None, True)
-    assert sums.shape == (min(programs, sums.shape[0]), 2 * experts + 1)
+    blocks = -(-count // int(select_triton.forward_options(experts, k)["ROWS"]))
+    assert sums.shape == (min(programs, blocks), 2 * experts + 1)
+    with patch.object(plain_triton, "MOST_SUMS", 2 * experts):
+        fewer = plain_triton.route(logits.to(device), k, None, True)[3]
+    assert fewer.shape[0] == min(2, blocks)
+    close(fewer.sum(0), sums.cpu().sum(0), 1e-6)
     loss, slopes = balance_triton.loss(sums, experts, 0.3)
     leaf = logits.double().requires_grad_()
     expected = top_reference(logits, k)

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from holdfast.kernels.balance import triton as balance_triton
+from holdfast.kernels.dispatch import MOST_COLUMNS, triton_rows
 from holdfast.kernels.dispatch import triton as dispatch_triton
-from holdfast.kernels.dispatch import triton_rows
+from holdfast.kernels.fast_launch import FastLaunch
 from holdfast.kernels.finite import triton as finite_triton
 from holdfast.kernels.plain_top_k import triton as plain_triton
 
@@ -30,7 +31,49 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {**dict.fromkeys(("logits", "of_logits", "of_weights", "of_loss", "slopes"), F32), "out": B16},
         {"HAS_LOGITS": True, "HAS_WEIGHTS": True, "HAS_LOSS": True, "PARTS": 2, "ROWS": 16, "EXPERTS": 16},
     ),
+    **{
+        f"gradient of route in {parts} parts": (
+            plain_triton._gradient,
+            {**dict.fromkeys(("logits", "of_logits", "of_weights", "of_loss", "slopes"), F32), "out": B16 if parts else F32},
+            {"HAS_LOGITS": False, "HAS_WEIGHTS": True, "HAS_LOSS": True, "PARTS": parts, "ROWS": 16, "EXPERTS": 16},
+        )
+        for parts in (0, 3)
+    },
     "balance": (balance_triton._loss, dict.fromkeys(("sums", "loss", "slopes"), F32), {"R": 64, "E": 16}),
+    "sums of balance": (
+        balance_triton._sums,
+        dict.fromkeys(("gates", "sums"), F32),
+        {"K": 2, "MASKED": True, "T": 16, "E": 16},
+    ),
+    "gradient of balance": (
+        balance_triton._gradient,
+        dict.fromkeys(("grad", "gates", "slopes", "out"), F32),
+        {"MASKED": True, "T": 16, "E": 16},
+    ),
+    "count": (dispatch_triton._count, {}, {"BINS": 16, "BLOCK": 64}),
+    "add up": (dispatch_triton._add_up, {}, {"SPAN": 64}),
+    "place after add up": (dispatch_triton._place, {"rows": I64}, {"SPAN": 0, "BINS": 16, "BLOCK": 64}),
+    "combine": (
+        dispatch_triton._combine,
+        {"rows": B16, "weights": F32, "out": B16, "bias": F32},
+        {"WEIGHTED": True, "K": 2, "SLOTS": 2, "FEW": True, "BLOCK": 128, "BINS": 16},
+    ),
+    "sum rows": (
+        triton_rows._sum_rows,
+        {"rows": B16, "weights": F32, "out": F32},
+        {"WEIGHTED": True, "ROWS": 32, "COLUMNS": 64},
+    ),
+    "add bias dots": (
+        triton_rows._add_bias_dots,
+        {"grad": B16, "bias": F32, "dots": F32},
+        {"BINS": 16, "BLOCK": 128},
+    ),
+    "glu": (triton_rows._glu, {"gate_up": B16, "out": B16}, {"NAME": "silu", "BLOCK": 128}),
+    "backward of glu": (
+        triton_rows._glu_backward,
+        {"grad": B16, "gate_up": B16, "weights": F32, "grad_gate_up": B16, "dots": F32},
+        {"NAME": "silu", "ADDED": True, "BLOCK": 128},
+    ),
     "finite": (finite_triton._check, {"scores": F32}, {"MASKED": True, "LETTERS": 128, "BLOCK": 1024}),
     "place": (dispatch_triton._place, {"rows": I64}, {"SPAN": 4, "BINS": 16, "BLOCK": 64}),
     "gather": (
@@ -47,6 +90,16 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
 }
 
 
+def test_every_kernel_of_a_layer_is_compiled() -> None:
+    modules = balance_triton, dispatch_triton, finite_triton, plain_triton, triton_rows
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, FastLaunch)}
+    assert found == {kernel for kernel, _, _ in KERNELS.values()}
+
+
+def test_one_program_has_the_columns_that_callers_rely_on() -> None:
+    assert dispatch_triton.BLOCK == MOST_COLUMNS
+
+
 @pytest.mark.parametrize("ones", [False, True], ids=["many", "one"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles(name: str, ones: bool) -> None:
@@ -58,7 +111,7 @@ def test_a_kernel_compiles(name: str, ones: bool) -> None:
         pytest.skip("compiles for Nvidia's GPUs")
     kernel, tensors, constants = KERNELS[name]
     types = {**SORTED, **ROUTED, **tensors}
-    is_count = {"slots"} if name == "place" else set()  # a number there, a tensor elsewhere
+    is_count = {"slots"} if kernel in (dispatch_triton._place, dispatch_triton._count) else set()  # elsewhere a tensor
     signature: dict[str, str] = {}
     fixed = dict(constants)
     for parameter in kernel.kernel.arg_names:

@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast import Experts
-from holdfast.kernels import dispatch
+from holdfast.kernels import dispatch, grouped
 from holdfast.kernels import expert_layer as one_function
 from holdfast.kernels.dispatch import MOST_COLUMNS
 
@@ -50,7 +52,7 @@ def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32, dim: int = D
     return tokens, chosen, weights.where(chosen < COUNT, 0.0).requires_grad_()
 
 
-def by_stages() -> Any:
+def in_four_functions() -> Any:
     """Hooks on saved tensors, which see everything that four functions save."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
@@ -69,8 +71,8 @@ def assert_equal_to_four_functions(device: str, activation: str, bias: bool, cas
     experts = Experts(dim, HIDDEN, COUNT, activation=activation, gated=False, bias=bias, device=device)
     tokens, chosen, weights = inputs(device, dim=dim)
     results = []
-    for own in (False, True):
-        with torch.autocast(device, torch.bfloat16, enabled=cast), by_stages() if own else nullcontext():
+    for in_four in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=cast), in_four_functions() if in_four else nullcontext():
             out = experts(tokens, chosen, weights)
         loss = (out.float() * torch.linspace(-1, 1, dim, device=device)).sum()
         results.append([out, *torch.autograd.grad(loss, [tokens, weights, *experts.parameters()])])
@@ -96,8 +98,8 @@ def test_wide_tokens_equal_four_functions(device: str, bias: bool, calls: list[s
 def test_gated_experts_equal_four_functions_on_a_gpu(activation: str, bias: bool, calls: list[str | None]) -> None:
     experts, (tokens, chosen, weights) = made("cuda", activation, gated=True, bias=bias), inputs("cuda")
     results = []
-    for own in (False, True):
-        with by_stages() if own else nullcontext():
+    for in_four in (False, True):
+        with in_four_functions() if in_four else nullcontext():
             out = experts(tokens, chosen, weights)
         results.append([out, *torch.autograd.grad(out.square().sum(), [tokens, weights, *experts.parameters()])])
     assert calls == [activation]
@@ -106,15 +108,28 @@ def test_gated_experts_equal_four_functions_on_a_gpu(activation: str, bias: bool
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_wanted_gradients_are_returned(device: str) -> None:
+def test_only_wanted_gradients_are_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts, (tokens, chosen, weights) = made(device), inputs(device)
+    products: list[str] = []
+
+    def counted(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*given: Any) -> Tensor:
+            products.append(name)
+            return run(*given)
+
+        return call
+
+    monkeypatch.setattr(one_function, "grouped_outer", counted("grouped_outer", grouped.grouped_outer))
+    monkeypatch.setattr(one_function, "sum_rows", counted("sum_rows", dispatch.sum_rows))
     every = [tokens, weights, *experts.parameters()]
     expected = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), every)
     for at, wanted in enumerate(every):
         for each in every:
             each.requires_grad_(each is wanted)
+        products.clear()
         (found,) = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), wanted)
         assert torch.equal(found, expected[at])
+        assert products == [[], ["grouped_outer"], ["sum_rows"]][0 if at < 2 else 1 if wanted.dim() == 3 else 2]
 
 
 def test_a_graph_can_be_kept_for_another_backward() -> None:
@@ -157,8 +172,8 @@ def test_second_derivatives_are_right(device: str, activation: str) -> None:
     experts, (tokens, chosen, weights) = made(device, activation), inputs(device)
     every = [tokens, weights, *experts.parameters()]
     found = []
-    for own in (False, True):
-        with by_stages() if own else nullcontext():
+    for in_four in (False, True):
+        with in_four_functions() if in_four else nullcontext():
             out = experts(tokens, chosen, weights)
         first = torch.autograd.grad(out.pow(3).sum(), every, create_graph=True)
         found.append(torch.autograd.grad(torch.stack([each.square().sum() for each in first]).sum(), every))
@@ -173,26 +188,46 @@ def test_gradients_can_be_batched() -> None:
         for way in (True, False)
     ]
     torch.testing.assert_close(*found)
+    out = experts(tokens, chosen, weights)
+    (batched,) = torch.autograd.grad(out, tokens, torch.stack([out.detach(), 2 * out.detach()]), is_grads_batched=True)
+    assert not batched.requires_grad
+    torch.testing.assert_close(batched[1], 2 * batched[0])
 
 
 def test_a_checkpoint_has_the_same_gradients(calls: list[str | None]) -> None:
     experts, (tokens, chosen, weights) = made(), inputs()
-    expected = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), [tokens, weights])
-    for reentrant in (True, False):
+    every = [tokens, weights, *experts.parameters()]
+    expected = torch.autograd.grad(experts(tokens, chosen, weights).square().sum(), every)
+    for reentrant, in_one in ((True, ["relu"] * 2), (False, [])):  # reentrant: without hooks on what is saved
+        calls.clear()
         out = torch.utils.checkpoint.checkpoint(experts, tokens, chosen, weights, use_reentrant=reentrant)
-        loss = out.square().sum()
-        loss.backward()
-        for one, other in zip((tokens, weights), expected, strict=True):
+        out.square().sum().backward()
+        assert calls == in_one
+        for one, other in zip(every, expected, strict=True):
             torch.testing.assert_close(one.grad, other)
             one.grad = None
 
 
-def test_modes_transforms_and_compilers_see_operators(calls: list[str | None]) -> None:
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_compilers_see_operators(calls: list[str | None]) -> None:
     experts, (tokens, chosen, weights) = made(), inputs()
     expected = experts(tokens, chosen, weights)
     assert calls == ["relu"]
-    with FlopCounterMode(display=False):
+    with Seen() as forward:
         experts(tokens, chosen, weights)
+    assert {"holdfast::gather_mm", "holdfast::mm_combine"} <= forward.names
+    with Seen() as backward:
+        torch.autograd.grad(expected.sum(), tokens, retain_graph=True)
+    assert {"holdfast::gather_mm_backward", "holdfast::mm_combine_backward"} <= backward.names
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)(tokens, chosen, weights)
     assert calls == ["relu"]
     torch.testing.assert_close(compiled, expected)
@@ -251,8 +286,10 @@ def test_what_an_input_was_made_of_may_change_in_between() -> None:
 def test_nothing_is_kept_after_a_backward_under_a_mode() -> None:
     experts, (tokens, chosen, weights) = made(), inputs()
     out = experts(tokens, chosen, weights)
+    expected = torch.autograd.grad(out.sum(), [tokens, weights, *experts.parameters()], retain_graph=True)
     with FlopCounterMode(display=False):
-        torch.autograd.grad(out.sum(), tokens)
+        found = torch.autograd.grad(out.sum(), [tokens, weights, *experts.parameters()])
+    assert all(torch.equal(one, other) and not one.requires_grad for one, other in zip(found, expected, strict=True))
     assert out.grad_fn is not None and out.grad_fn.kept is None  # type: ignore[attr-defined]
 
 
@@ -289,29 +326,46 @@ def test_a_weight_of_a_slot_that_is_nan_spoils_only_what_it_reaches() -> None:
     with torch.no_grad():
         weights[1, 0] = torch.nan
     found = []
-    for own in (False, True):
-        with by_stages() if own else nullcontext():
+    for in_four in (False, True):
+        with in_four_functions() if in_four else nullcontext():
             out = experts(tokens, chosen, weights)
         found.append(torch.autograd.grad(out.square().sum(), [tokens, *experts.parameters()]))
     for one, four in zip(*found, strict=True):
         assert torch.equal(one.isnan(), four.isnan())
 
 
-def test_without_gradients_nothing_is_kept() -> None:
-    experts, (tokens, chosen, weights) = made(), inputs()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, (tokens, chosen, weights) = made(activation="gelu"), inputs()
     expected = experts(tokens, chosen, weights)
-    with torch.no_grad():
+    made_here: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    combine = dispatch.combine_rows
+
+    def grouped_mm(*given: Any, **options: Any) -> Tensor:
+        found = grouped.grouped_mm(*given, **options)
+        made_here.append(weakref.ref(found))
+        return found
+
+    def combine_rows(*given: Any) -> Tensor:
+        alive.extend(each() is not None for each in made_here)
+        return combine(*given)
+
+    monkeypatch.setattr(one_function, "grouped_mm", grouped_mm)
+    monkeypatch.setattr(one_function, "combine_rows", combine_rows)
+    with mode():
         found = experts(tokens, chosen, weights)
     assert torch.equal(found, expected) and not found.requires_grad
-    with torch.inference_mode():
-        assert torch.equal(experts(tokens, chosen, weights), expected)
+    assert alive == [False, True]  # of the first product and the second, while the second is read
 
 
 def test_a_backward_can_be_compiled() -> None:
     """By compiled autograd, which traces the backward of one step and runs what it compiled in the next."""
     from torch._dynamo import compiled_autograd
+    from torch._dynamo.utils import counters
 
     experts, (tokens, chosen, weights) = made(), inputs()
+    counters["compiled_autograd"].clear()
     for step in range(3):
         found = []
         for compiles in (False, True):
@@ -323,3 +377,4 @@ def test_a_backward_can_be_compiled() -> None:
                 each.grad = None
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
+    assert counters["compiled_autograd"]["captures"] > 0

@@ -1,5 +1,6 @@
 """A router that is nothing but top-k runs as one function, and nobody can tell."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast import Context, Losses, create_router
@@ -275,3 +277,27 @@ def test_one_token_can_be_routed(dtype: torch.dtype) -> None:
     routing = router(tokens)
     (routing.weights[:, 0].sum() + routing.loss).backward()
     assert tokens.grad is not None and tokens.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_under_a_mode_and_a_compiled_one_have_the_same_gradients(device: str) -> None:
+    from torch._dynamo import compiled_autograd
+
+    router = smoe(losses=Losses(balance=0.1)).to(device)
+    tokens = torch.randn(2, 5, 16, device=device, requires_grad=True)
+    found = []
+    for context in (nullcontext, Mode, lambda: compiled_autograd._enable(torch.compile(backend="eager"))):
+        routing = router(tokens)
+        loss = routing.weights[:, 0].sum() + 10 * routing.loss
+        with context():
+            loss.backward()
+        found.append((tokens.grad, router.score.weight.grad))
+        tokens.grad = router.score.weight.grad = None
+    for other in found[1:]:
+        for one, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(one, expected)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))

@@ -1,7 +1,8 @@
-"""A small layer of experts as one function of autograd: `dispatch`, `gather_mm`, an activation and `mm_combine`.
+"""A small layer of experts as one autograd function: `dispatch`, `gather_mm`, an activation and `mm_combine`.
 
-The kernels are those of the four functions, and so are the numbers. But each function costs Python, forward and backward. In
-a small layer this takes longer than the kernels.
+Each of the four functions costs Python, forward and backward. In a small layer this takes longer than the kernels. On a CPU
+the numbers are those of the four functions, to the bit. On a GPU two steps are part of other kernels, relu and the dot
+products with biases, and numbers differ by rounding.
 
 **Memory.** Autograd keeps what a function saves until its backward returns: the second product's part of the backward would
 still hold memory when the first one's part needs it. So what is not an input is kept here, in `ctx.kept`, and dropped where
@@ -36,16 +37,23 @@ from holdfast.kernels.dispatch import (
     scale_and_dot,
     sum_rows,
 )
-from holdfast.kernels.grouped import gather_mm_reference, grouped_mm, grouped_outer, mm_combine_reference
-from holdfast.kernels.launching import has_kernels, is_exporting, is_intercepted
+from holdfast.kernels.grouped import (
+    gather_mm_backward,
+    gather_mm_reference,
+    grouped_mm,
+    grouped_outer,
+    mm_combine_backward,
+    mm_combine_reference,
+)
+from holdfast.kernels.launching import PLAIN_TENSORS, has_kernels, is_exporting, needs_operators
 
 SMALL_WEIGHTS = 2**25  # numbers in the weights of all experts
 SMALL_ROWS = 2**26  # numbers in the results of the first product
-PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})  # tensors of no other library
 
-Slope = Callable[[Tensor, Tensor, Tensor], Tensor]  # (gradient, input, output) -> gradient of the input
+Backward = Callable[[Tensor, Tensor, Tensor], Tensor]  # (gradient, input, output) -> gradient of the input
 ops: Any = torch.ops.aten
-SLOPES: Mapping[str, Slope] = {  # of activations that are not gated; that of relu is part of a kernel
+BACKWARDS: Mapping[str, Backward] = {  # of activations that are not gated
+    "relu": lambda grad, _, found: ops.threshold_backward(grad, found, 0),
     "silu": lambda grad, given, _: ops.silu_backward(grad, given),
     "gelu": lambda grad, given, _: ops.gelu_backward(grad, given),
     "gelu_tanh": lambda grad, given, _: ops.gelu_backward(grad, given, approximate="tanh"),
@@ -75,13 +83,11 @@ def can_run_as_one(tokens: Tensor, chosen: Tensor, weights: Tensor, network: Net
     name, up = network.activation, network.up
     if up.numel() + network.down.numel() > SMALL_WEIGHTS or chosen.numel() * up.shape[1] > SMALL_ROWS:
         return False
-    if torch.compiler.is_compiling() or is_exporting() or torch._C._get_tracing_state() is not None:
+    if needs_operators() or is_exporting() or torch._C._get_tracing_state() is not None or has_hooks_on_saved_tensors():
         return False
-    if is_intercepted() or has_hooks_on_saved_tensors():
+    if not PLAIN_TENSORS.issuperset(map(type, (tokens, chosen, weights, *network[:4]))):
         return False
-    if not PLAIN.issuperset(map(type, (tokens, chosen, weights, *network[:4]))):
-        return False
-    return has_glu_kernel(name, tokens) if network.gated else name == RELU or name in SLOPES
+    return has_glu_kernel(name, tokens) if network.gated else name in BACKWARDS
 
 
 def expert_layer(tokens: Tensor, chosen: Tensor, weights: Tensor, network: Network, most_rows: int | None = None) -> Tensor:
@@ -115,21 +121,21 @@ class _ExpertLayer(torch.autograd.Function):
         plan = dispatch(chosen, up.shape[0], most_rows)
         order, slots, offsets = plan
         used = offsets[-1]
-        given = grouped_mm(gather_rows(tokens.contiguous(), order, slots, used), up, offsets, transpose=True)
+        hidden = grouped_mm(gather_rows(tokens.contiguous(), order, slots, used), up, offsets, transpose=True)
         is_relu = activation == RELU and not gated
         if up_bias is not None:
-            add_bias_rows(given, up_bias, offsets, relu=is_relu)
+            add_bias_rows(hidden, up_bias, offsets, relu=is_relu)
         elif is_relu:
-            given.relu_()
-        active = given if is_relu else glu_rows(given, used, activation) if gated else activate(given)
+            hidden.relu_()
+        activated = hidden if is_relu else glu_rows(hidden, used, activation) if gated else activate(hidden)
         if may_have_backward:
             ctx.save_for_backward(tokens, weights, up, down, up_bias, down_bias)
             # A gated activation is computed again in the backward.
-            ctx.kept = [plan, used, given, None if gated else active]
+            ctx.kept = [plan, used, hidden, None if gated else activated]
             ctx.activation, ctx.activate, ctx.gated = activation, activate, gated
-        del given
-        product = grouped_mm(active, down, offsets, transpose=True)
-        del active
+        del hidden
+        product = grouped_mm(activated, down, offsets, transpose=True)
+        del activated
         bias = None if down_bias is None else down_bias.contiguous()
         return combine_rows(product, slots, weights.contiguous(), used, bias, offsets)
 
@@ -137,13 +143,14 @@ class _ExpertLayer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tokens, weights, up, down, up_bias, down_bias = ctx.saved_tensors
         want_tokens, _, want_weights, want_up, want_down, want_up_bias, want_down_bias = ctx.needs_input_grad[:7]
-        (order, slots, offsets), used, given, active = ctx.kept
-        if is_differentiated() or is_intercepted():
-            found = _differentiable(ctx, grad, Dispatch(order, slots, offsets))
-            ctx.kept = ctx.kept if graph_is_kept() else None
-            return found
+        plan, used, hidden, activated = ctx.kept
         if not graph_is_kept():
             ctx.kept = None
+        if is_differentiated():
+            return _differentiable(ctx, grad, plan)
+        if needs_operators():
+            return _by_operators(ctx, grad, plan, hidden, activated)
+        order, slots, offsets = plan
         is_relu, weights = ctx.activation == RELU and not ctx.gated, weights.contiguous()
         of_tokens = of_up = of_down = of_up_bias = of_down_bias = None
 
@@ -152,15 +159,17 @@ class _ExpertLayer(torch.autograd.Function):
         has_bias_dots = down_bias is not None and dots is not None and grad.shape[1] <= MOST_COLUMNS
         bias = down_bias.contiguous() if has_bias_dots else None
         grad_rows = gather_rows(grad.contiguous(), order, slots, used, dots, bias, offsets)
-        of_active = grouped_mm(grad_rows, down, offsets, transpose=False)
-        plan = weights, order, slots, used
+        of_activated = grouped_mm(grad_rows, down, offsets, transpose=False)
+        places = weights, order, slots, used
         if ctx.gated:
-            of_given, scaled, of_weights = glu_rows_backward(of_active, given, *plan, ctx.activation, dots, has_bias_dots)
-        else:
-            of_given, scaled, of_weights = scale_and_dot(
-                of_active, active, *plan, relu=is_relu, dots=dots, added=has_bias_dots
+            of_hidden, scaled, of_weights = glu_rows_backward(
+                of_activated, hidden, *places, ctx.activation, dots, has_bias_dots
             )
-        del of_active
+        else:
+            of_hidden, scaled, of_weights = scale_and_dot(
+                of_activated, activated, *places, relu=is_relu, dots=dots, added=has_bias_dots
+            )
+        del of_activated
         if want_down:
             of_down = grouped_outer(grad_rows, scaled, offsets)
         del scaled
@@ -171,15 +180,30 @@ class _ExpertLayer(torch.autograd.Function):
                 of_down_bias = sum_rows(grad_rows, offsets, weights, order).to(down_bias.dtype)
         del grad_rows
         if not ctx.gated and not is_relu:
-            of_given = SLOPES[ctx.activation](of_given, given, active)
-        del given, active
+            of_hidden = BACKWARDS[ctx.activation](of_hidden, hidden, activated)
+        del hidden, activated
         if want_tokens:
-            of_tokens = combine_rows(grouped_mm(of_given, up, offsets, transpose=False), slots, None, used)
+            of_tokens = combine_rows(grouped_mm(of_hidden, up, offsets, transpose=False), slots, None, used)
         if want_up:
-            of_up = grouped_outer(of_given, gather_rows(tokens.contiguous(), order, slots, used), offsets)
+            of_up = grouped_outer(of_hidden, gather_rows(tokens.contiguous(), order, slots, used), offsets)
         if want_up_bias:
-            of_up_bias = sum_rows(of_given, offsets, None, order).to(up_bias.dtype)
+            of_up_bias = sum_rows(of_hidden, offsets, None, order).to(up_bias.dtype)
         return of_tokens, None, of_weights if want_weights else None, of_up, of_down, of_up_bias, of_down_bias, *(None,) * 5
+
+
+def _by_operators(ctx: Any, grad: Tensor, plan: Dispatch, hidden: Tensor, activated: Any) -> tuple[Tensor | None, ...]:
+    """Return what `_ExpertLayer.backward` returns, with the operators that four functions call."""
+    tokens, weights, up, down, up_bias, down_bias = ctx.saved_tensors
+    wants = ctx.needs_input_grad[:7]
+    rows, glu = (hidden, ctx.activation) if ctx.gated else (activated, "")
+    of_hidden, of_down, of_weights, of_down_bias = mm_combine_backward(
+        grad, rows, down, weights, *plan, down_bias, glu, wants[4], wants[6]
+    )
+    if not ctx.gated:
+        of_hidden = BACKWARDS[ctx.activation](of_hidden, hidden, activated)
+    of_tokens, of_up, of_up_bias = gather_mm_backward(of_hidden, tokens, up, *plan, up_bias, wants[0], wants[3], wants[5])
+    found = of_tokens, None, of_weights, of_up, of_down, of_up_bias, of_down_bias
+    return *(each if want else None for each, want in zip(found, wants, strict=True)), *(None,) * 5
 
 
 def _differentiable(ctx: Any, grad: Tensor, plan: Dispatch) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,8 @@ from torch import Tensor
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found without importing Triton, which is slow
 EVERYWHERE = "CompositeExplicitAutograd"
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, list, type(None)})  # arguments of no other library
+PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter, type(None)})  # of no other library
+PLAIN = PLAIN_TENSORS | {int, float, bool, str, list}
 
 _LIBRARY = torch.library.Library("holdfast", "FRAGMENT")
 
@@ -50,7 +51,7 @@ def operator(
     registered = getattr(torch.ops.holdfast, name).default
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or is_intercepted() or not PLAIN.issuperset(map(type, arguments)):
+        if needs_operators() or not PLAIN.issuperset(map(type, arguments)):
             return registered(*arguments)
         return implementation(*arguments)  # the dispatcher would do no more, and takes longer than a small kernel
 
@@ -64,6 +65,11 @@ def is_intercepted() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_GRADIENTS)
     )
+
+
+def needs_operators() -> bool:
+    """Return whether a compiler, a mode or a transform must see operators instead of kernels."""
+    return torch.compiler.is_compiling() or is_intercepted()
 
 
 _BATCHED_GRADIENTS: Any = torch._C._parse_dispatch_key("VmapMode")  # `torch.autograd.grad(is_grads_batched=True)`

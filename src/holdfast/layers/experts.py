@@ -57,7 +57,7 @@ class Experts(nn.Module):
             if value < 1:
                 raise ValueError(f"{what} is {value}; Experts needs at least 1.")
         self.dim, self.hidden, self.experts, self.gated = dim, hidden, experts, gated
-        self.activation_name, self.activation = resolve_activation(activation)
+        self._given_name, self.activation = resolve_activation(activation)
         self._up_name = "gate_up_proj" if gated else "up_proj"
         inner = 2 * hidden if gated else hidden
         shapes: dict[str, tuple[int, ...]] = {self._up_name: (experts, inner, dim), "down_proj": (experts, dim, hidden)}
@@ -67,6 +67,12 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.has_bias = bias
         self.reset_parameters()
+
+    @property
+    def activation_name(self) -> str | None:
+        """The name of the activation; None for a function without a name, also if someone has put it in its place."""
+        name = self._given_name
+        return name if name is not None and ACTIVATIONS[name] is self.activation else None
 
     def reset_parameters(self) -> None:
         """Initialise each expert as an `nn.Linear` of its size."""
@@ -80,8 +86,7 @@ class Experts(nn.Module):
         most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
         """
         self._check(tokens, experts, weights)
-        name = self.activation_name  # it may name another function now, if someone has replaced that
-        name = name if name is not None and ACTIVATIONS[name] is self.activation else None
+        name = self.activation_name
         up_bias, down_bias = (getattr(self, f"{self._up_name}_bias"), self.down_proj_bias) if self.has_bias else (None, None)
         up, down = self._weight(self._up_name), self._weight("down_proj")
         network = Network(up, down, up_bias, down_bias, name, self.activation, self.gated)

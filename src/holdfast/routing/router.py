@@ -182,7 +182,7 @@ class Router(nn.Module):
         plain = self._plain_options(context, usable)
         with _without_autocast(tokens.device.type):
             if plain is not None:
-                routing = self._route_plainly(tokens, losses, *plain)
+                routing = self._route_in_one_function(tokens, losses, *plain)
             else:
                 routing = self._route(tokens, context, real, usable, losses)
                 losses |= self._own_losses(routing, real)
@@ -211,7 +211,7 @@ class Router(nn.Module):
         is_seen = score.is_watched or select.is_watched or is_intercepted() or has_hooks_on_saved_tensors()
         return None if is_seen else (matrix, k)
 
-    def _route_plainly(self, tokens: Tensor, losses: dict[str, Tensor], matrix: Tensor, k: int) -> Routing:
+    def _route_in_one_function(self, tokens: Tensor, losses: dict[str, Tensor], matrix: Tensor, k: int) -> Routing:
         """Return what `_route` returns, in one function. Its losses are `losses`: those of this router are added to them."""
         layer = self.get_buffer("_name") if self.training and self.check_finite else None
         balance = None

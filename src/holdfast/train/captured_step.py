@@ -11,8 +11,8 @@ If the step is compiled (`compiled_step`), the graph replays the compiled kernel
 
 The first steps run without a graph. They are part of the training: they create the state of the optimizer, compile kernels,
 and show whether the step waits for the GPU, which a graph cannot do. Such a step, and inputs of another shape, run without a
-graph. The first steps read the memory that the graph will read: for other tensors, such as two that are no longer one and
-the same, torch.compile would compile the step again, and that cannot be captured.
+graph. The first steps already read the memory that the graph will read. If the tensors changed later, for example if inputs
+and labels were one tensor and became two copies, torch.compile would compile the step again, which cannot be captured.
 """
 
 import logging

@@ -106,7 +106,10 @@ def sums(gates: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
 
 
 def loss(sums: Tensor, experts: int, coefficient: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the loss times a coefficient, and its slopes (E,) in the normalised gates, from the sums of all programs."""
+    """Return the loss times a coefficient, and its slopes (E,) in the normalised gates, from the sums of all programs.
+
+    Of several ranks, it takes the mean over ranks of their sums.
+    """
     value, slopes = torch.empty((), device=sums.device), torch.empty(experts, device=sums.device)
     width = next_power_of_2(experts)
     rows = max(1, IN_REGISTERS // width)

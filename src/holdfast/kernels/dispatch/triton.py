@@ -4,8 +4,8 @@ R rows sorted by expert, T tokens, K slots a token, E experts, `order` the slot 
 `used` points at the number of rows that belong to an expert, at most R.
 
 **Sorting** is by counting: a slot's row is the number of slots of earlier experts, plus the number of earlier slots of its
-own expert, in the blocks before and in its own block. Three small launches, or two where there are few blocks; a general
-sort, its inverse and its bounds take fifteen.
+own expert, in the blocks before and in its own block. Three small launches, or two where experts times blocks are few; a
+general sort, its inverse and its bounds take fifteen.
 
 **Moving.** Each output element is written by one program in a fixed order of additions, so results repeat to the bit.
 """
@@ -23,7 +23,7 @@ SORT_BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
 IN_REGISTERS = 2**11  # counts that a program adds up at a time
 FEW_COUNTS = 2**14  # of all experts in all blocks: up to here, every program adds up those that it needs itself
-BLOCK = 1024  # columns of a row that one program moves at most
+BLOCK = 1024  # columns of a row that one program moves at most: `MOST_COLUMNS` of the package
 NUMBERS_OF_A_WARP = 256  # 8 for each thread: 16 bytes of bfloat16
 FEW_SLOTS = 16  # up to here, all slots of a token are read, whether they are used or not
 
@@ -233,7 +233,7 @@ def dispatch(chosen: Tensor, experts: int, most_rows: int) -> tuple[Tensor, Tens
 def columns(width: int, most: int = BLOCK) -> dict[str, int]:
     """Return how many columns of rows of this width one program takes, at most `most`, and with how many warps.
 
-    Threads of narrow rows that find no column still take their time.
+    Narrow rows get fewer warps: a thread without a column still costs time.
     """
     block = min(most, max(next_power_of_2(width), 128))
     return {"BLOCK": block, "num_warps": 4 if block == most else max(block // NUMBERS_OF_A_WARP, 1)}

@@ -212,7 +212,7 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, offsets: Tensor, do
         width,
         experts,
         BINS=next_power_of_2(experts),
-        BLOCK=min(BLOCK, next_power_of_2(width)),
+        **columns(width),
     )
 
 

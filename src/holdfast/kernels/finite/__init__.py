@@ -101,9 +101,10 @@ def _check_on_gpu(scores: Tensor, layer: Tensor, real: Tensor | None) -> None:
 
 
 def place_of_report(scores: Tensor, layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the name `layer` on the GPU of `scores`, and where a kernel writes it and that it found something to report.
+    """Return the layer's name on the GPU of `scores`, and the host's memory for the name and the flag that a kernel sets.
 
-    Raise the error of an earlier check if there is one.
+    Raise the error of an earlier check if there is one. While a graph is captured, arrange that optimizers read the record
+    before each step.
     """
     record = _record_of(scores.device)
     if torch.cuda.is_current_stream_capturing():

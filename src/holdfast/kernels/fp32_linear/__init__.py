@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import EVERYWHERE, has_bf16_cores, has_kernels, is_exporting, on_device_of, operator
+from holdfast.kernels.launching import (
+    EVERYWHERE,
+    has_bf16_cores,
+    has_kernels,
+    is_exporting,
+    needs_operators,
+    on_device_of,
+    operator,
+)
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF_DTYPES, torch.float32)
@@ -132,11 +140,14 @@ def linear_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of rows and weight for the gradient `grad (T,n)` of their product; None where not wanted.
 
-    If `gradient_parts` is not 0, `grad (parts,T,n)` may be given as so many bfloat16 parts.
+    If `gradient_part_count` is not 0, `grad (parts,T,n)` may be given as so many bfloat16 parts.
     """
+    if _prefers_kernel(rows, weight) and needs_operators():
+        of_rows, of_weight = _linear_backward(grad, rows, weight, None, None, None, None, want_rows, want_weight)
+        return of_rows if want_rows else None, of_weight if want_weight else None
     if _prefers_kernel(rows, weight):
         with on_device_of(rows):
-            grad = _kernels().gradient_parts(grad, rows, weight) if grad.dim() == 2 else grad
+            grad = _kernels().split_gradient(grad, rows, weight) if grad.dim() == 2 else grad
             return (
                 _kernels().grad_tokens(grad, rows, weight, None) if want_rows else None,
                 _kernels().grad_weight(grad, rows, weight, None) if want_weight else None,
@@ -147,7 +158,7 @@ def linear_gradients(
     )
 
 
-def gradient_parts(rows: Tensor, weight: Tensor) -> int:
+def gradient_part_count(rows: Tensor, weight: Tensor) -> int:
     """Return in how many bfloat16 parts `linear_gradients` takes a gradient; 0 if it takes float32."""
     if not _prefers_kernel(rows, weight):
         return 0
@@ -307,7 +318,7 @@ def _linear_backward_on_gpu(
     clusters = _clusters(order, owners, bounds, scales)
     grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
     with on_device_of(tokens):
-        parts = triton.gradient_parts(grad, tokens, weight)
+        parts = triton.split_gradient(grad, tokens, weight)
         if want_tokens:
             grad_tokens = triton.grad_tokens(parts, tokens, weight, clusters)
         if want_weight:

@@ -408,6 +408,6 @@ def gradient_count(out: torch.dtype) -> int:
     return 3 if out == torch.float32 else 2
 
 
-def gradient_parts(grad: Tensor, *likes: Tensor) -> Tensor:
+def split_gradient(grad: Tensor, *likes: Tensor) -> Tensor:
     """Return `grad (T,n)` in as many parts as gradients of tensors like these need."""
     return in_bf16_parts(grad, max(gradient_count(like.dtype) for like in likes))

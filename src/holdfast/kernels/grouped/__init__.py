@@ -81,7 +81,7 @@ class _GatherMM(torch.autograd.Function):
         if is_differentiated():
             return tuple(differentiable_gradients(gather_mm_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
         wants = want_tokens, want_weight, want_bias
-        grad_tokens, grad_weight, grad_bias = _gather_mm_backward(grad, *ctx.saved_tensors, *wants)
+        grad_tokens, grad_weight, grad_bias = gather_mm_backward(grad, *ctx.saved_tensors, *wants)
         return (
             grad_tokens if want_tokens else None,
             grad_weight if want_weight else None,
@@ -105,7 +105,7 @@ class _MMCombine(torch.autograd.Function):
         if is_differentiated():
             reference = partial(mm_combine_reference, glu=ctx.glu)
             return *differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:7], grad), None
-        grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1], wants[3])
+        grads = mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1], wants[3])
         *first, of_bias = (found if want else None for found, want in zip(grads, wants, strict=True))
         return *first, None, None, None, of_bias, None
 
@@ -291,7 +291,7 @@ _gather_mm = operator(
     lambda tokens, weight, order, *_: tokens.new_empty(order.shape[0], weight.shape[1]),
     devices=EVERYWHERE,
 )
-_gather_mm_backward = operator(
+gather_mm_backward = operator(
     f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool want_tokens, bool want_weight, "
     "bool want_bias) -> (Tensor, Tensor, Tensor)",
     _gather_mm_backward_anywhere,
@@ -304,7 +304,7 @@ _mm_combine = operator(
     lambda hidden, weight, slot_weights, order, slots, *_: hidden.new_empty(slots.shape[0], weight.shape[1]),
     devices=EVERYWHERE,
 )
-_mm_combine_backward = operator(
+mm_combine_backward = operator(
     f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, "
     "bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     _mm_combine_backward_anywhere,

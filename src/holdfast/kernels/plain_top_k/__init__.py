@@ -1,12 +1,15 @@
-"""Plain top-k routing as one function of autograd.
+"""Plain top-k routing as one autograd function.
 
     rows (T,d), weight (E,d)
     logits = rows weight^T,  gates = softmax(logits),  experts: the k best,  weights: a softmax over their logits
 
 `linear_float32`, a softmax, `select_top_k`, `require_finite` and `balance_loss` compute the same. But each function, each
 view and each kernel costs Python: in a small layer this takes longer than the kernels. On a GPU one kernel does all that
-follows the logits, and one its gradient. On a CPU, outputs are equal to the bit, and so are gradients, unless logits, gates
-and weights all have one: then three numbers are added in another order. On a GPU that holds for experts.
+follows the logits, and a second makes the balance loss. One kernel computes the gradient; PyTorch computes the part that
+comes through gates.
+
+On a CPU, outputs equal those of the separate functions to the bit, and so do gradients, unless logits, gates and weights all
+have one: then three numbers are added in another order. On a GPU only the selected experts are equal to the bit.
 """
 
 from functools import cache
@@ -19,9 +22,9 @@ from holdfast.kernels.backward import differentiable_gradients, is_differentiate
 from holdfast.kernels.balance import MOST_EXPERTS as MOST_BALANCED
 from holdfast.kernels.balance import reference as balance_reference
 from holdfast.kernels.finite import place_of_report, require_finite
-from holdfast.kernels.fp32_linear import gradient_parts, linear_gradients, linear_without_autograd, matmul_float32
-from holdfast.kernels.launching import is_intercepted, on_device_of
-from holdfast.kernels.select import has_kernel, top
+from holdfast.kernels.fp32_linear import gradient_part_count, linear_gradients, linear_without_autograd, matmul_float32
+from holdfast.kernels.launching import needs_operators, on_device_of
+from holdfast.kernels.select import has_select_kernel, top
 
 
 class PlainRouting(NamedTuple):
@@ -43,7 +46,7 @@ def plain_top_k(
     balance   the coefficient of the balance loss of one process; None: no loss. It is computed only where there is a kernel
     """
     found = PlainRouting(*_PlainTopK.apply(tokens, weight, k, layer, balance))
-    if layer is not None and not has_kernel(found.logits):
+    if layer is not None and not has_select_kernel(found.logits):
         require_finite(found.logits, tokens, layer, None)
     return found
 
@@ -56,7 +59,7 @@ class _PlainTopK(torch.autograd.Function):
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()
         logits = linear_without_autograd(rows, weight)
         loss = slopes = kept = None
-        if has_kernel(logits):
+        if has_select_kernel(logits):
             gates, experts, weights, loss, slopes = _route_on_gpu(logits, k, layer, coefficient)
         else:
             kept = gates = torch.softmax(logits, dim=-1)
@@ -73,19 +76,24 @@ class _PlainTopK(torch.autograd.Function):
         tokens, weight, logits, experts, gates, slopes = ctx.saved_tensors
         of_logits, of_gates, _, of_weights, of_loss = grads
         needs = ctx.needs_input_grad[:2]
-        if is_differentiated() or is_intercepted():
+        if is_differentiated():
             reference = _Reference(experts, ctx.coefficient if of_loss is not None else None)
             given = (of_logits, logits.shape), (of_gates, logits.shape), (of_weights, experts.shape), (of_loss, ())
             wanted = tuple(logits.new_zeros(shape) if grad is None else grad for grad, shape in given)
             return *differentiable_gradients(reference, [tokens, weight], needs, wanted), None, None, None
         if all(grad is None for grad in grads):
             return (None,) * 5
+        by_kernel = has_select_kernel(logits) and not needs_operators()
+        if of_loss is not None and not by_kernel:
+            of_gates = of_loss * slopes.expand_as(logits) + (0 if of_gates is None else of_gates)
         if of_gates is not None:
             gates = torch.softmax(logits, dim=-1) if gates is None else gates
             of_gates = torch._softmax_backward_data(of_gates, gates, -1, torch.float32)  # type: ignore[attr-defined]
-        if has_kernel(logits):
+        if by_kernel:
             of_logits = of_gates if of_logits is None else of_logits if of_gates is None else of_logits + of_gates
-            grad = _gradient_on_gpu(logits, experts, of_logits, of_weights, of_loss, slopes, gradient_parts(tokens, weight))
+            grad = _gradient_on_gpu(
+                logits, experts, of_logits, of_weights, of_loss, slopes, gradient_part_count(tokens, weight)
+            )
         else:
             parts = [of_logits, None if of_weights is None else _of_chosen(of_weights, logits, experts), of_gates]
             first, *others = [part for part in parts if part is not None]
@@ -103,6 +111,13 @@ def _kernels() -> Any:
     return triton
 
 
+@cache
+def _balance_kernels() -> Any:
+    from holdfast.kernels.balance import triton
+
+    return triton
+
+
 def _route_on_gpu(
     logits: Tensor, k: int, layer: Tensor | None, coefficient: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -114,7 +129,7 @@ def _route_on_gpu(
         gates, chosen, weights, sums = _kernels().route(logits, k, record, is_balanced)
         if not is_balanced:
             return gates, chosen, weights, None, None
-        return gates, chosen, weights, *_kernels().loss(sums, experts, coefficient)
+        return gates, chosen, weights, *_balance_kernels().loss(sums, experts, coefficient)
 
 
 def _gradient_on_gpu(logits: Tensor, *rest: Any) -> Tensor:
@@ -123,7 +138,10 @@ def _gradient_on_gpu(logits: Tensor, *rest: Any) -> Tensor:
 
 
 def _of_chosen(grad: Tensor, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return the gradient of the logits for the gradient (T,k) of the weights, which a caller may have changed in place."""
+    """Return the gradient of the logits for the gradient (T,k) of the weights.
+
+    The weights are computed again: a caller may have changed them in place.
+    """
     weights = torch.softmax(logits.gather(-1, experts), dim=-1)
     of_chosen = torch._softmax_backward_data(grad, weights, -1, torch.float32)  # type: ignore[attr-defined]
     return torch.zeros_like(logits).scatter_add(-1, experts, of_chosen)

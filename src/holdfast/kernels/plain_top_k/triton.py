@@ -1,4 +1,4 @@
-"""Triton kernels of plain top-k routing: all that follows the logits, in one kernel forward and one backward.
+"""Triton kernels of plain top-k routing: all that follows the logits, in one kernel, and its gradient in another.
 
     T tokens, E experts, K slots a token
 
@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.balance.triton import loss
 from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.finite.triton import report
 from holdfast.kernels.float32_parts import bf16_parts
 from holdfast.kernels.launching import cdiv
 from holdfast.kernels.select.triton import BACKWARD_BLOCK, block_of, forward_options, slots_of
 
-MOST_PROGRAMS = 1024  # whose sums one program adds up, if there are few experts
+MOST_PROGRAMS = 1024  # that write sums, which one program adds up
 MOST_SUMS = 2**16  # of all experts, in all programs
 
 
@@ -46,7 +45,7 @@ def _route(
     CHUNK: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Route every n-th block of tokens.
+    """With n programs, route every n-th block of tokens.
 
     CHECKED: report logits that are not finite. BALANCED: write sums.
     """
@@ -140,9 +139,6 @@ def _gradient(
         tl.store(out + place, total, mask=inside)
 
 
-__all__ = ["gradient", "loss", "route"]
-
-
 def route(
     logits: Tensor, k: int, record: tuple[Tensor, Tensor, Tensor] | None, balanced: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -150,7 +146,7 @@ def route(
 
     The sums are empty if not `balanced`.
 
-    record   the layer's name, and where to write it and that it was found, if logits are not finite. None: no check
+    record   from `place_of_report`. None: no check
     """
     count, experts = logits.shape
     gates = torch.empty_like(logits)

@@ -110,7 +110,7 @@ def exported_keys(values: Tensor) -> Tensor:
 
 def select_top_k(scores: Tensor, amounts: Amounts, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best experts (..., k), best first, and their weights. Only the amounts get a gradient."""
-    if has_kernel(scores):
+    if has_select_kernel(scores):
         experts, weights, _ = _select_with_kernels(scores, amounts, None, k, k, False, POWERS)
         return experts, weights
     experts = top(scores, k)
@@ -137,7 +137,7 @@ def select_smooth_top_k(
 
     limit   returns the width of the strip from the gaps and `eps`: one for all tokens, or (...), one for each
     """
-    if has_kernel(scores):
+    if has_select_kernel(scores):
         if limit is None:
             return _select_with_kernels(scores, amounts, eps.flatten(), k, most, informed, powers)
         flat = scores.detach().contiguous().view(-1, scores.shape[-1])
@@ -215,7 +215,7 @@ def normalise(amounts: Tensor) -> Tensor:
 
 def count_pairs(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
     """Return (E,E): for two experts, how many tokens that are `real (B,N)` have both among their k best `scores (B,N,E)`."""
-    if has_kernel(scores):
+    if has_select_kernel(scores):
         if scores.shape[-1] <= MOST_IN_GRAPH:
             counts: Tensor = _count_pairs(scores.flatten(0, 1), None if real is None else real.flatten(), k)
             return counts.sum(0)  # over Triton programs
@@ -227,7 +227,8 @@ def count_pairs(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
     return chosen.t() @ chosen
 
 
-def has_kernel(scores: Tensor) -> bool:
+def has_select_kernel(scores: Tensor) -> bool:
+    """Return whether the kernels take these scores: float32, on a GPU, at most `MOST_EXPERTS` experts."""
     return has_kernels(scores) and scores.dtype == torch.float32 and scores.shape[-1] <= MOST_EXPERTS
 
 
@@ -308,9 +309,9 @@ def _select_on_gpu(
     width: int,
     how: int,
     informed: bool,
-    a: float = POWERS.a,
-    b: float = POWERS.b,
-    gaps: Tensor | None = None,
+    a: float,
+    b: float,
+    gaps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return experts, weights, the slot of each expert, gaps, and the width of each token's strip (see `triton.select`)."""
     from holdfast.kernels.select import triton
@@ -338,8 +339,8 @@ def _select_backward_on_gpu(
     k: int,
     how: int,
     informed: bool,
-    a: float = POWERS.a,
-    b: float = POWERS.b,
+    a: float,
+    b: float,
 ) -> Tensor:
     from holdfast.kernels.select import triton
 
@@ -362,9 +363,9 @@ def _select_fake(
     width: int,
     how: int,
     informed: bool,
-    a: float = POWERS.a,
-    b: float = POWERS.b,
-    gaps: Tensor | None = None,
+    a: float,
+    b: float,
+    gaps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, experts = scores.shape
     return (
