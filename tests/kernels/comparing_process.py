@@ -15,10 +15,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from kernels import compare_kernels, compare_mixing, compare_pointers, compare_routing_kernels
+from kernels import compare_kernels, compare_layers, compare_mixing, compare_pointers, compare_routing_kernels
 from kernels.pointer_check import pointers_checked
 
-MODULES = (compare_kernels, compare_routing_kernels, compare_mixing, compare_pointers)
+MODULES = (compare_kernels, compare_routing_kernels, compare_layers, compare_mixing, compare_pointers)
 
 
 def comparisons(device: str) -> dict[str, Callable[[], None]]:

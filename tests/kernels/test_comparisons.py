@@ -26,6 +26,8 @@ QUICK = [
     "products torch.float16 torch.float32 5 100",
     "choices 13 4 softmax False 0.3 13",
     "plain 13 4 70 3",
+    "layer False relu True",
+    "layer True silu False",
     "plain_finite 50 200 -inf",
     "choices 13 4 shares True 1.5 6 (2.5, 7.0)",
     "mix: padded",

@@ -1,0 +1,78 @@
+"""Comparisons of whole layers, as they run on a GPU, with the same layers on a CPU; test_comparisons.py has a case for each.
+
+Without a GPU, the kernels run in Triton's interpreter, on the tensors of a CPU: all of the path to a kernel but the launch
+is that of a GPU.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import holdfast
+from holdfast.kernels import dispatch, expert_layer, fp32_linear, plain_top_k, select
+from holdfast.kernels.finite import decode_name
+
+DIM, COUNT = 24, 5
+MODULES = (dispatch, expert_layer, fp32_linear, plain_top_k, select)
+
+
+@contextmanager
+def as_on_a_gpu(name: Tensor, found: Tensor) -> Iterator[None]:
+    """Inside the `with`, use kernels for tensors of a CPU; they report what is not finite to `name` and `found`."""
+    with ExitStack() as patches:
+        for module in MODULES:
+            for function, stub in (
+                ("has_kernels", lambda tensor: tensor.numel() > 0),
+                ("on_device_of", lambda _: nullcontext()),
+            ):
+                if hasattr(module, function):
+                    patches.enter_context(patch.object(module, function, stub))
+        patches.enter_context(patch.object(plain_top_k, "place_of_report", lambda _, layer: (layer, name, found)))
+        patches.enter_context(patch.object(holdfast.Experts, "_check"))  # it reads the indices, which it does not on a GPU
+        yield
+
+
+def layer(gated: bool, activation: str, bias: bool) -> holdfast.MoE:
+    torch.manual_seed(0)
+    router = holdfast.create_router("smoe", dim=DIM, experts=COUNT, k=2, losses=holdfast.Losses(balance=0.1))
+    experts = holdfast.Experts(DIM, 20, COUNT, gated=gated, activation=activation, bias=bias)
+    return holdfast.MoE(router, experts).train()
+
+
+def results(made: holdfast.MoE, tokens: Tensor) -> list[Tensor]:
+    tokens = tokens.clone().requires_grad_()
+    out, routing = made(tokens)
+    loss = (out * torch.linspace(-1, 1, DIM, device=out.device)).sum() + 10 * routing.loss
+    grads = torch.autograd.grad(loss, [tokens, *made.parameters()])
+    return [each.detach().cpu() for each in (out, routing.experts, routing.gates, routing.weights, routing.loss, *grads)]
+
+
+def whole_layer(device: str, gated: bool, activation: str, bias: bool) -> None:
+    """Outputs, losses and gradients; and the report of a score that is NaN."""
+    tokens = torch.randn(2, 9, DIM)
+    expected = results(layer(gated, activation, bias), tokens)
+    name, found = torch.zeros(128, dtype=torch.uint8), torch.zeros((), dtype=torch.int32)
+    made = layer(gated, activation, bias).to(device)
+    with as_on_a_gpu(name, found) if device == "cpu" else nullcontext():
+        got = results(made, tokens.to(device))
+        assert torch.equal(got[1], expected[1])
+        for one, other in zip(got, expected, strict=True):
+            assert (one - other).double().norm() <= 1e-5 * other.double().norm()
+        if device == "cpu":
+            assert int(found) == 0
+            made.router.layer = "blocks.2"
+            with torch.no_grad():
+                made.router.get_parameter("score.weight")[0, 0] = torch.nan
+            made(tokens)
+            assert int(found) == 1 and decode_name(name) == "blocks.2"
+
+
+def comparisons(device: str) -> dict[str, Callable[[], None]]:
+    """Return what to compare on a device, by name."""
+    kinds = itertools.product((False, True), ("relu", "gelu", "silu"), (False, True))
+    return {f"layer {' '.join(map(str, kind))}": partial(whole_layer, device, *kind) for kind in kinds}
