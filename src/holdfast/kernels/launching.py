@@ -5,6 +5,7 @@ about 75 microseconds of Python for a forward and a backward, nearly what a rout
 autograd, inside a `torch.autograd.Function`, costs a third of that.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # found without imp
 EVERYWHERE = "CompositeExplicitAutograd"
 
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter, type(None)})  # of no other library
-PLAIN = PLAIN_TENSORS | {int, float, bool, str, list}
+PLAIN = PLAIN_TENSORS | {int, float, bool, str, list}  # types of arguments
 
 _LIBRARY = torch.library.Library("holdfast", "FRAGMENT")
 
@@ -90,6 +91,12 @@ def has_bf16_cores(tensor: Tensor) -> bool:
 @cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def kernels_of(package: str, name: str = "triton") -> Any:
+    """Return a module of kernels of a package: imported at its first use, because it needs Triton."""
+    return importlib.import_module(f"{package}.{name}")
 
 
 _UNCHANGED: AbstractContextManager[object] = nullcontext()

@@ -70,7 +70,7 @@ class Experts(nn.Module):
 
     @property
     def activation_name(self) -> str | None:
-        """The name of the activation; None for a function without a name, also if someone has put it in its place."""
+        """The name of the activation; None if it is a function without a name, or if another one was assigned since."""
         name = self._given_name
         return name if name is not None and ACTIVATIONS[name] is self.activation else None
 

@@ -10,32 +10,16 @@ On a GPU the host does not know how many slots are in use, and memory is allocat
 smaller number, `most_rows`, gets R = `most_rows`. Slots in use beyond that number are dropped, never written elsewhere.
 """
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import has_kernels, on_device_of, operator
+from holdfast.kernels.launching import has_kernels, kernels_of, on_device_of, operator
 
 MOST_COLUMNS = 1024  # of a token whose dot products with biases one program computes
 MOST_EXPERTS = 512  # with more, the counts of a program become too large
 GLUS = ("silu", "gelu", "gelu_tanh", "relu")  # gated activations, `activation(gate) * up`, that have a kernel
-
-
-@cache
-def _kernels() -> Any:
-    """Return the module with the kernels; it cannot be imported where there is no Triton."""
-    from holdfast.kernels.dispatch import triton
-
-    return triton
-
-
-@cache
-def _row_kernels() -> Any:
-    from holdfast.kernels.dispatch import triton_rows
-
-    return triton_rows
 
 
 class Dispatch(NamedTuple):
@@ -79,7 +63,7 @@ def dispatch(chosen: Tensor, experts: int, most_rows: int | None = None) -> Disp
 
 def _dispatch_on_gpu(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     with on_device_of(chosen):
-        return _kernels().dispatch(chosen, experts, rows)
+        return kernels_of(__name__).dispatch(chosen, experts, rows)
 
 
 _dispatch = operator(
@@ -112,7 +96,7 @@ def gather_rows(
         assert dots is None, "only a kernel writes them"
         return tokens.index_select(0, order // max(slots.shape[1], 1))
     with on_device_of(tokens):
-        return _kernels().gather(tokens, slots, used, order.shape[0], dots, bias, offsets)
+        return kernels_of(__name__).gather(tokens, slots, used, order.shape[0], dots, bias, offsets)
 
 
 def combine_rows(
@@ -129,7 +113,7 @@ def combine_rows(
     """
     if has_kernels(slots):
         with on_device_of(rows):
-            return _kernels().combine(rows, slots, weights, used, bias, offsets)
+            return kernels_of(__name__).combine(rows, slots, weights, used, bias, offsets)
     dtype = rows.dtype
     if bias is not None:
         assert offsets is not None
@@ -164,11 +148,11 @@ def combine_rows_reference(rows: Tensor, slots: Tensor, weights: Tensor, used: i
 def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor, *, relu: bool = False) -> Tensor:
     """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined.
 
-    relu   replace what is negative then by 0
+    relu   then replace negative numbers by 0
     """
     if has_kernels(rows):
         with on_device_of(rows):
-            return _row_kernels().add_bias(rows, bias.contiguous(), offsets, relu)
+            return kernels_of(__name__, "triton_rows").add_bias(rows, bias.contiguous(), offsets, relu)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         rows[start:end] += bias[expert]
@@ -180,7 +164,7 @@ def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tenso
     """Return the sum (E,n) of the rows (R,n) of each expert in float32, times `weights (T,K)` of their slots if given."""
     if has_kernels(rows):
         with on_device_of(rows):
-            return _row_kernels().sum_rows(rows, offsets, weights, order)
+            return kernels_of(__name__, "triton_rows").sum_rows(rows, offsets, weights, order)
     scaled = rows.float() if weights is None else rows.float() * weights.flatten()[order].unsqueeze(1)
     ends = offsets.tolist()
     parts = [scaled[start:end].sum(0) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -191,7 +175,7 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offs
     """Add grad_r . bias of the row's expert to `dots (T,K)` at the slot of each row, in place; return `dots`."""
     if has_kernels(grad):
         with on_device_of(grad):
-            _row_kernels().add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
+            kernels_of(__name__, "triton_rows").add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
         return dots
     products = torch.empty(grad.shape[0], device=grad.device)
     start = 0
@@ -223,7 +207,7 @@ def scale_and_dot(
     """
     if has_kernels(rows):
         with on_device_of(rows):
-            return _row_kernels().scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
+            return kernels_of(__name__, "triton_rows").scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
     grad = (grad * scale).to(grad.dtype)
@@ -247,7 +231,7 @@ def has_glu_kernel(name: str | None, rows: Tensor) -> bool:
 def glu_rows(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
     """Return activation(gate) * up of rows (R,2H), as (R,H). Triton only."""
     with on_device_of(gate_up):
-        return _row_kernels().glu(gate_up, used, name)
+        return kernels_of(__name__, "triton_rows").glu(gate_up, used, name)
 
 
 def glu_rows_backward(
@@ -266,4 +250,4 @@ def glu_rows_backward(
     The gradient of h is weight_r grad_r. The kernel overwrites `grad`. `dots` and `added` are as in `scale_and_dot`.
     """
     with on_device_of(grad):
-        return _row_kernels().glu_backward(grad, gate_up, weights, order, used, name, dots, added)
+        return kernels_of(__name__, "triton_rows").glu_backward(grad, gate_up, weights, order, used, name, dots, added)

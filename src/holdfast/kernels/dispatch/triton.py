@@ -78,7 +78,7 @@ def _place(
 ):
     """Write the row of each slot and the slot of each row; a slot whose row would be number `most` or later is unused.
 
-    SPAN: if not 0, counts are not added up yet; they are, this many blocks at a time.
+    SPAN: 0 if `_add_up` has added up the counts; otherwise this program does it, SPAN blocks at a time.
     """
     block = tl.program_id(0)
     bins, position = tl.arange(0, BINS), tl.arange(0, BLOCK)

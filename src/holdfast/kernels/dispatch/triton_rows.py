@@ -55,7 +55,7 @@ def _scale_and_dot(
             total += g * h
             g = weight * g
             if RELU:
-                g = tl.where(h <= 0, 0.0, g)  # as torch: NaN is not at most 0
+                g = tl.where(h <= 0, 0.0, g)  # NaN stays NaN, as in torch
             tl.store(grad + row * width + column, g, mask=inside)
             tl.store(scaled + row * width + column, weight * h, mask=inside)
         _write_dot(dots + slot, tl.sum(total, axis=0), ADDED)
@@ -72,7 +72,7 @@ def _add_bias(rows, bias, offsets, width, experts, RELU: tl.constexpr, BINS: tl.
         added = tl.load(bias + expert_of(row, offsets, experts, BINS) * width + column, mask=inside, other=0.0)
         value = tl.load(place, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32)
         if RELU:
-            value = tl.where(value < 0, 0.0, value)  # NaN stays NaN
+            value = tl.where(value < 0, 0.0, value)  # NaN stays NaN, as in torch
         tl.store(place, value, mask=inside)
 
 
@@ -119,7 +119,7 @@ def _add_bias_dots(grad, bias, order, offsets, dots, width, experts, BINS: tl.co
 def _activation(x, NAME: tl.constexpr):
     """Return the activation and its derivative."""
     if NAME == "relu":
-        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)  # as torch: NaN is not at most 0
+        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)  # NaN stays NaN, as in torch
     if NAME == "gelu":
         phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         return x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -180,7 +180,7 @@ def _glu_backward(
 
 
 def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor, relu: bool = False) -> Tensor:
-    """Add the bias (E,n) of its expert to each row (R,n), in place; with `relu`, replace what is negative then by 0."""
+    """Add the bias (E,n) of its expert to each row (R,n), in place; with `relu`, then replace negative numbers by 0."""
     experts, width = bias.shape
     block = columns(width)
     grid = (min(rows.shape[0], MOST_PROGRAMS), cdiv(width, block["BLOCK"]))

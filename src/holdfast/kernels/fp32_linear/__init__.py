@@ -10,7 +10,6 @@ float32, and without float32 copies of the tokens.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from holdfast.kernels.launching import (
     has_bf16_cores,
     has_kernels,
     is_exporting,
+    kernels_of,
     needs_operators,
     on_device_of,
     operator,
@@ -116,14 +116,6 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     return out.view(*tokens.shape[:-1], weight.shape[0])
 
 
-@cache
-def _kernels() -> Any:
-    """Return the module with the kernels; it cannot be imported where there is no Triton."""
-    from holdfast.kernels.fp32_linear import triton
-
-    return triton
-
-
 def linear_without_autograd(rows: Tensor, weight: Tensor) -> Tensor:
     """Return what `linear_float32` returns for contiguous `rows (T,d)`; `linear_gradients` is its backward.
 
@@ -131,7 +123,7 @@ def linear_without_autograd(rows: Tensor, weight: Tensor) -> Tensor:
     """
     if _prefers_kernel(rows, weight):
         with on_device_of(rows):
-            return _kernels().linear(rows, weight, None)
+            return kernels_of(__name__).linear(rows, weight, None)
     return _matmul(rows, weight.t())
 
 
@@ -147,10 +139,10 @@ def linear_gradients(
         return of_rows if want_rows else None, of_weight if want_weight else None
     if _prefers_kernel(rows, weight):
         with on_device_of(rows):
-            grad = _kernels().split_gradient(grad, rows, weight) if grad.dim() == 2 else grad
+            grad = kernels_of(__name__).split_gradient(grad, rows, weight) if grad.dim() == 2 else grad
             return (
-                _kernels().grad_tokens(grad, rows, weight, None) if want_rows else None,
-                _kernels().grad_weight(grad, rows, weight, None) if want_weight else None,
+                kernels_of(__name__).grad_tokens(grad, rows, weight, None) if want_rows else None,
+                kernels_of(__name__).grad_weight(grad, rows, weight, None) if want_weight else None,
             )
     return (
         _matmul(grad, weight).to(rows.dtype) if want_rows else None,
@@ -162,7 +154,7 @@ def gradient_part_count(rows: Tensor, weight: Tensor) -> int:
     """Return in how many bfloat16 parts `linear_gradients` takes a gradient; 0 if it takes float32."""
     if not _prefers_kernel(rows, weight):
         return 0
-    return max(_kernels().gradient_count(rows.dtype), _kernels().gradient_count(weight.dtype))
+    return max(kernels_of(__name__).gradient_count(rows.dtype), kernels_of(__name__).gradient_count(weight.dtype))
 
 
 def _prefers_kernel(rows: Tensor, weight: Tensor) -> bool:

@@ -12,7 +12,6 @@ On a CPU, outputs equal those of the separate functions to the bit, and so do gr
 have one: then three numbers are added in another order. On a GPU only the selected experts are equal to the bit.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from holdfast.kernels.balance import MOST_EXPERTS as MOST_BALANCED
 from holdfast.kernels.balance import reference as balance_reference
 from holdfast.kernels.finite import place_of_report, require_finite
 from holdfast.kernels.fp32_linear import gradient_part_count, linear_gradients, linear_without_autograd, matmul_float32
-from holdfast.kernels.launching import needs_operators, on_device_of
+from holdfast.kernels.launching import kernels_of, needs_operators, on_device_of
 from holdfast.kernels.select import has_select_kernel, top
 
 
@@ -103,21 +102,6 @@ class _PlainTopK(torch.autograd.Function):
         return None if of_rows is None else of_rows.view(tokens.shape), of_weight, None, None, None
 
 
-@cache
-def _kernels() -> Any:
-    """Return the module with the kernels; it cannot be imported where there is no Triton."""
-    from holdfast.kernels.plain_top_k import triton
-
-    return triton
-
-
-@cache
-def _balance_kernels() -> Any:
-    from holdfast.kernels.balance import triton
-
-    return triton
-
-
 def _route_on_gpu(
     logits: Tensor, k: int, layer: Tensor | None, coefficient: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -126,15 +110,16 @@ def _route_on_gpu(
     is_balanced = coefficient is not None and experts <= MOST_BALANCED
     with on_device_of(logits):
         record = None if layer is None else place_of_report(logits, layer)
-        gates, chosen, weights, sums = _kernels().route(logits, k, record, is_balanced)
+        gates, chosen, weights, sums = kernels_of(__name__).route(logits, k, record, is_balanced)
         if not is_balanced:
             return gates, chosen, weights, None, None
-        return gates, chosen, weights, *_balance_kernels().loss(sums, experts, coefficient)
+        return gates, chosen, weights, *kernels_of("holdfast.kernels.balance").loss(sums, experts, coefficient)
 
 
 def _gradient_on_gpu(logits: Tensor, *rest: Any) -> Tensor:
     with on_device_of(logits):
-        return _kernels().gradient(logits, *rest)
+        grad: Tensor = kernels_of(__name__).gradient(logits, *rest)
+        return grad
 
 
 def _of_chosen(grad: Tensor, logits: Tensor, experts: Tensor) -> Tensor:
