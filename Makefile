@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-matrix lint bench figures docs dist pretrained clean
+.PHONY: demo test test-all test-gpu test-matrix lint bench figures docs dist pretrained clean
 
 # Both commands take up what is there: run again, nothing is trained twice.
 demo: .venv/ready
@@ -20,6 +20,11 @@ test: .venv/dev
 # a browser. `make test test-all` runs everything once.
 test-all: .venv/dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(OPTIONS)
+
+# Every test that uses a GPU, on a machine that has one, with the packages that are installed there; tests/gpu_record.json
+# records the result and the hash of the source.
+test-gpu:
+	$(PYTHON) tests/gpu_record.py --write -n 8 --dist worksteal $(OPTIONS)
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -44,7 +44,11 @@ def operator(
 
     `fake` returns outputs of the right shape and dtype, for the compiler. Autograd does not see through the operator: call
     it inside a `torch.autograd.Function`, or on tensors that need no gradient.
+
+    The schema has no default values: the dispatcher drops trailing arguments that equal their defaults, and would call
+    `implementation` without them.
     """
+    assert "=" not in schema, f"the operator {schema.split('(')[0]} has a default value in its schema"
     _LIBRARY.define(schema)
     name = schema.split("(")[0]
     _LIBRARY.impl(name, implementation, devices)

@@ -378,8 +378,8 @@ def _select_fake(
 
 
 _select = operator(
-    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a=1, float b=50, "
-    "Tensor? gaps=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a, float b, "
+    "Tensor? gaps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _select_on_gpu,
     _select_fake,
 )
@@ -390,7 +390,7 @@ _strip_gaps = operator(
 )
 _select_backward = operator(
     "choose_backward(Tensor grad, Tensor scores, Tensor amounts, Tensor? eps, Tensor weights, Tensor slots, Tensor edges, "
-    "int k, int how, bool informed, float a=1, float b=50) -> Tensor",
+    "int k, int how, bool informed, float a, float b) -> Tensor",
     _select_backward_on_gpu,
     lambda grad, scores, amounts, *_: torch.empty_like(amounts),
 )
