@@ -18,7 +18,9 @@ def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float 
     paths = [str(script.parent), str(tests), str(tests / "hub"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Without a buffer a line and its end are written apart, and lines of two processes mix.
     buffered = {"PYTHONUNBUFFERED": ""}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **buffered}
+    # The processes talk through gloo; a machine with one GPU has none for the second process.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **buffered}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, *launch, str(script), *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:

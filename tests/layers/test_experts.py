@@ -11,7 +11,7 @@ from holdfast import Experts
 from holdfast.kernels.grouped import naive
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.1e-2}  # CPUs round bfloat16 products differently: 1.03e-2 was seen
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}  # four roundings: CPUs round products differently
 
 
 def choose(tokens: int, experts: int, slots: int, *, unused: float = 0.0, device: str = "cpu") -> tuple[Tensor, Tensor]:
