@@ -25,7 +25,7 @@ def f32(*shape: int) -> tuple[tuple[int, ...], torch.dtype]:
 ROWS: list[Any] = [f32(T, D), f32(T, D), f32(T, E)]  # query, key and value of one sequence, each with an axis in front
 ROWS = [((1, *shape), dtype) for shape, dtype in ROWS]
 PLAN: list[Any] = [((T * K,), I64), ((T, K), I64), ((E,), I32), None]
-# Arguments of a call: a tensor is (shape, dtype), several are a list of these, all others are themselves. Optional ones are None.
+# Arguments of a call: a tensor is (shape, dtype), several are a list of these. Optional arguments are None.
 CALLS: dict[str, list[Any]] = {
     "assign_balanced": [f32(T, E), ((T,), BOOL), K],
     "attention_entropy": [f32(1, H, N, D), f32(1, H, N, D), None, None, True, 0.5, 1],
