@@ -314,9 +314,12 @@ def test_fifty_compiled_and_replayed_steps_are_fifty_steps(router: str) -> None:
     found = train(step, model, data)
     assert step.is_captured and step.step.is_compiled
     torch.testing.assert_close(found[:, 0], expected[:, 0], atol=1e-5, rtol=0)
-    own, other = plain.eval().state_dict(), model.eval().state_dict()
-    for name, value in own.items():
-        torch.testing.assert_close(other[name].float(), value.float(), atol=1e-4, rtol=1e-2)
+    expected_state, state = plain.eval().state_dict(), model.eval().state_dict()
+    for name, value in expected_state.items():
+        differences = (state[name].float() - value.float()).abs()
+        if name.endswith("c_attn.bias"):  # that of the keys changes no softmax: Adam turns its rounding errors into steps
+            differences.chunk(3)[1].zero_()
+        assert (differences <= 1e-4 + 1e-2 * value.float().abs()).all(), name
 
 
 @pytest.mark.slow
