@@ -17,7 +17,7 @@ from holdfast.report.plot_data import by_layer, every_attack_table, mean_of
 from holdfast.report.plots import plots
 from holdfast.report.shift_tables import shift_sentences, shifts_caption, shifts_table
 from holdfast.report.stored_comparison import EVERYTHING, NAME, Cell, Difference, Layer, Measure, Results, Row
-from holdfast.report.sweep_tables import no_claim, side_by_side, sweep_verdict
+from holdfast.report.sweep_tables import side_by_side, sweep_verdict
 from holdfast.routing.grammar import written_value
 
 COST = "cost of the attack on untouched words"
@@ -142,7 +142,7 @@ def verdict(results: Results) -> tuple[str, ...]:
             level += f"; on the {count} attacked examples {_level(baseline.attacked_clean, measure)} without the attack"
         first = () if len(results.rows) > 1 else (alone,)
         return (*first, f"{level} and {attacked}.", *cost_sentences(results), *apart_sentences(results))
-    if reason := no_claim(results, [one for row in others for one in (row.clean_difference, row.attacked_difference)]):
+    if reason := results.no_claim([one for row in others for one in (row.clean_difference, row.attacked_difference)]):
         return (*reason, *cost_sentences(results), *apart_sentences(results))
     return (
         f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",

@@ -66,10 +66,8 @@ def domain_verdict(results: Results) -> tuple[str, ...]:
     others = [row for row in rows if row.router != baseline]
     if not others:
         return (*found, f"Only {baseline} was trained, so there is nothing to compare it with.")
-    differences = [one for row in others for one in (row.mean_difference, row.worst_difference)]
-    if all(one is None or one.kind == "unknown" for one in differences):
-        few = f"Fewer than {FEWEST_SEEDS} seeds cannot show whether a router differs from {baseline}"
-        return (*found, f"{few}: train with {FEWEST_SEEDS} seeds or more.")
+    if reason := results.no_claim([one for row in others for one in (row.mean_difference, row.worst_difference)]):
+        return (*found, *reason)
     means = "; ".join(_finding(row.router, row.mean_difference) for row in others)
     worsts = "; ".join(_finding(row.router, row.worst_difference) for row in others)
     return (*found, f"Against {baseline}, in the mean accuracy: {means}.", f"In the worst accuracy: {worsts}.")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from holdfast.files import LARGEST, read_bytes
+from holdfast.metrics.paired import FEWEST_SEEDS
 from holdfast.report.stored_reports import Number, StoredModel, first_problem
 from holdfast.routing.grammar import short_keys, written_pairs
 
@@ -381,6 +382,25 @@ class Results(StoredModel):
     def others(self) -> list[Row]:
         """The rows that are compared with a baseline: not those that stand apart."""
         return [row for row in self.rows if not self.is_baseline(row) and row.apart is None]
+
+    def no_claim(self, differences: Sequence[Difference | None]) -> tuple[str, ...]:
+        """Return why none of these differences may be claimed, in a sentence or two; empty if one may."""
+        if any(one is not None and one.kind != "unknown" for one in differences):
+            return ()
+        if any(one is not None and one.over == "these examples only" for one in differences):
+            return (
+                "The results of single test examples are not stored with these cells, so no difference can be judged; train "
+                "them again in a new folder.",
+            )
+        if any(len(row.seeds) >= FEWEST_SEEDS for row in self.others):
+            return (
+                f"The {self.run.measure.noun} is not defined in enough runs to compare routers with {self.rows[0].router}.",
+                "A correlation with constant predictions, for example, is not defined.",
+            )
+        return (
+            f"Fewer than {FEWEST_SEEDS} seeds cannot show whether a router differs from {self.rows[0].router}.",
+            f"The intervals are for these models only; train with {FEWEST_SEEDS} seeds or more to compare routers.",
+        )
 
     @property
     def swept(self) -> list[str]:

@@ -1,8 +1,7 @@
 """What a page shows of a sweep: its verdict over all settings, and a table with the settings side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from holdfast.metrics.paired import FEWEST_SEEDS
 from holdfast.report.domain_tables import HELD_OUT
 from holdfast.report.page_shell import decimal, listed
 from holdfast.report.stored_comparison import Difference, Results, Row
@@ -16,7 +15,7 @@ def sweep_verdict(results: Results) -> tuple[str, ...]:
     found = [f"{len(results.settings)} settings of {keys} were trained; each router is compared within equal settings."]
     if not others:
         found.append(f"Only {baseline} was trained, so there is no other router to compare it with.")
-    elif reason := no_claim(results, [one for row in others for one in (row.clean_difference, row.attacked_difference)]):
+    elif reason := results.no_claim([one for row in others for one in (row.clean_difference, row.attacked_difference)]):
         found += reason
     else:
         for where, attacked in (("On clean data", False), ("Under attack", True)):
@@ -52,27 +51,6 @@ def _counts(router: str, results: Results, attacked: bool) -> str:
 
 def _kind(difference: Difference | None) -> str:
     return "unknown" if difference is None else difference.kind
-
-
-def no_claim(results: Results, differences: Sequence[Difference | None]) -> tuple[str, ...]:
-    """Return why none of these differences may be claimed; empty if one may."""
-    baseline = results.rows[0].router
-    if any(_kind(one) != "unknown" for one in differences):
-        return ()
-    if any(one is not None and one.over == "these examples only" for one in differences):
-        return (
-            "The results of single test examples are not stored with these cells, so no difference can be judged; train "
-            "them again in a new folder.",
-        )
-    if any(len(row.seeds) >= FEWEST_SEEDS for row in results.others):
-        return (
-            f"The {results.run.measure.noun} is not defined in enough runs to compare routers with {baseline}.",
-            "A correlation with constant predictions, for example, is not defined.",
-        )
-    return (
-        f"Fewer than {FEWEST_SEEDS} seeds cannot show whether a router differs from {baseline}.",
-        f"The intervals are for these models only; train with {FEWEST_SEEDS} seeds or more to compare routers.",
-    )
 
 
 def side_by_side(results: Results) -> tuple[list[str], list[dict[str, str]]]:

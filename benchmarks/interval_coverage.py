@@ -1,6 +1,6 @@
 """Simulate how often the intervals of a comparison contain the true difference. Prints one line of JSON for each setting.
 
-    python benchmarks/coverage.py --runs 2000
+    python benchmarks/interval_coverage.py --runs 2000
 
 A model of router r and seed s answers example i rightly if a_r + S e_rs + 1.5 u_i + W w_ri + v_rsi / 2 > 0, with standard
 normal e, u, w and v: u is how easy an example is for all models, w for those of one router. The true accuracy of a router,
