@@ -170,12 +170,14 @@ def print_certainty(found: dict[str, Any], measure: Any) -> None:
 
 def against_majority(majority: dict[str, Any], measure: Any) -> str:
     """Return whether the model is better than always predicting the most frequent class, and by how much."""
-    difference = majority["difference"]  # the model's figure minus that of this class
+    difference, by_error = majority["difference"], measure.better == "lower"  # the model's figure minus that of the class
+    worse = difference["mean"] > 0 if by_error else difference["mean"] < 0
     mean, low, high = difference["mean"], difference["low"], difference["high"]
-    word = "better" if (mean < 0) == (measure.better == "lower") else "worse"
-    if f"{abs(mean):.2f}" == "0.00":
-        word = "the same"
-    said = f"Always predicting the most frequent class has {majority['figure']:.2f}; the model is {word}: {mean:+.2f}"
+    if mean < 0:
+        low, high = (None, None) if low is None else (-high, -low)
+    amount, unit = (f"{abs(mean):.2f}", " points") if by_error else (f"{abs(mean):.4f}", "")
+    word = "as good" if not float(amount) else f"{'worse' if worse else 'better'} by {amount}{unit}"
+    said = f"Always predicting the most frequent class has {majority['figure']:.2f}; the model is {word}"
     if low is None or high is None:
         return f"{said} (no interval)."
     unclear = ", no clear difference" if low <= 0 <= high else ""
