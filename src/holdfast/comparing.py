@@ -51,7 +51,7 @@ def compare(
         results = holdfast.compare("smoe,smooth[budget=0.5]", seeds=1, out="runs/smooth", changes={"training.steps": 50})
         print([(row.router, row.clean, row.attacked) for row in results.rows])
     """
-    require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "pydantic", "yaml")
+    require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "pydantic", "scipy", "yaml")
     from holdfast.report import read_results
     from holdfast.train.recipe import parse_router, parse_routers
 

@@ -10,9 +10,6 @@ from holdfast.metrics.labels import (
     confusion,
     label_metric,
     label_metrics,
-    metric_difference,
-    metric_interval,
-    ranks,
 )
 
 # tp 3, fp 2, fn 1, tn 4
@@ -36,7 +33,6 @@ def test_numbers_by_hand() -> None:
     # Means 4 and 4.25; deviations (-3, -2, -1, 6) and (-2.25, -0.25, 1.75, 0.75).
     assert found["pearson"] == pytest.approx((6.75 + 0.5 - 1.75 + 4.5) / math.sqrt(50 * 8.75))
     assert found["spearman"] == pytest.approx(1 - 6 * (0 + 0 + 1 + 1) / (4 * 15))
-    assert ranks(np.array([3, 1, 3, 2])).tolist() == [3.5, 1, 3.5, 2]
     assert set(found) == {"pearson", "spearman"}
 
 
@@ -96,27 +92,3 @@ def test_correlations_equal_those_of_scipy() -> None:
         found = label_metrics(predicted, labels, classes=0)
         assert found["pearson"] == pytest.approx(stats.pearsonr(predicted, labels).statistic)
         assert found["spearman"] == pytest.approx(stats.spearmanr(predicted, labels).statistic)
-
-
-def test_the_interval_of_an_accuracy_is_about_that_of_the_binomial() -> None:
-    labels = np.zeros(400, dtype=np.int64)
-    predicted = (np.arange(400) % 4 == 0).astype(np.int64)  # accuracy 0.75
-    interval = metric_interval("accuracy", predicted, labels)
-    half = 1.96 * math.sqrt(0.75 * 0.25 / 400)
-    assert interval == pytest.approx((0.75 - half, 0.75 + half), abs=0.01)
-    assert interval == metric_interval("accuracy", predicted, labels)  # the same every time
-
-
-def test_a_paired_difference_is_in_points_and_narrower_than_unpaired() -> None:
-    draw = np.random.default_rng(0)
-    labels = draw.integers(2, size=600)
-    before = np.where(draw.random(600) < 0.8, labels, 1 - labels)
-    after = before.copy()
-    changed = np.flatnonzero(before == labels)[:30]
-    after[changed] = 1 - after[changed]
-    found = metric_difference("accuracy", before, after, labels)
-    assert found is not None and found.mean == pytest.approx(-5) and found.low is not None and found.high is not None
-    assert -7.5 < found.low < -5 < found.high < -2.5  # unpaired, the half width would be 4.6
-    same = metric_difference("f1", before, before, labels)
-    assert same is not None and (same.mean, same.low, same.high) == (0, 0, 0)
-    assert metric_difference("pearson", np.zeros(5), np.arange(5.0), np.arange(5.0)) is None

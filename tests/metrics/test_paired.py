@@ -1,53 +1,55 @@
-"""Paired differences over seeds, against scipy."""
+"""Intervals over seeds and test examples: against scipy, published examples and simulations."""
+
+import math
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
+from interval_coverage import coverage
 from wording import mentions
 
-from holdfast.metrics import paired
-from holdfast.metrics.paired import student_quantile
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 10, 30, 101])
-@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
-def test_the_quantile_of_students_t_is_scipys(freedom: int, confidence: float) -> None:
-    from scipy import stats  # type: ignore[import-untyped]
-
-    assert student_quantile(freedom, confidence) == pytest.approx(stats.t.ppf((1 + confidence) / 2, freedom), rel=1e-9)
-
+from holdfast.metrics import Blocks, Predictions, Shares, difference_of, level_of, paired
+from holdfast.metrics.paired import Score
+from holdfast.metrics.per_example import newcombe, read_per_example, wilson
 
 NUMBERS = st.floats(-100, 100).map(lambda value: round(value, 3))
 
 
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=8))
-def test_the_interval_is_that_of_scipys_paired_t_test(seeds: list[tuple[float, float]]) -> None:
-    import numpy as np
-    from scipy import stats
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=3, max_size=8))
+def test_over_seeds_alone_the_interval_is_that_of_scipys_paired_t_test(seeds: list[tuple[float, float]]) -> None:
+    from scipy import stats  # type: ignore[import-untyped]
 
     baseline, other = [a for a, _ in seeds], [b for _, b in seeds]
     differences = np.array(other) - np.array(baseline)
     found = paired(baseline, other)
-    assert found.low is not None and found.high is not None
+    assert found.low is not None and found.high is not None and found.over == "these examples only"
     assert found.mean == pytest.approx(differences.mean(), abs=1e-9)
     if differences.std() > 1e-6:
         interval = stats.ttest_rel(other, baseline).confidence_interval(0.95)
         assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=1e-6)
 
 
-def test_an_interval_that_leaves_0_out_is_a_difference_and_one_that_holds_it_is_none() -> None:
-    better = paired([1.0, 2.0, 3.0], [0.9, 1.89, 2.91])
-    assert better.differs and mentions(better.words, "-0.1 ", "95%", "-0.1248 to -0.07516", "3 seeds")
-    noise = paired([1.0, 2.0, 3.0], [1.1, 1.9, 3.01])
-    assert noise.differs is False and mentions(noise.words, "no difference", "-0.24")
-    assert mentions(paired([1.0, 2.0], [1.0, 2.0]).words, "no difference", "+0 to +0", "2 seeds")
-    assert str(better) == better.words
+def test_from_three_seeds_on_the_squares_of_both_distances_are_added() -> None:
+    seeds = paired([1.0, 2.0, 3.0], [0.9, 1.89, 2.91])
+    both = paired([1.0, 2.0, 3.0], [0.9, 1.89, 2.91], examples=(-0.13, -0.06))
+    assert seeds.high is not None and both.low is not None and both.high is not None
+    half = seeds.high - seeds.mean
+    assert (both.low, both.high) == pytest.approx((-0.1 - math.hypot(half, 0.03), -0.1 + math.hypot(half, 0.04)))
+    assert both.differs and str(both) == both.words
+    assert mentions(both.words, "-0.1 ", "95%", "-0.1389 to -0.05291", "3 seeds")
+    none = paired([1.0, 2.0, 3.0], [1.1, 1.9, 3.01], examples=(-0.2, 0.2))
+    assert none.differs is False and mentions(none.words, "no difference", "3 seeds", "above 0.32 would show")
 
 
-def test_one_seed_has_no_interval_and_says_so() -> None:
-    single = paired([1.0], [0.5])
-    assert (single.mean, single.low, single.high, single.seeds, single.differs) == (-0.5, None, None, 1, None)
-    assert mentions(single.words, "-0.5 ", "one seed")
+@pytest.mark.parametrize("count", [1, 2])
+def test_fewer_seeds_have_the_interval_of_these_models_and_claim_nothing(count: int) -> None:
+    found = paired([1.0] * count, [1.8] * count, examples=(0.6, 1.0))  # equal differences: t over seeds has no width
+    assert (found.low, found.high, found.differs) == (pytest.approx(0.6), pytest.approx(1.0), None)
+    assert mentions(found.words, "+0.8 ", "+0.6 to +1", "these models only")
+    bare = paired([1.0] * count, [0.5] * count)
+    assert (bare.mean, bare.low, bare.high, bare.differs) == (-0.5, None, None, None)
+    assert mentions(bare.words, "-0.5", "no interval")
 
 
 def test_pairs_that_are_not_pairs_are_one_clear_sentence() -> None:
@@ -57,3 +59,87 @@ def test_pairs_that_are_not_pairs_are_one_clear_sentence() -> None:
         paired([], [])
     with pytest.raises(ValueError, match=r"seed 1.*nan"):
         paired([1.0, 2.0], [1.0, float("nan")])
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 10), (3, 10), (10, 10), (490, 500)])
+def test_wilsons_interval_is_scipys(hits: int, count: int) -> None:
+    from scipy.stats import binomtest
+
+    theirs = binomtest(hits, count).proportion_ci(method="wilson")
+    assert wilson(hits / count, count) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+# both right, only the first, only the second, neither: Newcombe (1998), table II; Bentur et al. in Fagerland et al. (2014)
+PUBLISHED = [
+    ((36, 12, 2, 0), (0.0569, 0.3404)),
+    ((20, 12, 2, 16), (0.0562, 0.3292)),
+    ((1, 1, 7, 12), (-0.507, -0.0256)),
+]
+
+
+@pytest.mark.parametrize(("counts", "interval"), PUBLISHED)
+def test_newcombes_interval_is_the_published_one(counts: tuple[int, ...], interval: tuple[float, float]) -> None:
+    first, second = (np.repeat(np.array(values, dtype=float), counts) for values in ([1, 1, 0, 0], [1, 0, 1, 0]))
+    assert newcombe(second, first) == pytest.approx(interval, abs=2e-4)
+
+
+def scores(*wrong: object) -> list[Score]:
+    """Return one model for each array of wrong answers."""
+    each = [Shares(np.asarray(one, dtype=float)) for one in wrong]
+    return [{"figure": 100 * one.wrong.mean(), "per_example": one.stored()} for one in each]
+
+
+def test_equal_seeds_have_an_interval_and_none_leaves_what_is_possible() -> None:
+    before, after = [0, 0, 0, 1], [0, 0, 1, 1]
+    same = difference_of(scores(before, before, before), scores(after, after, after))  # t over seeds has no width
+    assert same is not None and same.low is not None and same.high is not None and same.low < 0 < 25 < same.high
+    wild = scores([0] * 4, [1] * 4, [0] * 4)  # t over these seeds reaches from -110% to 177%
+    level, apart = level_of(wild), difference_of(wild, scores([1] * 4, [0] * 4, [1] * 4))
+    assert level is not None and (level.low, level.high) == (0, 100)
+    assert apart is not None and (apart.low, apart.high) == (-100, 100)
+
+
+def test_blocks_of_one_size_have_scipys_interval_and_perplexities_its_image() -> None:
+    from scipy import stats
+
+    draw = np.random.default_rng(0)
+    before, after = (Blocks(draw.normal(20.0, 0.2, 50), np.full(50, 10.0), perplexity=False) for _ in range(2))
+    rise = (after.losses - before.losses) / 10
+    expected = stats.t.interval(0.95, 49, loc=rise.mean(), scale=stats.sem(rise))
+    assert Blocks.difference([before], [after]) == pytest.approx(expected)
+    low, high = Blocks.level([Blocks(before.losses, before.words)]) or (0, 0)
+    around = stats.t.interval(0.95, 49, loc=before.mean, scale=stats.sem(before.losses / 10))
+    assert (low, high) == pytest.approx(np.exp(around), rel=1e-4)
+    assert Blocks.level([Blocks(np.ones(1), np.ones(1))]) is None
+
+
+def test_examples_are_read_as_they_were_stored() -> None:
+    labels = np.array([0.5, 1.5, 3.0])
+    kinds = [
+        Shares(np.array([1.0, 0.0, 1.0])),
+        Shares(np.array([0.25, 0.0, 1.0])),
+        Blocks(np.array([1.5, 2.0]), np.array([3.0, 4.0]), perplexity=False),
+        Predictions("pearson", np.array([1.0, 2.0, 2.5]), labels),
+    ]
+    for kind in kinds:
+        found = read_per_example(kind.stored())
+        assert type(found) is type(kind) and found.stored() == kind.stored() and len(found) == len(kind)
+    assert len(str(Shares(np.ones(10_000)).stored()["wrong"])) == 2500
+    assert difference_of(scores([0, 1]), scores([0, 1, 1])).over is None  # type: ignore[union-attr]  # other examples
+
+
+def test_a_metric_of_all_labels_is_compared_by_drawing_examples() -> None:
+    draw = np.random.default_rng(0)
+    labels = draw.normal(size=200)
+    good, bad = (Predictions("pearson", labels + noise * draw.normal(size=200), labels) for noise in (0.3, 1.5))
+    interval = Predictions.difference([bad], [good])
+    assert interval is not None and 0.2 < interval[0] < interval[1] < 0.6
+    assert Predictions.difference([bad], [bad]) == (0, 0) and Predictions.level([good]) == Predictions.level([good])
+
+
+@pytest.mark.parametrize(("own", "seeds"), [(0.0, 3), (1.0, 5)])
+def test_the_interval_covers_the_truth_where_seeds_alone_do_not(own: float, seeds: int) -> None:
+    """Models of one router err on the same examples if `own` is 1. `benchmarks/interval_coverage.py` has more settings."""
+    found = coverage((0.9, 0.93), 0.2, own, examples=40, seeds=seeds, runs=150)
+    assert found["difference"] >= 0.93 and found["level"] >= 0.9
+    assert own == 0 or found["seeds alone"] < 0.8

@@ -11,7 +11,7 @@ PIECES = ["Return", "the", "smallest", "of", "its", "arguments"]
 
 
 def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
-    """The second router is better, the third no different; with one seed there are no intervals."""
+    """The second router is better, the third no different; with fewer than three seeds nothing is claimed."""
     rows = [_row(place, name, seeds) for place, name in enumerate(routers)]
     cells = [_cell(place, name, seed) for seed in range(seeds) for place, name in enumerate(routers)]
     return {
@@ -32,17 +32,23 @@ def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) ->
     }
 
 
+def over(seeds: int) -> str:
+    """What an interval of so many seeds covers."""
+    return "seeds and examples" if seeds > 2 else "these models only"
+
+
 def stored_costs(routers: Sequence[str] = ("smoe", "smooth", "ac", "smoe, top 3"), seeds: int = 3) -> dict[str, Any]:
     """With the cost of the attack, and the baseline of equal compute that the second router is held against."""
     content = stored(routers, seeds)
     for place, row in enumerate(content["rows"]):
         mean = math.log1p(0.02 + 0.001 * place)
         row["cost"] = {"mean": mean, "low": mean - 0.005, "high": mean + 0.005, "words": f"+{2 + 0.1 * place:.2f}%"}
+        row["cost"]["over"] = over(seeds)
         if place:
-            interval = {"low": -0.001, "high": 0.003} if seeds > 1 else {"low": None, "high": None}
+            interval = {"low": -0.001, "high": 0.003, "over": over(seeds)}
             row["cost, difference"] = {"mean": 0.001, "seeds": seeds, "words": "", **interval}
-    if seeds > 1:
-        found = {"mean": -0.5, "low": -2.0, "high": 1.0, "seeds": seeds, "words": "no difference"}
+    if seeds > 1 and len(routers) > 1:
+        found = {"mean": -0.5, "low": -2.0, "high": 1.0, "over": over(seeds), "seeds": seeds, "words": "no difference"}
         content["rows"][1]["equal compute"] = {"router": "smoe, top 3", **found}
     return content
 
@@ -90,9 +96,9 @@ def _row(place: int, name: str, seeds: int) -> dict[str, Any]:
         "attacked": 191.25 + (mean if place else 0),
     }
     if place:
-        low, high = (None, None) if seeds == 1 else (mean - 1.5, mean + 1.5)
         words = f"{mean:+.4g}" if place == 1 else "no difference"
-        found = {"mean": mean, "low": low, "high": high, "seeds": seeds, "words": f"{words}, {seeds} seeds"}
+        found = {"mean": mean, "low": mean - 1.5, "high": mean + 1.5, "over": over(seeds)}
+        found |= {"seeds": seeds, "words": f"{words}, {seeds} seeds"}
         row.update({"clean, difference": found, "attacked, difference": found})
     return row
 

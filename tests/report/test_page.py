@@ -18,6 +18,7 @@ from holdfast.report.comparison_page import MARKS, SCRIPTS, THEMES
 from holdfast.report.plot_data import SYMBOLS, WIDTH, wrapped_label
 from holdfast.report.plots import POINTS, plots
 from holdfast.report.stored_comparison import parse
+from holdfast.train import load_recipe
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
@@ -293,3 +294,10 @@ def test_a_column_shows_dropped_experts_only_if_a_router_has_a_limit(page: Tags)
                 layer["dropped"] = {"share": 0.125, "tokens": 0.01}
     shown = page_of(content)
     assert "dropped experts" in shown.text and "12.50%" in shown.text
+
+
+def test_the_title_names_the_data_in_use_and_not_those_of_the_recipe() -> None:
+    content = stored()
+    content["run"]["recipe"] |= {"about": load_recipe("labels-tiny").about, "task": "labels"}
+    content["run"]["data"] = {"name": "trec", "about": "questions, what is asked for; 6 classes"}
+    assert parse(content).title == "a BERT of 2 layers, of a size for two cores, on trec (questions, what is asked for)"

@@ -80,7 +80,7 @@ def test_the_verdict_counts_settings_in_which_a_router_differs() -> None:
 
 
 def test_one_seed_or_one_router_shows_no_difference() -> None:
-    assert "One seed cannot show whether a router differs from smoe" in " ".join(verdict(page_of(seeds=1)))
+    assert "Fewer than 3 seeds cannot show whether a router differs from smoe" in " ".join(verdict(page_of(seeds=1)))
     assert "no other router to compare it with" in " ".join(verdict(page_of(routers=("smoe",))))
 
 

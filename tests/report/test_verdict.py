@@ -3,12 +3,19 @@
 import re
 from typing import Any
 
+import pytest
 from report.stored import stored, stored_costs, stored_images
 from wording import mentions
 
-from holdfast.report.comparison_page import verdict
+from holdfast.report.comparison_page import main_table, render, verdict
 from holdfast.report.page_shell import listed
-from holdfast.report.stored_comparison import parse
+from holdfast.report.plots import differences
+from holdfast.report.stored_comparison import EVERYTHING, parse
+
+
+def found(mean: float, low: float, high: float) -> dict[str, Any]:
+    """A difference of three seeds."""
+    return {"mean": mean, "low": low, "high": high, "seeds": 3, "words": "", "over": EVERYTHING}
 
 
 def test_a_change_is_said_with_its_interval_and_its_price() -> None:
@@ -33,7 +40,7 @@ def with_shifts(**differences: tuple[float, float, float]) -> dict[str, Any]:
         row["shifts"] = {name: {"measure": one, "better": better, "figure": 5.0} for name, (one, better) in measures.items()}
         for name, shift in row["shifts"].items() if place else ():
             mean, low, high = differences.get(name, (0.1, -1.0, 1.2)) if place == 1 else (0.1, -1.0, 1.2)
-            shift["difference"] = {"mean": mean, "low": low, "high": high, "seeds": 3, "words": ""}
+            shift["difference"] = found(mean, low, high)
     return content
 
 
@@ -56,33 +63,64 @@ def test_one_seed_says_nothing_about_shifted_test_sets() -> None:
 def test_a_cost_that_cannot_be_shown_is_said_too() -> None:
     content = stored_costs()
     content["rows"][2]["cost"]["low"] = -0.001
-    content["rows"][1]["cost, difference"] = {"mean": -0.004, "low": -0.006, "high": -0.002, "seeds": 3, "words": ""}
+    content["rows"][1]["cost, difference"] = found(-0.004, -0.006, -0.002)
     content["rows"][1]["equal compute"] |= {"mean": -1.5, "low": -2.0, "high": -1.0}
     clean, _, cost, unseen, difference = verdict(parse(content))
     assert mentions(clean, "2.00", "1.5 better", "smoe, top 3;")
     assert "smoe 2.00%, smooth 2.10% and smoe, top 3 2.30%" in cost
     assert mentions(unseen, "ac ", "no 95%") and "smooth" not in unseen
     assert mentions(difference, "smooth", "less", "0.4 points", "95%", "0.2 to 0.6")
-    alone = verdict(parse(stored_costs(["smoe"], seeds=1)))
-    assert mentions(alone[-1], "smoe 2.00%", "95%")
+    assert mentions(verdict(parse(stored_costs(["smoe"])))[-1], "smoe 2.00%", "95%")
+    assert not any("2.00%" in sentence for sentence in verdict(parse(stored_costs(["smoe"], seeds=2))))  # no claim
 
 
 def test_a_router_that_is_worse_is_called_so() -> None:
     content = stored(["smoe", "smooth"])
-    content["rows"][1]["clean, difference"] = {"mean": 2.0, "low": 1.0, "high": 3.0, "seeds": 3, "words": ""}
+    content["rows"][1]["clean, difference"] = found(2.0, 1.0, 3.0)
     assert mentions(verdict(parse(content))[0], "smooth raised", " 2 ", "95%", "1 to 3")
 
 
 def test_an_interval_that_touches_0_is_no_difference() -> None:
     content = stored(["smoe", "smooth"])
-    content["rows"][1]["clean, difference"] = {"mean": -2.0, "low": -4.0, "high": 0.0, "seeds": 3, "words": ""}
+    content["rows"][1]["clean, difference"] = found(-2.0, -4.0, 0.0)
     assert mentions(verdict(parse(content))[0], "smoe", "smooth", "2.40", "2.00", "no difference", "3 seeds")
 
 
-def test_from_one_seed_nothing_can_be_said() -> None:
-    first, second = verdict(parse(stored(seeds=1)))
-    assert "seed" in first
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_from_fewer_than_three_seeds_nothing_can_be_said(seeds: int) -> None:
+    first, second = verdict(parse(stored(seeds=seeds)))
+    assert "Fewer than 3 seeds" in first and "these models only" in second
     assert not re.search(r"lowered|raised|no difference|\d\.\d", first + second)
+
+
+def test_what_could_have_been_shown_is_said() -> None:
+    assert "ac made no difference that 3 seeds can show (they would show one above 1.5)" in verdict(parse(stored()))[0]
+    error = verdict(parse(stored_images()))[0]
+    assert "they would show one above 1.5 percentage points" in error
+
+
+def test_a_router_that_sees_later_tokens_is_not_ranked() -> None:
+    content = stored(["smoe", "ac", "capacity"])
+    row = content["rows"][2] | {"apart": "sees later tokens"}
+    del row["clean, difference"], row["attacked, difference"]
+    content["rows"][2] = row
+    told = verdict(parse(content))
+    assert len(told) == 3 and not any("capacity" in sentence for sentence in told[:2])
+    assert told[2] == "capacity sees later tokens, so its perplexity is not compared with that of the others."
+    assert list(main_table(parse(content)))[2]["difference, clean"] == "sees later tokens"
+    page = render(parse(content))
+    assert "capacity (sees later tokens)" in page
+    content["rows"] = [row, *content["rows"][:2]]
+    assert mentions(" ".join(verdict(parse(content))), "capacity, the baseline, sees later tokens", "Name another router")
+
+
+def test_correlations_are_better_if_higher() -> None:
+    content = stored_costs()
+    content["run"]["measure"] = {"name": "Pearson", "long": "Pearson correlation", "attack": "none", "better": "higher"}
+    content["rows"][1]["equal compute"] |= {"mean": -1.5, "low": -2.0, "high": -1.0}
+    results = parse(content)
+    assert "1.5 worse than smoe, top 3" in verdict(results)[0] and results.run.measure.sentence.endswith("higher is better.")
+    assert "right of 0 is better" in differences(results).caption
 
 
 def test_a_router_without_enough_seeds_is_set_apart() -> None:

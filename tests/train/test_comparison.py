@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.report.comparison_page import main_table
+from holdfast.report.stored_comparison import parse
 from holdfast.routing.expert_graph import ExpertGraph
 from holdfast.train import Comparison, Recipe, RouterChoice, build_model, make_task, parse_routers
 from holdfast.train.text_task import TextTask
@@ -78,6 +80,21 @@ def test_weights_that_routers_have_in_common_start_equal(tiny: Callable[..., Rec
     other = dict(build_model(task, "smoe", {}, seed=4).named_parameters())
     assert not torch.equal(plain["model.layers.0.mlp.experts.down_proj"], other["model.layers.0.mlp.experts.down_proj"])
     assert not torch.equal(plain["model.layers.0.mlp.router.score.weight"], other["model.layers.0.mlp.router.score.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:in this causal model")
+def test_routers_that_see_later_tokens_stand_apart(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    apart = "capacity,expert-choice[evaluate=same],ac[stats=batch],similarity[causal=false]"
+    routers = parse_routers(f"smoe,{apart},ac,expert-choice")  # these two see them at most in training
+    comparison = Comparison(tiny({"training.steps": 1}), routers, 1, tmp_path / "run")
+    rows = comparison.finish(comparison.run())
+    assert [row["router"] for row in rows] == ["smoe", "ac", "expert-choice", *apart.split(",")]
+    for row in rows[1:]:
+        compared = [key for key in row if "difference" in key or key == "equal compute"]
+        assert ("apart" in row) == (row["router"] in apart.split(","))
+        assert bool(compared) == ("apart" not in row) and ("difference" in row["scores"]["clean"]) == bool(compared)
+    results = parse(json.loads((tmp_path / "run" / "results.json").read_text()))
+    assert [row["difference, clean"] for row in main_table(results)][3:] == ["sees later tokens"] * 4
 
 
 def test_a_finished_cell_is_not_run_again_and_a_new_router_joins(tiny: Callable[..., Recipe], tmp_path: Path) -> None:

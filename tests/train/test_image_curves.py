@@ -10,12 +10,13 @@ import torch
 
 from holdfast.attacks import corrupt, find_attack
 from holdfast.comparing import run_comparison
-from holdfast.metrics import paired
+from holdfast.metrics import difference_of, level_of
 from holdfast.report import read_results, render
 from holdfast.report.attack_curves import accuracy_table, attack_curves
+from holdfast.report.plots import clean_and_attacked
 from holdfast.report.stored_comparison import Difference, OverSeeds
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of
+from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of, wrong_of
 from holdfast.train.image_task import ImageTask, attack_images
 
 pytestmark = pytest.mark.slow  # two routers are trained with two seeds; tests/attacks/test_curves.py is quick
@@ -81,7 +82,10 @@ def test_corrupted_errors_equal_a_naive_loop_and_images_are_made_once(
     monkeypatch.setattr("holdfast.train.image_attacks.corrupt", noting)
     found = images.score(classify, labels, [1, 4])
     naive = {
-        name: [error_of(classify, corrupt(pixels, name, severity=severity, seed=0).images, labels) for severity in (1, 4)]
+        name: [
+            error_of(wrong_of(classify, corrupt(pixels, name, severity=severity, seed=0).images, labels))
+            for severity in (1, 4)
+        ]
         for name in images.names
     }
     assert found["each"] == pytest.approx({name: statistics.fmean(errors) for name, errors in naive.items()})
@@ -98,15 +102,20 @@ def test_rows_have_intervals_and_paired_differences_of_every_attack(folder: Path
     row = stored.rows[1]
     assert list(row.scores) == ["clean", "FGSM", "PGD", "SPSA", "corruptions"]
     for name, score in row.scores.items():
-        errors = [
-            [(one["clean"] if name == "clean" else one["trials"][name])["figure"] for one in all_] for all_ in (mine, theirs)
-        ]
-        over, difference = paired([0.0, 0.0], errors[0]), paired(errors[1], errors[0])
-        assert (score.mean, score.low, score.high) == (over.mean, over.low, over.high)
+        scored = [[one["clean"] if name == "clean" else one["trials"][name] for one in all_] for all_ in (theirs, mine)]
+        over, difference = level_of(scored[1]), difference_of(*scored)
+        assert over is not None and difference is not None and over.low is not None and over.high is not None
+        assert (score.mean, score.low, score.high, score.over) == (over.mean, over.low, over.high, "these models only")
+        assert 0 <= over.low < over.mean < over.high <= 100
         assert score.difference is not None and score.difference.words == difference.words
-    point = row.curves["PGD"].top5[-1]
-    over = paired([0.0, 0.0], [one["curves"]["PGD"]["top5"][-1] for one in mine])
-    assert (point.mean, point.low, point.high) == (over.mean, over.low, over.high)
+        if name != "clean":  # beside an attack stands the clean error of the same images
+            assert score.clean == pytest.approx(statistics.fmean(one["clean"] for one in scored[1]))
+            assert all(one["clean"] <= one["figure"] or name == "corruptions" for one in scored[1])
+    assert row.attacks_some and row.examples == {"clean": 180, "attacked": 32}
+    assert row.clean_beside_attacked == row.scores["PGD"].clean != row.clean
+    for points in (row.curves["PGD"].figure, row.curves["PGD"].top5):
+        assert all(0 <= (point.low or 0) <= (point.high or 100) <= 100 and point.over for point in points)
+    assert "per_example" not in (folder / "results.json").read_text()
 
 
 def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> None:
@@ -125,7 +134,11 @@ def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> No
     clean = stored.rows[1].scores["clean"]
     assert clean.mean is not None and clean.low is not None and clean.high is not None
     assert symphony["clean"] == f"{100 - clean.mean:.2f} ({100 - clean.high:.2f} to {100 - clean.low:.2f})"
-    assert smoe["PGD, difference"] == "baseline" and "2 seeds" in symphony["PGD, difference"]
+    assert smoe["PGD, difference"] == "baseline" and "these models only" in symphony["PGD, difference"]
+    same = stored.rows[1].scores["PGD"].clean
+    assert same is not None and symphony["clean, images of PGD"] == f"{100 - same:.2f}"
+    (large,) = [trace for trace in clean_and_attacked(stored).data if "clean" in trace.get("hovertemplate", "")][1:]
+    assert large["x"] == [same]
     page = render(stored)
     assert "Accuracy, clean and attacked" in page and symphony["corruptions"] in page and "PGD, error against budget" in page
     counts = {"clean": stored.cells[0].clean.examples, "FGSM": 32, "PGD": 32, "SPSA": 8, "corruptions": 12}
@@ -136,11 +149,11 @@ def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> No
 def test_a_gain_in_error_is_a_loss_in_accuracy(folder: Path) -> None:
     stored = read_results(folder)
     score = stored.rows[1].scores["clean"]
-    words = {"mean": 2.0, "low": 1.0, "high": 3.0, "seeds": 2, "words": "+2"}
+    words = {"mean": 2.0, "low": 1.0, "high": 3.0, "seeds": 3, "words": "+2", "over": "seeds and examples"}
     changed = score.model_copy(update={"difference": Difference.model_validate(words)})
     row = stored.rows[1].model_copy(update={"scores": {"clean": changed}})
     table = list(accuracy_table(stored.model_copy(update={"rows": [stored.rows[0], row]})))
-    assert table[1]["clean, difference"] == "-2 (95% interval -3 to -1, 2 seeds)"
+    assert table[1]["clean, difference"] == "-2 (95% interval -3 to -1, 3 seeds)"
 
 
 def test_no_difference_in_error_is_not_minus_zero(folder: Path) -> None:
@@ -149,7 +162,7 @@ def test_no_difference_in_error_is_not_minus_zero(folder: Path) -> None:
     changed = stored.rows[1].scores["clean"].model_copy(update={"difference": Difference.model_validate(words)})
     row = stored.rows[1].model_copy(update={"scores": {"clean": changed}})
     table = list(accuracy_table(stored.model_copy(update={"rows": [stored.rows[0], row]})))
-    assert table[1]["clean, difference"].startswith("+0 from one seed")
+    assert table[1]["clean, difference"].startswith("+0, no interval")
 
 
 def test_a_top_5_error_of_zero_everywhere_has_no_plot(folder: Path) -> None:

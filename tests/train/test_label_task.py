@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from holdfast.train.label_task import LabelTask, predict
 from holdfast.train.preflight import preflight
 from holdfast.train.recipe import parse_router
 from holdfast.train.saved_model import AuditData, load_model_and_task
-from holdfast.train.task import attack_routers, routing_metrics
+from holdfast.train.task import Measure, attack_routers, routing_metrics
 from holdfast.train.training import SingleRun, build_model
 
 SMALL = {
@@ -82,7 +82,7 @@ def test_a_small_model_learns_easy_reviews_and_is_scored(trained: Path, reviews:
     score = task.score(found.model)
     clean = score["clean"]
     assert clean["figure"] <= 20 and clean["figure"] == pytest.approx(100 * (1 - clean["accuracy"]))
-    assert clean["majority"]["figure"] >= 30 and clean["majority"]["below"]["low"] > 0
+    assert clean["majority"]["figure"] >= 30 and clean["majority"]["difference"]["high"] < 0
     assert clean["interval"]["low"] <= clean["figure"] <= clean["interval"]["high"]
     assert 0 <= score["attacked"]["predictions_changed"] <= 1 and "typos" in score["trials"]
     assert score["attacked"]["paired"]["mean"] == pytest.approx(score["attacked"]["figure"] - clean["figure"])
@@ -157,7 +157,7 @@ def test_accumulated_micro_batches_have_the_loss_of_one_batch(reviews: Path) -> 
 
 
 def pairs(path: Path, label: Callable[[int], str] = lambda number: str(number % 2)) -> Path:
-    rows = "".join(f"one {n} two\tthree {n}\t{label(n)}\n" for n in range(60))
+    rows = "".join(f"one {n} two{' more' * (n % 4)}\tthree {n}\t{label(n)}\n" for n in range(60))
     path.write_text("sentence1\tsentence2\tlabel\n" + rows)
     return path
 
@@ -185,13 +185,18 @@ def test_pairs_are_joined_and_cut_from_the_longer_text() -> None:
 def test_pairs_and_numbers_to_predict_are_trained_and_scored(tmp_path: Path) -> None:
     source = pairs(tmp_path / "pairs.tsv", lambda number: str(number / 7))
     task = task_of(source, **{"training.steps": 2})
-    assert task.text_set.is_regression and task.metric == "pearson" and task.measure.name == "1 - Pearson, %"
+    assert task.text_set.is_regression and task.metric == "pearson" and task.measure.name == "Pearson"
     SingleRun(task.recipe, parse_router("smoe"), 0, tmp_path / "out").run()
     loaded = load_trained(tmp_path / "out")
     assert loaded.model.config.num_labels == 1
     again = loaded.task(source=str(source))
     score = again.score(loaded.model)
-    assert "mean_change" in score["attacked"] and "spearman" in score["clean"]
+    assert task.measure.better == "higher" and [one["name"] for one in task.other_metrics] == ["Spearman"]
+    for one in (score["clean"], score["attacked"], score["trials"]["typos"]):
+        assert one["figure"] == one["pearson"] and one["metrics"] == {"Spearman": one["spearman"]}
+    paired = score["attacked"]["paired"]
+    assert paired["mean"] == pytest.approx(score["attacked"]["pearson"] - score["clean"]["pearson"])
+    assert "mean_change" in score["attacked"] and -2 <= paired["low"] <= paired["mean"] <= paired["high"] <= 2
     with torch.no_grad():
         for parameter in loaded.model.classifier.parameters():
             parameter.zero_()
@@ -313,22 +318,27 @@ def test_every_command_works_on_a_comparison_of_classifiers(reviews: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("below", "says"),
+    ("change", "better", "says"),
     [
-        ((12.3, 10.0, 14.5), "the model is better by 12.30 points (95% interval +10.00 to +14.50, 277 examples)."),
+        ((-12.3, -14.5, -10.0), "lower", "better by 12.30 points (95% interval +10.00 to +14.50, 277 examples)."),
         (
-            (-0.05, -3.1, 2.9),
-            "the model is worse by 0.05 points (95% interval -2.90 to +3.10, 277 examples, no clear difference).",
+            (0.05, -2.9, 3.1),
+            "lower",
+            "worse by 0.05 points (95% interval -2.90 to +3.10, 277 examples, no clear difference).",
         ),
-        ((-8.0, -9.0, -7.0), "the model is worse by 8.00 points (95% interval +7.00 to +9.00, 277 examples)."),
-        ((0.0, -1.0, 1.0), "the model is as good (95% interval -1.00 to +1.00, 277 examples, no clear difference)."),
-        ((-2.0, None, None), "the model is worse by 2.00 points (no interval)."),
+        ((8.0, 7.0, 9.0), "lower", "worse by 8.00 points (95% interval +7.00 to +9.00, 277 examples)."),
+        ((0.0, -1.0, 1.0), "lower", "as good (95% interval -1.00 to +1.00, 277 examples, no clear difference)."),
+        ((2.0, None, None), "lower", "worse by 2.00 points (no interval)."),
+        ((0.21, 0.11, 0.31), "higher", "better by 0.2100 (95% interval +0.11 to +0.31, 277 examples)."),
+        ((-0.21, -0.31, -0.11), "higher", "worse by 0.2100 (95% interval +0.11 to +0.31, 277 examples)."),
     ],
 )
-def test_a_model_below_the_most_frequent_class_is_called_worse(below: tuple[float, ...], says: str) -> None:
-    found = dict(zip(("mean", "low", "high"), below, strict=True)) | {"examples": 277}
-    said = against_majority({"figure": 47.29, "below": found})
-    assert said == f"Always predicting the most frequent class has 47.29; {says}"
+def test_a_model_below_the_most_frequent_class_is_called_worse(
+    change: tuple[float, ...], better: Literal["lower", "higher"], says: str
+) -> None:
+    found = dict(zip(("mean", "low", "high"), change, strict=True)) | {"examples": 277}
+    said = against_majority({"figure": 47.29, "difference": found}, Measure("error", "", "", better))
+    assert said == f"Always predicting the most frequent class has 47.29; the model is {says}"
 
 
 @pytest.mark.slow
@@ -337,7 +347,7 @@ def test_the_shipped_tiny_recipe_beats_the_most_frequent_class(tmp_path: Path) -
     SingleRun(recipe, parse_router("smoe"), 0, tmp_path).run()
     model, task = load_model_and_task(str(tmp_path))
     clean = task.score(model)["clean"]
-    assert clean["majority"]["below"]["low"] > 0
+    assert clean["majority"]["difference"]["high"] < 0
 
 
 BIG = {  # the configs of the checkpoints, as published

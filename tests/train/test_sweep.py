@@ -228,7 +228,7 @@ def test_the_command_prints_one_table_and_writes_one_page(
     assert done.returncode == 0, done.stderr
     assert re.search(r"^router +k +weights", done.stdout, flags=re.MULTILINE)
     assert re.search(r"^smoe\[k=3\] +2 .* 3\.00", done.stdout, flags=re.MULTILINE)
-    assert "2 settings of sparse.k were trained" in done.stdout and "One seed cannot show" in done.stdout
+    assert "2 settings of sparse.k were trained" in done.stdout and "Fewer than 3 seeds cannot show" in done.stdout
     page = Path("comparison/report.html").read_text()
     assert "Settings side by side" in page and "smoe[k=3], k=2" in page
     refused = command(*given, "--set", "sparse.k=1")

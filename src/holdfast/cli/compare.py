@@ -74,11 +74,11 @@ class Compare:
 
         how: dict[str, Any] = {"data": self.data, "match_compute": self.match_compute, "settings": settings}
         comparison, rows = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
-        print_table(rows, comparison)
+        results = read_results(self.out)
+        print_table(rows, comparison, results.title)
         print_accuracies(rows, comparison)
         print_metrics(rows, comparison)
         print_shifts(rows)
-        results = read_results(self.out)
         print_domains(results)
         print("\n" + "\n".join(verdict(results)))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
@@ -112,7 +112,7 @@ def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
         return comparison.run(note, jobs=jobs)
 
 
-def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
+def print_table(rows: list[dict[str, Any]], comparison: Comparison, title: str) -> None:
     """Print the comparison as a table with a row for each router."""
     from rich import box
     from rich.markup import escape
@@ -120,12 +120,17 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
 
     from holdfast.routing.grammar import short_keys, written_value
 
-    measure, data = comparison.task.measure, comparison.task.describe()["data"]
+    measure = comparison.task.measure
     costs = any("cost" in row for row in rows)
     caption = (
-        f"Clean: {measure.long}; attacked: the same under {measure.attack}. Lower is better. Differences are to "
-        f"{escape(rows[0]['router'])}, paired by seed, with 95% intervals; experts: used per token."
+        f"Clean: {measure.long}; attacked: the same under {measure.attack}. {measure.better.capitalize()} is better. "
+        f"Differences are to {escape(rows[0]['router'])}, paired by seed and by test example, with 95% intervals; experts: "
+        "used per token."
     )
+    some = "attacked, clean" in rows[0] and len({*rows[0]["examples"].values()}) > 1
+    if some:
+        counts = rows[0]["examples"]
+        caption += f" {counts['attacked']} of {counts['clean']} test examples were attacked."
     if any("settings" in row for row in rows):
         caption += " Differences are within equal settings."
     if costs:
@@ -135,7 +140,7 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        title=f"{escape(comparison.recipe.about)}, on {data['name']}; {_seeds(rows)}",
+        title=f"{escape(title)}; {_seeds(rows)}",
         caption=caption,
     )
     swept = list(dict.fromkeys(key for row in rows for key in row.get("settings", {})))
@@ -146,17 +151,18 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison) -> None:
         "experts",
         "clean",
         "difference",
+        *([f"clean of {rows[0]['examples']['attacked']}"] if some else []),
         "attacked",
         "cost" if costs else "difference",
     )
     for column in columns:
         table.add_column(column, no_wrap=column == "router", min_width=14 if column in ("difference", "cost") else None)
     for row in rows:
-        clean, attacked = (
-            "baseline" if row["router"] == rows[0]["router"] else _briefly(row.get(f"{text}, difference"))
-            for text in ("clean", "attacked")
-        )
-        figures = (_number(row["clean"]), clean, _number(row["attacked"]), _cost(row.get("cost")) if costs else attacked)
+        clean, attacked = (_beside(row, rows[0], row.get(f"{text}, difference")) for text in ("clean", "attacked"))
+        figures = [_number(row["clean"]), clean, *([_number(row["attacked, clean"])] if some else [])]
+        figures += [_number(row["attacked"]), _cost(row.get("cost")) if costs else attacked]
+        if "apart" in row and row is not rows[0]:
+            table.add_section()
         setting = (written_value(row.get("settings", {}).get(key)) for key in swept)
         table.add_row(
             escape(row["router"]),
@@ -176,8 +182,10 @@ def print_accuracies(rows: list[dict[str, Any]], comparison: Comparison) -> None
 
     if comparison.recipe.task != "images":
         return
-    caption = "Classified correctly, in percent, with 95% intervals over seeds; differences are paired by seed."
-    table = slim_table("Accuracy", "images", "router", "accuracy", "interval", "difference", caption=caption)
+    caption = "Classified correctly, in percent, with 95% intervals; differences are paired by seed and by image. "
+    caption += "Clean: the same images without the attack."
+    columns = ("images", "router", "clean", "accuracy", "interval", "difference")
+    table = slim_table("Accuracy", *columns, caption=caption)
     for name in dict.fromkeys(name for row in rows for name in row["scores"]):
         for row in rows:
             found = row["scores"].get(name, {"mean": None})
@@ -186,11 +194,13 @@ def print_accuracies(rows: list[dict[str, Any]], comparison: Comparison) -> None
             difference = found.get("difference")
             if difference is not None:
                 ends = {"low": difference["high"], "high": difference["low"], "mean": difference["mean"]}
-                difference = {key: None if value is None else 0.0 - value for key, value in ends.items()}  # 0, not -0
+                negated = {key: None if value is None else 0.0 - value for key, value in ends.items()}  # 0, not -0
+                difference = {**difference, **negated}
             interval = "" if found["low"] is None else f"{100 - found['high']:.2f} to {100 - found['low']:.2f}"
             label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
-            briefly = "baseline" if row["router"] == rows[0]["router"] else _briefly(difference)
-            table.add_row(name, escape(label), f"{100 - found['mean']:.2f}", interval, briefly)
+            briefly = _beside(row, rows[0], difference)
+            clean = "" if found.get("clean") is None else f"{100 - found['clean']:.2f}"
+            table.add_row(name, escape(label), clean, f"{100 - found['mean']:.2f}", interval, briefly)
     show(table)
 
 
@@ -198,21 +208,23 @@ def print_metrics(rows: list[dict[str, Any]], comparison: Comparison) -> None:
     """Print the recipe's further metrics as a table with a row for each router; nothing if it has none."""
     from rich.markup import escape
 
-    from holdfast.metrics import describe_metrics
     from holdfast.routing.grammar import written_pairs
 
-    metrics = describe_metrics(comparison.recipe.metrics)
+    metrics = comparison.task.other_metrics
     if not metrics:
         return
     caption = " ".join(f"{metric['name']}: {metric['about']}; {metric['better']} is better." for metric in metrics)
-    table = slim_table("Other metrics", "metric", "router", "clean", "difference", "attacked", "difference", caption=caption)
+    some = any("attacked, clean" in one for row in rows for one in row.get("metrics", {}).values())
+    same = [f"clean of {rows[0]['examples']['attacked']}"] if some else []
+    columns = ("metric", "router", "clean", "difference", *same, "attacked", "difference")
+    table = slim_table("Other metrics", *columns, caption=caption)
     for metric in metrics:
         for row in rows:
             found, cells = row.get("metrics", {}).get(metric["name"], {}), []
             for text in ("clean", "attacked"):
-                value, difference = found.get(text), found.get(f"{text}, difference")
-                cells += ["none" if value is None else f"{value:.4g}"]
-                cells += ["baseline" if row["router"] == rows[0]["router"] else _briefly(difference, 4)]
+                both = [found.get("attacked, clean")] if same and text == "attacked" else []
+                cells += ["none" if value is None else f"{value:.4g}" for value in (*both, found.get(text))]
+                cells += [_beside(row, rows[0], found.get(f"{text}, difference"), 4)]
             label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
             table.add_row(metric["name"], escape(label), *cells)
     show(table)
@@ -231,7 +243,7 @@ def print_domains(results: Results) -> None:
     columns = ("router", *map(escape, domains), "mean", "difference", "worst", "difference")
     caption = (
         "Accuracy on the held-out domain, in percent; higher is better. Differences are to "
-        f"{escape(results.rows[0].router)}, paired by seed, with 95% intervals."
+        f"{escape(results.rows[0].router)}, paired by seed and by image, with 95% intervals."
     )
     table = slim_table("Held-out domains", *columns, caption=caption)
     for router, row in zip(routers, results.domains, strict=True):
@@ -256,7 +268,7 @@ def print_shifts(rows: list[dict[str, Any]]) -> None:
     for name, (measure, better) in tests.items():
         for row in rows:
             found = row.get("shifts", {}).get(name, {})
-            difference = "baseline" if row["router"] == rows[0]["router"] else _briefly(found.get("difference"))
+            difference = _beside(row, rows[0], found.get("difference"))
             label = ", ".join(filter(None, [row["router"], written_pairs(row.get("settings", {}))]))
             table.add_row(escape(name), measure, better, escape(label), _number(found.get("figure")), difference)
     show(table)
@@ -276,14 +288,23 @@ def _number(value: float | None) -> str:
     return "NaN" if value is None else f"{value:.2f}"
 
 
+def _beside(row: dict[str, Any], baseline: dict[str, Any], difference: dict[str, Any] | None, digits: int = 2) -> str:
+    """Return what stands in the column of differences."""
+    if row["router"] == baseline["router"]:
+        return "baseline"
+    return row.get("apart") or baseline.get("apart") or _briefly(difference, digits)
+
+
 def _briefly(difference: dict[str, Any] | None, digits: int = 2) -> str:
     if difference is None:
         return "none known"
+    mean = f"{difference['mean']:+.{digits}f}"
     if difference["low"] is None:
-        return f"{difference['mean']:+.{digits}f}, one seed"
-    differs = not difference["low"] <= 0 <= difference["high"]
-    found = f"{difference['mean']:+.{digits}f}" if differs else "no difference"
-    return f"{found}\n({difference['low']:+.{digits - 1}f} to {difference['high']:+.{digits - 1}f})"
+        return f"{mean}, no interval"
+    interval = f"({difference['low']:+.{digits - 1}f} to {difference['high']:+.{digits - 1}f})"
+    if difference["over"] != "seeds and examples":
+        return f"{mean}\n{interval},\n{difference['over']}"
+    return f"{'no difference' if difference['low'] <= 0 <= difference['high'] else mean}\n{interval}"
 
 
 def _cost(cost: dict[str, Any] | None) -> str:
@@ -291,4 +312,7 @@ def _cost(cost: dict[str, Any] | None) -> str:
     if cost is None:
         return "none known"
     mean, low, high = (None if cost[key] is None else 100 * math.expm1(cost[key]) for key in ("mean", "low", "high"))
-    return f"{mean:+.2f}%" if low is None else f"{mean:+.2f}%\n({low:+.2f} to {high:+.2f})"
+    if low is None:
+        return f"{mean:+.2f}%"
+    only = "" if cost["over"] == "seeds and examples" else f",\n{cost['over']}"
+    return f"{mean:+.2f}%\n({low:+.2f} to {high:+.2f}){only}"

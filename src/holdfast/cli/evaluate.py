@@ -37,7 +37,7 @@ class Evaluate:
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        from holdfast.metrics import ChosenMetrics, describe_metrics
+        from holdfast.metrics import ChosenMetrics
         from holdfast.metrics.report import without_nan
         from holdfast.train.training import quiet
         from holdfast.version import versions
@@ -57,9 +57,9 @@ class Evaluate:
         print_scores(
             self.model, {"clean": found["clean"], **others, "attacked": found["attacked"], **found.get("trials", {})}, task
         )
-        print_certainty(found)
+        print_certainty(found, task.measure)
         print_routing(found["clean"].get("routing"))
-        described = {**task.describe(), "measure": asdict(task.measure), "metrics": describe_metrics(task.recipe.metrics)}
+        described = {**task.describe(), "measure": asdict(task.measure), "metrics": task.other_metrics}
         stored = {"model": self.model, **described, "versions": versions(), **found}
         write_out(self.out, stored)
 
@@ -93,7 +93,12 @@ def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
     caption = "error: share of images that are classified wrongly; AUPR: detection of outliers by a low confidence, higher "
     caption += "is better; mCE: errors relative to AlexNet's, which are 100."
     table = Table(title=escape(title), caption=caption)
-    further = {"top-5 error, %": "top5", "relative mCE, %": "relative_mce", "by chance, %": "chance"}
+    further = {
+        "top-5 error, %": "top5",
+        "the same images, clean, %": "clean_same",
+        "relative mCE, %": "relative_mce",
+        "by chance, %": "chance",
+    }
     further = {column: key for column, key in further.items() if any(key in one for one in found.values())}
     for column in ("test images", "number", "classes", "measure", "figure", *further):
         table.add_column(column)
@@ -125,10 +130,14 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     from holdfast.metrics.labels import LABEL_METRICS
 
     measure = task.measure
-    table = Table(title=escape(title), caption=f"{measure.long}; attacked: under {measure.attack}. Lower is better.")
+    table = Table(
+        title=escape(title),
+        caption=f"{measure.long}; attacked: under {measure.attack}. {measure.better.capitalize()} is better.",
+    )
     columns = {
         "": None,
         measure.name: "figure",
+        "clean, same images": "clean",
         "top-5 error, %": "top5",
         "of untouched words": "figure_of_kept",
         "bits per byte": "bits_per_byte",
@@ -148,30 +157,31 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     show(table)
 
 
-def print_certainty(found: dict[str, Any]) -> None:
+def print_certainty(found: dict[str, Any], measure: Any) -> None:
     """Print how certain the scores of a classifier of texts are, over its test texts; nothing for other tasks."""
     clean, attacked = found["clean"], found["attacked"]
     if "undefined" in clean:
         print(f"Clean texts: {clean['undefined']}")
-    if clean.get("majority", {}).get("below") is not None:
-        print(against_majority(clean["majority"]))
+    if clean.get("majority", {}).get("difference") is not None:
+        print(against_majority(clean["majority"], measure))
     if attacked.get("paired") is not None:
-        print(f"The attack changes the figure by {attacked['paired']['words']}.")
+        print(f"The attack changes the {measure.noun} by {attacked['paired']['words']}.")
 
 
-def against_majority(majority: dict[str, Any]) -> str:
+def against_majority(majority: dict[str, Any], measure: Any) -> str:
     """Return whether the model is better than always predicting the most frequent class, and by how much."""
-    below = majority["below"]  # the figure of that class minus the model's; a lower figure is better
-    mean, low, high = below["mean"], below["low"], below["high"]
+    difference, by_error = majority["difference"], measure.better == "lower"  # the model's figure minus that of the class
+    worse = difference["mean"] > 0 if by_error else difference["mean"] < 0
+    mean, low, high = difference["mean"], difference["low"], difference["high"]
     if mean < 0:
         low, high = (None, None) if low is None else (-high, -low)
-    amount = f"{abs(mean):.2f}"
-    word = "as good" if amount == "0.00" else f"{'better' if mean > 0 else 'worse'} by {amount} points"
+    amount, unit = (f"{abs(mean):.2f}", " points") if by_error else (f"{abs(mean):.4f}", "")
+    word = "as good" if not float(amount) else f"{'worse' if worse else 'better'} by {amount}{unit}"
     said = f"Always predicting the most frequent class has {majority['figure']:.2f}; the model is {word}"
     if low is None or high is None:
         return f"{said} (no interval)."
     unclear = ", no clear difference" if low <= 0 <= high else ""
-    return f"{said} (95% interval {low:+.2f} to {high:+.2f}, {below['examples']} examples{unclear})."
+    return f"{said} (95% interval {low:+.2f} to {high:+.2f}, {difference['examples']} examples{unclear})."
 
 
 def print_routing(routing: dict[str, Any] | None) -> None:

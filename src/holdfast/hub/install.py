@@ -277,6 +277,14 @@ class ModelHooks:
         """Whether a router in a causal model lets a token's routing depend on later tokens."""
         return any(capture.breaks_causality for capture in self.captures)
 
+    @property
+    def sees_later_tokens(self) -> bool:
+        """Whether, in evaluation, a token's routing depends on later tokens in a layer whose attention is causal."""
+        return any(
+            capture.layer_modules.causal and capture.router is not None and not capture.router.traits.causal
+            for capture in self.captures
+        )
+
     def remove(self) -> None:
         """Remove all hooks from the model."""
         self.collector.remove()

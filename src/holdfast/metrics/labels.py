@@ -1,4 +1,4 @@
-"""Metrics of predicted labels, as GLUE asks for them, and intervals over examples.
+"""Metrics of predicted labels, as GLUE asks for them, and their intervals over examples drawn with replacement.
 
     accuracy        share of examples with the right class
     f1              2 tp / (2 tp + fp + fn) of class 1, the positive one; two classes only
@@ -24,6 +24,8 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
+
+from holdfast.errors import require_extra
 
 IGNORED = -100  # transformers' label of examples that are not scored
 RESAMPLES = 1000
@@ -75,20 +77,14 @@ def pearson(predicted: Values, labels: Values) -> float:
     """Return the correlation; NaN if all predictions or all labels are equal."""
     if len(labels) < 2 or predicted.min() == predicted.max() or labels.min() == labels.max():
         return math.nan
-    one, two = (values.astype(np.float64) - values.astype(np.float64).mean() for values in (predicted, labels))
-    return float(np.clip((one * two).sum() / math.sqrt(float((one**2).sum() * (two**2).sum())), -1, 1))
+    return float(np.clip(np.corrcoef(predicted.astype(np.float64), labels.astype(np.float64))[0, 1], -1, 1))
 
 
 def spearman(predicted: Values, labels: Values) -> float:
-    return pearson(ranks(predicted), ranks(labels))
+    require_extra("Spearman's correlation", "scipy")
+    from scipy.stats import rankdata
 
-
-def ranks(values: Values) -> npt.NDArray[np.float64]:
-    """Return the rank of each value from 1; equal values share the mean of their ranks."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    means: npt.NDArray[np.float64] = (last - (counts - 1) / 2)[place]
-    return means
+    return pearson(rankdata(predicted), rankdata(labels))
 
 
 @final
@@ -135,51 +131,11 @@ def label_metrics(predicted: Values, labels: Values, *, classes: int) -> dict[st
     return {name: label_metric(name, predicted, labels) for name, fit in fits.items() if fit}
 
 
-@final
-@dataclass(frozen=True)
-class ExampleDifference:
-    """after - before of a metric in points (hundredths), with a 95% interval over examples."""
+def resampled_interval(value: Callable[[Values], float], examples: int, seed: int = 0) -> tuple[float, float] | None:
+    """Return the 95% interval of `value`, a function of the numbers of examples, which are drawn again with replacement.
 
-    mean: float
-    low: float | None
-    high: float | None
-    examples: int
-
-    @property
-    def words(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.mean:+.2f} points, no interval"
-        return f"{self.mean:+.2f} points (95% interval {self.low:+.2f} to {self.high:+.2f}, {self.examples} examples)"
-
-    def summary(self) -> dict[str, Any]:
-        """Return what to store as JSON."""
-        return {"mean": self.mean, "low": self.low, "high": self.high, "examples": self.examples, "words": self.words}
-
-
-def metric_interval(name: str, predicted: Values, labels: Values, *, seed: int = 0) -> tuple[float, float] | None:
-    """Return the 95% interval of a metric: percentiles over examples drawn again with replacement; None if undefined."""
-    return _interval(lambda drawn: label_metric(name, predicted[drawn], labels[drawn]), len(labels), seed)
-
-
-def metric_difference(
-    name: str, before: Values, after: Values, labels: Values, *, seed: int = 0
-) -> ExampleDifference | None:
-    """Return how much a metric differs between two predictions of the same examples; None if it is not defined.
-
-    The interval is paired: both metrics are computed on the same examples, drawn again with replacement.
+    None: there are fewer than two examples, or it is not defined for half of the draws.
     """
-
-    def change(drawn: Values | slice) -> float:
-        return 100 * (label_metric(name, after[drawn], labels[drawn]) - label_metric(name, before[drawn], labels[drawn]))
-
-    mean = change(slice(None))
-    if not math.isfinite(mean):
-        return None
-    low, high = _interval(change, len(labels), seed) or (None, None)
-    return ExampleDifference(mean, low, high, len(labels))
-
-
-def _interval(value: Callable[[Values], float], examples: int, seed: int) -> tuple[float, float] | None:
     if examples < 2:
         return None
     draw = np.random.default_rng(seed)

@@ -1,49 +1,89 @@
-"""Paired comparisons with 95% intervals: of two routers over seeds, and of clean and attacked losses over untouched words.
+"""Figures of routers with 95% intervals: means over seeds, paired differences of two routers, and costs of attacks.
 
-difference of routers   other - baseline, the mean over seeds
-cost of an attack       attacked - clean loss of each untouched word, the mean over words
+An interval has two sources: other seeds would train other models, and other test examples would give other figures. The
+seeds share one test set, so neither source contains the other. Let h_s = t_(n-1) s / sqrt(n) over n seeds, and let the
+interval over examples of the mean over seeds (`per_example`) reach h_e from it. Then each end is sqrt(h_s^2 + h_e^2) away:
+
+    3 seeds or more   "seeds and examples": the only interval from which a difference may be claimed
+    fewer             "these models only": the interval over examples
+    no examples       "these examples only": Student's t over 3 seeds or more, where results of single examples are not known
 """
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-CONFIDENCE = 0.95
+from holdfast.metrics.per_example import Blocks, Interval, read_per_example, t_quantile
+
+FEWEST_SEEDS = 3  # of which the spread between seeds is estimated
+
+Over = Literal["seeds and examples", "these models only", "these examples only"]
+Score = Mapping[str, Any]  # of a model, as stored: "figure", and under "per_example" the results of single examples
 
 
 @dataclass(frozen=True)
 class Difference:
-    """other - baseline, the mean over seeds, and its 95% interval (Student's t); no interval for one seed."""
+    """other - baseline, the mean over seeds, and its 95% interval; `over` says what that covers."""
 
     mean: float
     low: float | None
     high: float | None
     seeds: int
+    over: Over | None = None  # None: there is no interval
 
     @property
     def differs(self) -> bool | None:
-        """Whether the interval excludes 0; None for one seed, which has no interval."""
-        return None if self.low is None or self.high is None else not self.low <= 0 <= self.high
+        """Whether the interval excludes 0; None if nothing may be claimed, because it does not cover seeds and examples."""
+        if self.low is None or self.high is None or self.over != "seeds and examples":
+            return None
+        return not self.low <= 0 <= self.high
+
+    @property
+    def shows(self) -> float | None:
+        """Half the width of the interval: a difference above it would have been shown."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
     @property
     def words(self) -> str:
         """The difference as text: `+1.2 (95% interval +0.8 to +1.6, 3 seeds)`, or `no difference (...)`."""
         if self.low is None or self.high is None:
-            return f"{self.mean:+.4g} from one seed: no interval, so nothing can be concluded"
-        interval = f"95% interval {self.low:+.4g} to {self.high:+.4g}, {self.seeds} seeds"
-        return f"{self.mean:+.4g} ({interval})" if self.differs else f"no difference ({interval})"
+            return f"{self.mean:+.4g}, no interval"
+        interval = f"95% interval {self.low:+.4g} to {self.high:+.4g}"
+        if self.over == "these models only":
+            return f"{self.mean:+.4g} ({interval}, {self.over})"
+        seeds = f"{self.seeds} seeds"
+        if self.over == "these examples only":
+            return f"{self.mean:+.4g} ({interval}, {seeds}, {self.over})"
+        if self.differs:
+            return f"{self.mean:+.4g} ({interval}, {seeds})"
+        return f"no difference ({interval}, {seeds}; above {self.shows:.2g} would show)"
 
     def __str__(self) -> str:
         return self.words
 
+    def summary(self) -> dict[str, Any]:
+        """Return what to store as JSON."""
+        return {**asdict(self), "words": self.words}
 
-def paired(baseline: Sequence[float], other: Sequence[float]) -> Difference:
-    """Return the mean of `other[i] - baseline[i]` over seeds i: mean +- t_(n-1) s / sqrt(n), s the standard deviation."""
+
+def paired(
+    baseline: Sequence[float],
+    other: Sequence[float],
+    *,
+    examples: Interval | None = None,
+    bounds: Interval = (-math.inf, math.inf),
+) -> Difference:
+    """Return the mean of `other[i] - baseline[i]` over seeds i, with the interval that the module describes.
+
+    examples    the interval over examples of this mean
+    bounds      the smallest and the largest possible difference; the interval stays between them
+    """
     if len(baseline) != len(other) or not baseline:
         raise ValueError(
             f"{len(baseline)} seeds of the baseline and {len(other)} of the other; expected the same seeds, at least one."
@@ -54,43 +94,56 @@ def paired(baseline: Sequence[float], other: Sequence[float]) -> Difference:
             raise ValueError(f"seed {broken[0]} of the {name} is {values[broken[0]]}; a diverged run has no difference.")
     differences = [after - before for before, after in zip(baseline, other, strict=True)]
     mean, seeds = statistics.fmean(differences), len(differences)
-    if seeds == 1:
+    over_seeds = 0.0
+    if seeds >= FEWEST_SEEDS:
+        over_seeds = t_quantile(seeds - 1) * statistics.stdev(differences) / math.sqrt(seeds)
+    elif examples is None:
         return Difference(mean, None, None, seeds)
-    half = student_quantile(seeds - 1) * statistics.stdev(differences) / math.sqrt(seeds)
-    return Difference(mean, mean - half, mean + half, seeds)
+    below, above = (0.0, 0.0) if examples is None else (mean - examples[0], examples[1] - mean)
+    low, high = mean - math.hypot(over_seeds, below), mean + math.hypot(over_seeds, above)
+    over: Over = "seeds and examples" if seeds >= FEWEST_SEEDS else "these models only"
+    return Difference(
+        mean, max(low, bounds[0]), min(high, bounds[1]), seeds, "these examples only" if examples is None else over
+    )
 
 
-def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return t with P(|T| <= t) = confidence, for a whole number of degrees of freedom.
+def level_of(scores: Sequence[Score]) -> Difference | None:
+    """Return the mean figure of the models of one router, with its interval; None if one of them has no figure."""
+    figures = [score.get("figure") for score in scores]
+    if not figures or None in figures:
+        return None
+    examples, bounds = over_examples(scores)
+    return paired([0.0] * len(figures), figures, examples=examples, bounds=bounds)  # type: ignore[arg-type]
 
-    The distribution is then a finite sum in the angle atan(t / sqrt(freedom)) (Abramowitz & Stegun 26.7.3, 26.7.4), which
-    is inverted by bisection.
+
+def difference_of(before: Sequence[Score], after: Sequence[Score]) -> Difference | None:
+    """Return the difference of two routers, paired by seed and by example; None if a model has no figure."""
+    figures = [[score.get("figure") for score in scores] for scores in (before, after)]
+    if not before or None in (*figures[0], *figures[1]):
+        return None
+    examples, bounds = over_examples(before, after)
+    return paired(*figures, examples=examples, bounds=bounds)  # type: ignore[arg-type]
+
+
+def over_examples(*routers: Sequence[Score]) -> tuple[Interval | None, Interval]:
+    """Return the interval over examples, and the bounds, of a router's mean figure, or of the second's minus the first's.
+
+    There is no interval if a score lacks the results of single examples, or if they are not of the same examples.
     """
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """Return P(|T| <= sqrt(freedom) tan(angle))."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for power in range(2 + odd, freedom - 1, 2):
-        term *= (power - 1) / power * cosine**2
-        total += term
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-
-MANY = 1000  # degrees of freedom; with more, Student's t is the normal distribution to three digits
+    found = [[read_per_example(score.get("per_example")) for score in scores] for scores in routers]
+    each = [[one for one in scores if one is not None] for scores in found]
+    kinds = {(type(one), len(one)) for scores in each for one in scores}
+    if each != found or len(kinds) != 1:
+        return None, (-math.inf, math.inf)
+    kind, (low, high) = type(each[0][0]), each[0][0].bounds
+    if len(each) == 1:
+        return kind.level(each[0]), (low, high)
+    return kind.difference(*each), (low - high, high - low)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The mean rise of the loss per word, in nats, and its 95% interval; no interval for one block and one seed.
+    """The mean rise of the loss per word, in nats, and its 95% interval, as in `Difference`.
 
     exp(mean) - 1 is the relative rise of the perplexity of these words.
     """
@@ -98,6 +151,8 @@ class Cost:
     mean: float
     low: float | None
     high: float | None
+    over: Over | None = None
+    blocks: Blocks | None = None  # of one model: the rises of single blocks of text
 
     @property
     def words(self) -> str:
@@ -105,58 +160,38 @@ class Cost:
         if self.low is None or self.high is None:
             return f"{math.expm1(self.mean):+.2%}, no interval"
         low, high = math.expm1(self.low), math.expm1(self.high)
-        return f"{math.expm1(self.mean):+.2%} (95% interval {low:+.2%} to {high:+.2%})"
+        only = f", {self.over}" if self.over != "seeds and examples" else ""
+        return f"{math.expm1(self.mean):+.2%} (95% interval {low:+.2%} to {high:+.2%}{only})"
 
     def summary(self) -> dict[str, Any]:
-        """Return what to store as JSON."""
-        return {"mean": self.mean, "low": self.low, "high": self.high, "words": self.words}
+        """Return what to store as JSON; "figure" is the mean again, so that it can be compared as other scores are."""
+        found = {"mean": self.mean, "low": self.low, "high": self.high, "over": self.over, "words": self.words}
+        return found if self.blocks is None else {**found, "figure": self.mean, "per_example": self.blocks.stored()}
 
 
-@dataclass(frozen=True)
-class BlockLosses:
-    """Sums of losses and numbers of words of each block of text."""
-
-    sums: Tensor  # (B,) float64
-    counts: Tensor  # (B,) int64
-
-    @classmethod
-    def of(cls, losses: Tensor, blocks: Tensor, count: int) -> "BlockLosses":
-        """Add up `losses (n,)` by block, of `count` blocks; losses of block -1 are skipped."""
-        counted = blocks >= 0
-        sums = torch.zeros(count, dtype=torch.float64).index_add_(0, blocks[counted], losses[counted].double())
-        return cls(sums, torch.bincount(blocks[counted], minlength=count))
+def block_losses(losses: Tensor, blocks: Tensor, count: int, *, perplexity: bool = True) -> Blocks:
+    """Add up `losses (n,)` by block, of `count` blocks; losses of block -1 are skipped."""
+    counted = blocks >= 0
+    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, blocks[counted], losses[counted].double())
+    return Blocks(sums.numpy(), torch.bincount(blocks[counted], minlength=count).double().numpy(), perplexity)
 
 
-def cost_of_attack(clean: BlockLosses, attacked: BlockLosses) -> Cost | None:
+def cost_of_attack(clean: Blocks, attacked: Blocks) -> Cost | None:
     """Return the mean difference over untouched words, None if there are none.
 
-    A model reads each block on its own, so the differences d_b of blocks (of n_b words) are independent: with m =
-    sum d_b / sum n_b, the standard error is sqrt(B / (B - 1) sum (d_b - m n_b)^2) / sum n_b, the interval Student's t.
+    A model reads each block on its own, so the blocks are the independent examples.
     """
-    if not torch.equal(clean.counts, attacked.counts):
+    if not np.array_equal(clean.words, attacked.words):
         raise ValueError("the clean and the attacked text do not have the same words in every block.")
-    counts = clean.counts[clean.counts > 0].double()
-    differences = (attacked.sums - clean.sums)[clean.counts > 0]
-    if not len(counts) or not bool(differences.isfinite().all()):
+    kept = clean.words > 0
+    rise = Blocks((attacked.losses - clean.losses)[kept], clean.words[kept], perplexity=False)
+    if not len(rise) or not np.isfinite(rise.losses).all():
         return None
-    total, blocks = float(counts.sum()), len(counts)
-    mean = float(differences.sum()) / total
-    if blocks == 1:
-        return Cost(mean, None, None)
-    spread = float((differences - mean * counts).square().sum()) * blocks / (blocks - 1)
-    half = student_quantile(min(blocks - 1, MANY)) * math.sqrt(spread) / total
-    return Cost(mean, mean - half, mean + half)
+    found = paired([0.0], [rise.mean], examples=Blocks.level([rise]))
+    return Cost(found.mean, found.low, found.high, found.over, rise)
 
 
-def cost_over_seeds(costs: Sequence[Cost]) -> Cost:
-    """Return the mean over seeds, with the wider of two intervals: over seeds, and over blocks of text (mean over seeds).
-
-    The seeds share one attacked text, so their intervals over blocks do not shrink with their number.
-    """
-    over_seeds = paired([0.0] * len(costs), [cost.mean for cost in costs])
-    mean = over_seeds.mean
-    halves = [(cost.high - cost.low) / 2 for cost in costs if cost.low is not None and cost.high is not None]
-    widths = [sum(halves) / len(halves)] if len(halves) == len(costs) else []
-    if over_seeds.high is not None:
-        widths.append(over_seeds.high - mean)
-    return Cost(mean, mean - max(widths), mean + max(widths)) if widths else Cost(mean, None, None)
+def cost_over_seeds(costs: Sequence[Score]) -> Cost | None:
+    """Return the mean cost of stored costs, one for each seed, with its interval; None if one is not known."""
+    found = level_of(costs)
+    return None if found is None else Cost(found.mean, found.low, found.high, found.over)

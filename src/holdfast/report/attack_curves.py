@@ -56,7 +56,7 @@ def attack_curves(results: Results) -> Iterator[Plot]:
                 continue  # always so with five classes or fewer
             caption = (
                 f"The {error} under {attack} on {', '.join(map(str, sorted(images)))} test images: means over seeds, with "
-                f"95% intervals over seeds. A budget of 0 is the clean {error}. {CARRIED}"
+                f"95% intervals{_only(results)}. A budget of 0 is the clean {error} of these images. {CARRIED}"
             )
             title = f"{attack}, error against budget{end}"
             yield budget_plot(f"curve-{number}-{key}", title, caption, data, error)
@@ -71,6 +71,9 @@ def accuracy_table(results: Results) -> Iterator[dict[str, str]]:
         columns = {}
         for name in names:
             found = row.scores.get(name)
+            if name != "clean":
+                same = None if found is None or found.clean is None else 100 - found.clean
+                columns[f"clean, images of {name}"] = decimal(same)
             columns[name] = NONE if found is None else _accuracy(found)
             if results.is_baseline(row):
                 columns[f"{name}, difference"] = BASELINE
@@ -82,8 +85,15 @@ def accuracy_table(results: Results) -> Iterator[dict[str, str]]:
 def accuracy_caption(results: Results) -> str:
     return (
         "The share of images that is classified correctly, in percent; higher is better. Means over seeds with 95% "
-        f"intervals over seeds; differences to {results.rows[0].router}, paired by seed. {_counts_of_images(results)}"
+        f"intervals{_only(results)}; differences to {results.rows[0].router}, paired by seed and by image. Beside each "
+        f"attack stands the clean accuracy of the same images. {_counts_of_images(results)}"
     )
+
+
+def _only(results: Results) -> str:
+    """Return what the intervals of the rows cover, as an addition to the word."""
+    overs = dict.fromkeys(score.over for row in results.rows for score in row.scores.values() if score.over)
+    return f" ({', '.join(overs)})" if overs else ""
 
 
 def _counts_of_images(results: Results) -> str:
@@ -111,4 +121,4 @@ def _in_accuracy(error: Difference | None) -> str:
     if error is None or error.mean is None:
         return NONE
     low, high = (None if value is None else 0.0 - value for value in (error.high, error.low))  # 0, not -0
-    return Paired(0.0 - error.mean, low, high, error.seeds).words
+    return Paired(0.0 - error.mean, low, high, error.seeds, error.over).words

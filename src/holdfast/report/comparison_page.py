@@ -16,13 +16,14 @@ from holdfast.report.page_shell import decimal, flattened, listed, render_templa
 from holdfast.report.plot_data import by_layer, every_attack_table, mean_of
 from holdfast.report.plots import plots
 from holdfast.report.shift_tables import shift_sentences, shifts_caption, shifts_table
-from holdfast.report.stored_comparison import NAME, Cell, Difference, Layer, Measure, Results, Row
+from holdfast.report.stored_comparison import EVERYTHING, NAME, Cell, Difference, Layer, Measure, Results, Row
 from holdfast.report.sweep_tables import side_by_side, sweep_verdict
 from holdfast.routing.grammar import written_value
 
 COST = "cost of the attack on untouched words"
 CHANGED = "predictions that the attack changes"
 NONE = "\u2013"
+COVERED = "95% intervals cover seeds and test examples from 3 seeds on; with fewer, these models only."
 MARKS = "●◆■▲▼✚✖★"  # in the order of plot_data.SYMBOLS
 
 
@@ -47,7 +48,7 @@ def render(results: Results) -> str:
         },
         title=results.title,
         verdict=verdict(results),
-        routers=[{"name": row.label, "router": row.router, "mark": mark(place)} for place, row in enumerate(results.rows)],
+        routers=[{"name": row.label, "router": row.name, "mark": mark(place)} for place, row in enumerate(results.rows)],
         measure=results.run.measure,
         table=list(main_table(results)),
         table_caption=main_caption(results),
@@ -120,44 +121,50 @@ def _batches(cell: Cell) -> str:
 def verdict(results: Results) -> tuple[str, ...]:
     """Return the comparison in a few sentences: clean data, attacked data, the cost of the attack, shifted test sets.
 
-    An interval that contains 0 is "no difference"; without an interval, the verdict says that nothing can be concluded.
+    An interval that contains 0 is "no difference". Nothing is claimed from fewer than three seeds.
     """
+    measure, baseline, others = results.run.measure, results.rows[0], results.others
+    if baseline.apart:
+        return (
+            f"{baseline.router}, the baseline, {baseline.apart}: its {measure.noun} cannot be compared with that of another "
+            "router. Name another router first, in a new folder.",
+        )
     if results.domains and results.swept == [HELD_OUT]:
         return domain_verdict(results)
     if results.swept:
-        return sweep_verdict(results) + shift_sentences(results)
-    measure, baseline, others = results.run.measure, results.rows[0], results.rows[1:]
+        return sweep_verdict(results) + shift_sentences(results) + apart_sentences(results)
     if not others:
-        first = (
-            f"Only {baseline.router} was trained, so there is nothing to compare it with.",
-            f"Its {measure.noun} is {_level(baseline.clean, measure)} on clean data and "
-            f"{_level(baseline.attacked, measure)} under attack.",
-        )
-        return first + cost_sentences(results)
-    differences = [row.clean_difference for row in others] + [row.attacked_difference for row in others]
-    if all(_interval(difference) is None for difference in differences):
-        first = (
-            f"One seed cannot show whether a router differs from {baseline.router}.",
-            "The numbers below are from single runs; train with 2 seeds or more to compare routers.",
-        )
-        if any(len(row.seeds) > 1 for row in results.rows):
-            first = (
-                f"The {measure.noun} is not defined in enough runs to compare routers with {baseline.router}.",
-                "A correlation with constant predictions, for example, is not defined.",
-            )
-        return first + cost_sentences(results)
+        alone = f"Only {baseline.router} was trained, so there is nothing to compare it with."
+        level = f"The {measure.noun} of {baseline.router} is {_level(baseline.clean, measure)} on clean data"
+        attacked = f"{_level(baseline.attacked, measure)} under attack"
+        if baseline.attacks_some:
+            count = baseline.examples["attacked"]
+            level += f"; on the {count} attacked examples {_level(baseline.attacked_clean, measure)} without the attack"
+        first = () if len(results.rows) > 1 else (alone,)
+        return (*first, f"{level} and {attacked}.", *cost_sentences(results), *apart_sentences(results))
+    if reason := results.no_claim([one for row in others for one in (row.clean_difference, row.attacked_difference)]):
+        return (*reason, *cost_sentences(results), *apart_sentences(results))
     return (
         f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",
         f"Under attack, {_findings(results, [row.attacked_difference for row in others])}.",
         *cost_sentences(results),
         *shift_sentences(results),
+        *apart_sentences(results),
     )
+
+
+def apart_sentences(results: Results) -> tuple[str, ...]:
+    """Return which routers stand apart, and why; empty if none does."""
+    found = dict.fromkeys((row.router, row.apart) for row in results.rows if row.apart)
+    noun = results.run.measure.noun
+    return tuple(f"{router} {why}, so its {noun} is not compared with that of the others." for router, why in found)
 
 
 def cost_sentences(results: Results) -> tuple[str, ...]:
     """Return what the attack costs each router on untouched words; empty if that was not measured."""
-    costs = {row.router: row.cost for row in results.rows if row.cost is not None and row.cost.mean is not None}
-    if not costs:
+    rows = [row for row in results.rows if row.apart is None]
+    costs = {row.router: row.cost for row in rows if row.cost is not None and row.cost.mean is not None}
+    if all(cost.over != EVERYTHING for cost in costs.values()):
         return ()
     certain = {router: rise(cost.mean) for router, cost in costs.items() if cost.certain and cost.mean is not None}
     unseen = [router for router in costs if router not in certain]
@@ -173,59 +180,52 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
         found.append(f"On the untouched words, the attack costs {each} of perplexity (95% intervals above 0).")
     if unseen:
         found.append(f"For {listed(unseen)} no cost on these words can be shown: no 95% interval lies above 0.")
-    differences = [(row.router, row.cost_difference) for row in results.rows[1:]]
-    known = [(router, one) for router, one in differences if one is not None and _interval(one) is not None]
+    known = [(row.router, one) for row in rows if (one := row.cost_difference) is not None and one.kind != "unknown"]
     if known:
-        apart = [_cost_change(router, one) for router, one in known if _apart(one)]
+        apart = [_cost_change(router, one) for router, one in known if one.kind != "same"]
         if not apart:
-            found.append(f"No router's cost differs from that of {results.rows[0].router}.")
+            found.append(f"No router's cost is shown to differ from that of {results.rows[0].router}.")
         else:
-            found.append(f"Against the cost of {results.rows[0].router}, {'; '.join(apart)}; the others' do not differ.")
+            found.append(f"Against the cost of {results.rows[0].router}, {'; '.join(apart)}; for no other is one shown.")
     return tuple(found)
 
 
 def _cost_change(router: str, difference: Difference) -> str:
-    interval = _interval(difference)
-    assert interval is not None and difference.mean is not None
-    verb, (low, high) = ("less", (-interval[1], -interval[0])) if difference.mean < 0 else ("more", interval)
+    assert difference.mean is not None and difference.low is not None and difference.high is not None
+    verb, low, high = "more", difference.low, difference.high
+    if difference.mean < 0:
+        verb, low, high = "less", -difference.high, -difference.low
     size, bounds = 100 * abs(difference.mean), f"{100 * low:.2g} to {100 * high:.2g}"
     return f"that of {router} is {verb} by {size:.2g} points (95% interval {bounds})"
 
 
-def _apart(difference: Difference) -> bool:
-    interval = _interval(difference)
-    return interval is not None and not interval[0] <= 0 <= interval[1]
-
-
 def _findings(results: Results, differences: Sequence[Difference | None], *, compute: bool = False) -> str:
-    """Return a clause about routers with a difference, then about those without, then about those with too few seeds."""
-    baseline, others = results.rows[0], results.rows[1:]
-    changed, same, unknown = [], [], []
-    for row, difference in zip(others, differences, strict=True):
-        interval = _interval(difference)
-        if difference is None or difference.mean is None or interval is None:
+    """Return a clause about routers with a difference, then about those without, then about those that cannot be judged."""
+    baseline, measure = results.rows[0], results.run.measure
+    parts, unknown = [], list[str]()
+    same: dict[int, list[tuple[str, float]]] = {}
+    for row, difference in zip(results.others, differences, strict=True):
+        price = _price(row, baseline, measure) if compute else ""
+        if difference is None or difference.kind == "unknown":
             unknown.append(row.router)
-        elif interval[0] <= 0 <= interval[1]:
-            price = _price(row, baseline) if compute else ""
-            same.append((f"{row.router} ({price})" if price else row.router, difference.seeds))
+        elif difference.kind == "same":
+            name = f"{row.router} ({price})" if price else row.router
+            same.setdefault(difference.seeds, []).append((name, difference.shows))
         else:
-            price = _price(row, baseline) if compute else ""
-            change = _change(row, difference.mean, interval, results.run.measure)
-            changed.append(change + (f", using {price}" if price else ""))
-    parts = changed
-    for seeds in sorted({seeds for _, seeds in same}):
-        names = [name for name, its_seeds in same if its_seeds == seeds]
-        parts.append(f"{listed(names)} made no difference that {seeds} seeds can show")
+            verb, size = difference.change(measure.points)
+            parts.append(f"{row.router} {verb} the {measure.noun} by {size}" + (f", using {price}" if price else ""))
+    for seeds, found in sorted(same.items()):
+        would = _range([shows for _, shows in found]) + measure.points
+        names = listed([name for name, _ in found])
+        parts.append(f"{names} made no difference that {seeds} seeds can show (they would show one above {would})")
     if unknown:
-        parts.append(f"{listed(unknown)} cannot be judged from fewer than two seeds")
+        parts.append(f"{listed(unknown)} cannot be judged from fewer than 3 seeds")
     return "; ".join(parts)
 
 
-def _change(row: Row, mean: float, interval: tuple[float, float], measure: Measure) -> str:
-    verb, (low, high) = ("lowered", (-interval[1], -interval[0])) if mean < 0 else ("raised", interval)
-    # "by 3%" could be read as 3% of the old value
-    unit = {"": "", "%": " percentage points"}.get(measure.unit, f" {measure.unit}")
-    return f"{row.router} {verb} the {measure.noun} by {abs(mean):.3g}{unit} (95% interval {low:.3g} to {high:.3g})"
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.2g}", f"{max(values):.2g}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _level(value: float | None, measure: Measure) -> str:
@@ -233,27 +233,20 @@ def _level(value: float | None, measure: Measure) -> str:
     return decimal(value) + (unit if value is not None else "")
 
 
-def _price(row: Row, baseline: Row) -> str:
+def _price(row: Row, baseline: Row, measure: Measure) -> str:
     """Return a note if a router uses another number of experts than the baseline: more compute may explain a gain."""
     used, usual = decimal(row.experts_per_token), decimal(baseline.experts_per_token)
-    return "" if used == usual else f"{used} experts per token instead of {usual}{_at_equal_compute(row)}"
+    return "" if used == usual else f"{used} experts per token instead of {usual}{_at_equal_compute(row, measure)}"
 
 
-def _at_equal_compute(row: Row) -> str:
+def _at_equal_compute(row: Row, measure: Measure) -> str:
     """Return the difference to the baseline with at least as many experts per token, if that was trained."""
-    found, interval = row.equal_compute, _interval(row.equal_compute)
-    if found is None or found.mean is None or interval is None:
+    found = row.equal_compute
+    if found is None or found.mean is None or found.kind == "unknown":
         return ""
-    if _apart(found):
-        verb = "better" if found.mean < 0 else "worse"
-        return f", {abs(found.mean):.3g} {verb} than {found.router}"
-    return f", no difference to {found.router}"
-
-
-def _interval(difference: Difference | None) -> tuple[float, float] | None:
-    if difference is None or difference.low is None or difference.high is None:
-        return None
-    return difference.low, difference.high
+    if found.kind == "same":
+        return f", no difference to {found.router}"
+    return f", {abs(found.mean):.3g} {'better' if found.kind == measure.better else 'worse'} than {found.router}"
 
 
 def main_table(results: Results) -> Iterator[dict[str, str]]:
@@ -265,6 +258,7 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
     }
     untouched = {column: read for column, read in untouched.items() if mean_of(results.cells, read) is not None}
     costs, matched = any(row.cost for row in results.rows), any(row.equal_compute for row in results.rows)
+    some = any(row.attacks_some for row in results.rows)
     for row in results.rows:
         cells = results.cells_of(row)
         clean, attacked = (
@@ -272,9 +266,7 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
             if results.is_baseline(row)
             else found.words
             if found
-            else "not defined"
-            if mean is None
-            else "no seed in common"
+            else row.apart or results.rows[0].apart or ("not defined" if mean is None else "no seed in common")
             for found, mean in ((row.clean_difference, row.clean), (row.attacked_difference, row.attacked))
         )
         yield {
@@ -284,6 +276,7 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
             "experts per token": decimal(row.experts_per_token),
             f"clean {name}": decimal(row.clean),
             "difference, clean": clean,
+            **({f"clean {name}, attacked examples": decimal(row.clean_beside_attacked)} if some else {}),
             f"attacked {name}": decimal(row.attacked),
             "difference, attacked": attacked,
             **{column: decimal(mean_of(cells, read)) for column, read in untouched.items()},
@@ -301,12 +294,15 @@ def _matched(row: Row) -> str:
 def metrics_table(results: Results) -> Iterator[dict[str, str]]:
     """Yield for each router its further metrics; yield nothing if there are none."""
     names = [metric.name for metric in results.run.metrics]
+    some = any(row.attacks_some for row in results.rows)
     for row in results.rows if names else []:
         columns = {}
         for name in names:
             found = row.metrics.get(name)
             for text in ("clean", "attacked"):
                 value = None if found is None else found.clean if text == "clean" else found.attacked
+                if text == "attacked" and some:
+                    columns[f"{name}, clean, attacked examples"] = decimal(found.attacked_clean if found else None, 4)
                 difference = None if found is None else getattr(found, f"{text}_difference")
                 columns[f"{name}, {text}"] = decimal(value, 4)
                 columns[f"{name}, {text}, difference"] = (
@@ -349,9 +345,14 @@ def main_caption(results: Results) -> str:
     """Return the caption of the main table."""
     measure = results.run.measure
     caption = (
-        f"{measure.sentence} Means over seeds; differences to {results.rows[0].router}, paired by seed. "
-        f"The attack: {measure.attack}."
+        f"{measure.sentence} Means over seeds; differences to {results.rows[0].router}, paired by seed and by test example. "
+        f"{COVERED} The attack: {measure.attack}."
     )
+    if results.rows[0].attacks_some:
+        counts = results.rows[0].examples
+        caption += f" {counts['attacked']} of {counts['clean']} test examples were attacked."
+    if apart := dict.fromkeys(row.apart for row in results.rows if row.apart):
+        caption += f" A row that {listed([str(one) for one in apart])} has an easier task and is not compared."
     if results.swept:
         caption += " Rows are compared with the baseline of the same setting."
     if results.targets_are_attacked:
@@ -361,8 +362,8 @@ def main_caption(results: Results) -> str:
         )
     if any(row.cost for row in results.rows):
         caption += (
-            " The cost is the rise of the perplexity of untouched words, paired word by word, with the wider of two 95% "
-            "intervals: over blocks of the text, and over seeds."
+            " The cost is the rise of the perplexity of untouched words, paired word by word, with its 95% interval over "
+            "seeds and blocks of the text."
         )
     return caption
 

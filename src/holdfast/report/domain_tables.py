@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from holdfast.metrics.paired import FEWEST_SEEDS
 from holdfast.report.page_shell import decimal, listed
-from holdfast.report.stored_comparison import Difference, DomainRow, Level, Results
+from holdfast.report.stored_comparison import EVERYTHING, Difference, DomainRow, OverSeeds, Results
 from holdfast.routing.grammar import written_pairs
 
 HELD_OUT = "data.held_out"  # the key of a setting
@@ -30,10 +31,11 @@ def _columns(row: DomainRow, domains: list[str], results: Results) -> Iterator[t
         yield f"{name}, difference", _difference(row, difference, results)
 
 
-def _with_interval(level: Level) -> str:
+def _with_interval(level: OverSeeds) -> str:
     if level.low is None or level.high is None:
         return decimal(level.mean)
-    return f"{decimal(level.mean)} (95% interval {decimal(level.low)} to {decimal(level.high)})"
+    only = "" if level.over == EVERYTHING else f", {level.over}"
+    return f"{decimal(level.mean)} (95% interval {decimal(level.low)} to {decimal(level.high)}{only})"
 
 
 def _difference(row: DomainRow, difference: Difference | None, results: Results) -> str:
@@ -47,7 +49,8 @@ def domain_caption(results: Results) -> str:
     return (
         "Accuracy on the whole held-out domain of models that were trained on the others, in percent; higher is better. "
         "Mean and worst are over the held-out domains of each seed, then means over the seeds that have all of them, with "
-        f"differences to {results.rows[0].router}, paired by seed."
+        f"differences to {results.rows[0].router}, paired by seed and by image. From {FEWEST_SEEDS} seeds on, 95% intervals "
+        "cover seeds and images."
     )
 
 
@@ -63,24 +66,18 @@ def domain_verdict(results: Results) -> tuple[str, ...]:
     others = [row for row in rows if row.router != baseline]
     if not others:
         return (*found, f"Only {baseline} was trained, so there is nothing to compare it with.")
-    if not any(_has_interval(one) for row in others for one in (row.mean_difference, row.worst_difference)):
-        return (*found, f"One seed cannot show whether a router differs from {baseline}: train with 2 seeds or more.")
+    if reason := results.no_claim([one for row in others for one in (row.mean_difference, row.worst_difference)]):
+        return (*found, *reason)
     means = "; ".join(_finding(row.router, row.mean_difference) for row in others)
     worsts = "; ".join(_finding(row.router, row.worst_difference) for row in others)
     return (*found, f"Against {baseline}, in the mean accuracy: {means}.", f"In the worst accuracy: {worsts}.")
 
 
-def _has_interval(difference: Difference | None) -> bool:
-    return difference is not None and difference.low is not None and difference.high is not None
-
-
 def _finding(router: str, difference: Difference | None) -> str:
-    if difference is None or difference.mean is None or difference.low is None or difference.high is None:
-        return f"{router} cannot be judged from fewer than two seeds"
-    if difference.low <= 0 <= difference.high:
-        return f"{router} made no difference that {difference.seeds} seeds can show"
-    verb, low, high = "raised", difference.low, difference.high
-    if difference.mean < 0:
-        verb, low, high = "lowered", -high, -low
-    size = f"{abs(difference.mean):.3g} percentage points (95% interval {low:.3g} to {high:.3g})"
+    if difference is None or difference.kind == "unknown":
+        return f"{router} cannot be judged from fewer than {FEWEST_SEEDS} seeds"
+    if difference.kind == "same":
+        would = f"they would show one above {difference.shows:.2g} points"
+        return f"{router} made no difference that {difference.seeds} seeds can show ({would})"
+    verb, size = difference.change(" percentage points")
     return f"{router} {verb} it by {size}"

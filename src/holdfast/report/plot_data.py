@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.report.page_shell import decimal, listed, rise
-from holdfast.report.stored_comparison import Cell, Layer, Results
+from holdfast.report.stored_comparison import EVERYTHING, Cell, Layer, Results
 
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "triangle-down", "cross", "x", "star")  # plotly's names
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -193,6 +193,8 @@ def cost(results: Results) -> Plot:
         "How much the attack raises the perplexity of the untouched words, which are the same in both texts, with 95% "
         "intervals. Left of 0 the perplexity falls."
     )
+    if all(row.cost is None or row.cost.over != EVERYTHING for row in results.rows):
+        caption += " The intervals are for these models only."
     return Plot("cost", "Cost of the attack on untouched words", caption, data, layout)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.report.attack_curves import attack_curves
+from holdfast.report.page_shell import listed
 from holdfast.report.plot_data import (
     ALL_LAYERS,
     Plot,
@@ -56,19 +57,20 @@ def clean_and_attacked(results: Results) -> Plot:
     measure, data = results.run.measure, []
     for place, row in enumerate(results.rows):
         name, filled, hollow = wrapped_label(row.label), symbol(place), f"{symbol(place)}-open"
-        if row.clean is None or row.attacked is None:
+        clean = row.clean_beside_attacked
+        if clean is None or row.attacked is None:
             continue
         cells = results.cells_of(row)
         for seeds, shape in (
-            ([cell.clean.figure for cell in cells], filled),
+            ([cell.clean.figure if cell.attacked.clean is None else cell.attacked.clean for cell in cells], filled),
             ([cell.attacked.figure for cell in cells], hollow),
         ):
             small = {"size": 5, "symbol": shape}
             data.append(
                 trace(place, seeds, [name] * len(seeds), mode="markers", marker=small, opacity=0.45, hoverinfo="skip")
             )
-        data.append(trace(place, [row.clean, row.attacked], [name] * 2, mode="lines", line={"width": 2}, hoverinfo="skip"))
-        for text, mean, shape in (("clean", row.clean, filled), ("attacked", row.attacked, hollow)):
+        data.append(trace(place, [clean, row.attacked], [name] * 2, mode="lines", line={"width": 2}, hoverinfo="skip"))
+        for text, mean, shape in (("clean", clean, filled), ("attacked", row.attacked, hollow)):
             marker = {"size": 12, "symbol": shape, "line": {"width": 2}}
             data.append(
                 trace(place, [mean], [name], hovertemplate=f"%{{y}}, {text}: %{{x:.2f}}", mode="markers", marker=marker)
@@ -78,6 +80,8 @@ def clean_and_attacked(results: Results) -> Plot:
         f"{measure.sentence} Filled marks are clean, open marks attacked: {measure.attack}. Large marks are means over "
         "seeds, small ones single seeds."
     )
+    if results.rows[0].attacks_some:
+        caption += f" Both are of the {results.rows[0].examples['attacked']} attacked examples."
     if results.targets_are_attacked:
         caption += " The attack also changes the targets, so compare routers, not filled marks with open ones."
     return Plot("clean-attacked", "Clean and attacked", caption, data, layout)
@@ -110,13 +114,21 @@ def differences(results: Results) -> Plot:
         "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
         "height": plot_height(data),
     }
-    intervals = sum("array" in trace["error_x"] for trace in data)
+    found = [one for row in results.rows for one in (row.clean_difference, row.attacked_difference) if one is not None]
+    claims = sum(one.kind != "unknown" for one in found)
+    side = "left" if results.run.measure.better == "lower" else "right"
     caption = (
-        f"In {results.run.measure.name}, paired by seed, with 95% intervals: left of 0 is better than {baseline.router}"
-        f"{' in the same setting' if results.swept else ''}, "
-        f"and an interval that contains 0 is no difference. Intervals are not corrected for their number: without any "
-        f"difference, about {0.05 * intervals:.2g} of {intervals} would miss 0 by chance."
+        f"In {results.run.measure.name}, paired by seed and by test example: {side} of 0 is better than {baseline.router}"
+        f"{' in the same setting' if results.swept else ''}. "
     )
+    if claims:
+        caption += (
+            "An interval that contains 0 is no difference. Intervals are not corrected for their number: without any "
+            f"difference, about {0.05 * claims:.2g} of {claims} would miss 0 by chance."
+        )
+    else:
+        overs = dict.fromkeys(one.over for one in found if one.over)
+        caption += f"The 95% intervals are for {listed([str(one) for one in overs])}: nothing is claimed." if overs else ""
     return Plot("differences", "Difference to the baseline", caption, data, layout)
 
 

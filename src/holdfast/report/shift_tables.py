@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from holdfast.report.page_shell import decimal, listed
-from holdfast.report.stored_comparison import Difference, Results
+from holdfast.report.stored_comparison import Results
 
 MOST_NAMED = 6  # differences that the sentence names
 NONE = "\u2013"
@@ -36,12 +36,12 @@ def shift_sentences(results: Results) -> tuple[str, ...]:
     judged, found = False, []
     for row in results.rows:
         for name, one in row.shifts.items():
-            if results.is_baseline(row) or one.difference is None or one.difference.low is None:
+            if one.difference is None or one.difference.kind == "unknown":
                 continue
             judged = True
-            if change := _change(one.difference):
-                measure = one.measure.partition(",")[0]
-                found.append(f"{row.label} {change[0]} the {measure} on {name} by {change[1]}")
+            if one.difference.kind != "same":
+                verb, size = one.difference.change(" percentage points")
+                found.append(f"{row.label} {verb} the {one.measure.partition(',')[0]} on {name} by {size}")
     if not judged:
         return ()
     tests = list(dict.fromkeys(name for row in results.rows for name in row.shifts))
@@ -51,14 +51,3 @@ def shift_sentences(results: Results) -> tuple[str, ...]:
     named, left = found[:MOST_NAMED], len(found) - MOST_NAMED
     end = f"the table has {left} more" if left > 0 else "no other difference can be shown"
     return (f"{where}, {'; '.join(named)}; {end}.",)
-
-
-def _change(difference: Difference) -> tuple[str, str] | None:
-    """Return the verb and the size of a difference; None if its interval contains 0."""
-    mean, low, high = difference.mean, difference.low, difference.high
-    if mean is None or low is None or high is None or low <= 0 <= high:
-        return None
-    verb = "raised"
-    if mean < 0:
-        verb, low, high = "lowered", -high, -low
-    return verb, f"{abs(mean):.3g} percentage points (95% interval {low:.3g} to {high:.3g})"

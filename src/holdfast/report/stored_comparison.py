@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,32 +16,59 @@ from pydantic import (
 )
 
 from holdfast.files import LARGEST, read_bytes
+from holdfast.metrics.paired import FEWEST_SEEDS
 from holdfast.report.stored_reports import Number, StoredModel, first_problem
 from holdfast.routing.grammar import short_keys, written_pairs
 
 NAME = "results.json"
 
 
-class Difference(StoredModel):
-    mean: Number
-    low: Number
-    high: Number
+Over = Literal["seeds and examples", "these models only", "these examples only"]
+EVERYTHING: Over = "seeds and examples"  # the only interval from which something may be claimed
+
+
+class OverSeeds(StoredModel):
+    """A mean over seeds with its 95% interval; `over` is what the interval covers."""
+
+    mean: Number = None
+    low: Number = None
+    high: Number = None
+    over: Over | None = None
+
+
+class Difference(OverSeeds):
     seeds: int
     words: str
 
+    @property
+    def kind(self) -> Literal["lower", "higher", "same", "unknown"]:
+        """What may be claimed: "unknown" unless there is an interval over seeds and examples."""
+        if self.mean is None or self.low is None or self.high is None or self.over != EVERYTHING:
+            return "unknown"
+        return "lower" if self.high < 0 else "higher" if self.low > 0 else "same"
 
-class Cost(StoredModel):
+    @property
+    def shows(self) -> float:
+        """Half the width of the interval: a difference above it would have been shown."""
+        assert self.low is not None and self.high is not None
+        return (self.high - self.low) / 2
+
+    def change(self, unit: str) -> tuple[str, str]:
+        """Return the verb, and the size with its interval, of a difference that may be claimed."""
+        assert self.mean is not None and self.low is not None and self.high is not None
+        verb, low, high = ("lowered", -self.high, -self.low) if self.mean < 0 else ("raised", self.low, self.high)
+        return verb, f"{abs(self.mean):.3g}{unit} (95% interval {low:.3g} to {high:.3g})"
+
+
+class Cost(OverSeeds):
     """The rise of the loss on untouched words, in nats per word; `words` is the rise of the perplexity as text."""
 
-    mean: Number
-    low: Number
-    high: Number
     words: str
 
     @property
     def certain(self) -> bool:
-        """Whether the whole interval is above 0."""
-        return self.low is not None and self.low > 0
+        """Whether it may be claimed that the loss rises."""
+        return self.low is not None and self.low > 0 and self.over == EVERYTHING
 
 
 class EqualCompute(Difference):
@@ -55,6 +82,7 @@ class MetricRow(StoredModel):
 
     clean: Number = None
     attacked: Number = None
+    attacked_clean: Number = Field(None, alias="attacked, clean")  # of the attacked examples, without the attack
     clean_difference: Difference | None = Field(None, alias="clean, difference")
     attacked_difference: Difference | None = Field(None, alias="attacked, difference")
 
@@ -68,18 +96,11 @@ class ShiftRow(StoredModel):
     difference: Difference | None = None
 
 
-class OverSeeds(StoredModel):
-    """A figure over seeds, with its 95% interval."""
-
-    mean: Number = None
-    low: Number = None
-    high: Number = None
-
-
 class ScoreRow(OverSeeds):
-    """The figure of a router on clean data or under one attack."""
+    """The figure of a router on clean data or under one attack; `clean` is that of the attacked examples without it."""
 
     difference: Difference | None = None
+    clean: Number = None
 
 
 class CurveRow(StoredModel):
@@ -104,6 +125,9 @@ class Row(StoredModel):
     experts_per_token: Number
     clean: Number
     attacked: Number
+    attacked_clean: Number = Field(None, alias="attacked, clean")  # of the attacked examples, without the attack
+    examples: dict[str, int | None] = Field(default_factory=dict)  # of images and labelled texts: "clean", "attacked"
+    apart: str | None = None  # why its figures cannot be compared with those of the other rows
     clean_difference: Difference | None = Field(None, alias="clean, difference")
     attacked_difference: Difference | None = Field(None, alias="attacked, difference")
     cost: Cost | None = None
@@ -123,15 +147,22 @@ class Row(StoredModel):
     @property
     def label(self) -> str:
         """The router and its setting, unique among the rows."""
-        return ", ".join(filter(None, [self.router, self.setting_label]))
+        return ", ".join(filter(None, [self.name, self.setting_label]))
 
+    @property
+    def name(self) -> str:
+        """The router, and why it stands apart, if it does."""
+        return f"{self.router} ({self.apart})" if self.apart else self.router
 
-class Level(StoredModel):
-    """A mean over seeds with its 95% interval; one seed has none."""
+    @property
+    def clean_beside_attacked(self) -> Number:
+        """The clean figure of the attacked examples: they may be fewer than all test examples."""
+        return self.clean if self.attacked_clean is None else self.attacked_clean
 
-    mean: Number
-    low: Number = None
-    high: Number = None
+    @property
+    def attacks_some(self) -> bool:
+        """Whether not all test examples were attacked."""
+        return self.attacked_clean is not None and self.examples.get("clean") != self.examples.get("attacked")
 
 
 class DomainRow(StoredModel):
@@ -140,9 +171,9 @@ class DomainRow(StoredModel):
     router: str
     seeds: list[int]
     settings: dict[str, Any] = Field(default_factory=dict)  # without the held-out domain
-    accuracy: dict[str, Level]  # by held-out domain
-    mean: Level
-    worst: Level
+    accuracy: dict[str, OverSeeds]  # by held-out domain
+    mean: OverSeeds
+    worst: OverSeeds
     mean_difference: Difference | None = Field(None, alias="mean, difference")
     worst_difference: Difference | None = Field(None, alias="worst, difference")
 
@@ -188,6 +219,7 @@ class Score(StoredModel):
     figure_of_kept: Number = Field(  # over the untouched targets
         None, validation_alias=AliasChoices("figure_of_kept", "perplexity_of_clean_targets")
     )
+    clean: Number = None  # of attacked images: their figure without the attack
     examples: int | None = None  # of images and labelled texts
     routing: Routing
 
@@ -283,11 +315,12 @@ class Cell(StoredModel):
 
 
 class Measure(StoredModel):
-    """What `figure` measures; lower is better. In a name such as "error, %" the unit follows the comma."""
+    """What `figure` measures. In a name such as "error, %" the unit follows the comma."""
 
     name: str = "perplexity"
     long: str = "perplexity per token"
     attack: str = "a swap of some of the words"
+    better: Literal["lower", "higher"] = "lower"
 
     @property
     def noun(self) -> str:
@@ -298,8 +331,13 @@ class Measure(StoredModel):
         return self.name.partition(",")[2].strip()
 
     @property
+    def points(self) -> str:
+        """The unit of a difference: "by 3%" could be read as 3% of the old value."""
+        return {"": "", "%": " percentage points"}.get(self.unit, f" {self.unit}")
+
+    @property
     def sentence(self) -> str:
-        return f"{self.long[:1].upper()}{self.long[1:]}; lower is better."
+        return f"{self.long[:1].upper()}{self.long[1:]}; {self.better} is better."
 
 
 class Metric(StoredModel):
@@ -341,6 +379,30 @@ class Results(StoredModel):
         return row.router == self.rows[0].router
 
     @property
+    def others(self) -> list[Row]:
+        """The rows that are compared with a baseline: not those that stand apart."""
+        return [row for row in self.rows if not self.is_baseline(row) and row.apart is None]
+
+    def no_claim(self, differences: Sequence[Difference | None]) -> tuple[str, ...]:
+        """Return why none of these differences may be claimed, in a sentence or two; empty if one may."""
+        if any(one is not None and one.kind != "unknown" for one in differences):
+            return ()
+        if any(one is not None and one.over == "these examples only" for one in differences):
+            return (
+                "The results of single test examples are not stored with these cells, so no difference can be judged; train "
+                "them again in a new folder.",
+            )
+        if any(len(row.seeds) >= FEWEST_SEEDS for row in self.others):
+            return (
+                f"The {self.run.measure.noun} is not defined in enough runs to compare routers with {self.rows[0].router}.",
+                "A correlation with constant predictions, for example, is not defined.",
+            )
+        return (
+            f"Fewer than {FEWEST_SEEDS} seeds cannot show whether a router differs from {self.rows[0].router}.",
+            f"The intervals are for these models only; train with {FEWEST_SEEDS} seeds or more to compare routers.",
+        )
+
+    @property
     def swept(self) -> list[str]:
         """The keys of the sweep; none without one."""
         return list(dict.fromkeys(key for row in self.rows for key in row.settings))
@@ -354,7 +416,7 @@ class Results(StoredModel):
     def title(self) -> str:
         """What was trained, and on which data."""
         about, name = str(self.run.recipe.get("about") or "A comparison of routers"), self.run.data.get("name")
-        if name and self.run.recipe.get("task") == "images" and (data := self.run.data.get("about")):
+        if name and self.run.recipe.get("task") in ("images", "labels") and (data := self.run.data.get("about")):
             name = f"{name} ({str(data).partition(';')[0]})"
         return f"{about}, on {name}" if name else about
 

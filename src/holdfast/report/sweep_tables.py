@@ -10,25 +10,25 @@ from holdfast.report.stored_comparison import Difference, Results, Row
 def sweep_verdict(results: Results) -> tuple[str, ...]:
     """Return a sweep in a few sentences: in how many settings each router differs from the baseline of the same setting."""
     measure, baseline = results.run.measure, results.rows[0].router
-    others = [row for row in results.rows if not results.is_baseline(row)]
+    others = results.others
     keys = listed(results.swept)
     found = [f"{len(results.settings)} settings of {keys} were trained; each router is compared within equal settings."]
     if not others:
         found.append(f"Only {baseline} was trained, so there is no other router to compare it with.")
-    elif not any(_has_interval(one) for row in others for one in (row.clean_difference, row.attacked_difference)):
-        one_seed = f"One seed cannot show whether a router differs from {baseline}: train with 2 seeds or more."
-        undefined = f"The {measure.noun} is not defined in enough runs to compare routers with {baseline}."
-        found.append(undefined if any(len(row.seeds) > 1 for row in results.rows) else one_seed)
+    elif reason := results.no_claim([one for row in others for one in (row.clean_difference, row.attacked_difference)]):
+        found += reason
     else:
         for where, attacked in (("On clean data", False), ("Under attack", True)):
             counts = "; ".join(_counts(router, results, attacked) for router in dict.fromkeys(row.router for row in others))
             found.append(f"{where}, against {baseline}: {counts}.")
-        count = sum(_has_interval(one) for row in others for one in (row.clean_difference, row.attacked_difference))
+        differences = [one for row in others for one in (row.clean_difference, row.attacked_difference)]
+        count = sum(_kind(one) != "unknown" for one in differences)
         found.append(f"Without any difference, about {0.05 * count:.2g} of these {count} intervals would miss 0 by chance.")
-    known = [row for row in results.rows if row.clean is not None]
+    known = [row for row in results.rows if row.clean is not None and row.apart is None]
     if known:
-        best = min(known, key=lambda row: row.clean or 0.0)
-        found.append(f"The lowest clean {measure.noun}, {decimal(best.clean)}, has {best.label}.")
+        best = (min if measure.better == "lower" else max)(known, key=lambda row: row.clean or 0.0)
+        word = "lowest" if measure.better == "lower" else "highest"
+        found.append(f"The {word} clean {measure.noun}, {decimal(best.clean)}, has {best.label}.")
     return tuple(found)
 
 
@@ -50,13 +50,7 @@ def _counts(router: str, results: Results, attacked: bool) -> str:
 
 
 def _kind(difference: Difference | None) -> str:
-    if difference is None or difference.low is None or difference.high is None:
-        return "unknown"
-    return "lower" if difference.high < 0 else "higher" if difference.low > 0 else "same"
-
-
-def _has_interval(difference: Difference | None) -> bool:
-    return _kind(difference) != "unknown"
+    return "unknown" if difference is None else difference.kind
 
 
 def side_by_side(results: Results) -> tuple[list[str], list[dict[str, str]]]:
@@ -74,5 +68,8 @@ def side_by_side(results: Results) -> tuple[list[str], list[dict[str, str]]]:
 def _columns(label: str, routers: list[str], found: dict[tuple[str, str], Row]) -> Iterator[tuple[str, str]]:
     for router in routers:
         row = found.get((router, label))
-        yield f"{router}, clean", decimal(row.clean if row else None)
-        yield f"{router}, attacked", decimal(row.attacked if row else None)
+        name = next(one.name for one in found.values() if one.router == router)
+        some = any(one.attacks_some for one in found.values())
+        clean = row and (row.clean_beside_attacked if some else row.clean)
+        yield f"{name}, clean{', attacked examples' if some else ''}", decimal(clean)
+        yield f"{name}, attacked", decimal(row.attacked if row else None)

@@ -4,7 +4,8 @@ A sweep has cells for each of its settings: cells/smoe-sparse.k=1-seed0/.
 
     cells/smoe-seed0/   router.json, training/ (checkpoints, snapshots, log), model/, task.json, result.json; in its name,
                         characters that are not safe in file names are replaced, and a checksum of the name is added
-    results.json        all finished cells of the folder, and the rows that compare the routers
+    results.json        all finished cells of the folder, without the results of single test examples, and the rows that
+                        compare the routers
 
 Several processes may work on one comparison: each cell has a lock. With `jobs` above 1, cells are trained in parallel in
 worker processes, because one small model uses only a part of a GPU. The result of a cell does not depend on how many others
@@ -32,11 +33,11 @@ from typing import Any
 import torch
 
 from holdfast.files import require_no_links
+from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
-from holdfast.metrics import describe_metrics
 from holdfast.metrics.report import without_nan
 from holdfast.plugins import failure_in_plugin, load_plugin, plugin_files
-from holdfast.train.cells import Cell, Result, merge_results
+from holdfast.train.cells import Cell, Result, merge_results, without_examples
 from holdfast.train.domain_summary import summarise_domains
 from holdfast.train.loop import Guard
 from holdfast.train.preflight import preflight
@@ -190,13 +191,13 @@ class Comparison:
         cells = merge_results(self.folder, results)
         rows = summarise(cells, cells[0]["router"])
         # Versions are not part of the identity: a run can be resumed after an update of a package.
-        metrics = describe_metrics(self.recipe.metrics)
+        metrics = self.task.other_metrics
         run = {**self.identity(), "measure": asdict(self.task.measure), **({"metrics": metrics} if metrics else {})}
         domains = summarise_domains(cells, cells[0]["router"])
         stored = {"run": run, "versions": versions(), "rows": rows, **({"domains": domains} if domains else {})}
         require_no_links(self.folder / "results.json", self.folder)
         guard()
-        write_json(self.folder / "results.json", {**stored, "cells": cells})
+        write_json(self.folder / "results.json", {**stored, "cells": without_examples(cells)})
         return rows
 
     def publish(self, results: Sequence[Result], page: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -273,6 +274,9 @@ class Comparison:
             "consistency": consistency(model, probe, k),
             "view": task.view(model.eval()),
         }
+        hooks = hooks_of(model)
+        if task.recipe.task == "text" and hooks is not None and hooks.sees_later_tokens:
+            result["sees_later_tokens"] = True
         result |= {key: described[key] for key in ("plugins", "settings") if key in described}
         lock.require(path / MODEL, path / TASK)
         save_trained(model, task, path)

@@ -2,23 +2,28 @@
 
 With a_d the accuracy on domain d of the model that was trained on all others (one seed), the two figures of a seed are
 mean_d a_d and min_d a_d. Only seeds for which every held-out domain has been trained are used. Accuracies are in percent.
+
+The domains have images of their own. So with h_d the distance from a mean to an end of the interval of domain d over its
+images, that of the mean over D domains is sqrt(sum_d h_d^2) / D, and for the worst domain the largest h_d is used.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.metrics import paired
+from holdfast.metrics import Difference, paired
+from holdfast.metrics.paired import over_examples
 from holdfast.train.domain_task import HELD_OUT
 
-Accuracies = Mapping[str, float]  # of one seed, by held-out domain
+Scores = Mapping[str, Mapping[str, Any]]  # of one seed, by held-out domain: "figure" is the error
 
-OVER_DOMAINS: dict[str, Callable[[Accuracies], float]] = {
-    "mean": lambda found: statistics.fmean(found.values()),
-    "worst": lambda found: min(found.values()),
-}
+OVER_DOMAINS: dict[str, tuple[Callable[[Sequence[float]], float], Callable[[Sequence[float]], float]]] = {
+    "mean": (statistics.fmean, lambda distances: math.hypot(*distances) / len(distances)),
+    "worst": (min, max),
+}  # of accuracies, and of distances to an end of the interval
 
 
 def summarise_domains(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
@@ -43,10 +48,10 @@ def _rows(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, An
     domains = list(dict.fromkeys(result["settings"][HELD_OUT] for result in results))
     if len(domains) < 2:
         return []
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    found: dict[str, dict[int, dict[str, dict[str, Any]]]] = {}
     for result in results:
         seeds = found.setdefault(result["router"], {})
-        seeds.setdefault(result["seed"], {})[result["settings"][HELD_OUT]] = 100 - result["clean"]["figure"]
+        seeds.setdefault(result["seed"], {})[result["settings"][HELD_OUT]] = result["clean"]
     complete = {
         router: {seed: each for seed, each in sorted(seeds.items()) if len(each) == len(domains)}
         for router, seeds in found.items()
@@ -60,27 +65,47 @@ def _rows(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, An
 
 
 def _row(
-    router: str,
-    domains: Sequence[str],
-    mine: Mapping[int, Accuracies],
-    theirs: Mapping[int, Accuracies],
-    is_baseline: bool,
+    router: str, domains: Sequence[str], mine: Mapping[int, Scores], theirs: Mapping[int, Scores], is_baseline: bool
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"router": router, "seeds": sorted(mine)}
-    row["accuracy"] = {domain: _level([found[domain] for found in mine.values()]) for domain in domains}
+    own = list(mine.values())
+    row["accuracy"] = {domain: asdict(_over_domains([[one] for one in own], min, max, [domain])) for domain in domains}
     shared = [] if is_baseline else sorted(mine.keys() & theirs.keys())
-    for name, over_domains in OVER_DOMAINS.items():
-        row[name] = _level([over_domains(found) for found in mine.values()])
+    for name, (over, distance) in OVER_DOMAINS.items():
+        row[name] = asdict(_over_domains([[one] for one in own], over, distance, domains))
         if shared:
-            before, after = ([over_domains(seeds[seed]) for seed in shared] for seeds in (theirs, mine))
-            difference = paired(before, after)
-            row[f"{name}, difference"] = {**asdict(difference), "words": difference.words}
+            pairs = [[theirs[seed], mine[seed]] for seed in shared]
+            row[f"{name}, difference"] = _over_domains(pairs, over, distance, domains).summary()
     return row
 
 
-def _level(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean over seeds and its 95% interval (Student's t); one seed has no interval."""
-    return asdict(paired([0.0] * len(values), values))
+def _over_domains(
+    seeds: Sequence[Sequence[Scores]],
+    over: Callable[[Sequence[float]], float],
+    distance: Callable[[Sequence[float]], float],
+    domains: Sequence[str],
+) -> Difference:
+    """Return a figure of accuracies over domains; if each seed has two scores, the second minus the first."""
+    accuracies = [[over([100 - scores[domain]["figure"] for domain in domains]) for scores in each] for each in seeds]
+    baseline = [0.0 if len(each) == 1 else each[0] for each in accuracies]
+    other = [each[-1] for each in accuracies]
+    mean, bounds = statistics.fmean(other) - statistics.fmean(baseline), (-100.0 if len(seeds[0]) == 2 else 0.0, 100.0)
+    ends = [_distances([[one[domain] for one in router] for router in zip(*seeds, strict=True)]) for domain in domains]
+    known = [end for end in ends if end is not None]
+    if len(known) < len(ends):
+        return paired(baseline, other, bounds=bounds)
+    below, above = (distance([end[side] for end in known]) for side in (1, 0))  # a low error is a high accuracy
+    return paired(baseline, other, examples=(mean - below, mean + above), bounds=bounds)
+
+
+def _distances(routers: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, float] | None:
+    """Return how far the interval over examples of an error, or of a difference of two, reaches below and above the mean."""
+    examples, _ = over_examples(*routers)
+    if examples is None:
+        return None
+    means = [statistics.fmean(score["figure"] for score in scores) for scores in routers]
+    mean = means[-1] - (means[0] if len(means) == 2 else 0.0)
+    return mean - examples[0], examples[1] - mean
 
 
 def _if_any(key: str, value: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from holdfast.attacks.curves import ascending
 from holdfast.attacks.registry import Attack, require_options
 from holdfast.data import PixelScaling
 from holdfast.files import MIB
+from holdfast.metrics import Shares
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.recipe import AttackPart
 from holdfast.train.task import AttackTable, without_attack_warnings
@@ -55,23 +56,31 @@ def logits_of(classify: Classify, pixels: Tensor) -> Tensor:
     return torch.cat([classify(part) for part in pixels.split(batch_size(pixels.shape[-1], pixels.device))])
 
 
-def error_of(classify: Classify, pixels: Tensor, labels: Tensor) -> float:
-    """Return the error on these images, in percent."""
-    return error_percent(int(in_top_k(logits_of(classify, pixels), labels).sum()), len(labels))
+def wrong_of(classify: Classify, pixels: Tensor, labels: Tensor) -> Tensor:
+    """Return (B,) bool on the CPU: which of these images are classified wrongly."""
+    return ~in_top_k(logits_of(classify, pixels), labels).cpu()
+
+
+def error_of(wrong: Tensor) -> float:
+    """Return the share of True in percent, from counts as every error here: shares differ in the last digit."""
+    return error_percent(int((~wrong).sum()), len(wrong))
+
+
+def per_image(wrong: Tensor) -> dict[str, Any]:
+    """Return the answers to single images as `metrics.per_example` stores them."""
+    return Shares(wrong.cpu().double().numpy()).stored()
 
 
 def attacked_error(result: AttackedInputs, top: int = 1) -> float | None:
-    """Return the error after an attack, from counts as every error here: shares differ in the last digit.
-
-    None: the attack does not say in which place the right class is.
-    """
+    """Return the error after an attack. None: the attack does not say in which place the right class is."""
     beyond = result.beyond(top)
-    return None if beyond is None else error_percent(int((~beyond).sum()), len(beyond))
+    return None if beyond is None else error_of(beyond)
 
 
 def _attacked(result: AttackedInputs) -> dict[str, Any]:
     top5 = attacked_error(result, TOP)
-    return {"figure": attacked_error(result), **({} if top5 is None else {"top5": top5}), **result.summary()}
+    found = {"figure": attacked_error(result), "clean": error_of(result.already_wrong), **result.summary()}
+    return {**found, **({} if top5 is None else {"top5": top5}), "per_example": per_image(result.success)}
 
 
 def attack_name(attack: AttackPart) -> str:
@@ -101,19 +110,22 @@ def curve_of(
         return attack_curve(lambda at: attack_pixels(attack, classify, pixels, labels, budget=at, **given), budgets)
 
 
-def clean_errors(classify: Classify, pixels: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return the error and the top-5 error without an attack."""
+def clean_errors(classify: Classify, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which images are wrong without an attack, and which have the right class not among the first five."""
     logits = logits_of(classify, pixels)
-    one, five = (error_percent(int(in_top_k(logits, labels, top).sum()), len(labels)) for top in (1, TOP))
+    one, five = (~in_top_k(logits, labels, top) for top in (1, TOP))
     return one, five
 
 
-def described_curve(points: Curve, clean: tuple[float, float]) -> dict[str, Any]:
+def described_curve(points: Curve, clean: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Return a curve as JSON: for each budget, from 0 on, the error, the top-5 error and the largest change made."""
-    rows = [(point.budget, attacked_error(point), attacked_error(point, TOP), point.realised) for point in points]
+    rows = [(point.budget, point.success, point.beyond(TOP), point.realised) for point in points]
     rows = [*([] if points[0].budget == 0 else [(0.0, *clean, 0.0)]), *rows]
-    columns = zip(("budgets", "figure", "top5", "realised"), map(list, zip(*rows, strict=True)), strict=True)
-    return {"examples": len(points[0].success), **dict(columns)}
+    budgets, first, five, realised = (list(column) for column in zip(*rows, strict=True))
+    wrong = {"figure": first, "top5": five}
+    errors = {key: [None if one is None else error_of(one) for one in each] for key, each in wrong.items()}
+    single = {key: [None if one is None else per_image(one) for one in each] for key, each in wrong.items()}
+    return {"examples": len(first[0]), "budgets": budgets, **errors, "realised": realised, "per_example": single}
 
 
 def attack_all(
@@ -162,17 +174,25 @@ class Corrupted:
                 self._kept[name, severity] = found
         return found
 
+    def wrong(self, classify: Classify, labels: Tensor, severity: int) -> dict[str, Tensor]:
+        """Return which images are wrong under each corruption of one severity; `labels` are on the model's device."""
+        return {name: wrong_of(classify, self.images(name, severity).to(labels.device), labels) for name in self.names}
+
     def errors(self, classify: Classify, labels: Tensor, severity: int) -> dict[str, float]:
-        """Return the error under each corruption of one severity; `labels` are on the model's device."""
-        return {name: error_of(classify, self.images(name, severity).to(labels.device), labels) for name in self.names}
+        """Return the error under each corruption of one severity."""
+        return {name: error_of(wrong) for name, wrong in self.wrong(classify, labels, severity).items()}
 
     def score(self, classify: Classify, labels: Tensor, severities: Sequence[int]) -> dict[str, Any]:
         """Return the mean error over corruptions and severities, and the error by corruption and by severity."""
-        found = {severity: self.errors(classify, labels, severity) for severity in sorted(severities)}
+        answers = {severity: self.wrong(classify, labels, severity) for severity in sorted(severities)}
+        found = {severity: {name: error_of(wrong) for name, wrong in each.items()} for severity, each in answers.items()}
+        every = torch.stack([wrong for each in answers.values() for wrong in each.values()]).double().mean(0)
+        clean = error_of(wrong_of(classify, self.pixels.to(labels.device), labels))
         each = {name: _mean(errors[name] for errors in found.values()) for name in self.names}
         by_severity = {str(severity): _mean(errors.values()) for severity, errors in found.items()}
         severity = {"severity": severities[0]} if len(severities) == 1 else {"severities": by_severity}
-        return {"figure": _mean(each.values()), "examples": len(labels), **severity, "each": each}
+        counted = {"figure": _mean(each.values()), "clean": clean, "examples": len(labels)}
+        return {**counted, **severity, "each": each, "per_example": per_image(every)}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -215,7 +235,8 @@ def attack_table(
 
     options     further options of the attacks, checked by `check_images_attacks`
     """
-    clean = clean_errors(classify, pixels, labels)
+    wrong = clean_errors(classify, pixels, labels)
+    clean = error_of(wrong[0]), error_of(wrong[1])
     if list(kinds) == ["corruptions"]:
         return _corruption_table(classify, pixels, labels, clean, [int(budget) for budget in budgets], seed)
     how = {"steps": steps, "seed": seed, **options}
@@ -236,7 +257,7 @@ def attack_table(
         "flags": [flag.summary() for flag in flags],
         "summary": summary,
         "clean": {"figure": clean[0], "top5": clean[1], "examples": len(labels)},
-        "curves": {curve[0].attack: described_curve(curve, clean) for curve in curves},
+        "curves": {curve[0].attack: described_curve(curve, wrong) for curve in curves},
     }
 
 

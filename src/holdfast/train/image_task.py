@@ -29,7 +29,9 @@ from holdfast.train.image_attacks import (
     batch_size,
     check_images_attacks,
     classifier,
+    error_of,
     error_percent,
+    per_image,
 )
 from holdfast.train.image_size_check import require_patches, scale_warning, size_line
 from holdfast.train.recipe import Recipe
@@ -171,7 +173,10 @@ class ImageTask(Task):
         results, curves, main = attack_all(classify, few, part)
         labels = few(part.corrupted_examples or part.examples)[1]
         results["corruptions"] = self._corrupted().score(classify, labels, part.severities)
-        attacked = {**results[attack_name(part)], **self._forward_attacked(model, main.inputs, few(len(main.inputs))[1])}
+        pixels, right = few(len(main.inputs))
+        attacked = {**results[attack_name(part)], **self._forward_attacked(model, main.inputs, right)}
+        if self.recipe.metrics:
+            attacked["clean_metrics"] = self._forward_attacked(model, pixels, right)["metrics"]
         further = {"curves": curves} if curves else {}
         if self.shifts is not None:
             further["shifts"] = self.shifts.score(classify, model.device)
@@ -222,19 +227,19 @@ class ImageTask(Task):
 
     @torch.no_grad()
     def _clean(self, model: Any, images: Images) -> dict[str, Any]:
-        correct = among_five = 0
+        wrong, among_five = list[Tensor](), 0
         classify = classifier(model, self.scaling, self.outputs)
         chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(images.shape[-1], model.device)
         with routing_metrics(model) as routing:
             for start in range(0, len(images), batch):
                 numbers = range(start, min(start + batch, len(images)))
                 logits, labels = classify(images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
-                correct += int(in_top_k(logits, labels).sum())
+                wrong.append(~in_top_k(logits, labels))
                 among_five += int(in_top_k(logits, labels, 5).sum())
                 chosen.update(logits, labels)
-        count = len(images)
-        found = {"figure": error_percent(correct, count), "top5": error_percent(among_five, count), "examples": count}
-        return {**found, **chosen.result(), **routing}
+        count, every = len(images), torch.cat(wrong)
+        found = {"figure": error_of(every), "top5": error_percent(among_five, count), "examples": count}
+        return {**found, "per_example": per_image(every), **chosen.result(), **routing}
 
     @torch.no_grad()
     def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Texts and pairs of texts to classify or to score: examples for training, validation and testing, clean and attacked.
 
 The metric is a metric of labels (`metrics.labels`), by default the one that the data are usually scored by. Routers are
-compared by its error, 100 (1 - metric), in points: for accuracy this is the share of wrong classes in percent. A metric that
-is not defined, as a correlation with constant predictions, gives NaN and a reason.
+compared by it, higher is better; for accuracy by the share of wrong classes in percent, lower is better. A metric that is
+not defined, as a correlation with constant predictions, gives NaN and a reason.
 
 An attack changes words of the test texts; the labels stay. Besides the metric it has the share of predictions that change,
 and the difference to the clean texts with a 95% interval over examples, paired by example.
@@ -31,8 +31,8 @@ from holdfast.data.tokenizers import HubTokenizer, Vocabulary
 from holdfast.errors import unknown_name
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_positions
-from holdfast.metrics import ChosenMetrics
-from holdfast.metrics.labels import LABEL_METRICS, label_metric, label_metrics, metric_difference, metric_interval
+from holdfast.metrics import ChosenMetrics, PerExample, Predictions, Shares, difference_of, level_of
+from holdfast.metrics.labels import IGNORED, LABEL_METRICS, label_metric, label_metrics
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import padding_token, start_model, start_tokenizer
 from holdfast.train.task import (
@@ -137,7 +137,15 @@ class LabelTask(Task):
             attack = f"{self.attack.attack}: {self.attack.realised:.1%} of the words"
         if self.metric == "accuracy":
             return Measure("error, %", "share of test texts that are classified wrongly, in percent", attack)
-        return Measure(f"1 - {metric.name}, %", f"100 (1 - {metric.name}) on the test texts; {metric.about}", attack)
+        return Measure(metric.name, f"{metric.about}, on the test texts", attack, better="higher")
+
+    @property
+    def other_metrics(self) -> list[dict[str, str]]:
+        """The recipe's further metrics; if the labels are numbers, the other correlation."""
+        if not self.text_set.is_regression:
+            return super().other_metrics
+        others = [metric for name, metric in LABEL_METRICS.items() if metric.numbers and name != self.metric]
+        return [{"name": metric.name, "about": metric.about, "better": "higher"} for metric in others]
 
     def describe(self) -> dict[str, Any]:
         return {"data": self.text_set.describe(), "attack": self.attack.summary()}
@@ -258,37 +266,55 @@ class LabelTask(Task):
         predicted, measured = predict(model, encoded, routing=routing, metrics=chosen, labels=self.labels(split))
         labels = self.labels(split).numpy()
         metrics = label_metrics(predicted, labels, classes=len(self.text_set.classes))
-        found: dict[str, Any] = {"figure": 100 * (1 - metrics[self.metric]), **metrics, "examples": len(labels)}
+        each = self._per_example(predicted, labels)
+        found: dict[str, Any] = {"figure": self._figure(metrics[self.metric]), **metrics, "examples": len(labels)}
+        found |= {"per_example": each.stored()}
+        if self.text_set.is_regression:
+            found["metrics"] = {LABEL_METRICS[name].name: value for name, value in metrics.items() if name != self.metric}
         if math.isnan(found["figure"]):
             found["undefined"] = (
                 f"{LABEL_METRICS[self.metric].name} is not defined: all predictions or all labels are equal."
             )
         return {**found, **chosen.result(), **measured}, predicted
 
+    def _figure(self, metric: float) -> float:
+        return 100 * (1 - metric) if self.metric == "accuracy" else metric
+
+    def _per_example(self, predicted: Values, labels: Values) -> PerExample:
+        if self.metric == "accuracy":
+            return Shares((predicted != labels)[labels != IGNORED].astype(np.float64))
+        return Predictions(self.metric, predicted, labels)
+
+    def _score_of(self, predicted: Values) -> dict[str, Any]:
+        """Return predictions of the test texts as `difference_of` and `level_of` compare them; NaN has no figure."""
+        labels = self.labels("test").numpy()
+        figure = self._figure(label_metric(self.metric, predicted, labels))
+        each = self._per_example(predicted, labels).stored()
+        return {"figure": None if math.isnan(figure) else figure, "per_example": each}
+
     def _against_majority(self, predicted: Values) -> dict[str, Any]:
         """Return the interval of the figure, and of its difference to always predicting the most frequent class of train."""
-        labels = self.labels("test").numpy()
         found: dict[str, Any] = {}
-        interval = metric_interval(self.metric, predicted, labels)
-        if interval is not None:
-            found["interval"] = {"low": 100 * (1 - interval[1]), "high": 100 * (1 - interval[0])}
+        own = self._score_of(predicted)
+        level = level_of([own])
+        if level is not None and level.low is not None:
+            found["interval"] = {"low": level.low, "high": level.high}
         if not self.text_set.is_regression:
             usual = Counter(row.label for row in self.text_set.splits.get("train", self.text_set.texts("test")))
-            constant = np.full_like(labels, int(usual.most_common(1)[0][0]))
-            change = metric_difference(self.metric, predicted, constant, labels)
-            found["majority"] = {
-                "figure": 100 * (1 - label_metrics(constant, labels, classes=len(self.text_set.classes))[self.metric]),
-                "below": None if change is None else _as_figure(change.summary()),
-            }
+            constant = self._score_of(np.full_like(self.labels("test").numpy(), int(usual.most_common(1)[0][0])))
+            found["majority"] = {"figure": constant["figure"], "difference": self._difference(constant, own)}
         return found
 
     def _changes(self, before: Values, after: Values) -> dict[str, Any]:
         """Return how an attack changes predictions, and the difference of the figure, paired by example."""
-        change = metric_difference(self.metric, before, after, self.labels("test").numpy())
-        paired = {"paired": None if change is None else _as_figure(change.summary())}
+        paired = {"paired": self._difference(self._score_of(before), self._score_of(after))}
         if self.text_set.is_regression:
             return {"mean_change": float(np.abs(after - before).mean()), **paired}
         return {"predictions_changed": float((after != before).mean()), **paired}
+
+    def _difference(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any] | None:
+        found = difference_of([before], [after])
+        return None if found is None else {**found.summary(), "examples": len(self.text_set.texts("test"))}
 
     def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
         with without_attack_warnings():
@@ -303,7 +329,7 @@ class LabelTask(Task):
         paired = attacked["paired"]
         return {
             "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
-            "caption": paired and f"The attack changes the {self.measure.name.partition(',')[0]} by {paired['words']}.",
+            "caption": paired and f"The attack changes the {self.measure.noun} by {paired['words']}.",
             "columns": ["", self.measure.name, *(LABEL_METRICS[name].name for name in names), what],
             "rows": [
                 ["clean", clean["figure"], *(clean[name] for name in names), ""],
@@ -388,14 +414,6 @@ def _best_class(logits: Tensor) -> Tensor:
 
 def _documents(row: LabelledText) -> list[Document]:
     return [Document("text", text.encode("utf-8", "replace")) for text in (row.text, row.pair) if text is not None]
-
-
-def _as_figure(metric: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a difference of a metric as one of the figure, which is lower if the metric is higher."""
-    mean, low, high = (None if metric[key] is None else 0.0 - metric[key] for key in ("mean", "high", "low"))
-    interval = "no interval" if low is None else f"95% interval {low:+.2f} to {high:+.2f}, {metric['examples']} examples"
-    words = f"{mean:+.2f} points ({interval})"
-    return {"mean": mean, "low": low, "high": high, "examples": metric["examples"], "words": words}
 
 
 def _known_metric(name: str) -> Any:

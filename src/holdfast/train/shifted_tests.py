@@ -25,12 +25,14 @@ from holdfast.data import Images
 from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
 from holdfast.data.labelled_images import Prepare
 from holdfast.data.shifted_images import ShiftedFolder, counted, recognise
+from holdfast.metrics import Shares
 from holdfast.metrics.tasks import (
     ALEXNET_CLEAN_ERROR,
     ALEXNET_ERRORS,
     Accuracy,
     AnomalyPrecision,
     MeanCorruptionError,
+    in_top_k,
 )
 
 MADE = "corruptions"  # the name of the corruptions that are made here
@@ -141,7 +143,7 @@ class ShiftedTests:
     def inputs_to_score(self, *, with_clean: bool = False) -> int:
         """Return how many images the model is run on."""
         clean = len(self.clean.images) if self.clean is not None and (with_clean or self._needs_clean()) else 0
-        made = len(self.made) * len(SEVERITIES) * len(_makeable())
+        made = len(self.made) * (1 + len(SEVERITIES) * len(_makeable()))  # clean too
         return clean + made + sum(map(len, self.folders.values()))
 
     def _needs_clean(self) -> bool:
@@ -187,13 +189,19 @@ class ShiftedTests:
         assert self.clean is not None
         kinds = _makeable()
         scores = {(kind, severity): Accuracy() for kind in kinds for severity in SEVERITIES}
-        for start, pixels, _ in _batches(self.clean.images, self.made):
-            right = self.clean.outputs[self.made[start : start + len(pixels)]]
+        clean, wrong = Accuracy(), torch.zeros(len(self.made), dtype=torch.float64)
+        for start, pixels, count in _batches(self.clean.images, self.made):
+            right = self.clean.outputs[self.made[start : start + count]]
+            clean.update(classify(pixels.to(device)).cpu(), right)
             for (kind, severity), accuracy in scores.items():
                 made = corrupt(pixels, kind, severity=severity, seed=SEED, first=start).images
-                accuracy.update(classify(made.to(device)).cpu(), right)
+                logits = classify(made.to(device)).cpu()
+                accuracy.update(logits, right)
+                wrong[start : start + count] += ~in_top_k(logits, right)
         errors = {kind: {s: _error(scores[kind, s]) for s in SEVERITIES} for kind in kinds}
-        return {**_error_row(_mean_error(errors)), "examples": len(self.made), "seed": SEED, "errors": _as_json(errors)}
+        found = {**_error_row(_mean_error(errors)), "clean_same": _error(clean), "examples": len(self.made), "seed": SEED}
+        each = Shares((wrong / len(scores)).numpy()).stored()
+        return {**found, "errors": _as_json(errors), "per_example": each}
 
 
 def _makeable() -> list[str]:
@@ -224,6 +232,7 @@ class _ClassesTest:
     def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
         self.selected, self.classes = _Selected(columns), classes
         self.first, self.first_five, self.examples = Accuracy(), Accuracy(5), 0
+        self.wrong: list[Tensor] = []
 
     def adder(self, corruption: str, severity: int) -> Consume:
         return self.add
@@ -232,6 +241,7 @@ class _ClassesTest:
         logits, targets = self.selected.logits(logits), self.selected.targets(outputs)
         self.first.update(logits, targets)
         self.first_five.update(logits, targets)
+        self.wrong.append(~in_top_k(logits, targets))
         self.examples += len(targets)
 
     def add_clean(self, logits: Tensor, outputs: Tensor) -> None:
@@ -242,7 +252,8 @@ class _ClassesTest:
             return {}
         top5 = {"top5": _error(self.first_five)} if self.classes > 5 else {}  # else 0
         row = {**_error_row(_error(self.first)), "accuracy": self.first.result(), **top5}
-        return {**row, "examples": self.examples, "classes": self.classes}
+        each = Shares(torch.cat(self.wrong).double().numpy()).stored()
+        return {**row, "examples": self.examples, "classes": self.classes, "per_example": each}
 
 
 class _OutliersTest:

@@ -1,20 +1,26 @@
-"""The rows of a comparison: one for each router, with means over seeds and paired differences to the baseline."""
+"""The rows of a comparison: one for each router, with means over seeds and paired differences to the baseline.
+
+A router that lets a token read later ones has an easier task than the others in a causal model. Its row says so under
+"apart" and has no differences; if it is the baseline, no row has.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from holdfast.metrics import Cost, cost_over_seeds, paired
+from holdfast.metrics import cost_over_seeds, difference_of, level_of
 from holdfast.routing.grammar import split_options
 
 COMPUTE_TOLERANCE = 0.005  # relative to the baseline's experts per token; a smaller difference does not count
 Seeds = Mapping[int, dict[str, Any]]  # results by seed
+Read = Callable[[dict[str, Any]], Mapping[str, Any]]  # from a result to a score: "figure", "per_example"
+APART = "sees later tokens"
 
 ERRORS = ("figure", "top5")  # of a curve
 METRICS = {  # key of a row: the keys of its value in a result
     "clean": ("clean", "figure"),
     "attacked": ("attacked", "figure"),
+    "attacked, clean": ("attacked", "clean"),
     "clean, kept": ("clean", "figure_of_kept"),
     "attacked, kept": ("attacked", "figure_of_kept"),
     "clean, bits per byte": ("clean", "bits_per_byte"),
@@ -52,9 +58,10 @@ def _rows_of_setting(results: Sequence[dict[str, Any]], baseline: str) -> list[d
         by_router.setdefault(result["router"], {})[result["seed"]] = result
     theirs = by_router.get(baseline, {})
     rows = [_row(name, seeds, theirs, name == baseline) for name, seeds in by_router.items()]
+    rows.sort(key=lambda row: "apart" in row and row["router"] != baseline)
     for row in rows if theirs else []:
         matched = _equal_compute_baseline(row, rows)
-        if matched and (found := _difference(by_router[matched], by_router[row["router"]], _reader("clean", "figure"))):
+        if matched and (found := _difference(by_router[matched], by_router[row["router"]], _score("clean"))):
             row["equal compute"] = {"router": matched, **found}
     return rows
 
@@ -92,126 +99,129 @@ def uses_more_compute(row: dict[str, Any]) -> bool:
     return bool(row.get("more_compute", 0) > COMPUTE_TOLERANCE)
 
 
-def _row(name: str, mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]], is_baseline: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"router": name, "seeds": sorted(mine), "parameters": next(iter(mine.values()))["parameters"]}
+def _row(name: str, mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, Any]:
+    first = next(iter(mine.values()))
+    row: dict[str, Any] = {"router": name, "seeds": sorted(mine), "parameters": first["parameters"]}
+    if any(map(_is_apart, mine.values())):
+        row["apart"] = APART
     row["experts_per_token"] = statistics.fmean(_experts_per_token(result) for result in mine.values())
     for metric, (text, key) in METRICS.items():
-        if not all(key in result[text] for result in mine.values()):
-            continue
-        row[metric] = _mean([result[text][key] for result in mine.values()])
-        if not is_baseline and (found := _difference(theirs, mine, _reader(text, key))):
-            row[f"{metric}, difference"] = found
-    row["scores"] = _scores(mine, theirs, is_baseline)
-    if curves := _curves(mine):
-        row["curves"] = curves
-    if metrics := _metrics(mine, theirs, is_baseline):
-        row["metrics"] = metrics
-    if shifts := _shifts(mine, theirs, is_baseline):
-        row["shifts"] = shifts
-    costs = [cost for cost in map(_cost, mine.values()) if cost is not None]
-    if len(costs) == len(mine):
-        row["cost"] = cost_over_seeds(costs).summary()
-        if not is_baseline and (found := _difference(theirs, mine, _mean_cost)):
-            row["cost, difference"] = found
-    if not is_baseline and theirs:
+        if all(key in result[text] for result in mine.values()):
+            row[metric] = _mean([result[text][key] for result in mine.values()])
+    row["examples"] = {text: first[text].get("examples") for text in ("clean", "attacked")}
+    others = {} if is_baseline else theirs
+    for text in ("clean", "attacked"):
+        row |= _named(f"{text}, difference", _difference(others, mine, _score(text)))
+    row["scores"] = _scores(mine, others)
+    row |= (
+        _named("curves", _curves(mine)) | _named("metrics", _metrics(mine, others)) | _named("shifts", _shifts(mine, others))
+    )
+    costs = [result["attacked"].get("cost") or {} for result in mine.values()]
+    if (cost := cost_over_seeds(costs)) is not None:
+        row["cost"] = cost.summary()
+        row |= _named("cost, difference", _difference(others, mine, lambda result: result["attacked"].get("cost") or {}))
+    if others and "apart" not in row:
         usual = statistics.fmean(_experts_per_token(result) for result in theirs.values())
         row["more_compute"] = row["experts_per_token"] / usual - 1
     return row
 
 
-def _metrics(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str, Any]]:
-    """Return the further metrics of a router: {"accuracy": {"clean": ..., "clean, difference": ..., "attacked": ...}}."""
+def _named(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {name: value} if value else {}
+
+
+def _is_apart(result: dict[str, Any]) -> bool:
+    return bool(result.get("sees_later_tokens"))
+
+
+def _metrics(mine: Seeds, theirs: Seeds) -> dict[str, dict[str, Any]]:
+    """Return the further metrics of a router: {"accuracy": {"clean": ..., "clean, difference": ..., "attacked": ...}}.
+
+    "attacked, clean" is of the attacked examples without the attack, if those are not all test examples.
+    """
     names = list(dict.fromkeys(name for result in mine.values() for name in result["clean"].get("metrics", {})))
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for name, row in found.items():
         for text in ("clean", "attacked"):
             read = _metric_reader(text, name)
-            row[text] = _mean([read(result) for result in mine.values()])
-            if not is_baseline and (difference := _difference(theirs, mine, read)):
-                row[f"{text}, difference"] = difference
+            row[text] = _mean([read(result).get("figure") for result in mine.values()])
+            row |= _named(f"{text}, difference", _difference(theirs, mine, read))
+        if all("clean_metrics" in result["attacked"] for result in mine.values()):
+            row["attacked, clean"] = _mean([result["attacked"]["clean_metrics"].get(name) for result in mine.values()])
     return found
 
 
-def _shifts(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str, Any]]:
+def _shifts(mine: Seeds, theirs: Seeds) -> dict[str, dict[str, Any]]:
     """Return a router's results on shifted test sets: {"imagenet-a": {"measure", "better", "figure", "difference"}}."""
-    first = next(iter(mine.values())).get("shifts", {})
     found: dict[str, dict[str, Any]] = {}
-    for name, one in first.items():
-        read = _shift_reader(name)
-        found[name] = {"measure": one["measure"], "better": one["better"], "figure": _mean([*map(read, mine.values())])}
-        if not is_baseline and (difference := _difference(theirs, mine, read)):
-            found[name]["difference"] = difference
+    for name, one in next(iter(mine.values())).get("shifts", {}).items():
+        read = _reader("shifts", name)
+        figure = _mean([read(result).get("figure") for result in mine.values()])
+        found[name] = {"measure": one["measure"], "better": one["better"], "figure": figure}
+        found[name] |= _named("difference", _difference(theirs, mine, read))
     return found
 
 
-def _shift_reader(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: result.get("shifts", {}).get(name, {}).get("figure")
+def _scores(mine: Seeds, theirs: Seeds) -> dict[str, dict[str, Any]]:
+    """Return the figure on clean data and under every attack, with its interval and its paired difference.
 
-
-def _scores(mine: Seeds, theirs: Seeds, is_baseline: bool) -> dict[str, dict[str, Any]]:
-    """Return the figure on clean data and under every attack, with its interval over seeds and its paired difference."""
+    "clean" of an attack is the figure of the attacked examples without it.
+    """
     names = list(dict.fromkeys(name for result in mine.values() for name in result.get("trials", {})))
-    readers = {"clean": _reader("clean", "figure"), **{name: _trial_reader(name) for name in names}}
     found = {}
-    for name, read in readers.items():
-        found[name] = _over_seeds([read(result) for result in mine.values()])
-        if not is_baseline and (difference := _difference(theirs, mine, read)):
-            found[name]["difference"] = difference
+    for name, read in {"clean": _score("clean"), **{name: _reader("trials", name) for name in names}}.items():
+        scores = [read(result) for result in mine.values()]
+        found[name] = _over_seeds(scores) | _named("difference", _difference(theirs, mine, read))
+        if all("clean" in score for score in scores):
+            found[name]["clean"] = _mean([score["clean"] for score in scores])
     return found
 
 
 def _curves(mine: Seeds) -> dict[str, dict[str, Any]]:
-    """Return the curves of attacks, with intervals over seeds: {"PGD": {"budgets": ..., "figure": ...}}."""
+    """Return the curves of attacks, with intervals: {"PGD": {"budgets": ..., "figure": ...}}."""
     results = list(mine.values())
     found: dict[str, dict[str, Any]] = {}
     for name, first in results[0].get("curves", {}).items():
         same = [curve for result in results if (curve := result.get("curves", {}).get(name))]
         if len(same) < len(results) or any(curve["budgets"] != first["budgets"] for curve in same):
             continue
-        errors = {key: [_over_seeds(values) for values in zip(*(one[key] for one in same), strict=True)] for key in ERRORS}
+        points = range(len(first["budgets"]))
+        errors = {key: [_over_seeds([_point(curve, key, place) for curve in same]) for place in points] for key in ERRORS}
         found[name] = {"budgets": first["budgets"], "examples": first["examples"], **errors}
     return found
 
 
-def _over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
-    """Return the mean over seeds and its 95% interval; None where a seed has no value, and no interval for one seed."""
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values) or not numbers:
-        return {"mean": None, "low": None, "high": None}
-    found = paired([0.0] * len(numbers), numbers)
-    return {"mean": found.mean, "low": found.low, "high": found.high}
+def _point(curve: Mapping[str, Any], key: str, place: int) -> dict[str, Any]:
+    """Return one point of a curve as a score."""
+    return {"figure": curve[key][place], "per_example": curve.get("per_example", {}).get(key, {place: None})[place]}
 
 
-def _trial_reader(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: result.get("trials", {}).get(name, {}).get("figure")
+def _over_seeds(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean over seeds and its 95% interval; None where a seed has no value."""
+    level = level_of(scores)
+    keys = ("mean", "low", "high", "over")
+    return dict.fromkeys(keys) if level is None else {key: getattr(level, key) for key in keys}
 
 
-def _metric_reader(text: str, name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: result[text].get("metrics", {}).get(name)
+def _score(text: str) -> Read:
+    return lambda result: result[text]  # type: ignore[no-any-return]
 
 
-def _difference(theirs: Seeds, mine: Seeds, read: Callable[[dict[str, Any]], float | None]) -> dict[str, Any]:
-    """Return the paired difference over common seeds; empty if there are none, or if a run has no value."""
+def _reader(group: str, name: str) -> Read:
+    return lambda result: result.get(group, {}).get(name, {})  # type: ignore[no-any-return]
+
+
+def _metric_reader(text: str, name: str) -> Read:
+    return lambda result: {"figure": result[text].get("metrics", {}).get(name)}
+
+
+def _difference(theirs: Seeds, mine: Seeds, read: Read) -> dict[str, Any]:
+    """Return the paired difference over common seeds; empty if there are none, if a run has no value, or if one is apart."""
     shared = sorted(mine.keys() & theirs.keys())
-    before, after = ([read(seeds[seed]) for seed in shared] for seeds in (theirs, mine))
-    if not shared or None in (*before, *after):
+    if any(_is_apart(seeds[seed]) for seeds in (theirs, mine) for seed in shared):
         return {}
-    difference = paired(before, after)  # type: ignore[arg-type]
-    return {**asdict(difference), "words": difference.words}
-
-
-def _reader(text: str, key: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda result: result[text].get(key)
-
-
-def _cost(result: dict[str, Any]) -> Cost | None:
-    stored = result["attacked"].get("cost")
-    return None if stored is None or stored["mean"] is None else Cost(stored["mean"], stored["low"], stored["high"])
-
-
-def _mean_cost(result: dict[str, Any]) -> float | None:
-    cost = _cost(result)
-    return None if cost is None else cost.mean
+    difference = difference_of(*([read(seeds[seed]) for seed in shared] for seeds in (theirs, mine)))
+    return {} if difference is None else difference.summary()
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

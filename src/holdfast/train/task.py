@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from holdfast.attacks import AttackWarning, attack_routes
 from holdfast.data import ExampleOrder
 from holdfast.hub import has_routers, router_calls, trace
 from holdfast.hub.tracing import require_known_tokens
-from holdfast.metrics import RoutingReport, boundary_of
+from holdfast.metrics import RoutingReport, boundary_of, describe_metrics
 from holdfast.routing import Context, Router
 from holdfast.train.recipe import Recipe
 
@@ -35,11 +35,17 @@ AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and
 @final
 @dataclass(frozen=True)
 class Measure:
-    """The metric that compares routers; lower is always better."""
+    """The metric that compares routers."""
 
     name: str
     long: str  # the metric in a sentence
     attack: str  # the attack in the same sentence
+    better: Literal["lower", "higher"] = "lower"
+
+    @property
+    def noun(self) -> str:
+        """The name without its unit."""
+        return self.name.partition(",")[0].strip()
 
 
 @final
@@ -101,6 +107,11 @@ class Task(ABC):
     def measure(self) -> Measure:
         """Return the metric of this task and the attack it is measured under."""
 
+    @property
+    def other_metrics(self) -> list[dict[str, str]]:
+        """The names, descriptions and directions of the metrics beside the measure."""
+        return describe_metrics(self.recipe.metrics)
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return what a result records of its data ("data") and of the attack ("attack"): part of a run's identity."""
@@ -144,7 +155,7 @@ class Task(ABC):
 
     @abstractmethod
     def held_out_figure(self, model: Any) -> float | None:
-        """Return the figure of this task on the held-out examples, for a model in evaluation mode.
+        """Return the error of a model in evaluation mode on the held-out examples; lower is better, whatever the measure.
 
         None: it follows from their loss (then `has_held_out_figure` is False).
         """

@@ -23,7 +23,7 @@ from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.tokenizers import Vocabulary
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_known_tokens, require_positions
-from holdfast.metrics import BlockLosses, ChosenMetrics, cost_of_attack, token_nll
+from holdfast.metrics import ChosenMetrics, block_losses, cost_of_attack, token_nll
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import start_model, start_tokenizer
 from holdfast.train.task import (
@@ -319,7 +319,7 @@ def score_text(
     require_known_tokens(model, text.blocks.tokens)
     was_training = model.training
     model.eval()
-    total = untouched_total = 0.0
+    total, untouched_total, nlls = 0.0, 0.0, list[Tensor]()
     tokens = untouched_tokens = 0
     place, all_untouched = 1, text.untouched  # the first token is not predicted
     batch_tokens = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"])
@@ -335,13 +335,16 @@ def score_text(
             total, tokens = total + float(nll.sum()), tokens + nll.numel()
             untouched_total += float(nll[untouched].sum())
             untouched_tokens += int(untouched.sum())
-            if losses is not None:
-                losses.append(nll)
+            nlls.append(nll)
             if chosen:
                 mask = batch.mask.to(device)
                 chosen.update(out.logits[mask], batch.labels.to(device)[mask])
             place += nll.numel()
     model.train(was_training)
+    found = torch.cat(nlls)
+    if losses is not None:
+        losses.append(found)
+    places = torch.arange(tokens) // text.blocks.length
     return {
         "figure": perplexity(total, tokens),
         "figure_of_kept": perplexity(untouched_total, untouched_tokens) if untouched_tokens else None,
@@ -349,6 +352,7 @@ def score_text(
         "tokens": tokens,
         "kept_tokens": untouched_tokens,
         "bits_per_byte": total / math.log(2) / text.bytes,
+        "per_example": block_losses(found, places, len(text.blocks)).stored(),
         **chosen.result(),
         **measured,
     }
@@ -365,6 +369,6 @@ def perplexity(nll: float, tokens: int) -> float:
 def cost_between(clean: tuple[ScoredText, list[Tensor]], attacked: tuple[ScoredText, list[Tensor]]) -> dict[str, Any] | None:
     """Return the cost of an attack on the untouched words, from the losses that `score_text` appended."""
     count = len(clean[0].blocks)
-    before, after = (BlockLosses.of(torch.cat(losses), text.block[1:], count) for text, losses in (clean, attacked))
+    before, after = (block_losses(torch.cat(losses), text.block[1:], count) for text, losses in (clean, attacked))
     cost = cost_of_attack(before, after)
     return None if cost is None else cost.summary()
