@@ -13,7 +13,6 @@ import figures
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 NAMES = figures.names()
 SHOWN = 358  # pixels of a picture on a page of a telephone that is 390 pixels wide
 SMALLEST = 8  # pixels of a text
@@ -35,21 +34,6 @@ def test_the_stored_pictures_are_what_make_figures_draws(tmp_path: Path) -> None
     drawn = figures.draw(tmp_path)
     assert {file.name for file in drawn} == {file.name for file in figures.PICTURES.glob("*.svg")} != set()
     assert [file.name for file in drawn if file.read_bytes() != (figures.PICTURES / file.name).read_bytes()] == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.every_combination
-def test_a_picture_says_where_its_numbers_come_from(name: str) -> None:
-    numbers = figures.numbers(name)
-    assert numbers["versions"]["torch"]
-    if not name.startswith("tutorial_"):  # the code of a tutorial makes the numbers of its picture
-        assert re.fullmatch(r"[0-9a-f]{7}", numbers["commit"]) and numbers["commands"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.every_combination
-def test_a_picture_is_in_a_document(name: str) -> None:
-    assert any(f"pictures/{name}.svg)" in document.read_text(encoding="utf-8") for document in DOCUMENTS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,10 +96,6 @@ def test_the_picture_counts_perturbations_with_more_changed_predictions(stored: 
     for place, name in enumerate(rows):
         result["prediction_flips"][name] = {"before": 0.1, "after": (0.2, 0.05, 0.1)[min(place, 2)]}
     assert f"fewer in 1 of {len(rows)} rows, more in 1." in draw({**stored, "what_if": result})
-
-
-def test_the_readme_shows_the_picture() -> None:
-    assert "](docs/pictures/what_if.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_new_numbers_are_stored_with_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any) -> None:

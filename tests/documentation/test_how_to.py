@@ -214,15 +214,6 @@ def test_every_refusal_on_a_page_is_tried() -> None:
         assert len(quoted(page)) == len(actions), page
 
 
-@pytest.mark.parametrize("page", sorted(REFUSALS))
-def test_a_page_has_a_problem_code_refusals_advice_and_links(page: str) -> None:
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    title, problem, *_ = [part for part in text.split("\n\n") if part.strip()]
-    assert title.startswith("# ") and problem.startswith("You ")
-    order = [text.index(mark) for mark in ("```python\n", "\n## Refused\n", "\n## Know before you start\n", "\nSee also: ")]
-    assert order == sorted(order)
-
-
 def test_the_navigation_lists_every_page() -> None:
     listed = re.findall(r"how-to/([\w-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(listed) == sorted(REFUSALS)

@@ -11,7 +11,6 @@ from router_pages import PAGES, TEXTS, own_presets
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LONGEST = 120  # lines
 
 
 def section(heading: str) -> str:
@@ -26,20 +25,6 @@ def rows(heading: str) -> list[str]:
 def example() -> str:
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     return str(block)
-
-
-def test_the_readme_is_short_and_starts_with_a_sentence_a_picture_and_the_two_commands() -> None:
-    lines = README.splitlines()
-    assert len(lines) <= LONGEST
-    first_screen = "\n".join(lines[:30])
-    assert "make demo" in first_screen and "make test" in first_screen and "pip install" in first_screen
-    assert README.index("](docs/pictures/what_if.svg)") < README.index("## ")
-
-
-def test_the_example_is_short_and_shows_the_total_beside_what_improves() -> None:
-    assert len(example().splitlines()) <= 10
-    shown = ("noise.0.01.total", "noise.0.01.flip", "prediction_flips", "experts_per_token")
-    assert all(name in example() for name in shown)
 
 
 @pytest.mark.slow
@@ -82,7 +67,3 @@ def test_every_row_of_the_results_links_a_paper_and_the_page_of_each_router() ->
         assert len(addresses) == len(linked)
         for address, (name, _) in zip(addresses, linked, strict=True):
             assert f"]({address})" in " ".join(TEXTS[name]["papers"]), f"{address} is not a paper on the page of {name}"
-
-
-def test_a_failure_is_in_the_table() -> None:
-    assert any("worse" in row for row in rows("What we measured"))

@@ -32,12 +32,6 @@ def test_a_tutorial_prints_what_it_shows(name: str) -> None:
     assert ran.returncode == 0, ran.stderr[-4000:]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.every_combination
-def test_a_tutorial_shows_its_picture(name: str) -> None:
-    assert f"](../pictures/{tutorials.PICTURE_OF[name]}.svg)" in (tutorials.PAGES / f"{name}.md").read_text(encoding="utf-8")
-
-
 def test_every_page_of_the_folder_is_run() -> None:
     assert sorted(page.stem for page in tutorials.PAGES.glob("*.md")) == NAMES
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast.kernels import dispatch, expert_layer, fp32_linear, plain_top_k, select
+from holdfast.kernels import dispatch, fp32_linear, plain_top_k, select
 from holdfast.kernels.finite import decode_name
 
 DIM, COUNT = 24, 5
-MODULES = (dispatch, expert_layer, fp32_linear, plain_top_k, select)
+MODULES = (dispatch, fp32_linear, plain_top_k, select)
 
 
 @contextmanager

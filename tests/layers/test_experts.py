@@ -256,3 +256,26 @@ def test_experts_with_biases_run_under_fsdp(gated: bool, keeps: bool, tmp_path: 
         torch.testing.assert_close(tokens.grad, expected)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_activation_that_was_replaced_is_called() -> None:
+    torch.manual_seed(0)
+    experts, (chosen, weights) = Experts(24, 40, 5, activation="relu"), choose(33, 5, 3)
+    tokens = torch.randn(33, 24)
+    before = experts(tokens, chosen, weights)
+    experts.activation = torch.sin
+    found = experts(tokens, chosen, weights)
+    assert not torch.allclose(found, before)
+    experts.activation = torch.nn.functional.relu
+    assert torch.equal(experts(tokens, chosen, weights), before)
+
+
+def test_gradients_can_be_batched() -> None:
+    torch.manual_seed(0)
+    experts, (chosen, weights) = Experts(6, 4, 3), choose(5, 3, 2)
+    tokens = torch.randn(5, 6, requires_grad=True)
+    jacobians = [
+        torch.autograd.functional.jacobian(lambda rows: experts(rows, chosen, weights), tokens, vectorize=vectorize)
+        for vectorize in (True, False)
+    ]
+    torch.testing.assert_close(*jacobians)

@@ -68,14 +68,6 @@ def has_hooks_on_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
-def graph_is_kept() -> bool:
-    """Return whether the running backward may run again (`retain_graph=True`); True in a compiler, which cannot ask."""
-    if torch.compiler.is_compiling():
-        return True
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
-
-
 def is_recomputing() -> bool:
     """Return whether a backward is running, in which checkpointing runs a forward again."""
     task: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]

@@ -18,8 +18,7 @@ from torch import Tensor
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found without importing Triton, which is slow
 EVERYWHERE = "CompositeExplicitAutograd"
 
-PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter, type(None)})  # of no other library
-PLAIN = PLAIN_TENSORS | {int, float, bool, str, list}  # types of arguments
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list})  # types of arguments
 
 _LIBRARY = torch.library.Library("holdfast", "FRAGMENT")
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.dispatch import Dispatch, dispatch
-from holdfast.kernels.expert_layer import Network, can_run_as_one, expert_layer
 from holdfast.kernels.grouped import gather_mm, mm_combine
 from holdfast.kernels.launching import is_exporting
 from holdfast.kernels.quantised import FLOATS, as_float
@@ -86,23 +85,18 @@ class Experts(nn.Module):
         most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
         """
         self._check(tokens, experts, weights)
-        name = self.activation_name
         up_bias, down_bias = (getattr(self, f"{self._up_name}_bias"), self.down_proj_bias) if self.has_bias else (None, None)
         up, down = self._weight(self._up_name), self._weight("down_proj")
-        network = Network(up, down, up_bias, down_bias, name, self.activation, self.gated)
-        if self.shards is None and can_run_as_one(tokens, experts, weights, network):
-            dtype = _compute_dtype(tokens, up)
-            if up.dtype != dtype or down.dtype != dtype:
-                network = network._replace(up=up.to(dtype), down=down.to(dtype))
-            out = expert_layer(tokens.to(dtype), experts, weights.float(), network, most_rows)
-            return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
         return run_experts(
             tokens,
             experts,
             weights,
-            *network[:4],
+            up,
+            down,
+            up_bias,
+            down_bias,
             activate=self._activate,
-            glu=name if self.gated else None,
+            glu=self.activation_name if self.gated else None,
             shards=self.shards,
             most_rows=most_rows,
         )

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from holdfast.kernels.launching import has_kernels, kernels_of, on_device_of, operator
 
-MOST_COLUMNS = 1024  # of a token whose dot products with biases one program computes
 MOST_EXPERTS = 512  # with more, the counts of a program become too large
 GLUS = ("silu", "gelu", "gelu_tanh", "relu")  # gated activations, `activation(gate) * up`, that have a kernel
 
@@ -77,26 +76,12 @@ _dispatch = operator(
 )
 
 
-def gather_rows(
-    tokens: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    used: Tensor,
-    dots: Tensor | None = None,
-    bias: Tensor | None = None,
-    offsets: Tensor | None = None,
-) -> Tensor:
-    """Return the token of each row.
-
-    dots   (T,K), where a kernel writes 0 for unused slots
-    bias   (E,d), which needs `offsets (E,)`: for other slots, the kernel writes the dot product of the token and the bias of
-           the slot's expert to `dots`. A token may have `MOST_COLUMNS` numbers then
-    """
+def gather_rows(tokens: Tensor, order: Tensor, slots: Tensor, used: Tensor) -> Tensor:
+    """Return the token of each row."""
     if not has_kernels(tokens) or order.shape[0] == 0:
-        assert dots is None, "only a kernel writes them"
         return tokens.index_select(0, order // max(slots.shape[1], 1))
     with on_device_of(tokens):
-        return kernels_of(__name__).gather(tokens, slots, used, order.shape[0], dots, bias, offsets)
+        return kernels_of(__name__).gather(tokens, slots, used, order.shape[0])
 
 
 def combine_rows(
@@ -145,19 +130,16 @@ def combine_rows_reference(rows: Tensor, slots: Tensor, weights: Tensor, used: i
     return out.to(rows.dtype)
 
 
-def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor, *, relu: bool = False) -> Tensor:
-    """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined.
-
-    relu   then replace negative numbers by 0
-    """
+def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined."""
     if has_kernels(rows):
         with on_device_of(rows):
-            return kernels_of(__name__, "triton_rows").add_bias(rows, bias.contiguous(), offsets, relu)
+            return kernels_of(__name__, "triton_rows").add_bias(rows, bias.contiguous(), offsets)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         rows[start:end] += bias[expert]
         start = end
-    return rows.relu_() if relu else rows
+    return rows
 
 
 def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
@@ -186,33 +168,18 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offs
 
 
 def scale_and_dot(
-    grad: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    used: Tensor,
-    *,
-    relu: bool = False,
-    dots: Tensor | None = None,
-    added: bool = False,
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weight_r grad_r, weight_r rows_r, and for each slot (T,K) grad_r . rows_r of its row, 0 if it is unused.
 
     The kernel overwrites `grad`.
-
-    relu    the rows are results of a relu: the first result is the gradient of its input, 0 where a row is 0
-    dots    (T,K), from `gather_rows`: where to write the last result, with 0 in unused slots
-    added   add to `dots`
     """
     if has_kernels(rows):
         with on_device_of(rows):
-            return kernels_of(__name__, "triton_rows").scale_and_dot(grad, rows, weights, order, used, relu, dots, added)
+            return kernels_of(__name__, "triton_rows").scale_and_dot(grad, rows, weights, order, used)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
-    grad = (grad * scale).to(grad.dtype)
-    grad = torch.ops.aten.threshold_backward(grad, rows, 0) if relu else grad
-    return grad, (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
+    return (grad * scale).to(grad.dtype), (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
 
 
 def _to_slots(values: Tensor, slots: Tensor, used: Tensor) -> Tensor:
@@ -235,19 +202,11 @@ def glu_rows(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
 
 
 def glu_rows_backward(
-    grad: Tensor,
-    gate_up: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    used: Tensor,
-    name: str,
-    dots: Tensor | None = None,
-    added: bool = False,
+    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of gate_up, weight_r h_r, and grad_r . h_r by slot, with h = glu_rows(gate_up). Triton only.
 
-    The gradient of h is weight_r grad_r. The kernel overwrites `grad`. `dots` and `added` are as in `scale_and_dot`.
+    The gradient of h is weight_r grad_r. The kernel overwrites `grad`.
     """
     with on_device_of(grad):
-        return kernels_of(__name__, "triton_rows").glu_backward(grad, gate_up, weights, order, used, name, dots, added)
+        return kernels_of(__name__, "triton_rows").glu_backward(grad, gate_up, weights, order, used, name)

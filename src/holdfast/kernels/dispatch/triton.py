@@ -23,7 +23,7 @@ SORT_BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
 IN_REGISTERS = 2**11  # counts that a program adds up at a time
 FEW_COUNTS = 2**14  # of all experts in all blocks: up to here, every program adds up those that it needs itself
-BLOCK = 1024  # columns of a row that one program moves at most: `MOST_COLUMNS` of the package
+BLOCK = 1024  # columns of a row that one program moves at most
 NUMBERS_OF_A_WARP = 256  # 8 for each thread: 16 bytes of bfloat16
 FEW_SLOTS = 16  # up to here, all slots of a token are read, whether they are used or not
 
@@ -135,39 +135,20 @@ def _gather(
     slots,
     used,
     out,
-    dots,
-    bias,
-    offsets,
     width,
-    experts,
-    DOTS: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
 ):
-    """Read a token once and write it to all its rows; reading it once for every row takes half as long again.
-
-    DOTS: also write a number for each slot, 0 if it is unused. For others, if BINS is not 0, it is the dot product of the
-    token and the bias of the slot's expert, which needs one block of columns; if BINS is 0, a later kernel writes it.
-    """
+    """Read a token once and write it to all its rows; reading it once for every row takes half as long again."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     limit = tl.load(used)
     values = tl.load(tokens + token * width + column, mask=column < width, other=0.0)
-    if DOTS:
-        place = tl.arange(0, SLOTS)
-        unused = tl.load(slots + token * K + place, mask=place < K, other=0) >= limit
-        tl.store(dots + token * K + place, tl.zeros((SLOTS,), dtype=tl.float32), mask=(place < K) & unused)
     for slot in range(_last_slot(slots, token, limit, K, SLOTS, FEW)):
         row = tl.load(slots + token * K + slot).to(tl.int64)
         tl.store(out + row * width + column, values, mask=(column < width) & (row + 0 * column < limit))
-        if BINS:  # noqa: SIM102  # one is decided by the compiler
-            if row < limit:
-                own = bias + expert_of(row, offsets, experts, BINS) * width + column
-                added = tl.load(own, mask=column < width, other=0.0).to(tl.float32)
-                tl.store(dots + token * K + slot, tl.sum(values.to(tl.float32) * added, axis=0))
 
 
 @fast_launch
@@ -244,36 +225,12 @@ def _slot_options(slots: Tensor) -> dict[str, int | bool]:
     return {"K": count, "SLOTS": next_power_of_2(count), "FEW": count <= FEW_SLOTS}
 
 
-def gather(
-    tokens: Tensor,
-    slots: Tensor,
-    used: Tensor,
-    count: int,
-    dots: Tensor | None = None,
-    bias: Tensor | None = None,
-    offsets: Tensor | None = None,
-) -> Tensor:
-    """Return the token of each row, and write to `dots (T,K)` as `gather_rows` says."""
-    out = tokens.new_empty(count, tokens.shape[1])
-    width = out.shape[1]
-    assert bias is None or width <= BLOCK, "a dot product needs the whole row in one program"
-    experts = 0 if bias is None else bias.shape[0]
-    block = columns(width)
-    _gather[(tokens.shape[0], cdiv(width, block["BLOCK"]))](
-        tokens,
-        slots,
-        used,
-        out,
-        used if dots is None else dots,
-        tokens if bias is None else bias,
-        used if offsets is None else offsets,
-        width,
-        experts,
-        DOTS=dots is not None,
-        BINS=0 if bias is None else next_power_of_2(experts),
-        **_slot_options(slots),
-        **block,
-    )
+def gather(tokens: Tensor, slots: Tensor, used: Tensor, count: int) -> Tensor:
+    """Return the token of each row."""
+    width = tokens.shape[1]
+    out, block = tokens.new_empty(count, width), columns(width)
+    grid = (tokens.shape[0], cdiv(width, block["BLOCK"]))
+    _gather[grid](tokens, slots, used, out, width, **_slot_options(slots), **block)
     return out
 
 

@@ -19,30 +19,10 @@ SHARES = 16  # of an expert's rows: each is added up by its own programs, so tha
 MOST_PROGRAMS = 2**17  # over rows: a program that finds nothing to do still has to be started
 
 
-@triton.jit
-def _write_dot(place, dot, ADDED: tl.constexpr):
-    """Write a dot product; with ADDED, add it to the number that is there."""
-    if ADDED:
-        dot += tl.load(place)
-    tl.store(place, dot)
-
-
 @fast_launch
 @triton.jit
-def _scale_and_dot(
-    grad,
-    rows,
-    weights,
-    order,
-    used,
-    scaled,
-    dots,
-    width,
-    RELU: tl.constexpr,
-    ADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Multiply gradients by their weights, in place; with RELU, they become 0 where a row is not positive."""
+def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK: tl.constexpr):
+    """Multiply gradients by their weights, in place."""
     for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
         slot = tl.load(order + row)
         weight = tl.load(weights + slot)
@@ -53,17 +33,14 @@ def _scale_and_dot(
             g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
             h = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
             total += g * h
-            g = weight * g
-            if RELU:
-                g = tl.where(h <= 0, 0.0, g)  # NaN stays NaN, as in torch
-            tl.store(grad + row * width + column, g, mask=inside)
+            tl.store(grad + row * width + column, weight * g, mask=inside)
             tl.store(scaled + row * width + column, weight * h, mask=inside)
-        _write_dot(dots + slot, tl.sum(total, axis=0), ADDED)
+        tl.store(dots + slot, tl.sum(total, axis=0))
 
 
 @fast_launch
 @triton.jit
-def _add_bias(rows, bias, offsets, width, experts, RELU: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_bias(rows, bias, offsets, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     used = tl.load(offsets + experts - 1).to(tl.int64)
@@ -71,8 +48,6 @@ def _add_bias(rows, bias, offsets, width, experts, RELU: tl.constexpr, BINS: tl.
         place = rows + row * width + column
         added = tl.load(bias + expert_of(row, offsets, experts, BINS) * width + column, mask=inside, other=0.0)
         value = tl.load(place, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32)
-        if RELU:
-            value = tl.where(value < 0, 0.0, value)  # NaN stays NaN, as in torch
         tl.store(place, value, mask=inside)
 
 
@@ -156,7 +131,6 @@ def _glu_backward(
     dots,
     width,
     NAME: tl.constexpr,
-    ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`_scale_and_dot` for rows h = activation(gate) * up, which are computed again; `grad` is replaced by weight * h."""
@@ -176,15 +150,15 @@ def _glu_backward(
             tl.store(grad + row * width + column, weight * h, mask=inside)
             tl.store(grad_gate_up + row * 2 * width + column, weight * g * up * slope, mask=inside)
             tl.store(grad_gate_up + row * 2 * width + width + column, weight * g * value, mask=inside)
-        _write_dot(dots + slot, tl.sum(total, axis=0), ADDED)
+        tl.store(dots + slot, tl.sum(total, axis=0))
 
 
-def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor, relu: bool = False) -> Tensor:
-    """Add the bias (E,n) of its expert to each row (R,n), in place; with `relu`, then replace negative numbers by 0."""
+def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place."""
     experts, width = bias.shape
     block = columns(width)
     grid = (min(rows.shape[0], MOST_PROGRAMS), cdiv(width, block["BLOCK"]))
-    _add_bias[grid](rows, bias, offsets, width, experts, RELU=relu, BINS=next_power_of_2(experts), **block)
+    _add_bias[grid](rows, bias, offsets, width, experts, BINS=next_power_of_2(experts), **block)
     return rows
 
 
@@ -216,20 +190,11 @@ def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, offsets: Tensor, do
     )
 
 
-def scale_and_dot(
-    grad: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    used: Tensor,
-    relu: bool = False,
-    dots: Tensor | None = None,
-    added: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale `grad` in place, and return it, the scaled rows and the dot products by slot, written or `added` to `dots`."""
-    scaled, dots = torch.empty_like(rows), torch.zeros_like(weights) if dots is None else dots
+def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale `grad` in place, and return it, the scaled rows and the dot products by slot."""
+    scaled, dots = torch.empty_like(rows), torch.zeros_like(weights)
     grid, width = (min(rows.shape[0], MOST_PROGRAMS),), rows.shape[1]
-    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, width, RELU=relu, ADDED=added, **columns(width))
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, width, **columns(width))
     return grad, scaled, dots
 
 
@@ -242,19 +207,10 @@ def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
 
 
 def glu_backward(
-    grad: Tensor,
-    gate_up: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    used: Tensor,
-    activation: str,
-    dots: Tensor | None = None,
-    added: bool = False,
+    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrite `grad` with the weighted h: this saves memory where most is needed. `dots` are as in `scale_and_dot`."""
-    out, dots = torch.empty_like(gate_up), torch.zeros_like(weights) if dots is None else dots
+    """Overwrite `grad` with the weighted h: this saves memory where most is needed."""
+    out, dots = torch.empty_like(gate_up), torch.zeros_like(weights)
     grid, width = (min(grad.shape[0], MOST_PROGRAMS),), grad.shape[1]
-    _glu_backward[grid](
-        grad, gate_up, weights, order, used, out, dots, width, NAME=activation, ADDED=added, **columns(width, BLOCK // 2)
-    )
+    _glu_backward[grid](grad, gate_up, weights, order, used, out, dots, width, NAME=activation, **columns(width, BLOCK // 2))
     return out, grad, dots

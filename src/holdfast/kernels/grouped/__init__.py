@@ -81,7 +81,7 @@ class _GatherMM(torch.autograd.Function):
         if is_differentiated():
             return tuple(differentiable_gradients(gather_mm_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
         wants = want_tokens, want_weight, want_bias
-        grad_tokens, grad_weight, grad_bias = gather_mm_backward(grad, *ctx.saved_tensors, *wants)
+        grad_tokens, grad_weight, grad_bias = _gather_mm_backward(grad, *ctx.saved_tensors, *wants)
         return (
             grad_tokens if want_tokens else None,
             grad_weight if want_weight else None,
@@ -105,7 +105,7 @@ class _MMCombine(torch.autograd.Function):
         if is_differentiated():
             reference = partial(mm_combine_reference, glu=ctx.glu)
             return *differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:7], grad), None
-        grads = mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1], wants[3])
+        grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1], wants[3])
         *first, of_bias = (found if want else None for found, want in zip(grads, wants, strict=True))
         return *first, None, None, None, of_bias, None
 
@@ -249,17 +249,18 @@ def _mm_combine_backward_anywhere(
     used = offsets[-1]
     grad_rows = gather_rows(grad.contiguous(), order, slots, used)
     unscaled = grouped_mm(grad_rows, weight, offsets, transpose=False)
-    plan = (slot_weights.contiguous(), order, slots, used)
+    slot_weights = slot_weights.contiguous()
+    rows = hidden.contiguous()
     if glu:
-        grad_hidden, scaled, grad_slots = glu_rows_backward(unscaled, hidden.contiguous(), *plan, glu)
+        grad_hidden, scaled, grad_slots = glu_rows_backward(unscaled, rows, slot_weights, order, used, glu)
     else:
-        grad_hidden, scaled, grad_slots = scale_and_dot(unscaled, hidden.contiguous(), *plan)
+        grad_hidden, scaled, grad_slots = scale_and_dot(unscaled, rows, slot_weights, order, slots, used)
     of_weight = grouped_outer(grad_rows, scaled, offsets) if want_weight else None
     of_bias = None
     if bias is not None:
         grad_slots = add_bias_dots(grad_rows, bias, order, slots, offsets, grad_slots)
         if want_bias:
-            of_bias = sum_rows(grad_rows, offsets, plan[0], order).to(bias.dtype)
+            of_bias = sum_rows(grad_rows, offsets, slot_weights, order).to(bias.dtype)
     return grad_hidden, _tensor(of_weight, grad), grad_slots, _tensor(of_bias, grad)
 
 
@@ -291,7 +292,7 @@ _gather_mm = operator(
     lambda tokens, weight, order, *_: tokens.new_empty(order.shape[0], weight.shape[1]),
     devices=EVERYWHERE,
 )
-gather_mm_backward = operator(
+_gather_mm_backward = operator(
     f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool want_tokens, bool want_weight, "
     "bool want_bias) -> (Tensor, Tensor, Tensor)",
     _gather_mm_backward_anywhere,
@@ -304,7 +305,7 @@ _mm_combine = operator(
     lambda hidden, weight, slot_weights, order, slots, *_: hidden.new_empty(slots.shape[0], weight.shape[1]),
     devices=EVERYWHERE,
 )
-mm_combine_backward = operator(
+_mm_combine_backward = operator(
     f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, "
     "bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     _mm_combine_backward_anywhere,
