@@ -66,16 +66,19 @@ def image_sets() -> dict[str, str]:
 def image_set(name: str | Path, *, folder: str | Path | None = None, size: int | None = None) -> ImageSet:
     """Return the image source of this name, or the images of the folder at this path, scaled to `size` pixels per side.
 
-    Named sources that are not embedded are searched for in `folder`. The default size is 224.
+    Named sources that are not embedded are searched for in `folder`. They are not scaled: `size` must be theirs if it is
+    given. The default size of the images of a folder is 224.
     """
     path = Path(name)
     found = (
         find_dataset(name, "images", installed=not path.is_dir()) if isinstance(name, str) and os.sep not in name else None
     )
     if found:
-        if size is not None:
-            raise ValueError(f"{name} has a fixed size; only folders of images are scaled, so give no size.")
-        return _as_image_set(found, found.load(None if folder is None else Path(folder)))
+        loaded = _as_image_set(found, found.load(None if folder is None else Path(folder)))
+        own = max(loaded.images("train").shape[1:])
+        if size not in (None, own):
+            raise ValueError(f"{name} has images of {own} pixels per side and is not scaled; set data.size to {own}, not {size}.")
+        return loaded
     if path.is_dir():
         return folder_set(path, size)
     if isinstance(name, Path) or os.sep in name or path.exists():
