@@ -4,6 +4,7 @@ import gzip
 import lzma
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from holdfast.data import ImageSet, image_set, image_sets
 from holdfast.data.labelled_images import FileImages, read_image
+from holdfast.data.shifted_images import unsplit_images
 
 DEBIAN = Path("/usr/share/datasets")
 
@@ -328,3 +330,18 @@ def test_images_are_turned_upright_as_their_exif_data_say(tmp_path: Path, ending
     if ending != "tif":  # whose image is described by the same tags
         stored.save(damaged, exif=b"Exif\0\0no tags")
         assert np.asarray(read_image(damaged, "damaged")).shape == (4, 8, 3)
+
+
+def test_file_names_may_be_any_bytes_and_class_names_must_be_utf8(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_images(tmp_path, "ab", 5)
+    plain = image_set(tmp_path, size=8)
+    try:
+        (tmp_path / "a" / "0.png").rename(tmp_path / "a" / "\udcff.png")
+    except OSError:
+        pytest.skip("this file system has only UTF-8 names")
+    assert image_set(tmp_path, size=8).checksum != plain.checksum
+    (tmp_path / "a").rename(tmp_path / "\udcffa")
+    for read in (image_set, partial(unsplit_images, classes=["a", "b"])):
+        with pytest.raises(ValueError, match=r"the name of the folder .*a is not UTF-8"):
+            read(tmp_path, size=8)

@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 
 # The formats that are decoded, whatever the name of a file. Formats for which Pillow starts other programs are excluded.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
-# From the EXIF tag of the orientation to the method of Pillow that turns the image upright; 1 is upright.
-ORIENTATION = 0x0112
-UPRIGHT = dict(enumerate("FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90".split(), 2))
+ORIENTATION = 0x0112  # a tag of EXIF data
+UPRIGHT = {  # from its value to what turns the image upright, a method of Pillow
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 LARGEST_ON_DEVICE = 4096 * MIB  # bytes of all images of a split, to be kept on a GPU
 LARGEST_IN_MEMORY = 1024 * MIB  # bytes of all images of a split, to be kept after they were decoded
 
@@ -180,7 +187,7 @@ def as_bytes(pixels: Tensor) -> Tensor:
 
 
 def read_image(file: Path | IO[bytes], name: str, *, decode: bool = True) -> "Image":
-    """Return an image in colour, turned upright; without `decode`, only its header is read. `name` is the file's in errors."""
+    """Return an image in colour and upright; without `decode`, only its header is read. `name` is the file's in errors."""
     pillow = _pillow()
     try:
         with pillow.open(file, formats=FORMATS) as opened:
@@ -202,7 +209,8 @@ def _as_bytes_per_channel(image: "Image") -> "Image":
     elif image.mode == "F":
         values = 255 * np.asarray(image, dtype=np.float64)
         if not 0 <= values.min() <= values.max() <= 255:  # also false for NaN
-            raise ValueError(f"its pixels are real numbers from {values.min() / 255:g} to {values.max() / 255:g}, not from 0 to 1")
+            low, high = values.min() / 255, values.max() / 255
+            raise ValueError(f"its pixels are real numbers from {low:g} to {high:g}, not from 0 to 1")
     elif image.mode == "I":
         raise ValueError("its pixels are integers of unknown range; save it with 8 or 16 bits per channel")
     else:

@@ -13,6 +13,7 @@ somebody who has labels usually wants to classify (`labelled_texts`).
 import csv
 import io
 import json
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -29,6 +30,7 @@ TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")
 
 # Columns that have labels rather than texts.
 LABEL_COLUMNS = ("label", "labels", "category", "class", "intent", "target", "sentiment", "gold_label", "is_duplicate")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def text_corpus(path: Path, column: str | None = None) -> Corpus:
@@ -149,6 +151,10 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             found = None
         if not isinstance(found, dict):
             raise ValueError(f"{path}, line {number}: this is not a JSON object; a .jsonl file has one per line.")
+        if "\\ud" in line.lower() and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
+            raise ValueError(
+                f"{path}, line {number}: it has half of a surrogate pair, \\ud800 to \\udfff, which is no text."
+            )
         yield number, found
 
 
