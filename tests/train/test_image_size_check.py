@@ -43,6 +43,16 @@ def test_a_folder_of_40_pixel_images_is_refused_with_the_remedy_within_ten_secon
     preflight(task, parse_routers("smoe"))  # the remedy helps
 
 
+@pytest.mark.parametrize("recipe", ["cifar10", "cifar10-tiny"])
+def test_the_size_of_a_recipe_is_that_of_a_folder_given_in_place_of_its_source(small_images: str, recipe: str) -> None:
+    task = make_task(load_recipe(recipe, {"data.source": small_images}))
+    assert task.image_set.images("train").shape == (3, 32, 32)
+    with pytest.raises(ValueError, match=r"digits has images of 8 pixels per side .*; set data.size to 8, not 32"):
+        make_task(load_recipe(recipe, {"data.source": "digits"}))
+    task = make_task(load_recipe(recipe, {"data.source": "digits", "data.size": 8}))
+    assert task.image_set.images("train").shape == (1, 8, 8)
+
+
 def messages(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "holdfast"]
 
