@@ -90,9 +90,12 @@ def recognise(written: str) -> ShiftedFolder:
     require_extra("decoding images", "PIL")  # raise now if it is missing, not after other work
     prefix, sign, rest = written.partition("=")
     kind: Kind | None = next((one for one in KINDS if sign and one == prefix), None)
-    folder = Path(rest if kind else written)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; the images of a shifted test set are in folders: {LAYOUTS}.")
+    name = rest if kind else written
+    folder = Path(name)
+    if not name.strip() or not folder.is_dir():
+        raise ValueError(
+            f"{name or repr(name)} is not a folder; the images of a shifted test set are in folders: {LAYOUTS}."
+        )
     inner = _folders(folder)
     if kind in (None, "corrupted") and (corrupted := _corruptions(folder, inner)):
         return _corrupted_set(folder, corrupted)
