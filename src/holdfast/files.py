@@ -142,7 +142,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        _write(partial, os.O_EXCL, content)
+        _write(partial, os.O_EXCL, content, path)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def append(path: Path, text: str) -> None:
     """Append `text` to a file. Raise OSError if the file is a symbolic link."""
-    _write(path, os.O_APPEND, text)
+    _write(path, os.O_APPEND, text, path)
 
 
 def remove_partial(folder: Path) -> None:
@@ -160,10 +160,15 @@ def remove_partial(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, flags: int, content: str | bytes) -> None:
+def _write(path: Path, flags: int, content: str | bytes, name: Path) -> None:
+    """Write to a file; `name` is the file in errors."""
     flags |= os.O_WRONLY | os.O_CREAT | NO_FOLLOW | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags, 0o666), "wb") as stream:
-        stream.write(content.encode() if isinstance(content, str) else content)
+    descriptor = os.open(path, flags, 0o666)  # an error of this call names the file
+    try:
+        with open(descriptor, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+    except OSError as problem:  # a full disk, or a limit for the size of files
+        raise OSError(f"{name} cannot be written: {problem.strerror or problem}.") from problem
 
 
 def require_no_links(path: Path, root: Path) -> None:

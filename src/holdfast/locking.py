@@ -67,6 +67,10 @@ class Owner:
         return bool(self.machine) and self.machine == _machine_id()
 
     @property
+    def is_this_process(self) -> bool:
+        return self.is_here and self.process == os.getpid()
+
+    @property
     def runs(self) -> bool:
         """Whether this process runs on this machine; also False if start times cannot be read here."""
         return bool(self.started) and _start_time(self.process) == self.started

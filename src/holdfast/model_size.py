@@ -37,6 +37,10 @@ def require_sane_numbers(values: Mapping[str, Any], name: object) -> None:
     Call it before a config is made from it: a config creates a name for each of its labels.
     """
     for field, value in _numbers(values):
+        if isinstance(value, float):
+            if math.isnan(value) or "limit" not in field:  # Mamba's time_step_limit ends at infinity
+                raise ValueError(f"{name}: its config says {field} is {value}, with which no model computes.")
+            continue
         if abs(value) >= 2**63:
             raise ValueError(f"{name}: its config says {field} is larger than 2^63, which no model has.")
         for pattern, most in COUNTS.items():
@@ -44,8 +48,8 @@ def require_sane_numbers(values: Mapping[str, Any], name: object) -> None:
                 raise ValueError(f"{name}: its config says {field} is {value:,}; at most {most:,} are built.")
 
 
-def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
-    """Yield every integer of a config with the name of its field; for a list of layer types, its length."""
+def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every integer, infinity and NaN of a config with its field; for a list of layer types, its length."""
     if isinstance(value, dict):
         for key, entry in value.items():
             if key not in ("id2label", "label2id"):  # their keys are labels, not fields
@@ -55,7 +59,7 @@ def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
             yield "layers", len(value)
         for entry in value:
             yield from _numbers(entry, field)
-    elif isinstance(value, int) and not isinstance(value, bool):
+    elif type(value) is int or (isinstance(value, float) and not math.isfinite(value)):
         yield field, value
 
 

@@ -7,6 +7,7 @@ import pytest
 from commands import Command
 from wording import mentions
 
+from holdfast.files import append, write_atomically
 from holdfast.locking import Lock
 
 NOWHERE = "no-such-model"
@@ -59,3 +60,17 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path: Path, command: Comma
     assert ended.returncode == 2 and mentions(ended.stderr, "run ", f"process {os.getpid()} ")
     lock.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_whole_is_named(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for write in (write_atomically, append):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"numbers\.json cannot be written: ") as caught:
+                write(tmp_path / "numbers.json", "0" * 2000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "Errno" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]  # what was appended, and no partial file

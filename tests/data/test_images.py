@@ -4,6 +4,7 @@ import gzip
 import lzma
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from holdfast.data import ImageSet, image_set, image_sets
+from holdfast.data.labelled_images import FileImages, read_image
+from holdfast.data.shifted_images import unsplit_images
 
 DEBIAN = Path("/usr/share/datasets")
 
@@ -265,3 +268,80 @@ def test_images_on_a_device_are_the_same_images(tmp_path: Path) -> None:
         if device.type == "cuda":
             torch.testing.assert_close(pixels.cpu(), images.pixels(numbers))
             assert torch.equal(labels.cpu(), images.labels[numbers])
+
+
+RAMP = np.linspace(0, 1, 64).reshape(8, 8)  # from black to white
+
+
+@pytest.mark.parametrize(
+    ("ending", "values"),
+    [
+        ("png", (65535 * RAMP).astype(np.uint16)),
+        ("tif", (65535 * RAMP).astype(np.uint16)),
+        ("tif", (65535 * RAMP).astype(">u2")),
+        ("pgm", (65535 * RAMP).astype(np.uint16)),
+        ("tif", RAMP.astype(np.float32)),
+        ("png", (255 * RAMP).astype(np.uint8)),
+    ],
+    ids=["16-bit PNG", "16-bit TIFF", "big-endian TIFF", "16-bit PGM", "float TIFF", "bytes"],
+)
+def test_pixels_of_more_than_8_bits_are_scaled_by_their_range(
+    tmp_path: Path, ending: str, values: np.ndarray[Any, Any]
+) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    path = tmp_path / f"image.{ending}"
+    pillow.fromarray(values).save(path)
+    found = FileImages([path], [0], 8).pixels([0])[0]
+    assert np.abs(found.numpy() - RAMP).max() < 1.01 / 255
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((1000 * RAMP).astype(np.int32), "image.tif .* integers of unknown range"),
+        ((255 * RAMP).astype(np.float32), "image.tif .* real numbers from 0 to 255, not from 0 to 1"),
+        (np.full((8, 8), np.nan, np.float32), "image.tif .* real numbers from nan"),
+    ],
+)
+def test_pixels_of_unknown_range_are_refused(tmp_path: Path, values: np.ndarray[Any, Any], says: str) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.fromarray(values).save(tmp_path / "image.tif")
+    with pytest.raises(ValueError, match=says):
+        FileImages([tmp_path / "image.tif"], [0], 8).pixels([0])
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "tif", "webp"])
+def test_images_are_turned_upright_as_their_exif_data_say(tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("PIL")
+    from PIL import Image, ImageOps
+
+    stored = Image.fromarray(np.repeat((255 * RAMP).astype(np.uint8)[:4, :, None], 3, axis=2))
+    for orientation in range(1, 10):  # 9 does not exist
+        path, exif = tmp_path / f"{orientation}.{ending}", Image.Exif()
+        exif[0x0112] = orientation
+        stored.save(path, exif=exif, **({"lossless": True} if ending == "webp" else {}))
+        with Image.open(path) as opened:
+            expected = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
+        found = read_image(path, str(path))
+        assert np.array_equal(np.asarray(found), expected), orientation
+        whole = FileImages([path], [0], 8).crops([0], lambda _, width, height: (0, 0, width, height))
+        assert torch.equal(whole[0].permute(1, 2, 0), torch.from_numpy(np.array(found.resize((8, 8), 2))))
+    damaged = tmp_path / f"damaged.{ending}"
+    if ending != "tif":  # whose image is described by the same tags
+        stored.save(damaged, exif=b"Exif\0\0no tags")
+        assert np.asarray(read_image(damaged, "damaged")).shape == (4, 8, 3)
+
+
+def test_file_names_may_be_any_bytes_and_class_names_must_be_utf8(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_images(tmp_path, "ab", 5)
+    plain = image_set(tmp_path, size=8)
+    try:
+        (tmp_path / "a" / "0.png").rename(tmp_path / "a" / "\udcff.png")
+    except OSError:
+        pytest.skip("this file system has only UTF-8 names")
+    assert image_set(tmp_path, size=8).checksum != plain.checksum
+    (tmp_path / "a").rename(tmp_path / "\udcffa")
+    for read in (image_set, partial(unsplit_images, classes=["a", "b"])):
+        with pytest.raises(ValueError, match=r"the name of the folder .*a is not UTF-8"):
+            read(tmp_path, size=8)

@@ -231,6 +231,15 @@ def test_folders_that_datasets_wrote_are_read(tmp_path: Path) -> None:
         one.to_parquet(str(tmp_path / "parquet" / "data" / f"{name}-00000-of-00001.parquet"))  # type: ignore[attr-defined]
     check_reviews(text_set(tmp_path / "parquet"))
 
+    table = pytest.importorskip("pyarrow")
+    for name, texts in (("not UTF-8", b"\xff"), ("cut", b"a")):
+        rows = table.table({"text": table.array([texts] * 9, table.binary()).view(table.string()), "label": [0, 1, 2] * 3})
+        path = tmp_path / name / "train.parquet"
+        path.parent.mkdir()
+        table.parquet.write_table(rows, path)
+        path.write_bytes(path.read_bytes()[: -9 if name == "cut" else None])
+        with pytest.raises(ValueError, match=r"train\.parquet is damaged"):
+            text_set(path.parent)
     state = tmp_path / "one" / "state.json"
     stored = json.loads(state.read_text())
     for outside in ("../dict/train/data-00000-of-00001.arrow", "/etc/passwd", 3):

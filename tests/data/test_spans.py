@@ -35,8 +35,8 @@ def placed(tokenizer: Tokenizer, documents: list[Document]) -> list[tuple[str, i
     """Return the document and the span of every token, in the order of the stream."""
     return [
         (document.text, int(start), int(end))
-        for place, document in enumerate(documents)
-        for start, end in tokenizer.spans(document, first=place == 0)
+        for document, own in zip(documents, tokenizer.spans(documents), strict=True)
+        for start, end in own
     ]
 
 
@@ -94,8 +94,8 @@ def test_words_and_spans_are_one_to_one_in_every_text(texts: list[str]) -> None:
             for number, (text, start, end) in zip(tokens, spans, strict=True)
             if number != vocabulary.end
         )
-        for document in documents:  # in order, inside the text, and nothing but spaces between them
-            own = vocabulary.spans(document, first=True).tolist()
+        for document, found in zip(documents, vocabulary.spans(documents), strict=True):
+            own = found.tolist()  # in order, inside the text, and nothing but spaces between them
             assert own == sorted(own) and all(0 <= start <= end <= len(document.text) for start, end in own)
             covered = {place for start, end in own for place in range(start, end)}
             assert all(letter.isspace() for place, letter in enumerate(document.text) if place not in covered)
@@ -128,8 +128,7 @@ def test_the_spans_of_a_hub_tokeniser_are_the_places_of_its_tokens(kind: str, tm
             assert tokenizer.decode([number]) == there
         else:  # some of the bytes of a character
             assert tokenizer.decode([number]).replace("\N{REPLACEMENT CHARACTER}", "") in there
-    for document in DOCUMENTS:  # every character is in some token
-        own = tokenizer.spans(document, first=False)
+    for document, own in zip(DOCUMENTS, tokenizer.spans(DOCUMENTS), strict=True):  # every character is in some token
         covered = {place for start, end in own.tolist() for place in range(start, end)}
         assert all(letter.isspace() for place, letter in enumerate(document.text) if place not in covered)
 
@@ -138,7 +137,7 @@ def test_a_slow_tokeniser_has_no_spans_and_raises(tmp_path: Path, monkeypatch: p
     tokenizer = hub(tmp_path, "words")
     monkeypatch.setattr(type(tokenizer.tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match="slow tokeniser"):
-        tokenizer.spans(DOCUMENTS[0], first=True)
+        next(tokenizer.spans(DOCUMENTS))
 
 
 def attacked(*texts: str, rate: float = 0.5) -> AttackedText:
@@ -163,8 +162,8 @@ def kept(tokenizer: Tokenizer, attack: AttackedText, texts: list[str], *, clean:
     documents = [Document(str(place), text.encode()) for place, text in enumerate(texts)]
     touched = [
         bool(touched)
-        for place, document in enumerate(documents)
-        for touched in attack.is_changed(place, tokenizer.spans(document, first=place == 0), clean=clean)
+        for place, spans in enumerate(tokenizer.spans(documents))
+        for touched in attack.is_changed(place, spans, clean=clean)
     ]
     return [token for token, lost in zip(stream(tokenizer, documents), touched, strict=True) if not lost]
 

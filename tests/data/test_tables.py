@@ -77,6 +77,7 @@ def test_a_column_can_be_named(tmp_path: Path) -> None:
         ("a.jsonl", json_lines() + '{"text": 3}', "line 32: .*text"),
         ("a.jsonl", "prose\n", "line 1: .*JSON"),
         ("a.jsonl", "[" * 100_000, "line 1: .*JSON"),
+        ("a.jsonl", json_lines() + r'{"text": "\ud83d"}', "a.jsonl, line 32: .*surrogate"),
         ("a.json", json.dumps([{"text": "x"}] * 9), "JSON"),
         ("a.csv", "text,kind\na,b\nc\n", "line 3: 1 fields.* 2"),
         ("a.csv", 'text,kind\n"a,b\n', "a.csv, line"),

@@ -84,6 +84,17 @@ WRONG = {
     "unlabelled train": ("train.csv", "text\na\nb\n", r"train\.csv.*label, .*category.*data\.label"),
     "a row without a label": ("test.csv", "text,label\na,0\nb,\n", r"row 3 of test has no label"),
     "a row without a text": ("test.csv", "text,label\n,0\n", r"test\.csv, line 2: text is empty"),
+    "a list as label": (
+        "train.jsonl",
+        '{"text": "a", "label": [0]}\n' * 5,
+        r"train\.jsonl, line 1: the label is \[0\], a list",
+    ),
+    "a dictionary": ("train.jsonl", '{"text": "a", "label": {"a": 0}}\n', r"train\.jsonl, line 1: the label is .*, a dict"),
+    "a label of 5,000 digits": (
+        "train.csv",
+        f"text,label\na,{'9' * 5000}\nb,1\n",
+        r"row 2 of train .* 5,000 letters, .*label.$",
+    ),
     "one class": ("train.csv", "text,label\n" + "a,0\n" * 5, r"only one class, '0'"),
 }
 
@@ -93,6 +104,7 @@ def test_a_wrong_table_raises_an_error_that_names_it(tmp_path: Path, wrong: str)
     (tmp_path / "train.csv").write_text("text,label\n" + "a,0\nb,1\n" * 5)
     (tmp_path / "test.csv").write_text("text,label\na,0\n")
     name, content, says = WRONG[wrong]
+    (tmp_path / name).with_suffix(".csv").unlink()
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=says):
         text_set(tmp_path)

@@ -323,6 +323,7 @@ def without(*path: Any) -> dict[str, Any]:
         (json.dumps({**stored_audit(), "perturbations": {"magic": perturbed("", 1.0)}}), "'magic'"),
         (json.dumps({**stored_audit(), "layers": []}), "damaged at layers"),
         (json.dumps({**stored_audit(), "model": "mixtral"}), "damaged at model"),
+        (json.dumps({**stored_audit(), "settings": {"tokens": float("nan")}}), "not JSON (NaN is no number of JSON)"),
     ],
 )
 def test_damaged_audits_get_one_sentence(text: str, says: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The recipe `cifar10`, and its tiny form on the real images."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -39,6 +40,15 @@ def test_a_model_of_cifar10_is_told_where_to_name_its_files(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="was trained on cifar10: add --data FOLDER"):
         record.source()
     assert record.source(data=tmp_path) == "cifar10"
+
+
+def test_a_source_outside_of_the_folder_of_a_model_is_refused_without_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = TaskRecord(tmp_path, load_recipe("tiny", {"data.source": "/"}), {})
+    monkeypatch.setattr(os, "walk", lambda place: pytest.fail(f"{place} was searched"))
+    with pytest.raises(ValueError, match="was trained on '/', which is not in it; add --source / "):
+        record.source()
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Comparisons: equal conditions, resumable, the same numbers every time."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,16 @@ from holdfast.report.comparison_page import main_table
 from holdfast.report.stored_comparison import parse
 from holdfast.routing.expert_graph import ExpertGraph
 from holdfast.train import Comparison, Recipe, RouterChoice, build_model, make_task, parse_routers
+from holdfast.train.cells import Cell
 from holdfast.train.text_task import TextTask
+
+HOLD_LOCK = """
+import sys, time
+from pathlib import Path
+from holdfast.locking import Lock
+print(Lock(Path(sys.argv[1])).attempt(), flush=True)
+time.sleep(600)
+"""
 
 
 def as_text(results: list[dict[str, Any]]) -> str:
@@ -119,6 +130,49 @@ def test_a_router_run_later_joins_the_finished_ones(tiny: Callable[..., Recipe],
     (tmp_path / "run" / "cells" / "ac-seed1" / "result.json").write_text("{")
     with pytest.raises(ValueError, match=r"ac-seed1.result\.json.*remove .*ac-seed1"):
         first.finish(first.run())
+
+
+def begin(comparison: Comparison, steps: int) -> None:
+    """Run a comparison, and interrupt it after this number of steps of its first cell."""
+
+    def interrupt(cell: Cell, finished: int) -> None:
+        if finished == steps:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        comparison.run(interrupt)
+
+
+def test_a_run_that_has_saved_nothing_is_replaced_by_a_corrected_one(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    folder, right = tmp_path / "run", tiny({"training.steps": 2})
+    wrong = tiny({"training.steps": 9, "training.save_every": 100})
+    begin(Comparison(wrong, parse_routers("symphony,smoe"), 1, folder), 7)  # a snapshot is there
+    begin(Comparison(right, [RouterChoice("smoe", "smoe", k=1)], 1, folder), 1)
+    found = Comparison(right, parse_routers("smoe"), 1, folder).run()  # the same name with another k
+    assert as_text(found) == as_text(Comparison(right, parse_routers("smoe"), 1, tmp_path / "fresh").run())
+    assert sorted(path.name for path in (folder / "cells").iterdir()) == ["smoe-seed0"]
+
+
+@pytest.mark.parametrize("kept", ["checkpoint", "note", "lock"])
+def test_a_run_with_anything_to_keep_is_not_replaced(kept: str, tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+    folder, wrong = tmp_path / "run", tiny({"training.steps": 9, "training.save_every": 2 if kept == "checkpoint" else 100})
+    begin(Comparison(wrong, parse_routers("smoe"), 1, folder), 3)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    process = None
+    if kept == "note":
+        (folder / "cells" / "note.txt").write_text("mine")
+    elif kept == "lock":
+        place = folder / "cells" / "smoe-seed0"
+        process = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(place)], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"None\n"
+    try:
+        with pytest.raises(ValueError, match=r"another run \(another recipe\); choose another folder"):
+            Comparison(tiny({"training.steps": 2}), parse_routers("smoe"), 1, folder)
+    finally:
+        if process is not None:
+            process.kill()
+            process.communicate()
+    assert before.items() <= {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}.items()
 
 
 def test_wrong_folders_and_routers_raise_a_one_line_error(tiny: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 import holdfast
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.image_task import ImageTask
 from holdfast.train.pace import SLOW_FIRST_STEP, Pace
 from holdfast.train.preflight import preflight
 from holdfast.train.training import train
@@ -41,6 +42,16 @@ def test_a_folder_of_40_pixel_images_is_refused_with_the_remedy_within_ten_secon
     assert not (tmp_path / "run").exists()
     task = make_task(load_recipe("vmoe-tiny", {"data.source": small_images, "data.size": 40}))
     preflight(task, parse_routers("smoe"))  # the remedy helps
+
+
+@pytest.mark.parametrize("recipe", ["cifar10", "cifar10-tiny"])
+def test_the_size_of_a_recipe_is_that_of_a_folder_given_in_place_of_its_source(small_images: str, recipe: str) -> None:
+    task = make_task(load_recipe(recipe, {"data.source": small_images}))
+    assert isinstance(task, ImageTask) and task.image_set.images("train").shape == (3, 32, 32)
+    with pytest.raises(ValueError, match=r"digits has images of 8 pixels per side .*; set data.size to 8, not 32"):
+        make_task(load_recipe(recipe, {"data.source": "digits"}))
+    task = make_task(load_recipe(recipe, {"data.source": "digits", "data.size": 8}))
+    assert isinstance(task, ImageTask) and task.image_set.images("train").shape == (1, 8, 8)
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:

@@ -180,18 +180,18 @@ def full_disk(where: str) -> Iterator[None]:
     write, save_model = holdfast.files._write, transformers.modeling_utils.safe_save_file
     save_tensors = safetensors.torch.save_file
 
-    def writing(path: Path, how: int, text: str) -> None:
+    def writing(path: Path, how: int, text: str, target: Path) -> None:
         for name in ("result.json", "task.json", "00000007.json", "router.json", "checkpoint.json"):
             if name in path.name and due(name, 1):
-                write(path, how, text[: len(text) // 2])
+                write(path, how, text[: len(text) // 2], target)
                 raise full()
         if "training.json" in path.name and due("training.json", 2):
-            write(path, how, text[: len(text) // 2])
+            write(path, how, text[: len(text) // 2], target)
             raise full()
         if path.name == "log.jsonl" and due("log.jsonl", 6):
-            write(path, how, '{"step": 6, "lo')
+            write(path, how, '{"step": 6, "lo', target)
             raise full()
-        write(path, how, text)
+        write(path, how, text, target)
 
     def saving_model(weights: Any, file: Any, **options: Any) -> None:
         if due("model.safetensors", 2) or due("the model", 4):  # three checkpoints come before the model
@@ -261,8 +261,8 @@ def test_a_full_disk_while_the_summary_is_written_leaves_the_old_one(
     before = (folder / "results.json").read_bytes()
     write = holdfast.files._write
 
-    def writing(path: Path, how: int, text: str) -> None:
-        write(path, how, text[:100])
+    def writing(path: Path, how: int, text: str, target: Path) -> None:
+        write(path, how, text[:100], target)
         raise full()
 
     with monkeypatch.context() as patch:

@@ -102,9 +102,10 @@ class AttackedText:
         """
         old = np.flatnonzero(~self.is_changed(document, before, clean=True))
         new = np.flatnonzero(~self.is_changed(document, after))
-        keys = [_numbered(self.shifted_spans(document, before[old])), _numbered(after[new])]
-        if np.array_equal(keys[0], keys[1]):  # the usual case, and sorting millions of rows takes a while
+        shifted = self.shifted_spans(document, before[old])
+        if np.array_equal(shifted, after[new]):  # the usual case, and sorting takes a while
             return old, new
+        keys = [_numbered(shifted), _numbered(after[new])]
         both, counts = np.unique(np.concatenate(keys), axis=0, return_inverse=True)[1], len(keys[0])
         _, first, second = np.intersect1d(both[:counts], both[counts:], assume_unique=True, return_indices=True)
         return old[np.sort(first)], new[second[np.argsort(first)]]

@@ -275,7 +275,7 @@ class TextEncoder:
         if self.is_holdfast:
             document = Document("text", text.encode("utf-8", "replace"))
             ids = [int(number) for piece in self.tokenizer.pieces([document]) for number in piece]
-            return ids, self.tokenizer.spans(document, first=True) if self.has_spans else None
+            return ids, next(self.tokenizer.spans([document])) if self.has_spans else None
         found = self.tokenizer(text, verbose=False, **({"return_offsets_mapping": True} if self.has_spans else {}))
         spans = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2) if self.has_spans else None
         return list(found["input_ids"]), spans

@@ -96,7 +96,9 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
         try:
             found[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise ValueError(f"{value!r}, the value of {key}, is not YAML; put a text with brackets into quotes.") from None
+            raise ValueError(
+                f"{value!r}, the value of {key}, is not YAML in UTF-8; put a text with brackets into quotes."
+            ) from None
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from holdfast.data.blocks import Order, shuffled
-from holdfast.data.files import checksum
+from holdfast.data.files import checksum, names_and_sizes, require_utf8_name
 from holdfast.data.images import ENDINGS, SIZE, ImageSet
 from holdfast.data.labelled_images import ChooseBox, FileImages, Images, as_index, decode, require_decoder
 from holdfast.errors import unknown_name
@@ -218,12 +218,7 @@ def domain_set(source: str | Path, *, size: int | None = None) -> DomainSet:
             needed = math.ceil(1 / VALID_SHARE)
             raise ValueError(f"{folder / name} has {len(paths)} images; splitting a domain needs at least {needed}.")
         domains[name] = DomainImages(paths, labels, size)
-    parts = (
-        part
-        for images in domains.values()
-        for path in images.files.paths
-        for part in (path.relative_to(folder).as_posix().encode(), str(path.stat().st_size).encode())
-    )
+    parts = (part for images in domains.values() for part in names_and_sizes(images.files.paths, folder))
     name, count = folder.resolve().name, sum(map(len, domains.values()))
     about = f"{count:,} images of {len(classes)} classes in {len(domains)} domains of {name}, {size} pixels per side"
     return DomainSet(name, about, classes, domains, checksum(parts))
@@ -231,7 +226,8 @@ def domain_set(source: str | Path, *, size: int | None = None) -> DomainSet:
 
 def _folders(folder: Path) -> Iterator[Path]:
     """Yield the folders in a folder, sorted by name, without hidden ones."""
-    return (path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith("."))
+    found = (path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith("."))
+    return map(require_utf8_name, found)
 
 
 def _class_files(domain: Path) -> dict[str, list[Path]]:

@@ -73,10 +73,10 @@ class PairEncoder:
         if isinstance(self.tokens, HubTokenizer):
             rows, types = self._encode_with_hub(self.tokens, texts, pairs)
         else:
-            pieces = [self.tokens.encode(text).tolist() for text in texts]
+            pieces = [self.tokens.ids(text) for text in texts]
             seconds: Sequence[list[int] | None] = [None] * len(texts)
             if pairs is not None:
-                seconds = [self.tokens.encode(pair).tolist() for pair in pairs]
+                seconds = [self.tokens.ids(pair) for pair in pairs]
             rows = [self._joined(*both) for both in zip(pieces, seconds, strict=True)]
             types = None
         ends = torch.from_numpy(np.cumsum([len(row) for row in rows], dtype=np.int64))
@@ -121,7 +121,7 @@ class PairEncoder:
         Of the `options` of transformers' tokenisers, only `max_length` has an effect: there are no special tokens.
         """
         numbers: list[int | None]
-        first, second = self.tokens.encode(text).tolist(), None if pair is None else self.tokens.encode(pair).tolist()
+        first, second = self.tokens.ids(text), None if pair is None else self.tokens.ids(pair)
         row = self._joined(first, second, options.get("max_length"))
         count = min(len(first), len(row))  # `first` and `second` lost what was cut from a pair
         spans, numbers = self._spans(text, count), [0] * count
@@ -132,7 +132,7 @@ class PairEncoder:
 
     def _spans(self, text: str, count: int) -> list[tuple[int, int]]:
         """Return the characters of the first `count` tokens of a text; the ends of a text are not tokens here."""
-        found = self.tokens.spans(Document("text", text.encode("utf-8", "replace")), first=True)
+        (found,) = self.tokens.spans([Document("text", text.encode("utf-8", "replace"))])
         found = found[found[:, 0] < found[:, 1]] if isinstance(self.tokens, Vocabulary) else found
         spans = [(start, end) for start, end in found[:count].tolist()]
         return spans + [(0, 0)] * (count - len(spans))

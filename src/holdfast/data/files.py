@@ -88,6 +88,22 @@ def checksum(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
+def names_and_sizes(paths: Iterable[Path], folder: Path) -> Iterator[bytes]:
+    """Yield the name in the folder and the size of each file, for a checksum that does not read the files."""
+    for path in paths:
+        yield path.relative_to(folder).as_posix().encode("utf-8", "surrogateescape")
+        yield str(path.stat().st_size).encode()
+
+
+def require_utf8_name(path: Path) -> Path:
+    """Return the path of a folder whose name is shown in reports; raise ValueError if the name is not UTF-8."""
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name of the folder {path} is not UTF-8, so it cannot be shown; rename the folder.") from None
+    return path
+
+
 def title_hash(title: str) -> bytes:
     """Return a hash that decides the split of a document, independent of the seed of Python's `hash`."""
     return hashlib.sha256(title.encode("utf-8", "surrogatepass")).digest()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset, require_splits
 from holdfast.data.documents import SPLITS, hold_out, split_by_title
-from holdfast.data.files import checksum, find_file, open_unpacked, source_folders
+from holdfast.data.files import checksum, find_file, names_and_sizes, open_unpacked, require_utf8_name, source_folders
 from holdfast.data.labelled_images import ArrayImages, FileImages, Images, require_decoder
 from holdfast.errors import require_extra, unknown_name
 
@@ -66,16 +66,21 @@ def image_sets() -> dict[str, str]:
 def image_set(name: str | Path, *, folder: str | Path | None = None, size: int | None = None) -> ImageSet:
     """Return the image source of this name, or the images of the folder at this path, scaled to `size` pixels per side.
 
-    Named sources that are not embedded are searched for in `folder`. The default size is 224.
+    Named sources that are not embedded are searched for in `folder`. They are not scaled: `size` must be theirs if it is
+    given. The default size of the images of a folder is 224.
     """
     path = Path(name)
     found = (
         find_dataset(name, "images", installed=not path.is_dir()) if isinstance(name, str) and os.sep not in name else None
     )
     if found:
-        if size is not None:
-            raise ValueError(f"{name} has a fixed size; only folders of images are scaled, so give no size.")
-        return _as_image_set(found, found.load(None if folder is None else Path(folder)))
+        loaded = _as_image_set(found, found.load(None if folder is None else Path(folder)))
+        own = max(loaded.images("train").shape[1:])
+        if size not in (None, own):
+            raise ValueError(
+                f"{name} has images of {own} pixels per side and is not scaled; set data.size to {own}, not {size}."
+            )
+        return loaded
     if path.is_dir():
         return folder_set(path, size)
     if isinstance(name, Path) or os.sep in name or path.exists():
@@ -205,7 +210,7 @@ def folder_set(folder: Path, size: int | None = None) -> ImageSet:
         raise ValueError(f"size is {size}; images have at least 1 pixel per side.")
     inner = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
     files = _split_folders(folder, inner) if "train" in inner else _split_by_file(folder, inner)
-    classes = sorted({_class(path) for path in files["train"]})
+    classes = sorted({require_utf8_name(path.parent).name for path in files["train"]})
     if len(classes) < 2:
         raise ValueError(
             f"{folder} has images of one class only, {classes[0]}; classification needs two, each in a folder of its own."
@@ -216,13 +221,8 @@ def folder_set(folder: Path, size: int | None = None) -> ImageSet:
         if new := next((path for path in paths if _class(path) not in numbers), None):
             raise ValueError(f"{new.parent} has images of a class that is not in the training images.")
         splits[split] = FileImages(paths, [numbers[_class(path)] for path in paths], size)
-    parts = (
-        part
-        for split, paths in files.items()
-        for path in paths
-        for part in (split.encode(), path.relative_to(folder).as_posix().encode(), str(path.stat().st_size).encode())
-    )
-    name = folder.resolve().name
+    parts = (part for split, paths in files.items() for part in (split.encode(), *names_and_sizes(paths, folder)))
+    name = require_utf8_name(folder.resolve()).name
     about = f"{sum(map(len, files.values())):,} images of {len(classes)} classes in {name}, {size} pixels per side"
     return ImageSet(name, about, tuple(classes), splits, checksum(parts))
 

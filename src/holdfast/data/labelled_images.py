@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 # The formats that are decoded, whatever the name of a file. Formats for which Pillow starts other programs are excluded.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+ORIENTATION = 0x0112  # a tag of EXIF data
+UPRIGHT = {  # from its value to what turns the image upright, a method of Pillow
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 LARGEST_ON_DEVICE = 4096 * MIB  # bytes of all images of a split, to be kept on a GPU
 LARGEST_IN_MEMORY = 1024 * MIB  # bytes of all images of a split, to be kept after they were decoded
 
@@ -177,16 +187,44 @@ def as_bytes(pixels: Tensor) -> Tensor:
 
 
 def read_image(file: Path | IO[bytes], name: str, *, decode: bool = True) -> "Image":
-    """Return an image in colour; without `decode`, only its header is read. `name` is the file's name in errors."""
+    """Return an image in colour and upright; without `decode`, only its header is read. `name` is the file's in errors."""
     pillow = _pillow()
     try:
         with pillow.open(file, formats=FORMATS) as opened:
-            image: Image = opened.convert("RGB") if decode else opened
+            image: Image = _upright(_as_bytes_per_channel(opened).convert("RGB"), opened) if decode else opened
     except FileNotFoundError as error:
         raise ValueError(f"{name} does not exist.") from error
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
         raise ValueError(f"{name} is not an image that can be read: {error}.") from error
     return image
+
+
+def _as_bytes_per_channel(image: "Image") -> "Image":
+    """Return an image whose channels are bytes. Pillow clips larger numbers at 255, so they are scaled by their range here.
+
+    16-bit integers are divided by 257; real numbers must be between 0 and 1. The range of other integers is not known.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 0 to 65535
+        values = np.asarray(image, dtype=np.float64) / 257
+    elif image.mode == "F":
+        values = 255 * np.asarray(image, dtype=np.float64)
+        if not 0 <= values.min() <= values.max() <= 255:  # also false for NaN
+            low, high = values.min() / 255, values.max() / 255
+            raise ValueError(f"its pixels are real numbers from {low:g} to {high:g}, not from 0 to 1")
+    elif image.mode == "I":
+        raise ValueError("its pixels are integers of unknown range; save it with 8 or 16 bits per channel")
+    else:
+        return image
+    return _pillow().fromarray(values.round().astype(np.uint8))  # type: ignore[no-any-return]
+
+
+def _upright(image: "Image", opened: "Image") -> "Image":
+    """Return the image as the EXIF orientation of its file says; damaged EXIF data have none."""
+    try:
+        method = UPRIGHT.get(opened.getexif().get(ORIENTATION))
+    except Exception:  # Pillow does not document what damaged EXIF data raise
+        method = None
+    return image if method is None else image.transpose(_pillow().Transpose[method])
 
 
 Prepare = Callable[["Image"], "np.typing.NDArray[np.uint8]"]  # from an image of any size to (size,size,3)

@@ -45,6 +45,7 @@ TEXT_COLUMNS = {
 }
 HIDDEN = "-1"  # the label of every row of a test set whose labels are not published
 MOST_NAMED = 12  # classes in an error
+LONGEST_LABEL = 200  # letters; longer ones are texts, perhaps of another column
 
 
 @final
@@ -168,7 +169,7 @@ def read_rows(table: Table, columns: Columns, *, labelled: bool = True) -> list[
     found = []
     for line, row in table.rows:
         texts = [_text(table, line, row, column) for column in (text, pair) if column is not None]
-        given = None if label is None else _label(row.get(label))
+        given = None if label is None else _label(row.get(label), f"{table.place}, line {line}")
         found.append(Row(line, texts[0], texts[1] if pair is not None else None, given))
     if not found:
         raise ValueError(f"{table.place} has a header but no rows.")
@@ -210,10 +211,12 @@ def _text(table: Table, line: int, row: Mapping[str, Any], column: str) -> str:
     return found.strip()
 
 
-def _label(value: Any) -> str | None:
-    """Return a label as text; None if the row has none."""
+def _label(value: Any, where: str) -> str | None:
+    """Return a label as text; None if the row has none. `where` is the row in errors."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
+    if not isinstance(value, str | Real):
+        raise ValueError(f"{where}: the label is {value!r:.80}, a {type(value).__name__}; expected a string or a number.")
     written = str(int(value)) if isinstance(value, bool) else str(value).strip()
     return written or None
 
@@ -253,6 +256,12 @@ def make_set(
         missing = next((row.line for row in own if row.label is None), None)
         if missing is not None:
             raise ValueError(f"{place}: row {missing} of {split} has no label, but others have one.")
+        long = next((row for row in own if len(row.label or "") > LONGEST_LABEL), None)
+        if long is not None:
+            raise ValueError(
+                f"{place}: row {long.line} of {split} has a label of {len(long.label or ''):,} letters, more than "
+                f"{LONGEST_LABEL}: name the column of labels in data.label."
+            )
     if not splits:
         raise ValueError(f"{place}: no row has a label.")
     if "train" in splits:
@@ -315,9 +324,9 @@ def _given_rows(place: str, rows: Any) -> Iterator[Row]:
         texts, label = parts[:-1], parts[-1] if parts else None
         if len(parts) not in (2, 3) or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(f"{place}: row {number} is {row!r:.80}; expected (text, label) or (text, second text, label).")
-        if not isinstance(label, str | Real) or isinstance(label, bool):
-            raise ValueError(f"{place}: row {number} has the label {label!r:.80}; expected a string or a number.")
-        yield Row(number, texts[0], texts[1] if len(texts) == 2 else None, _label(label))
+        if label is None or isinstance(label, bool):
+            raise ValueError(f"{place}: row {number} has the label {label}; expected a string or a number.")
+        yield Row(number, texts[0], texts[1] if len(texts) == 2 else None, _label(label, f"{place}: row {number}"))
     if number < 0:
         raise ValueError(f"{place} has no rows.")
 

@@ -100,11 +100,11 @@ def _table(files: list[Path], place: Path, read: Any) -> Table:
         try:
             require_regular(path)
             found = read(path)
+            rows += [(len(rows) + number, row) for number, row in enumerate(_rows(found), 1)]
         except Exception as problem:  # pyarrow raises several types, some of them not its own
-            reason = " ".join(str(problem).split()) or type(problem).__name__
+            reason = " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
             raise ValueError(f"{path} is damaged, or is not a file of `datasets`: {reason}.") from None
         columns = list(found.schema.names)
-        rows += [(len(rows) + number, row) for number, row in enumerate(_rows(found), 1)]
     if not files:
         raise ValueError(f"{place} has no files with rows.")
     return Table(str(place), columns, rows)

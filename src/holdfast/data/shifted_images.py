@@ -10,13 +10,13 @@ listed here. Its images are decoded when they are needed, and all of them are te
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
 from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
-from holdfast.data.files import checksum
+from holdfast.data.files import checksum, names_and_sizes, require_utf8_name
 from holdfast.data.images import ENDINGS, SIZE, TEST, VALID, ImageSet
 from holdfast.data.labelled_images import FileImages, Prepare
 from holdfast.errors import require_extra
@@ -90,9 +90,12 @@ def recognise(written: str) -> ShiftedFolder:
     require_extra("decoding images", "PIL")  # raise now if it is missing, not after other work
     prefix, sign, rest = written.partition("=")
     kind: Kind | None = next((one for one in KINDS if sign and one == prefix), None)
-    folder = Path(rest if kind else written)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; the images of a shifted test set are in folders: {LAYOUTS}.")
+    name = rest if kind else written
+    folder = Path(name)
+    if not name.strip() or not folder.is_dir():
+        raise ValueError(
+            f"{name or repr(name)} is not a folder; the images of a shifted test set are in folders: {LAYOUTS}."
+        )
     inner = _folders(folder)
     if kind in (None, "corrupted") and (corrupted := _corruptions(folder, inner)):
         return _corrupted_set(folder, corrupted)
@@ -104,7 +107,8 @@ def recognise(written: str) -> ShiftedFolder:
     found: Kind = kind or ("outliers" if layout == "ImageNet-O" else "classes")
     if found == "outliers" and (kind or layout != "ImageNet-O"):
         layout = "outliers"  # as the user writes it, whatever the folder is called: a model may have no class of ImageNet-O
-    return ShiftedFolder(folder, found, layout, (part,), checksum(_names_and_sizes(folder, part)))
+    files = (path for name in part.counts for path in _files(part.place / name))
+    return ShiftedFolder(folder, found, layout, (part,), checksum(names_and_sizes(files, folder)))
 
 
 def _by_name(folder: Path, part: Part) -> str | None:
@@ -165,17 +169,11 @@ def _part(place: Path, folder: Path) -> Part:
     return Part(place, counts)
 
 
-def _names_and_sizes(folder: Path, part: Part) -> Iterator[bytes]:
-    for name in part.counts:
-        for path in _files(part.place / name):
-            yield path.relative_to(folder).as_posix().encode("utf-8", "surrogateescape")
-            yield str(path.stat().st_size).encode()
-
-
 def _folders(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, sorted, without hidden ones."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        found = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return [require_utf8_name(folder / name).name for name in found]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -13,6 +13,8 @@ somebody who has labels usually wants to classify (`labelled_texts`).
 import csv
 import io
 import json
+import os
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -24,11 +26,13 @@ from holdfast.data.files import PACKED, find_file, read_text, unpacked_name
 
 SEPARATED, JSON_LINES = (".csv", ".tsv"), (".jsonl", ".ndjson")
 SPLIT_FILES = {"train": ["train.txt"], "valid": ["valid.txt", "validation.txt", "dev.txt"], "test": ["test.txt"]}
+MOST_OTHERS = 10_000  # files in a folder of texts that are not texts
 # If no column is named, the first of these that the table has is read.
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")
 
 # Columns that have labels rather than texts.
 LABEL_COLUMNS = ("label", "labels", "category", "class", "intent", "target", "sentiment", "gold_label", "is_duplicate")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def text_corpus(path: Path, column: str | None = None) -> Corpus:
@@ -57,12 +61,11 @@ def _folder_corpus(folder: Path) -> Corpus:
     if len(named) == len(SPLITS):
         return split_files(name, f"the texts of {name}", named)
     files: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        if unpacked_name(path).endswith(".txt") and path.is_file():
-            title = path.relative_to(folder).with_name(unpacked_name(path)).as_posix()
-            if title in files:
-                raise ValueError(f"{folder} has {title} twice, as {files[title].name} and as {path.name}; remove one.")
-            files[title] = path
+    for path in sorted(_text_paths(folder)):
+        title = path.relative_to(folder).with_name(unpacked_name(path)).as_posix()
+        if title in files:
+            raise ValueError(f"{folder} has {title} twice, as {files[title].name} and as {path.name}; remove one.")
+        files[title] = path
     if len(files) < len(SPLITS):
         raise ValueError(
             f"{folder} has {len(files)} text files (.txt, or packed as .txt{' or .txt'.join(PACKED)}); "
@@ -75,6 +78,19 @@ def _folder_corpus(folder: Path) -> Corpus:
 
     splits = {split: LazyDocuments(partial(read, split)) for split in SPLITS}
     return Corpus(name, f"the {len(files)} texts of {name}, split by file", splits)
+
+
+def _text_paths(folder: Path) -> Iterator[Path]:
+    """Yield the text files in a folder and its folders; raise ValueError if it has too many other files, as a disk has."""
+    others = 0
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            if unpacked_name(path).endswith(".txt") and path.is_file():
+                yield path
+            elif (others := others + 1) > MOST_OTHERS:
+                raise ValueError(
+                    f"{folder} has over {MOST_OTHERS:,} files that are not texts (.txt); name a folder of texts."
+                )
 
 
 def split_files(name: str, about: str, paths: dict[str, Path], tokenizer: str = "words") -> Corpus:
@@ -149,6 +165,10 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             found = None
         if not isinstance(found, dict):
             raise ValueError(f"{path}, line {number}: this is not a JSON object; a .jsonl file has one per line.")
+        if "\\ud" in line.lower() and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
+            raise ValueError(
+                f"{path}, line {number}: it has half of a surrogate pair, \\ud800 to \\udfff, which is no text."
+            )
         yield number, found
 
 

@@ -26,6 +26,8 @@ from holdfast.data.documents import END, UNKNOWN, WORD_SPLITTERS, Corpus, Docume
 from holdfast.data.files import checksum
 from holdfast.errors import unknown_name
 
+BATCH_DOCUMENTS, BATCH_BYTES = 1024, 2**20  # of documents that are encoded at once
+
 Spans = npt.NDArray[np.int64]  # (T,2) characters, [start, end)
 
 
@@ -39,8 +41,12 @@ class Tokenizer(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+
     def encode(self, text: str) -> Tensor:
         """Return the tokens of a text, (T,) int64."""
+        return torch.tensor(self.ids(text), dtype=torch.int64)
 
     @abstractmethod
     def decode(self, ids: Iterable[int] | Tensor) -> str: ...
@@ -53,11 +59,8 @@ class Tokenizer(ABC):
         """Yield the tokens of the documents with those between them, in parts, in a small integer type."""
 
     @abstractmethod
-    def spans(self, document: Document, *, first: bool) -> Spans:
-        """Return (T,2): the characters of each token that `pieces` yields for the document, empty for ends and joints.
-
-        first       whether it is the first document: a tokeniser may put a token between two documents
-        """
+    def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
+        """Yield (T,2) for each document: the characters of its tokens in `pieces`, empty for ends and joints."""
 
     def stream(self, documents: Iterable[Document], limit: int | None = None) -> Tensor:
         """Return all documents as one sequence in a small integer type, or its first `limit` tokens without reading more."""
@@ -80,8 +83,8 @@ class Bytes(Tokenizer):
     def __len__(self) -> int:
         return 256
 
-    def encode(self, text: str) -> Tensor:
-        return _byte_tensor(text.encode()).long()
+    def ids(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         return bytes(_as_list(ids)).decode("utf-8", "replace")  # the tokens may begin or end inside a character
@@ -95,11 +98,12 @@ class Bytes(Tokenizer):
                 yield _byte_tensor(b"\n")
             yield _byte_tensor(document.data)
 
-    def spans(self, document: Document, *, first: bool) -> Spans:
-        data = np.frombuffer(document.data, dtype=np.uint8)
-        character = np.cumsum((data & 0xC0) != 0x80) - 1  # all bytes of a character but its first begin with the bits 10
-        spans = np.stack([character, character + 1], axis=1)
-        return spans if first else np.concatenate([np.zeros((1, 2), dtype=np.int64), spans])
+    def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
+        for place, document in enumerate(documents):
+            data = np.frombuffer(document.data, dtype=np.uint8)
+            character = np.cumsum((data & 0xC0) != 0x80) - 1  # all bytes of a character but its first begin with the bits 10
+            spans = np.stack([character, character + 1], axis=1)
+            yield np.concatenate([np.zeros((1, 2), dtype=np.int64), spans]) if place else spans
 
 
 def _as_list(ids: Iterable[int] | Tensor) -> list[int]:
@@ -150,9 +154,9 @@ class Vocabulary(Tokenizer):
     def __len__(self) -> int:
         return len(self.words)
 
-    def encode(self, text: str) -> Tensor:
+    def ids(self, text: str) -> list[int]:
         """Return the tokens of a part of a text: with the `<eos>` of lines, without the one that ends a document."""
-        return self._encode(self._splitter.pieces(_lines(text))).long()
+        return list(map(self._numbers.get, self._splitter.pieces(_lines(text)), itertools.repeat(0)))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Return the words joined by spaces, with a newline for every end; unknown words stay unknown."""
@@ -163,15 +167,16 @@ class Vocabulary(Tokenizer):
         return {"kind": self.name, "words": self.words}
 
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
+        cut, number_of = self._splitter, self._numbers.get
+        for batch in _batches(documents):
+            words = (itertools.chain(cut.pieces(document.lines()), cut.ends()) for document in batch)
+            # A list would need eight times the memory of an array.
+            found = array("i", map(number_of, itertools.chain.from_iterable(words), itertools.repeat(0)))
+            yield torch.from_numpy(np.array(found, dtype=np.int32))
+
+    def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
         for document in documents:
-            yield self._encode(itertools.chain(self._splitter.pieces(document.lines()), self._splitter.ends()))
-
-    def spans(self, document: Document, *, first: bool) -> Spans:
-        return np.array(list(self._splitter.spans(document.lines())), dtype=np.int64).reshape(-1, 2)
-
-    def _encode(self, words: Iterable[str]) -> Tensor:
-        found = array("i", (self._numbers.get(word, 0) for word in words))  # a list would need eight times the memory
-        return torch.from_numpy(np.array(found, dtype=np.int32))
+            yield np.array(list(self._splitter.spans(document.lines())), dtype=np.int64).reshape(-1, 2)
 
 
 def _word_splitter(name: str) -> WordSplitter:
@@ -183,6 +188,22 @@ def _word_splitter(name: str) -> WordSplitter:
 def _lines(text: str) -> list[str]:
     lines = text.split("\n")
     return lines[:-1] if not lines[-1] else lines
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield the documents in lists: a call for each of a million short texts takes minutes.
+
+    The first lists are short, so that a reader of the first tokens does not wait for many documents.
+    """
+    batch, size, most = list[Document](), 0, 1
+    for document in documents:
+        batch.append(document)
+        size += len(document.data)
+        if len(batch) >= most or size >= BATCH_BYTES:
+            yield batch
+            batch, size, most = [], 0, min(2 * most, BATCH_DOCUMENTS)
+    if batch:
+        yield batch
 
 
 def is_bare(tokenizer: Any) -> bool:
@@ -225,10 +246,10 @@ class HubTokenizer(Tokenizer):
     def __len__(self) -> int:
         return len(self.tokenizer)
 
-    def encode(self, text: str) -> Tensor:
-        found = self._encode(text)
+    def ids(self, text: str) -> list[int]:
         with failures(self._failed):
-            return torch.tensor(found, dtype=torch.int64)
+            found: list[int] = self._encode([text])["input_ids"][0]
+        return found
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         with failures(self._failed):
@@ -246,25 +267,26 @@ class HubTokenizer(Tokenizer):
 
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
         end = [] if self.end is None else [self.end]
-        for document in documents:
-            found = self._encode(document.text)
-            with failures(self._failed):  # a number may be too large
-                piece = torch.tensor([*found, *end], dtype=torch.int32)
+        for batch in _batches(documents):
+            texts = [document.text for document in batch]
+            with failures(self._failed):  # also a number that is too large
+                rows = self._encode(texts)["input_ids"]
+                piece = torch.tensor([number for row in rows for number in (*row, *end)], dtype=torch.int32)
             yield piece
 
-    def spans(self, document: Document, *, first: bool) -> Spans:
+    def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
         if not self.tokenizer.is_fast:
             raise ValueError(f"{self.name} has a slow tokeniser, which does not give the places of its tokens in a text.")
-        text = document.text
-        with failures(self._failed):
-            found = self.tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        end = [] if self.end is None else [(len(text), len(text))]
-        return np.array([*found["offset_mapping"], *end], dtype=np.int64).reshape(-1, 2)
+        for batch in _batches(documents):
+            texts = [document.text for document in batch]
+            with failures(self._failed):
+                rows = self._encode(texts, return_offsets_mapping=True)["offset_mapping"]
+            for text, row in zip(texts, rows, strict=True):
+                end = [] if self.end is None else [(len(text), len(text))]
+                yield np.array([*row, *end], dtype=np.int64).reshape(-1, 2)
 
-    def _encode(self, text: str) -> list[int]:
-        with failures(self._failed):
-            found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
+    def _encode(self, texts: list[str], **options: Any) -> Any:
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
 
     @property
     def _failed(self) -> str:

@@ -55,6 +55,7 @@ UPPER = {"model_type", "transformers_version", "transformers_weights", SECTION, 
 MANIFEST, MANIFEST_FORMAT = "holdfast.json", 1
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # downloaded from a hub: no code, no pickles
 INDEX = "*.safetensors.index*.json"
+LONGEST_NAME = 255  # bytes, of a file on usual file systems
 # Largest size of a file in bytes; the first pattern that matches its name counts.
 LARGEST = {
     INDEX: 64 * MIB,  # a model of 10^12 parameters has an index of 15 MB
@@ -271,8 +272,8 @@ def _require_own_shards(folder: Path) -> None:
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise ValueError(f"{index} does not say which file holds each weight: the folder is damaged.")
         for name in sorted(set(shards.values())):
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ValueError(f"{index} names {name!r}, which is not a safetensors file of this folder.")
+            if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode()) > LONGEST_NAME:
+                raise ValueError(f"{index} names {name[:80]!r}, which is not a safetensors file of this folder.")
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} lacks {name}, which its {index.name} lists: the folder is not complete.")
 

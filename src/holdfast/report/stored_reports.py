@@ -11,6 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from holdfast.files import LARGEST, REPORT_SCHEMA, read_bytes
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -54,7 +58,7 @@ class ReportFile(StoredModel):
         """Return what is stored in a file, or in the folder that the command wrote to, after all checks."""
         path = path / cls.file_name if path.is_dir() else path
         try:
-            stored = json.loads(read_bytes(path, limit=LARGEST))
+            stored = json.loads(read_bytes(path, limit=LARGEST), parse_constant=_refuse)
         except OSError as problem:
             raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
         except (ValueError, RecursionError) as problem:

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from holdfast.files import require_no_links
+from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
 from holdfast.metrics.report import without_nan
@@ -45,6 +45,7 @@ from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import (
     agrees,
     claim,
+    is_only_begun,
     prepare,
     read_with_checksum,
     require_own,
@@ -235,9 +236,10 @@ class Comparison:
             task = self.task_of_cell(cell)
             model = build_model(task, cell.choice.router, cell.choice.options, seed=cell.seed, k=cell.choice.k)
             require_trainable(task, cell.seed)
-            self._claim()  # not earlier: a wrong recipe must not create a folder
-            require_no_links(path, self.folder)
-            owner = lock.attempt()
+            with locked(self.folder, wait=True):  # until the cell is locked too: a run without locks may be replaced
+                claim(self.folder, self.identity())  # not earlier: a wrong recipe must not create a folder
+                require_no_links(path, self.folder)
+                owner = lock.attempt()
             if owner is not None:
                 return owner
             try:
@@ -255,6 +257,8 @@ class Comparison:
         if (path / "result.json").exists():
             logger.warning("%s is damaged; the cell is trained again.", path / "result.json")
         described = cell.describe()
+        if not agrees(path / "router.json", described):  # a router with other options began here
+            remove_folder(path / "training", self.folder)
         write_json(path / "router.json", described)
         tick = None if progress is None else lambda steps: progress(cell, steps)
         guard = partial(lock.require, path / "training")
@@ -294,14 +298,9 @@ class Comparison:
     def _path(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.folder
 
-    def _claim(self) -> None:
-        """Record that the folder belongs to this comparison."""
-        with locked(self.folder, wait=True):
-            claim(self.folder, self.identity())
-
     def _require_own_cell(self, cell: Cell) -> None:
-        """Raise ValueError if the folder of the cell was written for a router with other options or plugins."""
-        if not agrees(self._path(cell) / "router.json", cell.describe()):
+        """Raise ValueError if the cell has a result or checkpoint of a router with other options or plugins."""
+        if not is_only_begun(self._path(cell)) and not agrees(self._path(cell) / "router.json", cell.describe()):
             raise ValueError(
                 f"{self._path(cell)} belongs to a router {cell.choice.name} with other options or another plugin; "
                 "give this router another name."

@@ -108,6 +108,11 @@ class DataPart:
     held_out: str | None = None  # for domains: the one that is not trained on; no value: each in turn, in a comparison
     shifts: list[str] = field(default_factory=list)  # for images: folders of shifted test sets, and "corruptions"
 
+    def __post_init__(self) -> None:
+        for key, names in (("source", [self.source]), ("shifts", self.shifts)):
+            if not all(name.strip() for name in names):
+                raise ValueError(f"data.{key} has an empty name, which would be the current folder; write a name or a path.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPart:

@@ -2,7 +2,8 @@
 
 Every file is written atomically. Files that a later run reads back as results contain a checksum of their content.
 
-A folder belongs to the run in its `run.json`: output goes into an empty folder, or resumes what the same run began there.
+A folder belongs to the run in its `run.json`: output goes into an empty folder, or resumes what the same run began there. A
+run that has neither a checkpoint nor a result is replaced by another one.
 
 A checkpoint is complete if it has a manifest with the size and SHA-256 of each of its files, and the files agree with it.
 Others are skipped, because the Trainer would load some of them without an error and train another model. There are two
@@ -11,6 +12,8 @@ kinds: those of the training loop (`LOOP_FILES`) and those of the Hugging Face T
 
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,7 @@ from safetensors import SafetensorError
 from holdfast.files import (
     LARGE,
     LARGEST,
+    PARTIAL,
     read_json,
     remove_folder,
     remove_partial,
@@ -29,9 +33,10 @@ from holdfast.files import (
     write_atomically,
 )
 from holdfast.hub.folder_files import sha256_of
-from holdfast.locking import is_lock_file
+from holdfast.locking import Lock, is_lock_file
 
 RUN_FILE = "run.json"
+BEGUN = {RUN_FILE, "router.json", "log.jsonl"}  # files that a run writes before its first checkpoint, besides snapshots
 OPTIONAL = {"plugins", "sweep"}  # keys that not every run has
 CHECKSUM = "checksum"
 
@@ -55,6 +60,8 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # what Python, torch an
 
 NeededFiles = Mapping[str, str]  # from what a file contains to the pattern of its name
 FindDamage = Callable[[Path], str | None]  # returns what is wrong with a checkpoint, or None
+
+logger = logging.getLogger("holdfast")
 
 
 # JSON files
@@ -89,11 +96,27 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def require_own(folder: Path, identity: dict[str, Any]) -> None:
-    """Raise ValueError if the folder belongs to another run, or contains something that is not a run."""
-    if not agrees(folder / RUN_FILE, identity):
-        raise ValueError(f"{folder} belongs to another run ({_difference(folder, identity)}); choose another folder.")
+    """Raise ValueError if the folder has something of another run that is worth keeping, or something that is not a run."""
+    replaceable = is_only_begun(folder)  # before `agrees`: another process of this run may replace the old one meanwhile
+    if not agrees(folder / RUN_FILE, identity) and not replaceable:
+        raise ValueError(
+            f"{folder} belongs to another run ({_difference(folder, identity)}); choose another folder, or remove it."
+        )
     if not (folder / RUN_FILE).exists() and folder.exists() and (folder.is_file() or _is_used(folder)):
         raise ValueError(f"{folder} is not empty and contains no run; choose another folder.")
+
+
+def is_only_begun(folder: Path) -> bool:
+    """Return whether a run has left nothing worth keeping in the folder, and no other process writes there."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            is_known = name in BEGUN or Path(place).name == "snapshots" or is_lock_file(name) or PARTIAL.fullmatch(name)
+            if not is_known or Path(place, name).is_symlink():
+                return False
+        state, owner = Lock(Path(place)).holder()
+        if state != "dead" and not owner.is_this_process:
+            return False
+    return True
 
 
 def agrees(path: Path, content: Any) -> bool:
@@ -135,6 +158,11 @@ def claim(folder: Path, identity: dict[str, Any]) -> None:
     """Record that the folder belongs to this run, or raise the ValueError of `require_own`. The caller holds its lock."""
     require_no_links(folder / RUN_FILE, folder)
     require_own(folder, identity)
+    if not agrees(folder / RUN_FILE, identity):
+        logger.warning("%s had a run without a checkpoint or result; it is replaced by this one.", folder)
+        for name in ("cells", "training"):
+            remove_folder(folder / name, folder)
+        (folder / RUN_FILE).unlink()
     if not (folder / RUN_FILE).exists():
         write_json(folder / RUN_FILE, identity)
 

@@ -81,10 +81,9 @@ class TaskRecord:
 
 def _contains_all_of(home: Path, source: Path) -> bool:
     """Return whether a file or folder is inside `home`, and no link in it leads out."""
-    inside = [source]
-    for place, folders, files in os.walk(source):
-        inside += [Path(place, name) for name in (*folders, *files)]
-    return all(is_inside(path, home) for path in inside)
+    return is_inside(source, home) and all(
+        is_inside(Path(place, name), home) for place, folders, files in os.walk(source) for name in (*folders, *files)
+    )
 
 
 def read_record(folder: Path) -> TaskRecord:

@@ -157,7 +157,7 @@ class TextTask(Task):
         """Return the spans of tokens, for a vocabulary of words: a change inside a token would make that token unknown."""
         if not isinstance(self.tokenizer, Vocabulary) or not self.tokenizer.words:
             return None
-        return [self.tokenizer.spans(document, first=False) for document in self._test]
+        return list(self.tokenizer.spans(self._test))
 
     @cached_property
     def swaps(self) -> tuple[ScoredText, ScoredText]:
@@ -187,8 +187,8 @@ class TextTask(Task):
         before, after = self._blocks(self._test), self._blocks(changed)
         places: list[tuple[Tensor, Tensor]] = []  # of common tokens, in both token sequences
         starts = [0, 0]
-        for number, documents in enumerate(zip(self._test, changed, strict=True)):
-            spans = [self.tokenizer.spans(document, first=number == 0) for document in documents]
+        all_spans = (self.tokenizer.spans(documents) for documents in (self._test, changed))
+        for number, spans in enumerate(zip(*all_spans, strict=True)):
             common = attack.common_tokens(number, *spans)
             places.append(tuple(torch.from_numpy(own) + start for own, start in zip(common, starts, strict=True)))  # type: ignore[arg-type]
             starts = [start + len(own) for start, own in zip(starts, spans, strict=True)]
