@@ -35,6 +35,7 @@ from holdfast.hub.replacements import (
     has_foreign_forward,
     has_known_layout,
     install_gate,
+    is_called_alone,
     use_holdfast_experts,
 )
 from holdfast.hub.specs import NATIVE, LayerInfo, LayerSpec, build_routers, linked_in_order
@@ -300,7 +301,7 @@ class NativeGateBalance:
         self.handle = moe_layer.gate.register_forward_hook(self)
 
     def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if getattr(gate, "called_alone", False):
+        if is_called_alone(gate):
             return
         context = self.context_capture.build_context(self.context_capture.as_sequences(inputs[0]))
         if self.collector.wants_router_logits:

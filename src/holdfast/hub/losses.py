@@ -17,7 +17,7 @@ import dataclasses
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +54,21 @@ UNREAD = (
     "accumulation pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
     "holdfast.router_loss_scale(model, scale)."
 )
+
+DATA_PARALLEL = (
+    "nn.DataParallel runs copies of the model in threads, whose routes and router state are lost: use "
+    "DistributedDataParallel (torchrun), or one device (CUDA_VISIBLE_DEVICES=0)."
+)
+TWO_THREADS = (
+    "two threads run this model at once in training mode, in which its routers have one state and one set of losses: train "
+    "in one thread, and run the others on a copy of the model or in evaluation mode."
+)
+
+
+def require_no_copies(model: nn.Module) -> None:
+    """Raise ValueError for `nn.DataParallel` and for the copies of modules that it makes."""
+    if isinstance(model, nn.DataParallel) or getattr(model, "_is_replica", False):
+        raise ValueError(DATA_PARALLEL)
 
 
 class AttachLoss(torch.autograd.Function):
@@ -105,6 +120,8 @@ class _Forward:
 
     is_running: bool = False
     with_gradient: bool = False
+    may_have_backward: bool = True  # whether a backward may follow this forward
+    is_generating: bool = False  # it is one of `generate`
     wants_router_logits: bool = False
     as_tuple: bool = False  # the caller wants a tuple, and router logits
     token_ids: Tensor | None = None
@@ -148,10 +165,11 @@ class LossCollector:
         self._native_coefficient, self._aux_loss_divisor = native_coefficient, aux_loss_divisor
         self._balance_on_request, self._adds_logits, self._forwards = balance_on_request, adds_logits, _Forwards()
         self._replaces_balance = has_losses or balance_on_request  # if not, the family computes its own
-        self._generating = self._calibrating = self._warned = False
+        self._warned = False
+        self._calibrations: list[None] = []  # one entry for each `calibration` that is entered
+        self._training: dict[str, _Forward] = {}  # the forward in training mode that runs, under "forward"
         self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
-        self.may_have_backward = True  # whether a backward may follow the current forward
         self.learning_enabled = True  # whether routers compute losses and update state
         # The next two are from the last forward that a backward may recompute.
         self._latest_wants_logits = False
@@ -188,22 +206,29 @@ class LossCollector:
         latest = self._latest_ids if torch.compiler.is_compiling() or is_recomputing() else None
         return self._current.token_ids if self._current.is_running else latest
 
-    def generation(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards without gradients update no state, even during calibration."""
-        return self._temporarily("_generating")
-
-    def calibration(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards without gradients update router state too."""
-        return self._temporarily("_calibrating")
+    @property
+    def may_have_backward(self) -> bool:
+        """Whether a backward may follow the current forward."""
+        return self._current.may_have_backward
 
     @contextmanager
-    def _temporarily(self, flag: str) -> Iterator[None]:
-        before = getattr(self, flag)
-        setattr(self, flag, True)
+    def generation(self) -> Iterator[None]:
+        """Inside the `with`, forwards of this thread without gradients update no state, even during calibration."""
+        current = self._current
+        before, current.is_generating = current.is_generating, True
         try:
             yield
         finally:
-            setattr(self, flag, before)
+            current.is_generating = before
+
+    @contextmanager
+    def calibration(self) -> Iterator[None]:
+        """Inside the `with`, forwards without gradients update router state too, in all threads."""
+        self._calibrations.append(None)
+        try:
+            yield
+        finally:
+            self._calibrations.pop()
 
     def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
         """Collect a layer's losses and logits; return the expert weights with the layer's loss attached.
@@ -274,14 +299,17 @@ class LossCollector:
         self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Start collecting; return changed arguments if the model must not get the request for router logits."""
+        require_no_copies(model)
         current = self._current
+        if model.training and self._training.setdefault("forward", current) is not current:
+            raise ValueError(TWO_THREADS)
         current.token_ids = as_token_ids(options.get("input_ids", inputs[0] if inputs else None))
         current.with_gradient, current.is_running = torch.is_grad_enabled(), True
-        self.may_have_backward = current.with_gradient or not model.training
-        if self.may_have_backward:
+        current.may_have_backward = current.with_gradient or not model.training
+        if current.may_have_backward:
             self._latest_ids = current.token_ids
         if model.training:
-            self._enable_learning(current.with_gradient or (self._calibrating and not self._generating))
+            self._enable_learning(current.with_gradient or (bool(self._calibrations) and not current.is_generating))
         current.layer_losses = [] if model.training and self.learning_enabled else None
         current.requested_losses, current.logits = [], []
         requested = options.get(ROUTER_LOGITS)
@@ -307,9 +335,13 @@ class LossCollector:
     def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
         """Stop collecting, and return the outputs with what was collected."""
         current = self._current
+        if not current.is_running:  # `_begin_forward` has refused it
+            return outputs
         layer_losses, current.layer_losses = current.layer_losses, None
         self._enable_learning(True)
-        current.is_running, self.may_have_backward = False, True
+        current.is_running, current.may_have_backward = False, True
+        if self._training.get("forward") is current:
+            del self._training["forward"]
         if not model.training:  # in training, this forward may run between another one and its backward
             current.token_ids = self._latest_ids = None
             for clear in self.on_forward_end:

@@ -50,6 +50,28 @@ UNREADABLE_GATE = "a router cannot compute scores from them; exclude gates from 
 USE_SIMILARITY = "use 'similarity', which reads no weights"
 
 
+class _CalledAlone(PerThread):
+    gate: Any = None
+
+
+_called_alone = _CalledAlone()
+
+
+@contextmanager
+def calling_alone(gate: Any) -> Iterator[None]:
+    """Inside the `with`, this thread calls a gate outside of a forward of its layer, with tokens of its own."""
+    _called_alone.gate = gate
+    try:
+        yield
+    finally:
+        _called_alone.gate = None
+
+
+def is_called_alone(gate: Any) -> bool:
+    """Whether this thread calls `gate` in `calling_alone`."""
+    return _called_alone.gate is gate
+
+
 class ReroutedGate:
     """Mixin for the class of a family's gate: the gate's forward calls a router.
 
@@ -63,13 +85,12 @@ class ReroutedGate:
     losses: Any
     training: bool
     usual_order: bool  # returns (logits, weights, indices); otherwise the reverse
-    called_alone = False  # an instrument calls the gate outside of a forward of its layer, with tokens of its own
     native_scale: float  # what the family's own gate multiplies its weights by
 
     def forward(self, hidden_states: Tensor, *extra: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         """`extra` and `named` are for the family's own gate, such as a bias that its block has; the rule reads it there."""
         capture = self.context_capture
-        if self.holdfast is None and (self.called_alone or (capture.is_idle and not capture.needs_record)):
+        if self.holdfast is None and (is_called_alone(self) or (capture.is_idle and not capture.needs_record)):
             return super().forward(hidden_states, *extra, **named)  # type: ignore[misc, no-any-return]
         tokens = capture.as_sequences(hidden_states)
         context = capture.build_context(tokens)

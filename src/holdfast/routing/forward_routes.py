@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.backward import is_recomputing
-from holdfast.routing.state import PerThread
+from holdfast.routing.state import PerThread, entered, entered_keys
 
 ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
 
@@ -24,6 +24,11 @@ class _ReplayedForwards(PerThread):
         self.current = _ReplayedForward()  # a compiler does not see changes of this thread's own attributes
 
 
+class _RoutesOnce:
+    def __init__(self, replay: "RouteReplay", routes: Any) -> None:
+        self.replay, self.routes = replay, [routes]  # empty when a forward has taken them
+
+
 class RouteReplay:
     """Hooks around a model's forward that take `routed_experts`, the recorded routes (B,N,L,K), off its arguments.
 
@@ -35,7 +40,6 @@ class RouteReplay:
         self.layers = layers  # L: how many layers of the model can replay
         self._forwards = _ReplayedForwards()
         self._latest: Tensor | None = None
-        self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
         self._captures = 0  # how many layers asked for their place
         base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
         self._handles = [model.register_forward_pre_hook(self._begin_forward, **own)]
@@ -56,12 +60,17 @@ class RouteReplay:
 
     @contextmanager
     def once(self, routes: Any) -> Iterator[None]:
-        """Inside the `with`, one forward gets these routes, and a second one raises ValueError."""
-        self._next = [routes]
-        try:
+        """Inside the `with`, one forward of this thread or asyncio task gets these routes.
+
+        Raise ValueError at a second forward, and if there was none. A compiled forward does not get them.
+        """
+        once = _RoutesOnce(self, routes)
+        with entered(once):
             yield
-        finally:
-            self._next = None
+        if once.routes:
+            raise ValueError(
+                "no forward took the routes of holdfast.replay: run the model inside the `with`, in the same thread."
+            )
 
     @property
     def _current(self) -> _ReplayedForward:
@@ -86,10 +95,13 @@ class RouteReplay:
 
     def _take_routes(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         given, options = options.get(ROUTED_EXPERTS), {name: options[name] for name in options if name != ROUTED_EXPERTS}
-        if self._next is not None:
-            if given is not None or not self._next:
-                raise ValueError(f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone.")
-            given = self._next.pop()
+        for once in () if torch.compiler.is_compiling() else entered_keys():
+            if isinstance(once, _RoutesOnce) and once.replay is self:
+                if given is not None or not once.routes:
+                    raise ValueError(
+                        f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone."
+                    )
+                given = once.routes.pop()
         self._current.routes = None if given is None else self._checked(model, given)
         return inputs, options
 
