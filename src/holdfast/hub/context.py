@@ -407,6 +407,8 @@ class ContextCapture:
         """Return the tokens before the current `length` tokens, with the router's rows of them."""
         if not self.sequence_aware or captured.kv_cache is None:
             return _EarlierTokens()
+        if self.breaks_causality:  # it takes no rows, and `build_context` has refused earlier tokens
+            return _EarlierTokens(past=0)
         cache_layer = self._cache_layer(captured.kv_cache)
         if self.static_rows and has_static_length(cache_layer):
             rows, positions = static_router_cache_of(cache_layer, length, self.router_number)
