@@ -316,7 +316,7 @@ def test_forwards_of_other_threads_and_tasks_are_not_traced(router: str | None) 
             await asyncio.sleep(0)
 
     async def both() -> list[Any]:
-        return await asyncio.gather(traced(), untraced(), traced())
+        return list(await asyncio.gather(traced(), untraced(), traced()))
 
     for routes in asyncio.run(both())[::2]:
         check(routes)

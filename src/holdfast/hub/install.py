@@ -35,7 +35,6 @@ from holdfast.hub.replacements import (
     has_foreign_forward,
     has_known_layout,
     install_gate,
-    is_called_alone,
     use_holdfast_experts,
 )
 from holdfast.hub.specs import NATIVE, LayerInfo, LayerSpec, build_routers, linked_in_order
@@ -44,6 +43,7 @@ from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
+from holdfast.routing.state import is_called_alone
 
 Module = TypeVar("Module", bound=nn.Module)
 MODIFIED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"

@@ -16,8 +16,8 @@ lose a field that is not declared, or raise an error.
 import dataclasses
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from holdfast.kernels.backward import is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
 from holdfast.routing.forward_routes import RouteReplay
-from holdfast.routing.state import PerThread, mean_over_ranks
+from holdfast.routing.state import PerThread, mean_over_ranks, one_more
 
 ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
 ROUTER_FIELDS = ("router_loss", "aux_loss", "router_logits")
@@ -54,21 +54,6 @@ UNREAD = (
     "accumulation pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
     "holdfast.router_loss_scale(model, scale)."
 )
-
-DATA_PARALLEL = (
-    "nn.DataParallel runs copies of the model in threads, whose routes and router state are lost: use "
-    "DistributedDataParallel (torchrun), or one device (CUDA_VISIBLE_DEVICES=0)."
-)
-TWO_THREADS = (
-    "two threads run this model at once in training mode, in which its routers have one state and one set of losses: train "
-    "in one thread, and run the others on a copy of the model or in evaluation mode."
-)
-
-
-def require_no_copies(model: nn.Module) -> None:
-    """Raise ValueError for `nn.DataParallel` and for the copies of modules that it makes."""
-    if isinstance(model, nn.DataParallel) or getattr(model, "_is_replica", False):
-        raise ValueError(DATA_PARALLEL)
 
 
 class AttachLoss(torch.autograd.Function):
@@ -121,7 +106,7 @@ class _Forward:
     is_running: bool = False
     with_gradient: bool = False
     may_have_backward: bool = True  # whether a backward may follow this forward
-    is_generating: bool = False  # it is one of `generate`
+    generations: list[None] = dataclasses.field(default_factory=list)  # an entry for each `generation` around it
     wants_router_logits: bool = False
     as_tuple: bool = False  # the caller wants a tuple, and router logits
     token_ids: Tensor | None = None
@@ -166,8 +151,7 @@ class LossCollector:
         self._balance_on_request, self._adds_logits, self._forwards = balance_on_request, adds_logits, _Forwards()
         self._replaces_balance = has_losses or balance_on_request  # if not, the family computes its own
         self._warned = False
-        self._calibrations: list[None] = []  # one entry for each `calibration` that is entered
-        self._training: dict[str, _Forward] = {}  # the forward in training mode that runs, under "forward"
+        self._calibrations: list[None] = []  # an entry for each `calibration` that is entered
         self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
         self.learning_enabled = True  # whether routers compute losses and update state
@@ -211,24 +195,13 @@ class LossCollector:
         """Whether a backward may follow the current forward."""
         return self._current.may_have_backward
 
-    @contextmanager
-    def generation(self) -> Iterator[None]:
+    def generation(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards of this thread without gradients update no state, even during calibration."""
-        current = self._current
-        before, current.is_generating = current.is_generating, True
-        try:
-            yield
-        finally:
-            current.is_generating = before
+        return one_more(self._current.generations)
 
-    @contextmanager
-    def calibration(self) -> Iterator[None]:
+    def calibration(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards without gradients update router state too, in all threads."""
-        self._calibrations.append(None)
-        try:
-            yield
-        finally:
-            self._calibrations.pop()
+        return one_more(self._calibrations)
 
     def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
         """Collect a layer's losses and logits; return the expert weights with the layer's loss attached.
@@ -299,17 +272,14 @@ class LossCollector:
         self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Start collecting; return changed arguments if the model must not get the request for router logits."""
-        require_no_copies(model)
         current = self._current
-        if model.training and self._training.setdefault("forward", current) is not current:
-            raise ValueError(TWO_THREADS)
         current.token_ids = as_token_ids(options.get("input_ids", inputs[0] if inputs else None))
         current.with_gradient, current.is_running = torch.is_grad_enabled(), True
         current.may_have_backward = current.with_gradient or not model.training
         if current.may_have_backward:
             self._latest_ids = current.token_ids
         if model.training:
-            self._enable_learning(current.with_gradient or (bool(self._calibrations) and not current.is_generating))
+            self._enable_learning(current.with_gradient or (bool(self._calibrations) and not current.generations))
         current.layer_losses = [] if model.training and self.learning_enabled else None
         current.requested_losses, current.logits = [], []
         requested = options.get(ROUTER_LOGITS)
@@ -335,13 +305,11 @@ class LossCollector:
     def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
         """Stop collecting, and return the outputs with what was collected."""
         current = self._current
-        if not current.is_running:  # `_begin_forward` has refused it
+        if not current.is_running:  # `RouteReplay` has refused it
             return outputs
         layer_losses, current.layer_losses = current.layer_losses, None
         self._enable_learning(True)
         current.is_running, current.may_have_backward = False, True
-        if self._training.get("forward") is current:
-            del self._training["forward"]
         if not model.training:  # in training, this forward may run between another one and its backward
             current.token_ids = self._latest_ids = None
             for clear in self.on_forward_end:

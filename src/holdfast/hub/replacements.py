@@ -42,34 +42,12 @@ from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.scores import weights_loaded
-from holdfast.routing.state import PerThread
+from holdfast.routing.state import PerThread, is_called_alone
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
 UNREADABLE_GATE = "a router cannot compute scores from them; exclude gates from quantisation"
 USE_SIMILARITY = "use 'similarity', which reads no weights"
-
-
-class _CalledAlone(PerThread):
-    gate: Any = None
-
-
-_called_alone = _CalledAlone()
-
-
-@contextmanager
-def calling_alone(gate: Any) -> Iterator[None]:
-    """Inside the `with`, this thread calls a gate outside of a forward of its layer, with tokens of its own."""
-    _called_alone.gate = gate
-    try:
-        yield
-    finally:
-        _called_alone.gate = None
-
-
-def is_called_alone(gate: Any) -> bool:
-    """Whether this thread calls `gate` in `calling_alone`."""
-    return _called_alone.gate is gate
 
 
 class ReroutedGate:

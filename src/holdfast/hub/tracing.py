@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from holdfast.errors import unknown_name
 from holdfast.hub.families import detached_routing, routing_from_gate
 from holdfast.hub.layers import is_moe, moe_layers
-from holdfast.hub.losses import require_no_copies
-from holdfast.hub.replacements import calling_alone
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.attention_masks import token_mask_of
+from holdfast.routing.forward_routes import require_no_copies
 from holdfast.routing.rules import Rule
-from holdfast.routing.state import entered, entered_keys
+from holdfast.routing.state import calling_alone, entered, entered_keys
 
 NO_HOOKS = "the call did not run the model's hooks; call model(...) instead of model.forward(...)"
 AT_ONCE = (

@@ -11,6 +11,20 @@ from holdfast.kernels.backward import is_recomputing
 from holdfast.routing.state import PerThread, entered, entered_keys
 
 ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
+DATA_PARALLEL = (
+    "nn.DataParallel runs copies of the model in threads, whose routes and router state are lost: use "
+    "DistributedDataParallel (torchrun), or one device (CUDA_VISIBLE_DEVICES=0)."
+)
+TWO_THREADS = (
+    "two threads run this model at once in training mode, in which its routers have one state and one set of losses: train "
+    "in one thread, and run the others on a copy of the model or in evaluation mode."
+)
+
+
+def require_no_copies(model: nn.Module) -> None:
+    """Raise ValueError for `nn.DataParallel` and for the copies of modules that it makes."""
+    if isinstance(model, nn.DataParallel) or getattr(model, "_is_replica", False):
+        raise ValueError(DATA_PARALLEL)
 
 
 class _ReplayedForward:
@@ -40,6 +54,7 @@ class RouteReplay:
         self.layers = layers  # L: how many layers of the model can replay
         self._forwards = _ReplayedForwards()
         self._latest: Tensor | None = None
+        self._training: dict[str, _ReplayedForward] = {}  # the forward in training mode that runs, under "forward"
         self._captures = 0  # how many layers asked for their place
         base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
         self._handles = [model.register_forward_pre_hook(self._begin_forward, **own)]
@@ -84,6 +99,9 @@ class RouteReplay:
         return self._latest if torch.compiler.is_compiling() or is_recomputing() else None
 
     def _begin_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        require_no_copies(model)
+        if model.training and self._training.setdefault("forward", self._current) is not self._current:
+            raise ValueError(TWO_THREADS)
         self._current.in_model = True
         return self._take_routes(model, inputs, options)
 
@@ -127,6 +145,8 @@ class RouteReplay:
         elif outputs is not None and torch.is_grad_enabled():
             self._latest = self._current.routes
         self._current.in_model, self._current.routes = False, None
+        if self._training.get("forward") is self._current:
+            del self._training["forward"]
 
     def _end_base(self, base: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
         if self._current.in_base:

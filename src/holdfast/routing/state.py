@@ -184,3 +184,35 @@ def entered(key: object) -> Iterator[None]:
 def entered_keys() -> tuple[object, ...]:
     """Return the keys of every `entered` around the running code, the innermost last. A compiler cannot trace this."""
     return _entered.get()
+
+
+class _CalledAlone(PerThread):
+    gate: Any = None
+
+
+_called_alone = _CalledAlone()
+
+
+@contextmanager
+def calling_alone(gate: Any) -> Iterator[None]:
+    """Inside the `with`, this thread calls a gate outside of a forward of its layer, with tokens of its own."""
+    _called_alone.gate = gate
+    try:
+        yield
+    finally:
+        _called_alone.gate = None
+
+
+def is_called_alone(gate: Any) -> bool:
+    """Whether this thread calls `gate` in `calling_alone`."""
+    return _called_alone.gate is gate
+
+
+@contextmanager
+def one_more(entries: list[None]) -> Iterator[None]:
+    """Inside the `with`, the list has one more entry: a count that several threads may change."""
+    entries.append(None)
+    try:
+        yield
+    finally:
+        entries.pop()
