@@ -256,6 +256,17 @@ def test_a_mistake_is_found_before_the_first_forward(given: dict[str, Any], says
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("zeros", "says"), [("mlp.gate.weight", "equal weights"), ("embed_tokens", "are 0")])
+def test_weights_of_zero_are_refused_with_the_name_of_the_layer(zeros: str, says: str) -> None:
+    model = tiny("mixtral")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if zeros in name:
+                weight.zero_()
+    with pytest.raises(ValueError, match=f"^model.layers.0.mlp.gate: .*{says}"):
+        holdfast.measure_geometry(model, list(batches(1)), **QUICK)
+
+
 def test_a_rerouted_model_is_refused_with_a_what_if_and_measured_without() -> None:
     model = holdfast.reroute(tiny("mixtral"), "smooth")
     with pytest.raises(ValueError, match="already rerouted"):

@@ -44,6 +44,23 @@ def test_an_moe_family_gives_what_the_page_says(family: str) -> None:
     assert found.passed == (family in listed("MoE")[0]) or not IS_VERSION_OF_PAGE, found.text
 
 
+@pytest.mark.parametrize("family", ["hunyuan_v1_moe", "minimax", "lfm2_moe", "flint"])
+def test_one_expert_for_each_token_has_the_rule_of_two(family: str) -> None:
+    if not is_installed(family):
+        pytest.skip("this transformers does not have it")
+    model = tiny_moe(family)
+    rule_of_two = moe_family(model).rule
+    for layer in moe_layers(model):
+        layer.gate.top_k = 1
+    assert moe_family(model).rule == rule_of_two
+    with torch.no_grad():
+        expected = model(input_ids=IDS)[0]
+        for router in ("native", "smoe"):
+            with holdfast.trace(holdfast.reroute(model, router)) as routes:
+                torch.testing.assert_close(model(input_ids=IDS)[0], expected, atol=1e-4, rtol=1e-4)
+            assert all(torch.allclose(each.weights, each.weights[0], atol=1e-4) for each in routes)
+
+
 @pytest.mark.parametrize("family", quick_or_slow(DENSE_MODELS, ODD_DENSE))
 def test_a_dense_family_gives_what_the_page_says(family: str) -> None:
     found = outcome(check_dense, family)

@@ -1,8 +1,9 @@
 """Changed models where they are served: by several threads, sent to other processes, refused where they would see ahead."""
 
+import copy
 import pickle
-import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,29 +23,67 @@ def ids_of(length: int, sequences: int = 2) -> Tensor:
     return torch.randint(3, 60, (sequences, length), generator=torch.Generator().manual_seed(length))
 
 
-@pytest.mark.parametrize("router", ["ac", "similarity", "attention"])
-def test_threads_do_not_hear_each_other(router: str) -> None:
+def between_attention_and_gate(model: Any, act: Callable[[], Any]) -> None:
+    """Call `act` once in another thread in the next forward, when the second layer's attention has been captured."""
+
+    def act_once(*_: Any) -> None:
+        handle.remove()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(act).result()
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(act_once)
+
+
+@pytest.mark.parametrize("past", [0, 4])
+@pytest.mark.parametrize("router", ["ac", "similarity", "attention", "hash"])
+def test_threads_do_not_hear_each_other(router: str, past: int) -> None:
     model: Any = holdfast.reroute(tiny("mixtral"), router)
-    batches = [ids_of(9), ids_of(14, 3)]
-    with torch.no_grad():
-        expected = [model(input_ids=ids).logits for ids in batches]
-    wrong: list[object] = []
+    mine, others = ids_of(9), ids_of(14, 3)
 
-    def serve(ids: Tensor, right: Tensor) -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(40):
-                    if not torch.allclose(model(input_ids=ids).logits, right, atol=1e-5):
-                        wrong.append("another's logits")
-        except Exception as problem:
-            wrong.append(problem)
+    @torch.no_grad()
+    def run(ids: Tensor, meanwhile: Callable[[], Any] | None = None) -> Tensor:
+        cache = model(input_ids=ids[:, :past], use_cache=True).past_key_values if past else None
+        if meanwhile is not None:
+            between_attention_and_gate(model, meanwhile)
+        return model(input_ids=ids[:, past:], past_key_values=cache).logits  # type: ignore[no-any-return]
 
-    threads = [threading.Thread(target=serve, args=each) for each in zip(batches, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    expected, found = [run(mine), run(others)], []
+    assert torch.equal(run(mine, lambda: found.append(run(others))), expected[0])
+    assert torch.equal(found[0], expected[1])
+
+
+def test_one_thread_at_a_time_runs_a_model_in_training_mode() -> None:
+    model: Any = holdfast.reroute(tiny("mixtral"), "smoe", losses=LOSSES).train()
+    ids = ids_of(9)
+    right = model(input_ids=ids, labels=ids).loss
+
+    def run_other() -> None:
+        with torch.no_grad(), pytest.raises(ValueError, match="two threads"):
+            model(input_ids=ids)
+
+    between_attention_and_gate(model, run_other)
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, right)
+    with ThreadPoolExecutor(1) as other:  # one after the other is allowed
+        assert torch.equal(other.submit(lambda: model(input_ids=ids, labels=ids).loss).result(), right)
+
+
+def test_calibrations_may_end_in_any_order() -> None:
+    model: Any = holdfast.reroute(tiny("mixtral"), "symphony").train()
+    graph = model.model.layers[0].mlp.gate.holdfast.inform[0]
+
+    @torch.no_grad()
+    def learns() -> bool:
+        before = copy.deepcopy(graph.state_dict())
+        model(input_ids=ids_of(9))
+        return any(not torch.equal(value, before[name]) for name, value in graph.state_dict().items())
+
+    first, second = holdfast.calibrate(model), holdfast.calibrate(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert learns()
+    second.__exit__(None, None, None)
+    assert not learns()
 
 
 @pytest.mark.parametrize(

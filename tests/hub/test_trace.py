@@ -1,5 +1,10 @@
 """`trace`: the routes of every family, as its experts received them; padding; generate; nothing left behind."""
 
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,6 +13,7 @@ from tiny import EXTRA, HYBRIDS, MOE_LAYERS, tiny
 from torch import Tensor
 
 import holdfast
+from holdfast.hub import Trace
 from holdfast.hub.families import MOE_FAMILIES as FAMILIES
 from holdfast.routing.attention_masks import token_mask_of
 
@@ -263,3 +269,118 @@ def test_padding_is_resolved_from_every_kind_of_mask() -> None:
     assert torch.equal(token_mask_of(static, 2, 6, past=0), real)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="3 dimensions"):
         token_mask_of(torch.ones(2, 6, 6), 2, 6)
+
+
+def in_thread(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(call, *given, **named).result()
+
+
+def between_layers(model: Any, act: Callable[[], Any]) -> None:
+    """Call `act` once, before the second layer of the next forward."""
+
+    def act_once(*_: Any) -> None:
+        handle.remove()
+        act()
+
+    handle = model.model.layers[1].register_forward_pre_hook(act_once)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("router", [None, "similarity"])
+def test_forwards_of_other_threads_and_tasks_are_not_traced(router: str | None) -> None:
+    model: Any = tiny("mixtral") if router is None else holdfast.reroute(tiny("mixtral"), router)
+    with holdfast.trace(model) as alone:
+        model(input_ids=IDS)
+
+    def check(routes: Trace) -> None:
+        assert len(routes.steps) == 1 and routes.steps[0].shape == (2, 6)
+        assert all(torch.equal(mine.logits, right.logits) for mine, right in zip(routes, alone, strict=True))
+
+    with holdfast.trace(model, keep="all") as routes:
+        in_thread(model, input_ids=IDS[:, :4])
+        between_layers(model, lambda: in_thread(model, input_ids=IDS[:1]))
+        model(input_ids=IDS)
+    check(routes)
+
+    async def traced() -> Trace:
+        with holdfast.trace(model, keep="all") as routes:
+            await asyncio.sleep(0)
+            model(input_ids=IDS)
+            await asyncio.sleep(0)
+        return routes
+
+    async def untraced() -> None:
+        for _ in range(4):
+            model(input_ids=IDS[:, :4])
+            await asyncio.sleep(0)
+
+    async def both() -> list[Any]:
+        return list(await asyncio.gather(traced(), untraced(), traced()))
+
+    for routes in asyncio.run(both())[::2]:
+        check(routes)
+
+
+@torch.no_grad()
+def test_a_thread_is_traced_in_a_copied_context_only_and_one_at_a_time() -> None:
+    model = tiny("mixtral")
+    with holdfast.trace(model) as routes:
+        in_thread(model, input_ids=IDS)
+        with pytest.raises(ValueError, match="in the same thread"):
+            routes[0]
+        in_thread(contextvars.copy_context().run, model, input_ids=IDS)
+    assert routes[0].experts.shape == (12, 2)
+    with holdfast.trace(model) as routes:
+        copied = contextvars.copy_context()
+
+        def run_other() -> None:
+            for call in (model, model.forward):
+                with pytest.raises(ValueError, match="two threads"):
+                    in_thread(copied.run, call, input_ids=IDS[:1])
+
+        between_layers(model, run_other)
+        model(input_ids=IDS)
+    assert all(routing.experts.shape == (12, 2) for routing in routes)
+
+
+def test_a_hook_that_another_thread_is_adding_or_removing_does_nothing() -> None:
+    """Torch stores a hook, and then that it gets keyword arguments: a forward between the two calls it without them."""
+    model = tiny("mixtral")
+    with holdfast.trace(model):
+        model._forward_pre_hooks_with_kwargs.clear()
+        in_thread(model, input_ids=IDS)
+
+
+def test_compiled_models_run_compiled_again_after_traces_that_end_in_any_order() -> None:
+    from torch._dynamo import eval_frame
+
+    model = tiny("mixtral")
+    entered, left = threading.Event(), threading.Event()
+
+    def trace_longer() -> None:
+        with holdfast.trace(model):
+            entered.set()
+            assert left.wait(60)
+        assert eval_frame._stance.stance == "default"
+
+    with ThreadPoolExecutor(1) as other:
+        with holdfast.trace(model):
+            longer = other.submit(trace_longer)
+            assert entered.wait(60)
+        assert eval_frame._stance.stance == "force_eager"
+        left.set()
+        longer.result()
+
+
+def test_copies_by_data_parallel_are_refused() -> None:
+    model = tiny("mixtral")
+    rerouted: Any = holdfast.reroute(tiny("mixtral"), "smoe")
+    wrapped = torch.nn.DataParallel(model)
+    for context in (holdfast.trace, holdfast.record):
+        with pytest.raises(ValueError, match="DistributedDataParallel"), context(wrapped):  # type: ignore[operator]
+            pass
+    with pytest.raises(ValueError, match="DistributedDataParallel"), holdfast.trace(model):
+        model._replicate_for_data_parallel()(input_ids=IDS)  # what DataParallel calls on several GPUs
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        rerouted._replicate_for_data_parallel()(input_ids=IDS)

@@ -1,6 +1,8 @@
 """`record`: the routes of generated sequences are those of one forward over them, position by position."""
 
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -142,3 +144,15 @@ def test_recorded_routes_are_replayed_in_training_with_the_same_experts() -> Non
     with holdfast.trace(model) as traced:
         model.train()(input_ids=tokens, attention_mask=mask, labels=tokens, routed_experts=routes).loss.backward()
     assert int(routes.differs(holdfast.Routes.from_trace(traced, model)).sum()) == 0
+
+
+def test_other_threads_are_not_recorded() -> None:
+    model = tiny("mixtral")
+
+    def disturb(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            with ThreadPoolExecutor(1) as other:
+                other.submit(model, input_ids=IDS[:1]).result()
+
+    model.model.layers[1].register_forward_pre_hook(disturb)
+    assert_recorded(model)

@@ -1,8 +1,10 @@
 """`Routes`: from a trace, from what inference engines return, from files; and one sentence for each record that is wrong."""
 
+import asyncio
 import base64
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,46 @@ def test_replay_is_for_one_forward() -> None:
         model(input_ids=IDS)
         with pytest.raises(ValueError, match="one forward"):
             model(input_ids=IDS)
+
+
+@torch.no_grad()
+def test_replay_is_for_its_own_thread_and_task() -> None:
+    model = holdfast.reroute(tiny("mixtral"), "native")
+    routes = [random_routes(3, seed=seed) for seed in (0, 1)]
+    expected = [model(input_ids=IDS, routed_experts=each).logits for each in routes]
+    live = model(input_ids=IDS).logits
+
+    def run_in_thread() -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(lambda: model(input_ids=IDS).logits).result()  # type: ignore[no-any-return]
+
+    with holdfast.replay(model, routes[0]):
+        assert torch.equal(run_in_thread(), live)
+        assert torch.equal(model(input_ids=IDS).logits, expected[0])
+    with pytest.raises(ValueError, match="no forward took"), holdfast.replay(model, routes[0]):
+        run_in_thread()
+
+    async def replayed(routes: Tensor) -> Tensor:
+        with holdfast.replay(model, routes):
+            await asyncio.sleep(0)
+            return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+    async def both() -> list[Tensor]:
+        return await asyncio.gather(*map(replayed, routes))
+
+    assert all(map(torch.equal, asyncio.run(both()), expected))
+
+
+def test_replay_of_a_compiled_model_runs_it_uncompiled() -> None:
+    torch.compiler.reset()
+    model = holdfast.reroute(tiny("mixtral"), "native")
+    compiled: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        expected = model(input_ids=IDS, routed_experts=random_routes(3)).logits
+        compiled(input_ids=IDS)
+        with holdfast.replay(compiled, random_routes(3)):
+            assert torch.equal(compiled(input_ids=IDS).logits, expected)
+    torch.compiler.reset()
 
 
 def test_rows_are_chosen_like_those_of_a_batch() -> None:

@@ -1,8 +1,12 @@
 """The decoding cache: rows that follow beam search, cropping and repetition."""
 
+from typing import Any
+
+import pytest
 import torch
 
-from holdfast.routing import RouterCache
+import holdfast
+from holdfast.routing import Context, RouterCache
 
 
 def test_rows_accumulate_and_follow_the_sequences() -> None:
@@ -18,3 +22,10 @@ def test_rows_accumulate_and_follow_the_sequences() -> None:
     assert torch.equal(cache.extend("p", torch.zeros(4, 0, 2)), rows[[1, 1, 1, 1], :2])
     cache.reset()
     assert cache.length("p") == 0
+
+
+@pytest.mark.parametrize(("name", "options"), [("capacity", {}), ("softmoe", {}), ("similarity", {"causal": False})])
+def test_a_router_that_cannot_decode_refuses_a_cache(name: str, options: dict[str, Any]) -> None:
+    router = holdfast.create_router(name, dim=16, experts=8, **options).eval()
+    with pytest.raises(ValueError, match="cacheable=False"):
+        router(torch.randn(2, 3, 16), Context(causal=True, cache=RouterCache()))

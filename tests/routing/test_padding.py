@@ -120,6 +120,19 @@ def test_infinite_and_huge_padding_changes_nothing(name: str, bad: str) -> None:
     assert_same(outcome(name, BAD[bad]), outcome(name, 0.0))
 
 
+@pytest.mark.parametrize("name", ["smoe", "similarity", "symphony"])
+def test_infinite_padding_in_float16_changes_no_gradient_of_a_router(name: str) -> None:
+    """The bound for usable numbers in padding is beyond float16."""
+    gradients = []
+    for bad in (0.0, torch.inf):
+        router = layer(name).router.train()
+        torch.manual_seed(0)
+        routing = router(padded_with(bad, torch.randn(*REAL.shape, DIM).half()), Context(token_mask=REAL))
+        (routing.weights[REAL.flatten()][:, 0].sum() + routing.loss).backward()
+        gradients.append({key: value.grad for key, value in router.named_parameters() if value.grad is not None})
+    assert_same(gradients[1], gradients[0])
+
+
 @pytest.mark.parametrize("name", ["similarity", "attention", "ac, mixed", "smooth"])
 def test_values_in_padding_change_nothing_in_evaluation_with_gradients(name: str) -> None:
     """As attacks take them."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel
 from holdfast.hub import RouterCall, router_calls, trace
 from holdfast.hub.layers import MoELayerRef
+from holdfast.hub.tracing import own_hooks
 from holdfast.metrics import PredictionStability, RoutingChanges
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.tasks import IGNORED, token_nll
@@ -105,15 +106,11 @@ def observe(audited: AuditedModel, batch: AuditBatch, *, perturb_input: PerturbI
 def _recording_hooks(audited: AuditedModel) -> Iterator[list[dict[str, Any]]]:
     """Record the inputs and outputs of every layer's experts, and the outputs of the layer."""
     recorded: list[dict[str, Any]] = [{} for _ in audited.moe_layers]
-    handles = []
-    for place, site in enumerate(audited.moe_layers):
-        handles.append(site.experts.register_forward_hook(partial(_record_experts, recorded[place])))
-        handles.append(site.block.register_forward_hook(partial(_record_output, recorded[place])))
-    try:
+    with own_hooks() as hooks:
+        for place, site in enumerate(audited.moe_layers):
+            hooks.after(site.experts, partial(_record_experts, recorded[place]))
+            hooks.after(site.block, partial(_record_output, recorded[place]))
         yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _record_experts(record: dict[str, Any], module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
@@ -130,15 +127,13 @@ def _rows(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _perturbing_hooks(audited: AuditedModel, perturb_input: PerturbInput) -> Iterator[None]:
-    def perturb(layer: int, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (perturb_input(layer, given[0]), *given[1:])
+    def perturb(layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return (perturb_input(layer, given[0]), *given[1:]), named
 
-    handles = [route.register_forward_pre_hook(partial(perturb, layer)) for layer, route in enumerate(audited.routes)]
-    try:
+    with own_hooks() as hooks:
+        for layer, route in enumerate(audited.routes):
+            hooks.before(route, partial(perturb, layer))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _predictions(out: Any, labels: Tensor | None) -> Predictions | None:

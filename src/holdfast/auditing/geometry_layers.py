@@ -161,6 +161,8 @@ def measure_batch(
     if tokens.k == tokens.experts:
         found.reason = "every token uses every expert, so there are no ties at a threshold."
         return found
+    if not bool(tokens.lengths.any()):
+        raise ValueError("all tokens that reach this layer are 0; the checkpoint's weights before it are 0.")
     distances = torch.zeros(len(tokens.tokens), len(ORDERS), dtype=torch.float64)
     for rows, order in tokens.groups():
         ties = nearest_ties(order, tokens.tokens[rows], tokens.k, ORDERS)

@@ -231,7 +231,10 @@ class _Run:
         self._tell(self.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
         options, router = self.settings.options, self.routers[layer]
         before = observed.layers[layer - 1].routing.experts[:, 0][tokens.rows] if layer else None
-        return measure_batch(tokens, layer, batch, self.encoder, options, router, known.walked, pictures, before)
+        try:
+            return measure_batch(tokens, layer, batch, self.encoder, options, router, known.walked, pictures, before)
+        except ValueError as problem:
+            raise ValueError(f"{self.audited.names[layer]}: {problem}") from None
 
     def _tell(self, done: int, what: str) -> None:
         if self.progress is not None:

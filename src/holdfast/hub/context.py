@@ -407,6 +407,8 @@ class ContextCapture:
         """Return the tokens before the current `length` tokens, with the router's rows of them."""
         if not self.sequence_aware or captured.kv_cache is None:
             return _EarlierTokens()
+        if self.breaks_causality:
+            return _EarlierTokens(past=0)  # `build_context` has refused earlier tokens
         cache_layer = self._cache_layer(captured.kv_cache)
         if self.static_rows and has_static_length(cache_layer):
             rows, positions = static_router_cache_of(cache_layer, length, self.router_number)
@@ -428,8 +430,9 @@ class ContextCapture:
         if not self.reads_mask or captured.keys is None:
             return None
         keys, length = captured.keys, tokens.shape[1]
-        if earlier.past is not None and keys > earlier.past + length:  # a static cache, with unwritten positions at its end
-            keys = earlier.past + length
+        keys = (
+            keys if earlier.past is None else min(keys, earlier.past + length)
+        )  # a static cache ends in unwritten positions
         mask = captured.mask if isinstance(captured.mask, Tensor) else None
         if mask is not None:
             mask = mask[..., :keys] if mask.dim() == 4 else None  # a 2-D mask is padding only

@@ -43,6 +43,7 @@ from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
+from holdfast.routing.state import is_called_alone
 
 Module = TypeVar("Module", bound=nn.Module)
 MODIFIED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
@@ -308,7 +309,7 @@ class NativeGateBalance:
         self.handle = moe_layer.gate.register_forward_hook(self)
 
     def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if getattr(gate, "called_alone", False):
+        if is_called_alone(gate):
             return
         context = self.context_capture.build_context(self.context_capture.as_sequences(inputs[0]))
         if self.collector.wants_router_logits:

@@ -16,8 +16,8 @@ lose a field that is not declared, or raise an error.
 import dataclasses
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from holdfast.kernels.backward import is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
 from holdfast.routing.forward_routes import RouteReplay
-from holdfast.routing.state import PerThread, mean_over_ranks
+from holdfast.routing.state import PerThread, mean_over_ranks, one_more
 
 ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
 ROUTER_FIELDS = ("router_loss", "aux_loss", "router_logits")
@@ -105,6 +105,8 @@ class _Forward:
 
     is_running: bool = False
     with_gradient: bool = False
+    may_have_backward: bool = True  # whether a backward may follow this forward
+    generations: list[None] = dataclasses.field(default_factory=list)  # an entry for each `generation` around it
     wants_router_logits: bool = False
     as_tuple: bool = False  # the caller wants a tuple, and router logits
     token_ids: Tensor | None = None
@@ -148,10 +150,10 @@ class LossCollector:
         self._native_coefficient, self._aux_loss_divisor = native_coefficient, aux_loss_divisor
         self._balance_on_request, self._adds_logits, self._forwards = balance_on_request, adds_logits, _Forwards()
         self._replaces_balance = has_losses or balance_on_request  # if not, the family computes its own
-        self._generating = self._calibrating = self._warned = False
+        self._warned = False
+        self._calibrations: list[None] = []  # an entry for each `calibration` that is entered
         self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
-        self.may_have_backward = True  # whether a backward may follow the current forward
         self.learning_enabled = True  # whether routers compute losses and update state
         # The next two are from the last forward that a backward may recompute.
         self._latest_wants_logits = False
@@ -188,22 +190,18 @@ class LossCollector:
         latest = self._latest_ids if torch.compiler.is_compiling() or is_recomputing() else None
         return self._current.token_ids if self._current.is_running else latest
 
+    @property
+    def may_have_backward(self) -> bool:
+        """Whether a backward may follow the current forward."""
+        return self._current.may_have_backward
+
     def generation(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards without gradients update no state, even during calibration."""
-        return self._temporarily("_generating")
+        """Inside the `with`, forwards of this thread without gradients update no state, even during calibration."""
+        return one_more(self._current.generations)
 
     def calibration(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards without gradients update router state too."""
-        return self._temporarily("_calibrating")
-
-    @contextmanager
-    def _temporarily(self, flag: str) -> Iterator[None]:
-        before = getattr(self, flag)
-        setattr(self, flag, True)
-        try:
-            yield
-        finally:
-            setattr(self, flag, before)
+        """Inside the `with`, forwards without gradients update router state too, in all threads."""
+        return one_more(self._calibrations)
 
     def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
         """Collect a layer's losses and logits; return the expert weights with the layer's loss attached.
@@ -277,11 +275,11 @@ class LossCollector:
         current = self._current
         current.token_ids = as_token_ids(options.get("input_ids", inputs[0] if inputs else None))
         current.with_gradient, current.is_running = torch.is_grad_enabled(), True
-        self.may_have_backward = current.with_gradient or not model.training
-        if self.may_have_backward:
+        current.may_have_backward = current.with_gradient or not model.training
+        if current.may_have_backward:
             self._latest_ids = current.token_ids
         if model.training:
-            self._enable_learning(current.with_gradient or (self._calibrating and not self._generating))
+            self._enable_learning(current.with_gradient or (bool(self._calibrations) and not current.generations))
         current.layer_losses = [] if model.training and self.learning_enabled else None
         current.requested_losses, current.logits = [], []
         requested = options.get(ROUTER_LOGITS)
@@ -307,9 +305,11 @@ class LossCollector:
     def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
         """Stop collecting, and return the outputs with what was collected."""
         current = self._current
+        if not current.is_running:  # `RouteReplay` has refused it
+            return outputs
         layer_losses, current.layer_losses = current.layer_losses, None
         self._enable_learning(True)
-        current.is_running, self.may_have_backward = False, True
+        current.is_running, current.may_have_backward = False, True
         if not model.training:  # in training, this forward may run between another one and its backward
             current.token_ids = self._latest_ids = None
             for clear in self.on_forward_end:

@@ -42,7 +42,7 @@ from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.scores import weights_loaded
-from holdfast.routing.state import PerThread
+from holdfast.routing.state import PerThread, is_called_alone
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
@@ -63,13 +63,12 @@ class ReroutedGate:
     losses: Any
     training: bool
     usual_order: bool  # returns (logits, weights, indices); otherwise the reverse
-    called_alone = False  # an instrument calls the gate outside of a forward of its layer, with tokens of its own
     native_scale: float  # what the family's own gate multiplies its weights by
 
     def forward(self, hidden_states: Tensor, *extra: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         """`extra` and `named` are for the family's own gate, such as a bias that its block has; the rule reads it there."""
         capture = self.context_capture
-        if self.holdfast is None and (self.called_alone or (capture.is_idle and not capture.needs_record)):
+        if self.holdfast is None and (is_called_alone(self) or (capture.is_idle and not capture.needs_record)):
             return super().forward(hidden_states, *extra, **named)  # type: ignore[misc, no-any-return]
         tokens = capture.as_sequences(hidden_states)
         context = capture.build_context(tokens)

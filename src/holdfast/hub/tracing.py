@@ -3,12 +3,14 @@
 trace                   record the `Routing` of every MoE layer. It uses its own hooks, because many families record no
                         router logits, and the others nothing but logits
 router_calls            record the inputs of every router, tokens and context, so that it can be called again with others
+own_hooks               hooks for a while, which run only for the thread or asyncio task that added them
 require_finite, require_known_tokens, require_positions
                         raise ValueError for weights that are not finite, unknown token ids, too long sequences
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -22,9 +24,15 @@ from holdfast.hub.layers import is_moe, moe_layers
 from holdfast.kernels.backward import is_recomputing
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.attention_masks import token_mask_of
+from holdfast.routing.forward_routes import require_no_copies
 from holdfast.routing.rules import Rule
+from holdfast.routing.state import calling_alone, entered, entered_keys
 
 NO_HOOKS = "the call did not run the model's hooks; call model(...) instead of model.forward(...)"
+AT_ONCE = (
+    "two threads run the model at once inside one holdfast.trace or holdfast.record, which cannot tell their routes apart: "
+    "open one in each thread."
+)
 Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding)
 
 
@@ -53,7 +61,9 @@ class Step:
     def __getitem__(self, layer: int) -> Routing:
         place = range(len(self))[layer]
         if place not in self._routings:
-            raise ValueError(f"layer {layer} has no recorded routing: run the model inside the trace, without `each`.")
+            raise ValueError(
+                f"layer {layer} has no recorded routing: run the model inside the trace, in the same thread, without `each`."
+            )
         return self._routings[place]
 
     def __iter__(self) -> Iterator[Routing]:
@@ -95,6 +105,10 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
             2 E + 2 K numbers per layer, on the model's device, as long as `routes` exists
     each    `each(layer, routing, token_mask)` is called and nothing is kept: memory is then bounded by one layer
 
+    Only forwards of the thread, or asyncio task, that entered the `with` are recorded. A thread that is started inside it
+    records nothing, unless it runs in a copy of the context, as in `asyncio.to_thread(model, ids)` and
+    `Thread(target=contextvars.copy_context().run, args=(model, ids))`.
+
     This works for every family of `holdfast.hub.families` and for models with Holdfast routers. A recomputation by
     activation checkpointing is not recorded. What `torch.compile` has compiled runs uncompiled inside the `with`.
     """
@@ -102,30 +116,82 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
         raise ValueError(unknown_name("keep", keep, ("last", "all")))
     if each is not None and keep == "all":
         raise ValueError('keep="all" and each=... exclude each other: with `each`, nothing is kept.')
+    require_no_copies(model)
     routers = routing_modules(model)
     recorder = _Recorder([name for name, _, _ in routers], keep == "all", each)
     base = getattr(model, "base_model", None)  # may be called directly, or by the model
-    handles = []
-    for called in [model, base] if isinstance(base, nn.Module) and base is not model else [model]:
-        handles.append(called.register_forward_pre_hook(recorder.begin, with_kwargs=True))
-        handles.append(called.register_forward_hook(recorder.end, always_call=True))
-    for layer, (_, module, rule) in enumerate(routers):
-        handles.append(module.register_forward_hook(partial(recorder.record, rule, layer)))
-    try:
-        with without_compilation():
-            yield recorder.routes
-    finally:
-        for handle in handles:
-            handle.remove()
+    with own_hooks() as hooks:
+        for called in [model, base] if isinstance(base, nn.Module) and base is not model else [model]:
+            hooks.before(called, recorder.begin)
+            hooks.after(called, recorder.end, always_call=True)
+        for layer, (_, module, rule) in enumerate(routers):
+            hooks.after(module, partial(recorder.record, rule, layer))
+        yield recorder.routes
 
 
-def without_compilation() -> AbstractContextManager[None]:
+@final
+class OwnHooks:
+    """Forward hooks that do nothing in other threads and asyncio tasks (see `own_hooks`)."""
+
+    def __init__(self) -> None:
+        self.key = object()
+        self.handles: list[Any] = []
+
+    def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Call `hook(module, arguments, options)` before each forward of `module`."""
+        self.handles.append(module.register_forward_pre_hook(partial(self._run_before, hook), with_kwargs=True))
+
+    def after(self, module: nn.Module, hook: Callable[..., Any], *, always_call: bool = False) -> None:
+        """Call `hook(module, arguments, output)` after each forward of `module`; with `always_call` if it raised, too."""
+        self.handles.append(module.register_forward_hook(partial(self._run, hook), always_call=always_call))
+
+    def _run_before(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+        require_no_copies(module)
+        return self._run(hook, module, *given)
+
+    def _run(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+        # While this thread adds or removes a hook, torch may call it in another thread without the options in `given`.
+        return hook(module, *given) if self.key in entered_keys() else None
+
+
+@contextmanager
+def own_hooks() -> Iterator[OwnHooks]:
+    """Inside the `with`, run the hooks that are added, in this thread or asyncio task only, and nothing compiled."""
+    hooks = OwnHooks()
+    with without_compilation(), entered(hooks.key):
+        try:
+            yield hooks
+        finally:
+            for handle in hooks.handles:
+                handle.remove()
+
+
+class _Uncompiled:
+    """How many `without_compilation` there are at this time; torch has one stance for all threads."""
+
+    lock = threading.Lock()
+    users = 0
+    stance: Any = None
+
+
+@contextmanager
+def without_compilation() -> Iterator[None]:
     """Inside the `with`, everything that `torch.compile` has compiled runs uncompiled, in all threads.
 
     A forward that was compiled earlier would not run hooks of inner modules that are added later, and one that is compiled
     with them would still run them after they are removed: the compiler does not check whether hooks have changed.
     """
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+    with _Uncompiled.lock:
+        if _Uncompiled.users == 0:
+            _Uncompiled.stance = torch.compiler.set_stance("force_eager")
+        _Uncompiled.users += 1
+    try:
+        yield
+    finally:
+        with _Uncompiled.lock:
+            _Uncompiled.users -= 1
+            if _Uncompiled.users == 0:
+                _Uncompiled.stance.__exit__(None, None, None)
 
 
 def has_routers(model: nn.Module) -> bool:
@@ -154,14 +220,17 @@ class _Recorder:
 
     def __init__(self, names: Sequence[str], all_steps: bool, each: Each | None) -> None:
         self.routes, self._all_steps, self._each = Trace(names), all_steps, each
-        self._running: nn.Module | None = None  # the model whose forward runs
+        self._running: tuple[nn.Module, int] | None = None  # the model whose forward runs, and the thread
+        self._is_free = threading.Lock()  # held while a forward runs
         self._recorded: set[int] = set()  # layers, in the last step
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Start a step with the model's inputs, unless a model around it has started one."""
-        if self._running is not None:
+        if self._runs_here():
             return
-        self._running = model
+        if not self._is_free.acquire(blocking=False):
+            raise ValueError(AT_ONCE)
+        self._running = model, threading.get_ident()
         step = self._next_step()
         tokens = options.get("input_ids")
         tokens = options.get("inputs_embeds") if tokens is None else tokens
@@ -181,15 +250,16 @@ class _Recorder:
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         """Note that the model's forward is over."""
-        if self._running is model:
+        if self._running == (model, threading.get_ident()):
             self._running = None
+            self._is_free.release()
 
     def record(self, rule: Rule | None, layer: int, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep a router's routing, or pass it to `each`."""
         if is_recomputing():
             return
         steps = self.routes.steps
-        if self._running is None and (not steps or steps[-1]._padding_known or layer in self._recorded):
+        if not self._runs_here() and (not steps or steps[-1]._padding_known or layer in self._recorded):
             self._next_step()  # a forward that did not run the model's hooks
         self._recorded.add(layer)
         step = steps[-1]
@@ -199,6 +269,13 @@ class _Recorder:
             step._routings[layer] = routing
         else:
             self._each(layer, routing, step.token_mask)
+
+    def _runs_here(self) -> bool:
+        """Whether the model's forward runs. Raise ValueError if it does in another thread, with a copy of the context."""
+        running = self._running
+        if running is not None and running[1] != threading.get_ident():
+            raise ValueError(AT_ONCE)
+        return running is not None
 
     def _next_step(self) -> Step:
         if not self._all_steps:
@@ -232,16 +309,10 @@ class RouterCall:
 def router_calls(model: nn.Module) -> Iterator[list[RouterCall]]:
     """Inside the `with`, the list has the router calls of the last forward: one per MoE layer, in the model's order."""
     captured: list[RouterCall] = []
-    handles = []
-    for layer, (name, module, rule) in enumerate(routing_modules(model)):
-        hook = partial(_capture_call, captured, layer, name, rule)
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        with without_compilation():
-            yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
+    with own_hooks() as hooks:
+        for layer, (name, module, rule) in enumerate(routing_modules(model)):
+            hooks.before(module, partial(_capture_call, captured, layer, name, rule))
+        yield captured
 
 
 def _capture_call(
@@ -265,11 +336,8 @@ def _capture_call(
 
 def _call_gate(gate: Any, rule: Rule, others: tuple[Any, ...], named: dict[str, Any], tokens: Tensor) -> Routing:
     """Call a family's own gate with other tokens, and otherwise as in the recorded call."""
-    gate.called_alone = True
-    try:
+    with calling_alone(gate):
         return routing_from_gate(gate(tokens, *others, **named), rule)
-    finally:
-        del gate.called_alone
 
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.install import ModelHooks, hooks_of
-from holdfast.hub.tracing import Trace, tokens_before, trace
+from holdfast.hub.tracing import Trace, own_hooks, tokens_before, trace, without_compilation
 from holdfast.replaying.routed_model import RoutedModel, unwrapped
 from holdfast.replaying.routes import Routes, join_layers
 from holdfast.routing.replaying import NO_RECORD
@@ -20,14 +20,15 @@ def replay(model: nn.Module, routes: Routes | Tensor) -> Iterator[None]:
 
     routes   a `Routes`, or its tensor (B,N,L,K), of exactly the batch of that forward
 
-    The same as `model(..., routed_experts=routes)`, which is the better form in a training loop. The backward may run after
-    the `with`. The model must be one that `reroute`, `sparsify` or `load` returned; `holdfast.reroute(model, "native")`
-    makes it so without a change of any number.
+    The same as `model(..., routed_experts=routes)`, which is the better form in a training loop: what `torch.compile` has
+    compiled runs uncompiled inside the `with`. The forward must be in the thread, or asyncio task, that entered the `with`
+    (see `holdfast.trace`); the backward may run after it. The model must be one that `reroute`, `sparsify` or `load`
+    returned; `holdfast.reroute(model, "native")` makes it so without a change of any number.
     """
     hooks = require_hooks(model)
     checked = routes if isinstance(routes, Routes) else Routes.from_tensor(routes, model)
     checked.require_model(model)
-    with hooks.collector.replay.once(checked):
+    with without_compilation(), hooks.collector.replay.once(checked):
         yield
 
 
@@ -111,7 +112,7 @@ class Recorder:
                     return rollout
         raise ValueError(
             f"no forward over these {rows} x {length} tokens was recorded, row by row. (A beam search moves sequences "
-            "between rows; continuous batching is not seen: generate greedily or by sampling.)"
+            "between rows; continuous batching and other threads are not seen: generate by sampling or greedily, here.)"
         )
 
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -146,23 +147,18 @@ def record(model: nn.Module) -> Iterator[Recorder]:
 
     Works for every model that `holdfast.trace` supports, changed or not. Several calls of `generate` may be recorded:
     `routes` finds the one that a batch of sequences came from. What `torch.compile` has compiled runs uncompiled inside the
-    `with`: the hooks that record are not part of it.
+    `with`: the hooks that record are not part of it. Only the thread, or asyncio task, that entered the `with` is recorded
+    (see `holdfast.trace`).
     """
     inner = unwrapped(model)
     generation = getattr(inner, "generation_config", None)
     pad = getattr(generation, "pad_token_id", None)
     pad = getattr(inner.config, "pad_token_id", None) if pad is None else pad
-    with trace(inner) as traced:
+    with trace(inner) as traced, own_hooks() as hooks:
         recorder = Recorder(traced, RoutedModel.from_model(inner), pad if isinstance(pad, int) else None)
-        handles = [
-            inner.register_forward_pre_hook(recorder._begin, with_kwargs=True),
-            inner.register_forward_hook(recorder._end),
-        ]
-        try:
-            yield recorder
-        finally:
-            for handle in handles:
-                handle.remove()
+        hooks.before(inner, recorder._begin)
+        hooks.after(inner, recorder._end)
+        yield recorder
 
 
 def _widened(routes: Tensor, slots: int, of: RoutedModel) -> Tensor:

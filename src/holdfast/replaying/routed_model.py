@@ -11,6 +11,7 @@ from holdfast.files import DEEPEST, depth_exceeds
 from holdfast.hub.families import text_config
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
+from holdfast.routing.forward_routes import require_no_copies
 
 MOST_LAYERS, MOST_EXPERTS = 4096, 2**15 - 1  # of routes from a file; an expert is an int16
 
@@ -85,6 +86,7 @@ class RoutedModel:
 def unwrapped(model: Any) -> Any:
     """Return the Hugging Face model inside wrappers: `torch.compile`, DDP and others with a `module`, PEFT."""
     while True:
+        require_no_copies(model)
         inner = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
         inner = inner or (model._modules.get("module") if not hasattr(model, "config") else None)
         if inner is None and hasattr(model, "get_base_model"):

@@ -8,9 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.backward import is_recomputing
-from holdfast.routing.state import PerThread
+from holdfast.routing.state import PerThread, entered, entered_keys
 
 ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
+DATA_PARALLEL = (
+    "nn.DataParallel runs copies of the model in threads, whose routes and router state are lost: use "
+    "DistributedDataParallel (torchrun), or one device (CUDA_VISIBLE_DEVICES=0)."
+)
+TWO_THREADS = (
+    "two threads run this model at once in training mode, in which its routers have one state and one set of losses: train "
+    "in one thread, and run the others on a copy of the model or in evaluation mode."
+)
+
+
+def require_no_copies(model: nn.Module) -> None:
+    """Raise ValueError for `nn.DataParallel` and for the copies of modules that it makes."""
+    if isinstance(model, nn.DataParallel) or getattr(model, "_is_replica", False):
+        raise ValueError(DATA_PARALLEL)
 
 
 class _ReplayedForward:
@@ -24,6 +38,11 @@ class _ReplayedForwards(PerThread):
         self.current = _ReplayedForward()  # a compiler does not see changes of this thread's own attributes
 
 
+class _RoutesOnce:
+    def __init__(self, replay: "RouteReplay", routes: Any) -> None:
+        self.replay, self.routes = replay, [routes]  # empty when a forward has taken them
+
+
 class RouteReplay:
     """Hooks around a model's forward that take `routed_experts`, the recorded routes (B,N,L,K), off its arguments.
 
@@ -35,7 +54,7 @@ class RouteReplay:
         self.layers = layers  # L: how many layers of the model can replay
         self._forwards = _ReplayedForwards()
         self._latest: Tensor | None = None
-        self._next: list[Any] | None = None  # the routes that `once` got, until a forward takes them
+        self._training: dict[str, _ReplayedForward] = {}  # the forward in training mode that runs, under "forward"
         self._captures = 0  # how many layers asked for their place
         base, own = getattr(model, "base_model", model), {"with_kwargs": True, "prepend": True}
         self._handles = [model.register_forward_pre_hook(self._begin_forward, **own)]
@@ -56,12 +75,17 @@ class RouteReplay:
 
     @contextmanager
     def once(self, routes: Any) -> Iterator[None]:
-        """Inside the `with`, one forward gets these routes, and a second one raises ValueError."""
-        self._next = [routes]
-        try:
+        """Inside the `with`, one forward of this thread or asyncio task gets these routes.
+
+        Raise ValueError at a second forward, and if there was none. A compiled forward does not get them.
+        """
+        once = _RoutesOnce(self, routes)
+        with entered(once):
             yield
-        finally:
-            self._next = None
+        if once.routes:
+            raise ValueError(
+                "no forward took the routes of holdfast.replay: run the model inside the `with`, in the same thread."
+            )
 
     @property
     def _current(self) -> _ReplayedForward:
@@ -75,6 +99,9 @@ class RouteReplay:
         return self._latest if torch.compiler.is_compiling() or is_recomputing() else None
 
     def _begin_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        require_no_copies(model)
+        if model.training and self._training.setdefault("forward", self._current) is not self._current:
+            raise ValueError(TWO_THREADS)
         self._current.in_model = True
         return self._take_routes(model, inputs, options)
 
@@ -86,10 +113,13 @@ class RouteReplay:
 
     def _take_routes(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         given, options = options.get(ROUTED_EXPERTS), {name: options[name] for name in options if name != ROUTED_EXPERTS}
-        if self._next is not None:
-            if given is not None or not self._next:
-                raise ValueError(f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone.")
-            given = self._next.pop()
+        for once in () if torch.compiler.is_compiling() else entered_keys():
+            if isinstance(once, _RoutesOnce) and once.replay is self:
+                if given is not None or not once.routes:
+                    raise ValueError(
+                        f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone."
+                    )
+                given = once.routes.pop()
         self._current.routes = None if given is None else self._checked(model, given)
         return inputs, options
 
@@ -115,6 +145,8 @@ class RouteReplay:
         elif outputs is not None and torch.is_grad_enabled():
             self._latest = self._current.routes
         self._current.in_model, self._current.routes = False, None
+        if self._training.get("forward") is self._current:
+            del self._training["forward"]
 
     def _end_base(self, base: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
         if self._current.in_base:

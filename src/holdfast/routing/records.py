@@ -167,7 +167,8 @@ class Context:
         """
         if self.token_mask is None:
             return None
-        return self.token_mask | (rows.detach().flatten(2).abs().amax(-1) <= LARGEST_IN_PADDING)
+        # In float32: the bound itself is infinite in float16.
+        return self.token_mask | (rows.detach().flatten(2).abs().amax(-1).float() <= LARGEST_IN_PADDING)
 
     def zero_unusable(self, rows: Tensor) -> Tensor:
         """Return `rows (B,N,...)` with 0 in rows that are not usable: 0 times NaN is NaN, also in the gradient of a weight.

@@ -175,6 +175,7 @@ class Router(nn.Module):
         """Return the `Routing` of `tokens (B,N,d)`. A router that is not sequence-aware also takes `tokens (T,d)`."""
         self._refuse_tracing()
         context = context or Context()
+        self._refuse_cache(context)
         tokens = self._as_sequences(tokens)
         real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
@@ -188,6 +189,13 @@ class Router(nn.Module):
                 losses |= self._own_losses(routing, real)
         wait_for_side_stream(tokens)
         return routing
+
+    def _refuse_cache(self, context: Context) -> None:
+        if context.cache is not None and not self.traits.cacheable:
+            raise ValueError(
+                "this router declares cacheable=False: with a RouterCache its routing is not that of one forward; pass "
+                "all tokens in one forward, without a cache."
+            )
 
     def _own_losses(self, routing: Routing, real: Tensor | None) -> Mapping[str, Tensor]:
         """Return the terms of `losses`, in training only."""

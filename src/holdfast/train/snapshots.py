@@ -14,6 +14,7 @@ from torch import Tensor
 
 from holdfast.hub import trace
 from holdfast.hub.install import specs_of
+from holdfast.hub.tracing import own_hooks
 from holdfast.metrics import CoSelection
 from holdfast.routing import Router, Routing
 from holdfast.train.run_folder import read_with_checksum, write_with_checksum
@@ -76,11 +77,9 @@ def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool
 def consistency(model: Any, probe: Inputs, k: int | Sequence[int]) -> dict[str, Any]:
     """Return the share of tokens that keep their k experts under a little noise on the embeddings, for every layer."""
     before = routings_of(model, probe)
-    handle = model.get_input_embeddings().register_forward_hook(_add_noise)
-    try:
+    with own_hooks() as hooks:
+        hooks.after(model.get_input_embeddings(), _add_noise)
         after = routings_of(model, probe)
-    finally:
-        handle.remove()
     shares = []
     for old, new, token_mask in zip(_cores(before, k), _cores(after, k), before.token_mask, strict=True):
         same = (old.sort(1).values == new.sort(1).values).all(1)

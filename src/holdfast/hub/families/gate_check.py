@@ -25,6 +25,7 @@ MOST_WEIGHTS = 2**26  # eight times those of a gate for 1024 experts of width 81
 CLEAR = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # a gap between experts that rounding cannot close
 # The largest error in units of the dtype's rounding, relative to the largest value: a sum of d products is rounded often.
 ROUNDINGS = 64
+LEAST = 1e-3  # errors of smaller values are relative to this one
 OURS = ("holdfast", "rule", "losses", "context_capture", "usual_order", "was_trained")  # put on a gate by Holdfast
 FOREIGN = ("forward", "_old_forward", "_hf_hook")  # put on a module by accelerate and others
 HOOKS = ("_hooks", "_pre_hooks")  # how the names of a module's tables of hooks end
@@ -204,8 +205,10 @@ def _check_gradients(gate: Any, rule: Rule, form: GateForm, tokens: Tensor, gene
         return torch.autograd.grad(total, (given, weight), allow_unused=True, materialize_grads=True)
 
     k = call_gate(gate, tokens.clone(), form)[2].shape[-1]
+    # A single weight that is divided by itself is 1, and its gradient 0 but for rounding.
+    least = 1.0 if k == 1 else LEAST
     for name, one, other in zip(("tokens", "weight"), gradients(False), gradients(True), strict=True):
-        _require_close(one, other, f"the gradient of the {name} in its gate is not that of the rule")
+        _require_close(one, other, f"the gradient of the {name} in its gate is not that of the rule", least=least)
 
 
 def _check_in_bfloat16(gate: Any, rule: Rule, form: GateForm, tokens: Tensor) -> None:
@@ -256,12 +259,14 @@ def _members(experts: Tensor, ranks: Tensor) -> Tensor:
     return torch.zeros_like(ranks, dtype=torch.bool).scatter(-1, experts, True)
 
 
-def _require_close(found: Tensor, expected: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
+def _require_close(
+    found: Tensor, expected: Tensor, what: str, dtype: torch.dtype = torch.float32, *, least: float = LEAST
+) -> None:
     if found.shape != expected.shape:
         raise GateDiffers(f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     allowed = ROUNDINGS * torch.finfo(torch.float32).eps if dtype != torch.bfloat16 else 4 * torch.finfo(dtype).eps
     error = (found.detach().float() - expected.detach().float()).abs().max() if found.numel() else torch.zeros(())
-    largest = expected.detach().float().abs().max().clamp_min(1e-3) if found.numel() else torch.ones(())
+    largest = expected.detach().float().abs().max().clamp_min(least) if found.numel() else torch.ones(())
     if not bool(error <= allowed * largest):
         raise GateDiffers(f"{what} (they differ by {float(error):.1g})")
 

@@ -6,6 +6,7 @@ attention, or one recurrent module in its place. The gate's rule is found among 
 on the gate alone (gate_check.py). What differs from this is refused with the reason.
 """
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -136,6 +137,12 @@ def _find_rule(gate: nn.Module, experts: int, extra: str | None) -> tuple[GateRu
             scaled = form if scale is None else replace(form, scale=float(getattr(gate, scale)))
             try:
                 check_rule(made, rule(made, block), scaled)
+                if (
+                    rule.renormalise and made.top_k == 1 < experts
+                ):  # the weights are 1, whatever the gates are: two of them show more
+                    made_two = copy.copy(made)
+                    made_two.top_k = 2
+                    check_rule(made_two, rule(made, block), scaled)
             except GateDiffers:
                 continue
             return rule, replace(scaled, extra=None), scale
