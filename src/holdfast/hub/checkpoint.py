@@ -2,7 +2,7 @@
 
 A folder is a Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state.
 
-`register` makes transformers open such folders after `import holdfast`. It adds three entries to transformers' registries,
+`register` makes transformers open such folders after `import holdfast`. It adds four entries to transformers' registries,
 each when the module of that registry is imported (`REGISTRIES`): `import holdfast` does not import transformers.
 
     AutoConfig       "model_type": "holdfast" gives the config of the changed model (`FolderConfig`)
@@ -11,6 +11,7 @@ each when the module of that registry is imported (`REGISTRIES`): `import holdfa
                      lets such a method change the modules of a fresh model before the weights are read; ours installs
                      routers, quantises nothing, and removes itself from the model (`AppliesChanges`). Where Holdfast is not
                      imported, the method is unknown, and the entry `transformers_weights` stops the load
+    Trainer          every Trainer has our callback (trainer.py)
 """
 
 import inspect
@@ -348,10 +349,18 @@ def _register_quantizer(module: ModuleType) -> None:
         module.register_quantizer(MODEL_TYPE)(with_mixin(HfQuantizer, AppliesChanges))
 
 
+def _register_callback(module: ModuleType) -> None:
+    from holdfast.hub.trainer import RouterCallback
+
+    if RouterCallback not in module.DEFAULT_CALLBACKS:
+        module.DEFAULT_CALLBACKS.append(RouterCallback)
+
+
 REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_config,
     "transformers.models.auto.modeling_auto": _register_all_models,
     "transformers.quantizers.auto": _register_quantizer,
+    "transformers.trainer": _register_callback,
 }
 
 

@@ -5,7 +5,7 @@ gathered_state       return the full weights of a sharded model, for saving: all
 set_progress         set the training progress of the routers
 router_loss_scale    set the factor of the routers' losses
 calibrate            update router state without training
-trainer_callback     set progress and loss scale in `transformers.Trainer`
+trainer_callback     set progress and loss scale in `transformers.Trainer`, and log the routers' losses
 """
 
 import math
@@ -197,52 +197,17 @@ def calibrate(model: nn.Module) -> Iterator[None]:
 
 
 def trainer_callback() -> Any:
-    """Return a callback for `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers).
+    """Return the callback that `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers) get anyway.
 
-    Before every step it sets the training progress of the model's routers, and the factor by which the Trainer scales its
-    loss: 1 / accumulated batches, times the gradient scaler's factor.
+    Pass it only to a trainer from which the default callbacks were removed; a second one changes nothing. It sets the
+    training progress of the model's routers and the scale of their losses, and logs these losses (`RouterCallback`).
     """
-    from transformers import TrainerCallback
-
-    class RouterCallback(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(
-            self,
-            args: Any,
-            state: Any,
-            control: Any,
-            model: nn.Module | None = None,
-            optimizer: Any = None,
-            train_dataloader: Any = None,
-            **_: Any,
-        ) -> None:
-            if model is None:
-                return
-            if state.max_steps > 0:
-                set_progress(model, min(1.0, state.global_step / state.max_steps))
-            if any(True for _ in _all_hooks(model)):
-                batches = _accumulated_batches(args.gradient_accumulation_steps, state.global_step, train_dataloader)
-                router_loss_scale(model, _scaler_factor(optimizer) / batches)
+    from holdfast.hub.trainer import RouterCallback
 
     return RouterCallback()
 
 
-def _accumulated_batches(steps: int, done: int, batches: Any) -> int:
-    """Return how many batches the next optimiser step accumulates: the last step of an epoch may have fewer."""
-    try:
-        count = len(batches)
-    except TypeError:  # a stream has no length
-        return steps
-    updates = math.ceil(count / steps)
-    is_last = updates > 0 and done % updates == updates - 1
-    return count % steps or steps if is_last else steps
-
-
-def _scaler_factor(optimizer: Any) -> float:
-    scaler = getattr(optimizer, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
-
-
-def _all_hooks(model: nn.Module) -> Iterator[ModelHooks]:
+def all_hooks(model: nn.Module) -> Iterator[ModelHooks]:
     """Yield the hooks of every model inside `model` that sparsify or reroute has changed; `model` may be a wrapper."""
     for module in model.modules():
         found = hooks_of(module)
@@ -251,7 +216,7 @@ def _all_hooks(model: nn.Module) -> Iterator[ModelHooks]:
 
 
 def _require_hooks(model: nn.Module) -> list[ModelHooks]:
-    found = list(_all_hooks(model))
+    found = list(all_hooks(model))
     if not found:
         raise ValueError(f"{type(model).__name__} contains no model that sparsify or reroute has changed.")
     return found
