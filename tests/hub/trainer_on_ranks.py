@@ -28,10 +28,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rerouted": ("mixtral", "symphony+smooth", {"gradient_accumulation_steps": 2}),
     "rerouted, checkpointed": ("mixtral", "ac+similarity", {"gradient_checkpointing": True}),
     "experts sharded": ("mixtral", "symphony+smooth", {"max_grad_norm": 0.5}),  # which the norm exceeds
-    "FSDP2": ("mixtral", "ac+symphony+smooth", {"gradient_accumulation_steps": 2}),
-    "FSDP2, checkpointed": ("llama", "symphony+smooth", {"gradient_checkpointing": True}),
+    # With momentum: torch does not load an optimizer without state under FSDP2.
+    "FSDP2": ("mixtral", "ac+symphony+smooth", {"gradient_accumulation_steps": 2, "optim_args": "momentum=0.5"}),
+    "FSDP2, checkpointed": ("llama", "symphony+smooth", {"gradient_checkpointing": True, "optim_args": "momentum=0.5"}),
 }
-FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
 def changed(family: str, router: str, seed: int = 0) -> Any:
@@ -68,7 +69,8 @@ def train(case: str, folder: Path, world: int) -> dict[str, Any]:
     if spread and world > 1:
         holdfast.shard_experts(model, init_device_mesh("cpu", (world,)))
     if is_fsdp and world > 1:
-        options |= FSDP2
+        recomputes = {"activation_checkpointing": options.pop("gradient_checkpointing", False)}  # accelerate's own
+        options |= {"fsdp": True, "fsdp_config": FSDP2 | recomputes}
     with fsdp_on_cpus() if is_fsdp and world > 1 else nullcontext():
         run = trainer(model, folder, save_strategy="no" if spread else "steps", **options)
         run.train_dataset = dataset()  # rows of different lengths
@@ -94,6 +96,18 @@ def train(case: str, folder: Path, world: int) -> dict[str, Any]:
     return result
 
 
+def refusal(folder: Path) -> str:
+    """Return the error where only the first rank would load weights, and accelerate sends them to the others."""
+    options = {"fsdp": True, "fsdp_config": FSDP2 | {"cpu_ram_efficient_loading": True}}
+    with fsdp_on_cpus():
+        run = trainer(changed("mixtral", "symphony"), folder, **options)
+        try:
+            run.train()
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def logged(run: Any, name: str) -> list[float]:
     return [entry[name] for entry in run.state.log_history if name in entry]
 
@@ -106,4 +120,5 @@ if __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
     path, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.save(train_all(path, int(os.environ["WORLD_SIZE"])), path / f"rank.{rank}.pt")
+    assert "cpu_ram_efficient_loading" in refusal(path / "refused")
     torch.distributed.destroy_process_group()
