@@ -144,6 +144,15 @@ def test_the_trainer_logs_what_each_router_loss_adds(accumulated: int, tmp_path:
         assert added["router/balance"] == pytest.approx(0.1 * 3, rel=0.5)  # three layers; 1 if the load is uniform
 
 
+def test_every_trainer_has_the_callback_once() -> None:
+    import transformers.trainer
+
+    from holdfast.hub.checkpoint import register
+
+    register()
+    assert transformers.trainer.DEFAULT_CALLBACKS.count(type(holdfast.trainer_callback())) == 1
+
+
 def test_training_brings_the_loss_down(tmp_path: Path) -> None:
     for family, router in (("llama", "ac+symphony+attention+smooth"), ("mixtral", "symphony+similarity")):
         run = trainer(changed(family, router), tmp_path, max_steps=12, gradient_checkpointing=True)

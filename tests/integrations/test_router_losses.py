@@ -402,6 +402,19 @@ def test_the_callback_reads_the_scaler_and_the_last_parts_of_an_epoch(accumulate
     assert scales == [512.0] * 8 if accumulated == 1 else scales == pytest.approx(([512 / 3] * 3 + [512.0]) * 2)
 
 
+def test_logged_losses_are_without_the_scalers_factor() -> None:
+    model, callback = model_of("llama", "smoe"), holdfast.trainer_callback()
+    optimizer = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=512.0))
+    optimizer.scaler.scale(torch.ones(()))
+    state, logs = SimpleNamespace(global_step=0, max_steps=8, log_history=[{}]), {"loss": 0.0}
+    callback.on_step_begin(SimpleNamespace(gradient_accumulation_steps=1), state, None, model=model, optimizer=optimizer)
+    out = model(**text())
+    (512.0 * out.loss).backward()
+    callback.on_pre_optimizer_step(None, state, None, model=model)
+    callback.on_log(None, state, None, logs=logs)
+    assert logs["router/balance"] + logs["router/z"] == pytest.approx(float(out.router_loss.detach()), rel=1e-5)
+
+
 CHECKPOINTED = ["ac+symphony+smooth", "attention", "smoe"]
 
 

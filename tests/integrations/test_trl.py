@@ -20,10 +20,7 @@ datasets = pytest.importorskip("datasets")
 
 LOSSES = holdfast.Losses(balance=0.3, z=0.1)
 CASES = [("mixtral", "smoe"), ("deepseek_v3", "symphony+smooth"), ("llama", "smooth"), ("gpt2", "symphony")]
-WAYS = {  # TRL's own coefficient, and whether our callback is used
-    "asks for aux_loss": (None, False),
-    "does not ask, with our callback": (0.0, True),
-}
+WAYS = {"asks for aux_loss": None, "does not ask": 0.0}  # TRL's own coefficient
 
 
 def model_of(family: str, router: str, losses: holdfast.Losses | None) -> Any:
@@ -113,13 +110,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_router_losses_train_as_if_added_by_hand(
     trainer: str, family: str, router: str, way: str, parts: int, tmp_path: Path
 ) -> None:
-    coefficient, ours = WAYS[way]
     model = model_of(family, router, LOSSES)
     run = TRAINERS[trainer](
         model,
         tmp_path / "ours",
-        [holdfast.trainer_callback()] if ours else [],
-        router_aux_loss_coef=coefficient,
+        [],
+        router_aux_loss_coef=WAYS[way],
         gradient_accumulation_steps=parts,
         **needed(trainer, family, router),
     )
@@ -208,12 +204,14 @@ def test_trl_logs_the_routers_loss(trainer: str, tmp_path: Path) -> None:
     run.train()
     logged = [entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry]
     assert len(logged) == 1 and logged[0] > 0.5
+    added = [entry["router/balance"] + entry["router/z"] for entry in run.state.log_history if "router/z" in entry]
+    assert added == pytest.approx(logged, rel=1e-5)  # a sparsified model's coefficient is 1
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_evaluation_works_under_sft(label_smoothing: float, tmp_path: Path) -> None:
     model = model_of("llama", "smooth", LOSSES)
-    run = sft(model, tmp_path, [holdfast.trainer_callback()], label_smoothing_factor=label_smoothing)
+    run = sft(model, tmp_path, [], label_smoothing_factor=label_smoothing)
     before = {name: value.clone() for name, value in model.named_buffers()}
     result = run.evaluate(run.train_dataset)
     assert result["eval_aux_loss"] > 0.5
