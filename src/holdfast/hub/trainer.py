@@ -15,8 +15,8 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
     """Set the progress of routers and the scale of their losses before each step, and log these losses by name.
 
     The scale is the factor by which the Trainer multiplies its loss: 1 / accumulated batches, times the gradient scaler's
-    factor. The log has `router/balance`, `router/z`, ...: what each has added to the training loss, the sum of all layers and
-    the mean over the steps since the last log. All ranks have the same numbers, as each has the losses of the whole batch.
+    factor. The log has `router/balance`, `router/z`, ...: what each has added to the training loss, the sum of all layers
+    and the mean over the steps since the last log. All ranks log the same numbers: each has the losses of the whole batch.
 
     `transformers.trainer.DEFAULT_CALLBACKS` has this class (checkpoint.py), so every Trainer runs it. Of two in one Trainer
     the first one counts. It does nothing for a model that Holdfast has not changed.
@@ -50,9 +50,7 @@ class RouterCallback(TrainerCallback):  # type: ignore[misc]
         for hooks in changed:
             hooks.collector.sums = {}
 
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Count the losses of this step."""
         self._steps += 1
         for hooks in [] if model is None else all_hooks(model):
