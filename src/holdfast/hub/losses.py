@@ -9,8 +9,8 @@ because each layer's loss is also attached to that layer's expert weights (`Atta
     the training loss does not contain it    `LossCollector.loss_scale`, once a gradient arrives at the expert weights
 
 `loss_scale` is the factor by which a training loop multiplies its loss, 1 / n if it accumulates gradients over n batches.
-The callback of transformers' Trainer sets it (trainer.py), other loops call `holdfast.router_loss_scale`. Where it is not set
-and gradients are visibly accumulated, the backward raises an error (`LossCollector.unread_gradient`).
+The callback of transformers' Trainer sets it (trainer.py), other loops call `holdfast.router_loss_scale`. Where it is not
+set and gradients are visibly accumulated, the backward raises an error (`LossCollector.unread_gradient`).
 
 `LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
 fields for them (`with_router_fields`): DDP and `torch.compile` rebuild outputs from the fields that the class declares, and
