@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate import PartialState  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from test_trainer import HALF, STEPS, assert_equal, contents, dataset, logits, trainer
 from tiny import tiny
 from tiny_dense import tiny_dense
@@ -75,7 +75,7 @@ def train(case: str, folder: Path, world: int) -> dict[str, Any]:
         run = trainer(model, folder, save_strategy="no" if spread else "steps", **options)
         run.train_dataset = dataset()  # rows of different lengths
         run.train()
-        result = {"losses": logged(run, "loss"), "balance": logged(run, "router/balance")}
+        result: dict[str, Any] = {"losses": logged(run, "loss"), "balance": logged(run, "router/balance")}
         if spread or is_fsdp:
             model.eval()
             holdfast.save(model, folder / f"checkpoint-{STEPS}", force=True)

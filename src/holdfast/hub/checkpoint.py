@@ -356,6 +356,17 @@ def _register_callback(module: ModuleType) -> None:
         module.DEFAULT_CALLBACKS.append(RouterCallback)
 
 
+def trainer_callback() -> Any:
+    """Return the callback that `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers) get anyway.
+
+    Pass it only to a trainer from which the default callbacks were removed; a second one changes nothing. It sets the
+    training progress of the model's routers and the scale of their losses, and logs these losses (`RouterCallback`).
+    """
+    from holdfast.hub.trainer import RouterCallback
+
+    return RouterCallback()
+
+
 REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_config,
     "transformers.models.auto.modeling_auto": _register_all_models,

@@ -5,7 +5,6 @@ gathered_state       return the full weights of a sharded model, for saving: all
 set_progress         set the training progress of the routers
 router_loss_scale    set the factor of the routers' losses
 calibrate            update router state without training
-trainer_callback     set progress and loss scale in `transformers.Trainer`, and log the routers' losses
 """
 
 import math
@@ -194,17 +193,6 @@ def calibrate(model: nn.Module) -> Iterator[None]:
         for hooks in _require_hooks(model):
             stack.enter_context(hooks.collector.calibration())
         yield
-
-
-def trainer_callback() -> Any:
-    """Return the callback that `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers) get anyway.
-
-    Pass it only to a trainer from which the default callbacks were removed; a second one changes nothing. It sets the
-    training progress of the model's routers and the scale of their losses, and logs these losses (`RouterCallback`).
-    """
-    from holdfast.hub.trainer import RouterCallback
-
-    return RouterCallback()
 
 
 def all_hooks(model: nn.Module) -> Iterator[ModelHooks]:
