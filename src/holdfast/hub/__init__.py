@@ -3,13 +3,13 @@
 from holdfast.hub.checkpoint import load as load
 from holdfast.hub.checkpoint import register as register_auto_classes
 from holdfast.hub.checkpoint import save as save
-from holdfast.hub.checkpoint import trainer_callback as trainer_callback
 from holdfast.hub.convert import reroute as reroute
 from holdfast.hub.convert import restore as restore
 from holdfast.hub.convert import sparsify as sparsify
 from holdfast.hub.engines import calibrate as calibrate
 from holdfast.hub.engines import router_loss_scale as router_loss_scale
 from holdfast.hub.engines import shard_experts as shard_experts
+from holdfast.hub.engines import trainer_callback as trainer_callback
 from holdfast.hub.families import DENSE_FAMILIES as DENSE_FAMILIES
 from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
 from holdfast.hub.families import DenseFamily as DenseFamily

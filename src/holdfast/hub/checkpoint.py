@@ -11,7 +11,7 @@ each when the module of that registry is imported (`REGISTRIES`): `import holdfa
                      lets such a method change the modules of a fresh model before the weights are read; ours installs
                      routers, quantises nothing, and removes itself from the model (`AppliesChanges`). Where Holdfast is not
                      imported, the method is unknown, and the entry `transformers_weights` stops the load
-    Trainer          every Trainer has our callback (trainer.py)
+    Trainer          every Trainer has our callback (engines.py)
 """
 
 import inspect
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import with_mixin
-from holdfast.hub.engines import gathered_state, is_sharded, on_first_rank, without_transformers_gather
+from holdfast.hub.engines import callback_class, gathered_state, is_sharded, on_first_rank, without_transformers_gather
 from holdfast.hub.folder_files import (
     CODE,
     MODEL_TYPE,
@@ -350,21 +350,8 @@ def _register_quantizer(module: ModuleType) -> None:
 
 
 def _register_callback(module: ModuleType) -> None:
-    from holdfast.hub.trainer import RouterCallback
-
-    if RouterCallback not in module.DEFAULT_CALLBACKS:
-        module.DEFAULT_CALLBACKS.append(RouterCallback)
-
-
-def trainer_callback() -> Any:
-    """Return the callback that `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers) get anyway.
-
-    Pass it only to a trainer from which the default callbacks were removed; a second one changes nothing. It sets the
-    training progress of the model's routers and the scale of their losses, and logs these losses (`RouterCallback`).
-    """
-    from holdfast.hub.trainer import RouterCallback
-
-    return RouterCallback()
+    if callback_class() not in module.DEFAULT_CALLBACKS:
+        module.DEFAULT_CALLBACKS.append(callback_class())
 
 
 REGISTRIES: dict[str, Callable[[ModuleType], None]] = {

@@ -9,19 +9,17 @@ because each layer's loss is also attached to that layer's expert weights (`Atta
     the training loss does not contain it    `LossCollector.loss_scale`, once a gradient arrives at the expert weights
 
 `loss_scale` is the factor by which a training loop multiplies its loss, 1 / n if it accumulates gradients over n batches.
-The callback of transformers' Trainer sets it (trainer.py), other loops call `holdfast.router_loss_scale`. Where it is not
+The callback of transformers' Trainer sets it (engines.py), other loops call `holdfast.router_loss_scale`. Where it is not
 set and gradients are visibly accumulated, the backward raises an error (`LossCollector.unread_gradient`).
 
 `LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
-fields for them (`with_router_fields`): DDP and `torch.compile` rebuild outputs from the fields that the class declares, and
+fields for them (families/model_facts.py): DDP and `torch.compile` rebuild outputs from the fields that the class declares, and
 lose a field that is not declared, or raise an error.
 """
 
 import dataclasses
 import sys
-import typing
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -30,15 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import as_token_ids, image_tokens, text_config
+from holdfast.hub.families.model_facts import prepare_output_classes, with_router_fields
 from holdfast.hub.replacements import replaying_layers
-from holdfast.kernels.backward import is_recomputing
+from holdfast.kernels.backward import has_gradient, is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
 from holdfast.routing.forward_routes import RouteReplay
 from holdfast.routing.state import PerThread, mean_over_ranks
 
 ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
-ROUTER_FIELDS = ("router_loss", "aux_loss", "router_logits")
 IGNORED_LABEL = -100  # transformers' losses skip it
 REENTRANT = (
     "reentrant activation checkpointing drops the gradient of the routers' losses; call "
@@ -254,7 +252,7 @@ class LossCollector:
         if backward != self._checked_backward:
             # Once, in the last layer: in this backward, later parameters have their new gradients by then.
             self._checked_backward = backward
-            if _accelerate_accumulates() or _has_gradient(node):
+            if _accelerate_accumulates() or has_gradient(node):
                 raise ValueError(ACCUMULATED)
         if not self._warned:
             self._warned = True
@@ -405,24 +403,6 @@ def _accelerate_accumulates() -> bool:
     return module is not None and not module.GradientState().sync_gradients
 
 
-def _has_gradient(node: Any) -> bool:
-    """Whether the parameter nearest to this autograd node has a gradient of an earlier backward.
-
-    In a backward, a parameter gets its gradient after all nodes that use it have run.
-    """
-    seen, queue = {node}, deque([node])
-    while queue:
-        for used, _ in queue.popleft().next_functions:
-            if used is None or used in seen:
-                continue
-            parameter = getattr(used, "variable", None)
-            if isinstance(parameter, nn.Parameter):
-                return parameter.grad is not None and bool(parameter.grad.any())
-            seen.add(used)
-            queue.append(used)
-    return False
-
-
 def _total(losses: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([term.to(device) for term in losses]).sum()
 
@@ -456,52 +436,3 @@ def _shifts_labels(model: nn.Module) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-
-
-_classes_with_fields: dict[type, type] = {}
-
-
-def class_with_router_fields(kind: type) -> type:
-    """Return a subclass of the output class `kind` with `ROUTER_FIELDS`; the same one for every call."""
-    if kind not in _classes_with_fields:
-        known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        fields = [(name, Any, dataclasses.field(default=None)) for name in ROUTER_FIELDS if name not in known]
-        made = dataclasses.make_dataclass(
-            kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__, "__reduce_ex__": _reduce}
-        )
-        made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
-        _classes_with_fields[kind] = made
-    return _classes_with_fields[kind]
-
-
-def _reduce(outputs: Any, protocol: Any) -> tuple[Any, ...]:
-    """Support copying and pickling: the class cannot be imported by its name, which is its base's, so it is made again."""
-    return _rebuild, (type(outputs).__bases__[0], {name: getattr(outputs, name) for name in outputs})
-
-
-def _rebuild(kind: type, values: dict[str, Any]) -> Any:
-    return class_with_router_fields(kind)(**values)
-
-
-def prepare_output_classes(model: Any) -> None:
-    """Make the class with `ROUTER_FIELDS` for the model's outputs now: a compiler cannot trace the creation of a class."""
-    from transformers.utils import ModelOutput
-
-    try:
-        returned = typing.get_type_hints(type(model).forward).get("return")
-    except (NameError, TypeError, AttributeError):
-        return
-    for kind in (returned, *typing.get_args(returned)):
-        if isinstance(kind, type) and issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind):
-            class_with_router_fields(kind)
-
-
-def with_router_fields(outputs: Any) -> Any:
-    """Return the outputs as an instance of their class with `ROUTER_FIELDS`."""
-    kind = type(outputs)
-    if kind in _classes_with_fields.values():
-        return outputs
-    # Look into the dictionary first: a compiler cannot trace the creation of a class.
-    return (
-        _classes_with_fields[kind](**outputs) if kind in _classes_with_fields else class_with_router_fields(kind)(**outputs)
-    )
