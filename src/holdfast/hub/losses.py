@@ -13,8 +13,8 @@ The callback of transformers' Trainer sets it (engines.py), other loops call `ho
 set and gradients are visibly accumulated, the backward raises an error (`LossCollector.unread_gradient`).
 
 `LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
-fields for them (families/model_facts.py): DDP and `torch.compile` rebuild outputs from the fields that the class declares, and
-lose a field that is not declared, or raise an error.
+fields for them (families/model_facts.py): DDP and `torch.compile` rebuild outputs from the fields that the class declares,
+and lose a field that is not declared, or raise an error.
 """
 
 import dataclasses
