@@ -68,7 +68,6 @@ def main() -> None:
             arguments,
             train_dataset=examples[:-held_out],
             eval_dataset=examples[-held_out:],
-            callbacks=[holdfast.trainer_callback()],
         )
         trainer.train()
     for entry in trainer.state.log_history:

@@ -158,7 +158,7 @@ def train(model: Any, folder: Path, steps: int, **options: Any) -> Any:
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "steps", "save_steps": 4}
     arguments = TrainingArguments(str(folder), **settings, **quiet, logging_strategy="no", seed=3)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[holdfast.trainer_callback()])
+    trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train(**options)
     return model.eval()
 

@@ -126,6 +126,33 @@ def test_the_trainer_logs_losses_with_the_routers_own_and_evaluates_without(fami
     assert float(run.model.train()(**batch).loss.detach()) > evaluated[-1] + 0.1
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_trainer_logs_what_each_router_loss_adds(accumulated: int, tmp_path: Path) -> None:
+    """Rows have different numbers of labels; without learning, a model without losses has the rest of the logged loss."""
+    logs = []
+    for losses in (Losses(balance=0.1, z=0.01), Losses()):
+        model = holdfast.reroute(tiny("mixtral"), "smoe", losses=losses)
+        options: dict[str, Any] = {"gradient_accumulation_steps": accumulated, "learning_rate": 0.0, "logging_steps": HALF}
+        run = trainer(model, tmp_path, **options, eval_strategy="steps", eval_steps=2)
+        run.train()
+        logs.append([entry for entry in run.state.log_history if "loss" in entry])
+    assert len(logs[0]) == len(logs[1]) == STEPS // HALF
+    for entry, without in zip(*logs, strict=True):
+        added = {name: value for name, value in entry.items() if name.startswith("router/")}
+        assert added.keys() == {"router/balance", "router/z"} and added.keys().isdisjoint(without)
+        assert sum(added.values()) == pytest.approx(entry["loss"] - without["loss"], abs=1e-5)
+        assert added["router/balance"] == pytest.approx(0.1 * 3, rel=0.5)  # three layers; 1 if the load is uniform
+
+
+def test_every_trainer_has_the_callback_once() -> None:
+    import transformers.trainer
+
+    from holdfast.hub.checkpoint import register
+
+    register()
+    assert transformers.trainer.DEFAULT_CALLBACKS.count(type(holdfast.trainer_callback())) == 1
+
+
 def test_training_brings_the_loss_down(tmp_path: Path) -> None:
     for family, router in (("llama", "ac+symphony+attention+smooth"), ("mixtral", "symphony+similarity")):
         run = trainer(changed(family, router), tmp_path, max_steps=12, gradient_checkpointing=True)
@@ -163,7 +190,7 @@ def test_a_trained_model_is_saved_by_the_trainer_and_loaded_by_us(tmp_path: Path
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_the_whole_batch(tmp_path: Path) -> None:
-    """DDP: losses, parameters and state as one process has them, the same on both; saved, resumed and loaded there too."""
+    """DDP and FSDP2: losses, their parts of routers, parameters and state as one process has them; saved and resumed too."""
     from trainer_on_ranks import CASES, train_all
 
     on_ranks(Path(__file__).with_name("trainer_on_ranks.py"), str(tmp_path))
@@ -172,7 +199,8 @@ def test_two_processes_train_as_one_with_the_whole_batch(tmp_path: Path) -> None
     for case in CASES:
         assert_equal(first[case]["contents"], second[case]["contents"])
         assert len(alone[case]["losses"]) == STEPS
-        assert first[case]["losses"] == pytest.approx(alone[case]["losses"], abs=1e-5)
+        for name in ("losses", "balance"):
+            assert first[case][name] == second[case][name] == pytest.approx(alone[case][name], abs=1e-5)
         for name, value in alone[case]["contents"].items():
             torch.testing.assert_close(first[case]["contents"][name], value, atol=1e-5, rtol=1e-4, msg=f"{case}: {name}")
         loaded = holdfast.load(tmp_path / case / f"checkpoint-{STEPS}")

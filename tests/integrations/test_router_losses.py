@@ -198,6 +198,7 @@ def test_an_unread_loss_warns_once_and_a_stated_scale_does_not() -> None:
     batch, model = text(), model_of("llama", "smoe")
     with pytest.warns(UserWarning, match=UNREAD):
         READERS["logits alone"](model, batch).backward()
+    model.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         READERS["logits alone"](model, batch).backward()
@@ -205,6 +206,74 @@ def test_an_unread_loss_warns_once_and_a_stated_scale_does_not() -> None:
         told = model_of("llama", "smoe")
         holdfast.router_loss_scale(told, 1.0)
         READERS["logits alone"](told, batch).backward()
+
+
+def frozen_but_for_attention(model: Any) -> Any:
+    """As with LoRA on the attention: gates have no gradients of their own."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", ["logits alone", ".forward()", "inner model"])
+@pytest.mark.parametrize("change", [lambda model: model, frozen_but_for_attention], ids=["all", "attention"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("router", ["smoe", "native"])
+def test_accumulation_of_unread_losses_is_refused_until_a_scale_is_stated(
+    router: str, checkpointed: bool, change: Callable[[Any], Any], reader: str
+) -> None:
+    batch, model = text(), change(model_of("mixtral", router))
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    READERS[reader](model, batch).backward()
+    with pytest.raises(ValueError, match="router_loss_scale"):
+        READERS[reader](model, batch).backward()
+    model.zero_grad()
+    holdfast.router_loss_scale(model, 0.5)
+    for _ in range(2):
+        READERS[reader](model, batch).backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loops_with_one_backward_per_step_are_not_refused() -> None:
+    """Gradients that are cleared, in any way and at any time before the backward, do not accumulate."""
+    batch, model = text(), model_of("mixtral", "smoe")
+    unread, optimizer = READERS["logits alone"], torch.optim.SGD(model.parameters(), lr=0.01)
+    for to_none in (True, False):
+        for _ in range(2):
+            loss = unread(model, batch)
+            optimizer.zero_grad(set_to_none=to_none)
+            loss.backward()
+            optimizer.step()
+    optimizer.zero_grad()
+    (unread(model, batch) + unread(model, text(seed=7))).backward()  # two forwards
+    optimizer.zero_grad()
+    for _ in range(2):  # nothing is accumulated
+        torch.autograd.grad(unread(model, batch), [*model.parameters()], allow_unused=True)
+    unread(model, batch).backward()
+    unread(model_of("mixtral", "smoe"), batch).backward()  # another model
+    model.eval()
+    for _ in range(2):
+        unread(model, batch).backward()
+    model.train()
+    for _ in range(2):  # read losses are scaled with the training loss
+        READERS["outputs.loss"](model, batch).backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accumulation_with_accelerate_is_refused_before_the_first_backward() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    batch, model = text(), model_of("mixtral", "smoe")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        with accelerator.accumulate(model):
+            loss = READERS["logits alone"](model, batch)
+            with pytest.raises(ValueError, match="router_loss_scale"):
+                accelerator.backward(loss)
+            accelerator.backward(READERS["outputs.loss"](model, batch))
+    finally:
+        accelerate.state.GradientState._reset_state()
 
 
 @pytest.mark.parametrize("compiled", quick_or_slow([False, True], [False]))
@@ -331,6 +400,19 @@ def test_the_callback_reads_the_scaler_and_the_last_parts_of_an_epoch(accumulate
         scales.append(model.__dict__["_holdfast"].collector.loss_scale)
     # Ten batches by three: the fourth update of an epoch has one.
     assert scales == [512.0] * 8 if accumulated == 1 else scales == pytest.approx(([512 / 3] * 3 + [512.0]) * 2)
+
+
+def test_logged_losses_are_without_the_scalers_factor() -> None:
+    model, callback = model_of("llama", "smoe"), holdfast.trainer_callback()
+    optimizer = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=512.0))
+    optimizer.scaler.scale(torch.ones(()))
+    state, logs = SimpleNamespace(global_step=0, max_steps=8, log_history=[{}]), {"loss": 0.0}
+    callback.on_step_begin(SimpleNamespace(gradient_accumulation_steps=1), state, None, model=model, optimizer=optimizer)
+    out = model(**text())
+    (512.0 * out.loss).backward()
+    callback.on_pre_optimizer_step(None, state, None, model=model)
+    callback.on_log(None, state, None, logs=logs)
+    assert logs["router/balance"] + logs["router/z"] == pytest.approx(float(out.router_loss.detach()), rel=1e-5)
 
 
 CHECKPOINTED = ["ac+symphony+smooth", "attention", "smoe"]

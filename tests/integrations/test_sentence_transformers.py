@@ -49,7 +49,7 @@ def trainer(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("router", ["smoe", "symphony+smooth"])
 def test_router_losses_train_as_if_added_by_hand(router: str, parts: int, tmp_path: Path) -> None:
     model = encoder(router, LOSSES, tmp_path / "model")
-    run = trainer(model, tmp_path / "ours", [holdfast.trainer_callback()], gradient_accumulation_steps=parts)
+    run = trainer(model, tmp_path / "ours", [], gradient_accumulation_steps=parts)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the loss was computed without")
         found = gradients_of(run, model)
@@ -67,12 +67,6 @@ def test_router_losses_train_as_if_added_by_hand(router: str, parts: int, tmp_pa
     without = gradients_of(trainer(plain, tmp_path / "without", [], gradient_accumulation_steps=parts), plain)
     scores = [name for name in found if "router.score" in name]
     assert scores and all(not torch.allclose(found[name], without[name], atol=1e-5) for name in scores)
-
-
-def test_without_the_callback_there_is_a_warning(tmp_path: Path) -> None:
-    model = encoder("smoe", LOSSES, tmp_path / "model")
-    with pytest.warns(UserWarning, match="trainer_callback"):
-        trainer(model, tmp_path / "run", []).train()
 
 
 @pytest.mark.parametrize("router", ["smoe", "symphony"])

@@ -1,5 +1,6 @@
 """TRL's trainers on changed models: every router parameter has the gradient of a hand-written `loss + router_loss`."""
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,7 @@ datasets = pytest.importorskip("datasets")
 
 LOSSES = holdfast.Losses(balance=0.3, z=0.1)
 CASES = [("mixtral", "smoe"), ("deepseek_v3", "symphony+smooth"), ("llama", "smooth"), ("gpt2", "symphony")]
-WAYS = {  # TRL's own coefficient, and whether our callback is used
-    "asks for aux_loss": (None, False),
-    "does not ask, with our callback": (0.0, True),
-}
+WAYS = {"asks for aux_loss": None, "does not ask": 0.0}  # TRL's own coefficient
 
 
 def model_of(family: str, router: str, losses: holdfast.Losses | None) -> Any:
@@ -112,13 +110,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_router_losses_train_as_if_added_by_hand(
     trainer: str, family: str, router: str, way: str, parts: int, tmp_path: Path
 ) -> None:
-    coefficient, ours = WAYS[way]
     model = model_of(family, router, LOSSES)
     run = TRAINERS[trainer](
         model,
         tmp_path / "ours",
-        [holdfast.trainer_callback()] if ours else [],
-        router_aux_loss_coef=coefficient,
+        [],
+        router_aux_loss_coef=WAYS[way],
         gradient_accumulation_steps=parts,
         **needed(trainer, family, router),
     )
@@ -132,6 +129,60 @@ def test_router_losses_train_as_if_added_by_hand(
     without = gradients_of(TRAINERS[trainer](plain, tmp_path / "without", [], **options), plain)
     changed = [name for name in found if not torch.allclose(found[name], without[name], atol=1e-5)]
     assert any("gate.weight" in name or "router.score" in name for name in changed)
+
+
+def never_reading(trainer: str, model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
+    """One of TRL's trainers that never read the routers' losses."""
+    kind, config = {
+        "CPO": lambda: (experimental("cpo").CPOTrainer, experimental("cpo").CPOConfig),
+        "ORPO": lambda: (experimental("orpo").ORPOTrainer, experimental("orpo").ORPOConfig),
+        "Reward": lambda: (trl.RewardTrainer, trl.RewardConfig),
+    }[trainer]()
+    arguments = config(output_dir=str(folder), **{**SETTINGS, **options})
+    rows = preferences()
+    return kind(model, args=arguments, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
+
+
+def experimental(name: str) -> Any:
+    return importlib.import_module(f"trl.experimental.{name}")
+
+
+def never_read(trainer: str, losses: holdfast.Losses | None) -> Any:
+    """A model for `never_reading`; rewards need another head, which `sparsify` keeps."""
+    if trainer != "Reward":
+        return model_of("mixtral", "smoe", losses)
+    import transformers
+
+    config = tiny_dense("llama").config
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(1)
+    dense = transformers.LlamaForSequenceClassification(config)
+    return holdfast.sparsify(dense, experts=8, k=2, router="smoe", losses=losses, noise=0.5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("passed", [False, True])
+@pytest.mark.parametrize("trainer", ["CPO", "ORPO", "Reward"])
+def test_trainers_that_never_read_the_losses_scale_and_log_them(trainer: str, passed: bool, tmp_path: Path) -> None:
+    """Under accumulation, whether our callback is passed or not: the Trainer has it by default."""
+    model, options = never_read(trainer, LOSSES), {"gradient_accumulation_steps": 2, "logging_steps": 2, "max_steps": 2}
+    values: list[dict[str, Tensor]] = []
+    for module in model.modules():
+        if isinstance(module, holdfast.Router):
+            module.register_forward_hook(lambda _, given, routing: values.append(dict(routing.losses)))
+    run = never_reading(trainer, model, tmp_path / "ours", [holdfast.trainer_callback()] if passed else [], **options)
+    found = gradients_of(run, model)
+    bare = never_read(trainer, None)
+    seen = losses_by_hand(bare, LOSSES)
+    run_by_hand = never_reading(trainer, bare, tmp_path / "by hand", [], **options)
+    with adding_by_hand(run_by_hand, seen, 1):  # the Trainer divides afterwards
+        assert_same(found, gradients_of(run_by_hand, bare))
+    logged = [entry for entry in run.state.log_history if "router/balance" in entry]
+    assert len(logged) == 1
+    for name in ("balance", "z"):  # of four batches, each the sum of all layers
+        mean = torch.stack([terms[name] for terms in values if name in terms]).sum() / 4
+        assert logged[0][f"router/{name}"] == pytest.approx(float(mean), rel=1e-5)
+    assert model.__dict__["_holdfast"].collector.loss_scale is None
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -153,12 +204,14 @@ def test_trl_logs_the_routers_loss(trainer: str, tmp_path: Path) -> None:
     run.train()
     logged = [entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry]
     assert len(logged) == 1 and logged[0] > 0.5
+    added = [entry["router/balance"] + entry["router/z"] for entry in run.state.log_history if "router/z" in entry]
+    assert added == pytest.approx(logged, rel=1e-5)  # a sparsified model's coefficient is 1
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_evaluation_works_under_sft(label_smoothing: float, tmp_path: Path) -> None:
     model = model_of("llama", "smooth", LOSSES)
-    run = sft(model, tmp_path, [holdfast.trainer_callback()], label_smoothing_factor=label_smoothing)
+    run = sft(model, tmp_path, [], label_smoothing_factor=label_smoothing)
     before = {name: value.clone() for name, value in model.named_buffers()}
     result = run.evaluate(run.train_dataset)
     assert result["eval_aux_loss"] > 0.5

@@ -7,6 +7,7 @@ it calls `adapter_state_dict` of modules of the class `AuxiliaryTrainingWrapper`
 `with_mixin` is used all over this package: it gives an object a subclass of its class that has the same name.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -79,12 +80,21 @@ class SavesRouterState:
         self.__dict__["_modules"].pop(ROUTER_STATE, None)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Return the state dict; warn under prompt tuning, which is recognised by the prefix that PEFT uses for it."""
+        """Return the state dict; warn under prompt tuning, which is recognised by the prefix that PEFT uses for it.
+
+        With `cpu_ram_efficient_loading`, accelerate moves a model to `meta`, shards it, and sends the entries of this
+        dictionary from the first rank to the others. It can send sharded parameters only: raise ValueError.
+        """
         if options.get("prefix") == "base_model." and "peft" in sys.modules and has_state(self):
             warnings.warn(
                 "PEFT's prompt tuning saves prompts only, not the router state: save the model as well, with "
                 "holdfast.save(model.base_model, folder), and load the prompts for that model.",
                 stacklevel=2,
+            )
+        if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and _is_sharded_on_meta(self):
+            raise ValueError(
+                "accelerate cannot send the state of routers to the other ranks: set cpu_ram_efficient_loading to false in "
+                "the settings of FSDP."
             )
         return super().state_dict(*arguments, **options)  # type: ignore[misc]
 
@@ -106,6 +116,12 @@ class SavesRouterState:
 def has_state(model: Any) -> bool:
     """Whether routers of the model have state."""
     return any(isinstance(part, StatefulPart) for part in model.modules())
+
+
+def _is_sharded_on_meta(model: Any) -> bool:
+    """Whether router state is on `meta` and weights are sharded."""
+    state = (buffer for part in model.modules() if isinstance(part, StatefulPart) for buffer in part.buffers())
+    return any(buffer.is_meta for buffer in state) and any(hasattr(weight, "device_mesh") for weight in model.parameters())
 
 
 def add_router_state(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 A folder is a Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state.
 
-`register` makes transformers open such folders after `import holdfast`. It adds three entries to transformers' registries,
+`register` makes transformers open such folders after `import holdfast`. It adds four entries to transformers' registries,
 each when the module of that registry is imported (`REGISTRIES`): `import holdfast` does not import transformers.
 
     AutoConfig       "model_type": "holdfast" gives the config of the changed model (`FolderConfig`)
@@ -11,6 +11,7 @@ each when the module of that registry is imported (`REGISTRIES`): `import holdfa
                      lets such a method change the modules of a fresh model before the weights are read; ours installs
                      routers, quantises nothing, and removes itself from the model (`AppliesChanges`). Where Holdfast is not
                      imported, the method is unknown, and the entry `transformers_weights` stops the load
+    Trainer          every Trainer has our callback (engines.py)
 """
 
 import inspect
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import with_mixin
-from holdfast.hub.engines import gathered_state, is_sharded, on_first_rank, without_transformers_gather
+from holdfast.hub.engines import callback_class, gathered_state, is_sharded, on_first_rank, without_transformers_gather
 from holdfast.hub.folder_files import (
     CODE,
     MODEL_TYPE,
@@ -348,10 +349,16 @@ def _register_quantizer(module: ModuleType) -> None:
         module.register_quantizer(MODEL_TYPE)(with_mixin(HfQuantizer, AppliesChanges))
 
 
+def _register_callback(module: ModuleType) -> None:
+    if callback_class() not in module.DEFAULT_CALLBACKS:
+        module.DEFAULT_CALLBACKS.append(callback_class())
+
+
 REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_config,
     "transformers.models.auto.modeling_auto": _register_all_models,
     "transformers.quantizers.auto": _register_quantizer,
+    "transformers.trainer": _register_callback,
 }
 
 

@@ -5,16 +5,19 @@ gathered_state       return the full weights of a sharded model, for saving: all
 set_progress         set the training progress of the routers
 router_loss_scale    set the factor of the routers' losses
 calibrate            update router state without training
-trainer_callback     set progress and loss scale in `transformers.Trainer`
+trainer_callback     set progress and loss scale in `transformers.Trainer`, and log the routers' losses
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.hub.install import ModelHooks, hooks_of
 from holdfast.hub.layers import is_moe, moe_layers
@@ -197,14 +200,35 @@ def calibrate(model: nn.Module) -> Iterator[None]:
 
 
 def trainer_callback() -> Any:
-    """Return a callback for `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers).
+    """Return the callback that `transformers.Trainer` and trainers derived from it (TRL, sentence-transformers) get anyway.
 
-    Before every step it sets the training progress of the model's routers, and the factor by which the Trainer scales its
-    loss: 1 / accumulated batches, times the gradient scaler's factor.
+    Pass it only to a trainer from which the default callbacks were removed; a second one changes nothing. It sets the
+    training progress of the model's routers and the scale of their losses, and logs these losses (`RouterCallback`).
     """
+    return callback_class()()
+
+
+@cache
+def callback_class() -> Any:
+    """Return the class of `trainer_callback`, always the same one; made here because it imports transformers."""
     from transformers import TrainerCallback
 
     class RouterCallback(TrainerCallback):  # type: ignore[misc]
+        """Set the progress of routers and the scale of their losses before each step, and log these losses by name.
+
+        The scale is the factor by which the Trainer multiplies its loss: 1 / accumulated batches, times the gradient
+        scaler's factor. The log has `router/balance`, `router/z`, ...: what each has added to the training loss, the sum
+        of all layers and the mean over the steps since the last log. All ranks log the same numbers: each has the losses
+        of the whole batch.
+
+        `transformers.trainer.DEFAULT_CALLBACKS` has this class (checkpoint.py), so every Trainer runs it. Of two in one
+        Trainer the first one counts. It does nothing for a model that Holdfast has not changed.
+        """
+
+        def __init__(self) -> None:
+            self._sums: dict[tuple[str, torch.device], Tensor] = {}
+            self._steps, self._scaler_factor = 0, 1.0
+
         def on_step_begin(
             self,
             args: Any,
@@ -215,15 +239,48 @@ def trainer_callback() -> Any:
             train_dataloader: Any = None,
             **_: Any,
         ) -> None:
+            """Set progress and loss scale."""
             if model is None:
                 return
             if state.max_steps > 0:
                 set_progress(model, min(1.0, state.global_step / state.max_steps))
-            if any(True for _ in _all_hooks(model)):
+            changed = list(_all_hooks(model))
+            if changed:
+                scaler = getattr(optimizer, "scaler", None)
+                self._scaler_factor = float(scaler.get_scale()) if scaler is not None else 1.0
                 batches = _accumulated_batches(args.gradient_accumulation_steps, state.global_step, train_dataloader)
-                router_loss_scale(model, _scaler_factor(optimizer) / batches)
+                router_loss_scale(model, self._scaler_factor / batches)
+            for hooks in changed:
+                hooks.collector.sums = {}
 
-    return RouterCallback()
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+        ) -> None:
+            """Count the losses of this step."""
+            self._steps += 1
+            for hooks in [] if model is None else _all_hooks(model):
+                for key, value in (hooks.collector.sums or {}).items():
+                    self._sums[key] = self._sums.get(key, 0) + value / self._scaler_factor
+                hooks.collector.sums = {}
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            """Add the losses to a log of the training loss; the Trainer has copied it to its history already."""
+            if logs is None or "loss" not in logs or not self._sums:
+                return
+            means: defaultdict[str, float] = defaultdict(float)
+            for (name, _device), value in self._sums.items():
+                means[f"router/{name}"] += float(value) / self._steps
+            logs.update(means)
+            state.log_history[-1].update(means)
+            self._sums.clear()
+            self._steps = 0
+
+        def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+            """Forget the scale: a loop that trains the model further has its own."""
+            for hooks in [] if model is None else _all_hooks(model):
+                hooks.collector.loss_scale = hooks.collector.sums = None
+
+    return RouterCallback
 
 
 def _accumulated_batches(steps: int, done: int, batches: Any) -> int:
@@ -235,11 +292,6 @@ def _accumulated_batches(steps: int, done: int, batches: Any) -> int:
     updates = math.ceil(count / steps)
     is_last = updates > 0 and done % updates == updates - 1
     return count % steps or steps if is_last else steps
-
-
-def _scaler_factor(optimizer: Any) -> float:
-    scaler = getattr(optimizer, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
 def _all_hooks(model: nn.Module) -> Iterator[ModelHooks]:

@@ -8,15 +8,19 @@ because each layer's loss is also attached to that layer's expert weights (`Atta
     the training loss contains it            the gradient that arrives at the loss
     the training loss does not contain it    `LossCollector.loss_scale`, once a gradient arrives at the expert weights
 
+`loss_scale` is the factor by which a training loop multiplies its loss, 1 / n if it accumulates gradients over n batches.
+The callback of transformers' Trainer sets it (engines.py), other loops call `holdfast.router_loss_scale`. Where it is not
+set and gradients are visibly accumulated, the backward raises an error (`LossCollector.unread_gradient`).
+
 `LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
-fields for them (`with_router_fields`): DDP and `torch.compile` rebuild outputs from the fields that the class declares, and
-lose a field that is not declared, or raise an error.
+fields for them (families/model_facts.py): DDP and `torch.compile` rebuild outputs from the fields that the class declares,
+and lose a field that is not declared, or raise an error.
 """
 
 import dataclasses
-import typing
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,15 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import as_token_ids, image_tokens, text_config
+from holdfast.hub.families.model_facts import prepare_output_classes, with_router_fields
 from holdfast.hub.replacements import replaying_layers
-from holdfast.kernels.backward import is_recomputing
+from holdfast.kernels.backward import has_gradient, is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
 from holdfast.routing.forward_routes import RouteReplay
 from holdfast.routing.state import PerThread, mean_over_ranks, one_more
 
 ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
-ROUTER_FIELDS = ("router_loss", "aux_loss", "router_logits")
 IGNORED_LABEL = -100  # transformers' losses skip it
 REENTRANT = (
     "reentrant activation checkpointing drops the gradient of the routers' losses; call "
@@ -40,8 +44,13 @@ REENTRANT = (
 )
 FP16 = (
     "the loss was computed in float16 without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
-    "and its scale is not known: pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
-    "holdfast.router_loss_scale(model, scaler.get_scale()) before each step."
+    "and its scale is not known: call holdfast.router_loss_scale(model, scaler.get_scale()) before each step."
+)
+ACCUMULATED = (
+    "gradients are accumulated over several backwards, and the loss was computed without the routers' losses "
+    "(outputs.loss, outputs.router_loss or outputs.aux_loss), so each backward would add them in full: call "
+    "holdfast.router_loss_scale(model, 1 / n) to accumulate over n batches, or holdfast.router_loss_scale(model, 1.0) if "
+    "each backward should add them in full."
 )
 TWICE = (
     "this is a second backward through one forward, and the first one has added the routers' losses, which its loss did not "
@@ -50,9 +59,8 @@ TWICE = (
 )
 UNREAD = (
     "the loss was computed without the routers' losses (outputs.loss, outputs.router_loss or outputs.aux_loss), "
-    "so their gradients were added without scaling. That is right for one backward per step; under gradient "
-    "accumulation pass callbacks=[holdfast.trainer_callback()] to the Trainer, or call "
-    "holdfast.router_loss_scale(model, scale)."
+    "so their gradients were added without scaling. That is right for one backward per step; for gradient "
+    "accumulation over n batches call holdfast.router_loss_scale(model, 1 / n)."
 )
 
 
@@ -67,10 +75,10 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, loss: Tensor, weights: Tensor, collector: "LossCollector", is_fp16: bool
+        ctx: Any, loss: Tensor, weights: Tensor, collector: "LossCollector", is_fp16: bool, terms: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.collector, ctx.is_fp16, ctx.device = collector, is_fp16, loss.device
+        ctx.collector, ctx.is_fp16, ctx.device, ctx.terms = collector, is_fp16, loss.device, terms
         ctx.was_read = ctx.was_added = False
         return loss.view_as(loss), weights.view_as(weights)
 
@@ -81,9 +89,11 @@ class AttachLoss(torch.autograd.Function):
         if of_loss is not None:
             ctx.was_read = True
         elif not ctx.was_read:
-            of_loss = torch.full((), ctx.collector.unread_gradient(ctx.is_fp16), device=ctx.device)
+            of_loss = torch.full((), ctx.collector.unread_gradient(ctx), device=ctx.device)
             ctx.was_added = True
-        return of_loss, of_weights, None, None
+        if of_loss is not None:
+            ctx.collector.add_to_sums(of_loss, ctx.terms)
+        return of_loss, of_weights, None, None, None
 
 
 class CompiledAttachLoss(torch.autograd.Function):
@@ -152,8 +162,11 @@ class LossCollector:
         self._replaces_balance = has_losses or balance_on_request  # if not, the family computes its own
         self._warned = False
         self._calibrations: list[None] = []  # an entry for each `calibration` that is entered
+        self._checked_backward = -1
         self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
+        # What each term has added to the training loss, on each device; None: not counted. The Trainer's callback logs it.
+        self.sums: dict[tuple[str, torch.device], Tensor] | None = None
         self.learning_enabled = True  # whether routers compute losses and update state
         # The next two are from the last forward that a backward may recompute.
         self._latest_wants_logits = False
@@ -218,31 +231,49 @@ class LossCollector:
             raise ValueError(REENTRANT)
         loss = routing.loss
         if torch.is_grad_enabled() and loss.requires_grad:
-            loss, weights = self._attach_to_weights(loss, weights, routing.logits.device.type)
+            loss, weights = self._attach_to_weights(loss, weights, routing)
         if self._current.layer_losses is not None:
             self._current.layer_losses.append(loss)
         return weights
 
-    def unread_gradient(self, is_fp16: bool) -> float:
-        """Return the gradient of a loss that the training loss does not contain.
+    def unread_gradient(self, node: Any) -> float:
+        """Return the gradient of a loss that the training loss does not contain; `node` is its `AttachLoss`.
 
-        It is `loss_scale`. If that is not set, raise ValueError under float16, and else warn once and return 1.
+        It is `loss_scale`. If that is not set, raise ValueError under float16 and where gradients are accumulated, and
+        else warn once and return 1.
         """
         if self.loss_scale is not None:
             return self.loss_scale
-        if is_fp16:
+        if node.is_fp16:
             raise ValueError(FP16)
+        backward = torch._C._current_graph_task_id()
+        if backward != self._checked_backward:
+            # Once, in the last layer: in this backward, later parameters have their new gradients by then.
+            self._checked_backward = backward
+            if _accelerate_accumulates() or has_gradient(node):
+                raise ValueError(ACCUMULATED)
         if not self._warned:
             self._warned = True
             warnings.warn(UNREAD, stacklevel=2)
         return 1.0
 
-    def _attach_to_weights(self, loss: Tensor, weights: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    def add_to_sums(self, gradient: Tensor, terms: Mapping[str, Tensor]) -> None:
+        """Count what a layer's loss, of which `terms` are the parts, has added to the training loss."""
+        if self.sums is None:
+            return
+        for name, value in terms.items():
+            key = name, value.device  # each device has a thread of its own in a backward
+            added = gradient.detach() * value
+            self.sums[key] = self.sums[key] + added if key in self.sums else added
+
+    def _attach_to_weights(self, loss: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        device = routing.logits.device.type
         is_fp16 = weights.dtype == torch.float16 or (
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         )
         if not torch.compiler.is_compiling():
-            attached: tuple[Tensor, Tensor] = AttachLoss.apply(loss, weights, self, is_fp16)
+            terms = {} if self.sums is None else {name: value.detach() for name, value in routing.losses.items()}
+            attached: tuple[Tensor, Tensor] = AttachLoss.apply(loss, weights, self, is_fp16, terms)
             return attached
         if is_fp16 and self.loss_scale is None:  # compiled code does not know whether the training loss contains it
             raise ValueError(FP16)
@@ -366,6 +397,12 @@ class LossCollector:
         return _total(self._current.requested_losses, device) / len(self._current.requested_losses)
 
 
+def _accelerate_accumulates() -> bool:
+    """Whether accelerate says that this backward is not the last one before the optimizer step."""
+    module = sys.modules.get("accelerate.state")
+    return module is not None and not module.GradientState().sync_gradients
+
+
 def _total(losses: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([term.to(device) for term in losses]).sum()
 
@@ -399,52 +436,3 @@ def _shifts_labels(model: nn.Module) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-
-
-_classes_with_fields: dict[type, type] = {}
-
-
-def class_with_router_fields(kind: type) -> type:
-    """Return a subclass of the output class `kind` with `ROUTER_FIELDS`; the same one for every call."""
-    if kind not in _classes_with_fields:
-        known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        fields = [(name, Any, dataclasses.field(default=None)) for name in ROUTER_FIELDS if name not in known]
-        made = dataclasses.make_dataclass(
-            kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__, "__reduce_ex__": _reduce}
-        )
-        made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
-        _classes_with_fields[kind] = made
-    return _classes_with_fields[kind]
-
-
-def _reduce(outputs: Any, protocol: Any) -> tuple[Any, ...]:
-    """Support copying and pickling: the class cannot be imported by its name, which is its base's, so it is made again."""
-    return _rebuild, (type(outputs).__bases__[0], {name: getattr(outputs, name) for name in outputs})
-
-
-def _rebuild(kind: type, values: dict[str, Any]) -> Any:
-    return class_with_router_fields(kind)(**values)
-
-
-def prepare_output_classes(model: Any) -> None:
-    """Make the class with `ROUTER_FIELDS` for the model's outputs now: a compiler cannot trace the creation of a class."""
-    from transformers.utils import ModelOutput
-
-    try:
-        returned = typing.get_type_hints(type(model).forward).get("return")
-    except (NameError, TypeError, AttributeError):
-        return
-    for kind in (returned, *typing.get_args(returned)):
-        if isinstance(kind, type) and issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind):
-            class_with_router_fields(kind)
-
-
-def with_router_fields(outputs: Any) -> Any:
-    """Return the outputs as an instance of their class with `ROUTER_FIELDS`."""
-    kind = type(outputs)
-    if kind in _classes_with_fields.values():
-        return outputs
-    # Look into the dictionary first: a compiler cannot trace the creation of a class.
-    return (
-        _classes_with_fields[kind](**outputs) if kind in _classes_with_fields else class_with_router_fields(kind)(**outputs)
-    )

@@ -6,13 +6,32 @@ function again in plain PyTorch and takes the gradient of that. It costs the mem
 any order.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.kernels.launching import EVERYWHERE, is_exporting, operator
+
+
+def has_gradient(node: Any) -> bool:
+    """Whether the parameter nearest to this autograd node has a gradient of an earlier backward.
+
+    In a backward, a parameter gets its gradient after all nodes that use it have run.
+    """
+    seen, queue = {node}, deque([node])
+    while queue:
+        for used, _ in queue.popleft().next_functions:
+            if used is None or used in seen:
+                continue
+            parameter = getattr(used, "variable", None)
+            if isinstance(parameter, nn.Parameter):
+                return parameter.grad is not None and bool(parameter.grad.any())
+            seen.add(used)
+            queue.append(used)
+    return False
 
 
 def is_differentiated() -> bool:

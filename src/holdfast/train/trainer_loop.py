@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
-from holdfast.hub import trainer_callback
 from holdfast.hub.folder_files import check_folder
 from holdfast.train.loop import LOG, Guard, Log, Tick, resume_point
 from holdfast.train.mixed_labels import soft_labels
@@ -59,7 +58,7 @@ def train_with_trainer(
         train_dataset=task.examples(seed),
         eval_dataset=task.validation() if needs_validation(training) else None,
         data_collator=_identity_collator,
-        callbacks=[trainer_callback(), _callback(task, k, folder, tick, guard)],
+        callbacks=[_callback(task, k, folder, tick, guard)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     checkpoint = resume_point(folder, steps, TRAINER_FILES, warn=is_first_rank())
