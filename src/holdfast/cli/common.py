@@ -195,6 +195,8 @@ def router_names(written: str | None) -> list[str]:
     names = split_routers(written)
     if not names:
         raise ValueError(f"--routers is {written!r}; name at least one router.")
+    if repeated := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise ValueError(f"--routers has {repeated[0]!r} twice; name each router only once.")
     return names
 
 

@@ -18,7 +18,7 @@ from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
-from holdfast.plugins import failure_in_plugin
+from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin
 
 Command = Attack | Audit | Certify | Compare | Evaluate | Geometry | Mismatch | Plan | Report | Routers | Run | Train
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     except ConditionHolds as condition:
         print(f"holdfast: {condition}", file=sys.stderr)
         return 1
-    except Exception as problem:
+    except PLUGIN_ERRORS as problem:
         failure = failure_in_plugin(problem)
         if failure is None and not isinstance(problem, ValueError | OSError):
             raise

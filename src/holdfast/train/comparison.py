@@ -35,7 +35,7 @@ from holdfast.files import require_no_links
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
 from holdfast.metrics import describe_metrics
 from holdfast.metrics.report import without_nan
-from holdfast.plugins import failure_in_plugin, load_plugin, plugin_files
+from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
 from holdfast.train.cells import Cell, Result, merge_results
 from holdfast.train.domain_summary import summarise_domains
 from holdfast.train.loop import Guard
@@ -383,7 +383,7 @@ def _train_in_worker(number: int) -> None:
     comparison, progress_queue = _worker
     try:
         comparison.attempt(comparison.cells[number], lambda cell, steps: progress_queue.put((number, steps)))
-    except Exception as problem:
+    except PLUGIN_ERRORS as problem:
         failure = failure_in_plugin(problem)
         if failure is None:
             raise
