@@ -117,7 +117,9 @@ def build_or_refuse(build: Callable[[], Any], kind: str) -> Any:
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # these raise an error below
             model = build()
     except Exception as problem:  # inconsistent sizes raise any kind of exception, anywhere in the constructor
-        raise ValueError(f"no {kind} can have this config: {' '.join(str(problem).split()) or type(problem).__name__}") from None
+        raise ValueError(
+            f"no {kind} can have this config: {' '.join(str(problem).split()) or type(problem).__name__}"
+        ) from None
     for name, parameter in model.named_parameters():
         if not parameter.numel():
             raise ValueError(f"{name} would be {' x '.join(map(str, parameter.shape))}; no size may be 0.")

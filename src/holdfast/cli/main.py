@@ -43,6 +43,9 @@ def main(arguments: list[str]) -> int:
     program = program_of(arguments) if arguments[0] == "run" else None  # options after `run` belong to the other program
     command = program or tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="holdfast", args=arguments)
     try:
+        seed = getattr(command, "seed", 0)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--seed is {seed}; give a whole number from 0 to 2^32 - 1.")
         command.run()
     except BrokenPipeError:
         raise
@@ -55,9 +58,6 @@ def main(arguments: list[str]) -> int:
             raise
         print(f"holdfast: {one_line(problem if failure is None else failure)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("holdfast: stopped.", file=sys.stderr)
-        return 130
     finally:
         release_files()
     return 0

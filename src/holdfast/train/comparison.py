@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -342,16 +343,19 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
     missing.sort(key=lambda number: names.index(cells[number].choice.name))  # in the given order: name a slow router first
     context = get_context("spawn")  # a forked process cannot use the GPU, and may inherit locks that are held
     manager = SyncManager(ctx=context)
-    manager.start(_end_with_parent)
+    with _signals_for_this_process_only():
+        manager.start(_end_with_parent)
     with manager:
+        others = active_children()
         progress_queue = manager.Queue()
         options = {"data": comparison.data, "settings": comparison.settings}
         settings = (comparison.recipe, comparison.choices, comparison.seeds, comparison.folder, options)
         threads = max(1, (os.cpu_count() or 1) // jobs)
         arguments = (plugin_files(), settings, progress_queue, threads)
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_set_up_worker, initargs=arguments) as pool:
-            waiting = {pool.submit(_train_in_worker, number) for number in missing}
             try:
+                with _signals_for_this_process_only():
+                    waiting = {pool.submit(_train_in_worker, number) for number in missing}
                 while waiting:
                     finished, waiting = wait(waiting, timeout=PROGRESS_POLL, return_when=FIRST_COMPLETED)
                     _report_progress(progress_queue, cells, progress)
@@ -362,9 +366,30 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
                     f"a process that trained a cell of {comparison.folder} was killed, perhaps because memory ran out; "
                     "finished cells are kept: run the same command again with fewer --jobs."
                 ) from None
-            except BaseException:
+            except Exception:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+            except BaseException:  # Ctrl-C: a killed worker loses what it did since its last checkpoint, and no file
+                for child in active_children():
+                    if child not in others:
+                        child.kill()
+                raise
+
+
+@contextmanager
+def _signals_for_this_process_only() -> Iterator[None]:
+    """Let processes that are started inside the `with` never receive Ctrl-C, which a terminal sends to all of them.
+
+    A process inherits which signals are blocked. Ctrl-C waits in this process until the `with` ends.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _set_up_worker(plugins: list[tuple[Path, str]], settings: tuple[Any, ...], progress_queue: Any, threads: int) -> None:
