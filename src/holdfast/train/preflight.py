@@ -91,7 +91,7 @@ def _require_memory(task: Task, model: Any) -> None:
     largest = max(sizes, key=lambda name: sizes[name])
     raise ValueError(
         f"{parameters:,} parameters and batches of {training.batch:,} need at least {in_gib(needed)} of memory, and there "
-        f"are {in_gib(memory)}; make the model or training.batch smaller (the largest number is {largest}={sizes[largest]:,})."
+        f"are {in_gib(memory)}; make the model or training.batch smaller (the largest size is {largest}={sizes[largest]:,})."
     )
 
 

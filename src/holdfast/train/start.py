@@ -85,8 +85,8 @@ def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
 def wrong_entries(config: Mapping[str, Any], work: Callable[[Mapping[str, Any]], object]) -> str:
     """Return the entries of `model.config` that make `work` fail, as text.
 
-    An entry is at fault if `work` succeeds with the family's own value in its place; if there is none, with a 1 in its place,
-    because the family's value may contradict the other entries.
+    An entry is at fault if `work` succeeds with the family's own value in its place; if there is no such entry, with a 1 in
+    its place, because the family's value may contradict the other entries.
     """
 
     def succeeds(changed: Mapping[str, Any]) -> bool:
