@@ -77,7 +77,7 @@ def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
             build_or_refuse(lambda: build(config), str(part.family))
 
     try:
-        return build_or_refuse(lambda: build(part.config), part.family)
+        return build_or_refuse(lambda: build(part.config), str(part.family))
     except ValueError as problem:
         raise ValueError(f"{wrong_entries(part.config, build_on_meta)}: {problem}") from None
 
